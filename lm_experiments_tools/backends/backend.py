@@ -1,0 +1,218 @@
+"""The verbs the training loop speaks, and the backend for one process.
+
+A backend owns everything that depends on how many workers there are and how they talk: the wrapped model, the
+reduction of gradients, mixed precision, and the few collectives the loop needs. The loop (`trainer.py`) never names a
+backend; a new one implements these verbs and nothing else.
+
+Order of calls in one training step of M micro-batches::
+
+    for m in range(M):
+        with backend.accumulate(sync=m == M - 1):
+            with backend.autocast():
+                loss = backend.model(**micro_batch)["loss"]
+            backend.backward(loss)
+    grad_norm, applied = backend.update(max_norm)
+
+Gradients are averaged over workers, so a loss that is to be summed over workers is multiplied by `world_size` first
+(the loop does that).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lm_experiments_tools.backends.precision import Precision
+from lm_experiments_tools.errors import UserError
+
+
+class Backend(ABC):
+    """What every backend offers the loop. Ranks are global; `local_rank` counts within one machine."""
+
+    name: str
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    model: nn.Module  # the wrapped model: call it for a forward pass
+    optimizer: Optimizer  # the wrapped optimizer: read param_groups, set their lr
+    shards_model: bool = False  # forward passes are collective (FSDP, ZeRO-3): every worker runs equally many
+
+    # ---- training step
+    @abstractmethod
+    def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Move, wrap and broadcast the model and (None: evaluation only) its optimizer; sets `model`, `optimizer`."""
+
+    @abstractmethod
+    def autocast(self) -> AbstractContextManager[None]:
+        """The mixed-precision context of a forward pass."""
+
+    @abstractmethod
+    def accumulate(self, sync: bool) -> AbstractContextManager[None]:
+        """Context of one micro-batch; gradients are reduced over workers only where `sync` is True (the last one)."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradient of a scalar loss; call inside `accumulate`."""
+
+    @abstractmethod
+    def update(self, max_norm: float | None = None, max_value: float | None = None) -> tuple[float, bool]:
+        """Clip, step the optimizer and clear the gradients.
+
+        Returns the global L2 norm of the reduced gradient before clipping, and whether the step was applied. It is not
+        applied when the gradient is not finite; then all workers alike leave weights and optimizer untouched.
+        """
+
+    # ---- talking to the other workers
+    @abstractmethod
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum of a float64 or int64 CPU tensor over all workers, on all workers."""
+
+    @abstractmethod
+    def gather(self, value: Any) -> list[Any]:
+        """The picklable `value` of every worker in rank order, on all workers."""
+
+    @abstractmethod
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's picklable `value`, on all workers."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every worker has arrived."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group of workers; call once at the end of a successful run."""
+
+    # ---- state in and out; collective: every worker calls them
+    @abstractmethod
+    def unwrap(self) -> nn.Module:
+        """The user's model under all wrappers."""
+
+    @abstractmethod
+    def model_state(self) -> dict[str, Tensor] | None:
+        """The whole model's state dict, on rank 0 at least (None on workers that do not hold it)."""
+
+    @abstractmethod
+    def load_model_state(self, state: dict[str, Tensor] | None) -> None:
+        """Put rank 0's full state dict into the model on every worker."""
+
+    @abstractmethod
+    def optimizer_state(self) -> Any:
+        """This worker's tree (dicts, lists, scalars, tensors) of optimizer and loss-scaler state.
+
+        Where `shards_optimizer` is False the trees of all workers are equal and rank 0's is enough.
+        """
+
+    @abstractmethod
+    def load_optimizer_state(self, tree: Any) -> None:
+        """The inverse of `optimizer_state`, for a tree saved by the same worker (any worker if not sharded)."""
+
+    shards_optimizer: bool = False
+
+    def describe(self) -> str:
+        """One line for the log: what is really running."""
+        kind = type(self.model).__name__ if hasattr(self, "model") else "nothing set up"
+        return f"backend {self.name}, {self.world_size} worker(s), device {self.device}, model wrapped as {kind}"
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def global_gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
+    """L2 norm over the gradients of all parameters, a scalar tensor (0 without gradients)."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+
+
+class LocalBackend(Backend):
+    """One process, one device; also the base of backends whose optimizer is a plain torch one.
+
+    Args:
+        precision: forward autocast and loss scaling.
+        device: default the GPU if there is one.
+    """
+
+    name = "local"
+
+    def __init__(self, precision: Precision | None = None, device: torch.device | None = None) -> None:
+        self.rank, self.local_rank, self.world_size = 0, 0, 1
+        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.precision = precision or Precision()
+        self._sync = True
+
+    def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        self._inner = model.to(self.device)
+        self.model, self.optimizer = self.precision.initialize(self._inner, optimizer, self.device)
+
+    def autocast(self) -> AbstractContextManager[None]:
+        return self.precision.autocast(self.device)
+
+    @contextmanager
+    def accumulate(self, sync: bool) -> Iterator[None]:
+        self._sync = sync
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        self.precision.backward(loss, self.optimizer, last=self._sync, reduce=self._reduce_gradients)
+
+    def update(self, max_norm: float | None = None, max_value: float | None = None) -> tuple[float, bool]:
+        parameters = self.precision.parameters(self.optimizer)
+        norm = global_gradient_norm(parameters)
+        grad_norm = norm.item()
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            if max_norm:
+                torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+            elif max_value:
+                torch.nn.utils.clip_grad_value_(parameters, max_value)
+        applied = self.precision.step(self.optimizer, finite, self._step_optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+        return grad_norm, applied
+
+    def _reduce_gradients(self) -> None:
+        """Average gradients over workers; nothing to do for one process."""
+
+    def _step_optimizer(self) -> AbstractContextManager[None] | None:
+        """A context in which `optimizer.step()` must run, if any."""
+        return None
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def barrier(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def unwrap(self) -> nn.Module:
+        return self._inner
+
+    def model_state(self) -> dict[str, Tensor]:
+        return self.unwrap().state_dict()
+
+    def load_model_state(self, state: dict[str, Tensor] | None) -> None:
+        if state is None:
+            raise UserError("no model state to load; the checkpoint holds no weights")
+        self.unwrap().load_state_dict(state)
+
+    def optimizer_state(self) -> Any:
+        return {"optimizer": self.optimizer.state_dict(), "precision": self.precision.state_dict()}
+
+    def load_optimizer_state(self, tree: Any) -> None:
+        self.optimizer.load_state_dict(tree["optimizer"])
+        self.precision.load_state_dict(tree["precision"])

@@ -1,0 +1,164 @@
+"""Numerical precision of a training step: fp32, bf16 autocast, fp16 with loss scaling, NVIDIA apex.
+
+A `Precision` is told when the last micro-batch of a step runs and how gradients are reduced, because each scheme wants
+the reduction at its own place: torch.amp unscales after it, apex wants it inside its `scale_loss` context.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lm_experiments_tools.errors import UserError
+
+StepContext = Callable[[], "AbstractContextManager[None] | None"]
+
+
+class Precision:
+    """Full precision, or autocast to `dtype` (bf16 needs no loss scaling)."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+
+    def initialize(
+        self, model: nn.Module, optimizer: Optimizer | None, device: torch.device
+    ) -> tuple[nn.Module, Optimizer]:
+        return model, optimizer
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[None]:
+        return torch.autocast(device.type, dtype=self.dtype) if self.dtype else nullcontext()
+
+    def backward(self, loss: Tensor, optimizer: Optimizer, *, last: bool, reduce: Callable[[], None]) -> None:
+        loss.backward()
+        if last:
+            reduce()
+
+    def parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """The parameters whose `.grad` is clipped and measured."""
+        return [p for group in optimizer.param_groups for p in group["params"]]
+
+    def step(self, optimizer: Optimizer, finite: bool, context: StepContext) -> bool:
+        """Step if the gradient is finite; returns whether it was."""
+        if finite:
+            with context() or nullcontext():
+                optimizer.step()
+        return finite
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class LossScaledFp16(Precision):
+    """fp16 autocast with torch's dynamic loss scaling, kept between `min_scale` and `max_scale`.
+
+    A step with non-finite gradients is skipped and the scale halved; 2000 good steps double it (torch's defaults).
+    """
+
+    def __init__(self, min_scale: float | None = None, max_scale: float | None = None) -> None:
+        super().__init__(torch.float16)
+        self.min_scale, self.max_scale = min_scale or 0.0, max_scale or float("inf")
+
+    def initialize(
+        self, model: nn.Module, optimizer: Optimizer | None, device: torch.device
+    ) -> tuple[nn.Module, Optimizer]:
+        initial = min(max(2.0**16, self.min_scale), self.max_scale)
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=initial)
+        return model, optimizer
+
+    def backward(self, loss: Tensor, optimizer: Optimizer, *, last: bool, reduce: Callable[[], None]) -> None:
+        self.scaler.scale(loss).backward()
+        if last:
+            reduce()
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, finite: bool, context: StepContext) -> bool:
+        with context() or nullcontext():
+            self.scaler.step(optimizer)  # skips by itself what unscale_ found to be non-finite
+        self.scaler.update()
+        scale = self.scaler.get_scale()
+        allowed = min(max(scale, self.min_scale), self.max_scale)
+        if allowed != scale:
+            self.scaler.update(allowed)
+        return finite
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            self.scaler.load_state_dict(state)
+
+
+class ApexAmp(Precision):
+    """NVIDIA apex.amp (O0 to O3). Deprecated upstream in favour of torch.amp; kept for those who have it installed."""
+
+    def __init__(self, opt_level: str, min_scale: float | None = None, max_scale: float | None = None) -> None:
+        super().__init__(None)
+        try:
+            self.amp = importlib.import_module("apex.amp")
+        except ImportError:
+            raise UserError(
+                f"--apex_opt_lvl {opt_level} needs NVIDIA apex (built from its own source; the package named 'apex' on "
+                "PyPI is an unrelated one), which is not installed here; leave the flag out to use torch.amp"
+            ) from None
+        self.opt_level, self.scales = opt_level, {"min_loss_scale": min_scale, "max_loss_scale": max_scale}
+
+    def initialize(
+        self, model: nn.Module, optimizer: Optimizer | None, device: torch.device
+    ) -> tuple[nn.Module, Optimizer]:
+        scales = {k: v for k, v in self.scales.items() if v is not None}
+        if optimizer is None:
+            return self.amp.initialize(model, opt_level=self.opt_level, verbosity=0), None
+        return self.amp.initialize(model, optimizer, opt_level=self.opt_level, verbosity=0, **scales)
+
+    def backward(self, loss: Tensor, optimizer: Optimizer, *, last: bool, reduce: Callable[[], None]) -> None:
+        with self.amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled:
+            scaled.backward()
+            if last:
+                reduce()
+
+    def parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        return list(self.amp.master_params(optimizer))
+
+    def step(self, optimizer: Optimizer, finite: bool, context: StepContext) -> bool:
+        with context() or nullcontext():
+            optimizer.step()  # apex has patched it to skip after an overflow
+        return finite
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.amp.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            self.amp.load_state_dict(state)
+
+
+def get_precision(
+    *,
+    fp16: bool,
+    bf16: bool,
+    apex_opt_lvl: str | None = None,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = None,
+) -> Precision:
+    """The scheme that the precision flags ask for.
+
+    Raises:
+        UserError: apex asked for but not installed, or bf16 on a GPU that has none.
+    """
+    if fp16 and apex_opt_lvl:
+        return ApexAmp(apex_opt_lvl, min_loss_scale, max_loss_scale)
+    if fp16:
+        return LossScaledFp16(min_loss_scale, max_loss_scale)
+    if bf16 and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
+        raise UserError(f"--bf16: {torch.cuda.get_device_name()} has no bfloat16; use --fp16 or neither")
+    return Precision(torch.bfloat16 if bf16 else None)
