@@ -1,0 +1,293 @@
+"""Memory-mapped token files in Megatron's `.bin` / `.idx` format, in numpy alone.
+
+    PREFIX.bin   the token ids of all sequences, little endian, one after the other, no header
+    PREFIX.idx   b"MMIDIDX\\0\\0" | u64 version = 1 | u8 dtype code | u64 n = sequences | u64 d = documents + 1
+                 | i32 lengths[n] | i64 byte pointers[n] | i64 document_indices[d] | optional i8 modes[n]
+    PREFIX.json  ours: where the tokens came from (vocabulary, counts); other readers ignore it
+
+Document j holds the sequences document_indices[j] : document_indices[j + 1]. One worked example: the documents
+[[5, 6], [7]] and [[8, 9]] (a document is a list of sequences) give tokens 5 6 7 8 9, lengths [2, 1, 2], pointers
+[0, 4, 6] at uint16, document_indices [0, 2, 3].
+
+The format is that of megatron/core/datasets/indexed_dataset.py (Megatron-LM), whose reader and ours read each other's files.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from array import array
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lm_experiments_tools.errors import UserError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
+_CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
+_CHECK_BLOCK = 1 << 20  # index entries checked at a time: bounds the memory of opening a large index
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest dtype for ids below `vocab_size`: uint16 below 65,536 ids, else int32.
+
+    Not uint32: the format has no code for it, and int32 holds every id a vocabulary can have.
+    """
+    return np.dtype(np.uint16) if vocab_size < 65536 else np.dtype(np.int32)
+
+
+def dataset_paths(prefix: str | os.PathLike) -> tuple[Path, Path, Path]:
+    """(PREFIX.bin, PREFIX.idx, PREFIX.json)."""
+    prefix = os.fspath(prefix)
+    return Path(prefix + ".bin"), Path(prefix + ".idx"), Path(prefix + ".json")
+
+
+def dataset_exists(prefix: str | os.PathLike) -> bool:
+    """True where both PREFIX.bin and PREFIX.idx are files."""
+    bin_path, idx_path, _ = dataset_paths(prefix)
+    return bin_path.is_file() and idx_path.is_file()
+
+
+class IndexedDatasetWriter:
+    """Writes PREFIX.bin and PREFIX.idx, visible under their names only after `finalize`.
+
+    Used as a context manager it finalizes on success and leaves nothing behind on an exception.
+    """
+
+    def __init__(self, prefix: str | os.PathLike, dtype: Any):
+        self.dtype = np.dtype(dtype)
+        if self.dtype not in _CODES or self.dtype.kind not in "iu":
+            raise ValueError(f"tokens cannot be stored as {self.dtype}; use uint16 or int32")
+        self.bin_path, self.idx_path, self.meta_path = dataset_paths(prefix)
+        self.bin_path.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = {path: path.with_name(f"{path.name}.tmp{os.getpid()}") for path in self._paths}
+        self._bin = open(self._temporary[self.bin_path], "wb")  # noqa: SIM115 (open until finalize or abort)
+        self._lengths = array("i")
+        self._document_indices = array("q", [0])
+        self.num_tokens = 0
+
+    @property
+    def _paths(self) -> tuple[Path, Path, Path]:
+        return self.bin_path, self.idx_path, self.meta_path
+
+    def add_sequence(self, ids: Iterable[int]) -> None:
+        """Append one sequence to the current document; ValueError where an id does not fit the dtype."""
+        ids = np.asarray(ids if hasattr(ids, "__len__") else list(ids))
+        if ids.size:
+            limits = np.iinfo(self.dtype)
+            if ids.ndim != 1 or ids.dtype.kind not in "iu":
+                raise ValueError(f"a sequence is a flat list of integers, got shape {ids.shape} of {ids.dtype}")
+            if int(ids.min()) < limits.min or int(ids.max()) > limits.max:
+                raise ValueError(f"ids from {ids.min()} to {ids.max()} do not fit {self.dtype}")
+        self._bin.write(ids.astype(self.dtype.newbyteorder("<")).tobytes())
+        self._lengths.append(ids.size)
+        self.num_tokens += ids.size
+
+    def end_document(self) -> None:
+        """Close the current document: the sequences since the last call belong to it."""
+        self._document_indices.append(len(self._lengths))
+
+    def add_dataset(self, dataset: "IndexedDataset") -> None:
+        """Append all documents of a dataset of the same dtype, without decoding them."""
+        if dataset.dtype != self.dtype:
+            raise ValueError(f"{dataset.prefix} holds {dataset.dtype}, not {self.dtype}")
+        first = len(self._lengths)
+        for start in range(0, dataset.num_tokens, _CHECK_BLOCK):
+            self._bin.write(dataset.tokens[start : start + _CHECK_BLOCK].tobytes())
+        self._lengths.frombytes(np.ascontiguousarray(dataset.sequence_lengths, np.int32).tobytes())
+        self._document_indices.frombytes((dataset.document_indices[1:] + first).astype(np.int64).tobytes())
+        self.num_tokens += dataset.num_tokens
+
+    def finalize(self, meta: dict[str, Any] | None = None) -> None:
+        """Write the index (and `meta` as PREFIX.json), then publish: an index is never beside another writer's tokens."""
+        if self._document_indices[-1] != len(self._lengths):
+            raise ValueError("the last document is not ended: call end_document() before finalize()")
+        _sync_and_close(self._bin)
+        with open(self._temporary[self.idx_path], "wb") as file:
+            self._write_index(file)
+            _sync_and_close(file)
+        written = [self.bin_path]
+        if meta is not None:
+            with open(self._temporary[self.meta_path], "wb") as file:
+                file.write((json.dumps(meta, indent=2, ensure_ascii=False) + "\n").encode())
+                _sync_and_close(file)
+            written.append(self.meta_path)
+        # The index goes first and comes back last, so that a kill in between leaves "no dataset", not a wrong one.
+        self.idx_path.unlink(missing_ok=True)
+        self.meta_path.unlink(missing_ok=True)
+        for path in (*written, self.idx_path):
+            os.replace(self._temporary[path], path)
+
+    def _write_index(self, file: Any) -> None:
+        lengths = np.frombuffer(self._lengths, np.int32)
+        documents = np.frombuffer(self._document_indices, np.int64)
+        file.write(_HEADER.pack(MAGIC, VERSION, _CODES[self.dtype], len(lengths), len(documents)))
+        file.write(lengths.astype("<i4").tobytes())
+        pointer = 0
+        for start in range(0, len(lengths), _CHECK_BLOCK):
+            ends = pointer + np.cumsum(lengths[start : start + _CHECK_BLOCK], dtype=np.int64) * self.dtype.itemsize
+            file.write(np.concatenate([[pointer], ends[:-1]]).astype("<i8").tobytes())
+            pointer = int(ends[-1])
+        file.write(documents.astype("<i8").tobytes())
+
+    def abort(self) -> None:
+        """Close and remove the unfinished files."""
+        self._bin.close()
+        for path in self._temporary.values():
+            path.unlink(missing_ok=True)
+
+    def __enter__(self) -> "IndexedDatasetWriter":  # noqa: PYI034 (typing.Self needs Python 3.11)
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        if exc_type is not None:
+            self.abort()
+        elif not self._bin.closed:
+            self.finalize()
+
+
+def _sync_and_close(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+class IndexedDataset:
+    """Random access to a `.bin` / `.idx` pair through memory maps; the whole index is checked on opening.
+
+    Attributes:
+        tokens: memmap [num_tokens], all sequences in file order.
+        sequence_lengths: int32[n], in tokens.
+        sequence_pointers: int64[n], byte offset of each sequence in the .bin.
+        document_indices: int64[num_documents + 1], first sequence of each document.
+        dtype, num_tokens, num_documents, fingerprint (sha256 of the index and the size of the .bin), meta (PREFIX.json or {}).
+
+    Raises UserError where a file is missing, cut short, of another format, or its numbers contradict each other.
+    """
+
+    def __init__(self, prefix: str | os.PathLike):
+        self.prefix = os.fspath(prefix)
+        self.bin_path, self.idx_path, self.meta_path = dataset_paths(self.prefix)
+        for path in (self.idx_path, self.bin_path):
+            if not path.is_file():
+                raise UserError(
+                    f"token file {path} does not exist; give the prefix of a .bin/.idx pair, which "
+                    f"`lmtools tokenize --output PREFIX` makes from text"
+                )
+        self._read_index()
+        self._check_index()
+        shape = (self.num_tokens,)
+        # numpy cannot map an empty file
+        self.tokens = (
+            np.memmap(self.bin_path, self._file_dtype, "r", shape=shape) if self.num_tokens else self._no_tokens
+        )
+        self.meta = self._read_meta()
+
+    @property
+    def _file_dtype(self) -> np.dtype:
+        return self.dtype.newbyteorder("<")
+
+    @property
+    def _no_tokens(self) -> np.ndarray:
+        return np.empty(0, self._file_dtype)
+
+    def _read_index(self) -> None:
+        size = self.idx_path.stat().st_size
+        with open(self.idx_path, "rb") as file:
+            header = file.read(_HEADER.size)
+        if not header.startswith(MAGIC):
+            raise UserError(f"{self.idx_path} is not a Megatron index: it begins with {header[:9]!r}, not {MAGIC!r}")
+        if len(header) < _HEADER.size:
+            raise self._damaged(f"its header has {len(header)} of {_HEADER.size} bytes")
+        _, version, code, num_sequences, num_indices = _HEADER.unpack(header)
+        if version != VERSION:
+            raise UserError(f"{self.idx_path} has format version {version}; only version {VERSION} is known")
+        if code not in _DTYPES or np.dtype(_DTYPES[code]).kind not in "iu":
+            raise UserError(f"{self.idx_path} holds elements of dtype code {code}, which are not integer token ids")
+        self.dtype = np.dtype(_DTYPES[code])
+        needed = _HEADER.size + 12 * num_sequences + 8 * num_indices
+        if size not in (needed, needed + num_sequences):  # multimodal Megatron data adds one byte of mode per sequence
+            raise self._damaged(
+                f"its header announces {num_sequences} sequences and {num_indices} document bounds, "
+                f"{needed} bytes, but the file has {size}"
+            )
+        index = np.memmap(self.idx_path, np.uint8, "r")
+        lengths_end = _HEADER.size + 4 * num_sequences
+        pointers_end = lengths_end + 8 * num_sequences
+        self.sequence_lengths = index[_HEADER.size : lengths_end].view("<i4")
+        self.sequence_pointers = index[lengths_end:pointers_end].view("<i8")
+        self.document_indices = index[pointers_end:needed].view("<i8")
+
+    def _check_index(self) -> None:
+        lengths, pointers, documents = self.sequence_lengths, self.sequence_pointers, self.document_indices
+        pointer = 0
+        for start in range(0, len(lengths), _CHECK_BLOCK):
+            block = lengths[start : start + _CHECK_BLOCK]
+            if block.min() < 0:
+                raise self._damaged(f"sequence {start + int(np.argmax(block < 0))} has a negative length")
+            ends = pointer + np.cumsum(block, dtype=np.int64) * self.dtype.itemsize
+            starts = np.concatenate([[pointer], ends[:-1]])
+            wrong = starts != pointers[start : start + _CHECK_BLOCK]
+            if wrong.any():
+                at = int(np.argmax(wrong))
+                raise self._damaged(
+                    f"sequence {start + at} should start at byte {starts[at]}, its pointer says {pointers[start + at]}"
+                )
+            pointer = int(ends[-1])
+        if not len(documents) or documents[0] != 0 or documents[-1] != len(lengths):
+            raise self._damaged(f"its document bounds do not run from 0 to its {len(lengths)} sequences")
+        for start in range(0, len(documents), _CHECK_BLOCK):
+            if (np.diff(documents[start : start + _CHECK_BLOCK + 1]) < 0).any():
+                raise self._damaged("its document bounds decrease")
+        size = self.bin_path.stat().st_size
+        if size != pointer:
+            raise UserError(
+                f"{self.bin_path} has {size} bytes but {self.idx_path} describes {pointer}; one of them is cut short "
+                f"or from another data set: copy both again or tokenize again"
+            )
+        self.num_tokens = pointer // self.dtype.itemsize
+        self.num_documents = len(documents) - 1
+
+    def _damaged(self, detail: str) -> UserError:
+        return UserError(f"{self.idx_path} is damaged: {detail}; copy it again or tokenize again")
+
+    def _read_meta(self) -> dict[str, Any]:
+        if not self.meta_path.is_file():
+            return {}
+        try:
+            meta = json.loads(self.meta_path.read_bytes())
+        except ValueError as error:
+            raise UserError(f"{self.meta_path} is not valid JSON ({error}); delete it or tokenize again") from None
+        if not isinstance(meta, dict):
+            raise UserError(
+                f"{self.meta_path} holds {type(meta).__name__}, not an object; delete it or tokenize again"
+            )
+        return meta
+
+    @cached_property
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        with open(self.idx_path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        digest.update(str(self.bin_path.stat().st_size).encode())
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """The ids of sequence `index` (a read-only view of the memory map)."""
+        index = range(len(self))[index]
+        start = int(self.sequence_pointers[index]) // self.dtype.itemsize
+        return self.tokens[start : start + int(self.sequence_lengths[index])]
+
+    def __reduce__(self) -> tuple:
+        # A pickled memmap carries its content: a loader worker gets the path instead and maps the file itself.
+        return IndexedDataset, (self.prefix,)

@@ -1,0 +1,186 @@
+"""A SentencePiece vocabulary with T5's conventions: `<pad>` 0, `</s>` 1, `<unk>` 2, sentinels counted down from the end.
+
+Two kinds of `.model` file exist and both give the same ids:
+
+    Google's (t5_32k)     32,000 pieces, none of them a sentinel; 100 extra ids go on top, <extra_id_k> = 32099 - k
+    `lmtools vocab`       the sentinels are user-defined pieces inside the model, <extra_id_k> = size - 1 - k
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+
+from lm_experiments_tools.errors import UserError
+
+DEFAULT_EXTRA_IDS = 100
+_UNKNOWN, _UNUSED = 2, 5  # ModelProto.SentencePiece.Type
+
+
+def sentinel_piece(index: int) -> str:
+    """The name of sentinel `index`: `<extra_id_0>` opens the first masked span."""
+    return f"<extra_id_{index}>"
+
+
+class Vocabulary:
+    """Encode, decode and the special ids. Make one with `Vocabulary.load`.
+
+    Attributes:
+        size: number of ids, pieces and added extra ids together: the least number of embedding rows.
+        num_pieces: pieces in the model file; ids from here to `size` are the extra ids we add.
+        num_sentinels, sentinel_ids: int64[num_sentinels], sentinel k at index k.
+        pad_id, eos_id, unk_id: ids of the special pieces.
+        path, sha256: the model file and the hash of its content.
+    """
+
+    def __init__(self, path: Path, content: bytes, extra_ids: int):
+        self.path = path
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        self._content = content
+        self._extra_ids = extra_ids
+        model = _parse_model(path, content)
+        self.num_pieces = len(model.pieces)
+        id_of = {piece.piece: index for index, piece in enumerate(model.pieces)}
+        inside = _count_sentinels(id_of)
+        self.num_sentinels = inside or extra_ids
+        self.size = self.num_pieces + (0 if inside else extra_ids)
+        if inside:
+            self.sentinel_ids = np.array([id_of[sentinel_piece(k)] for k in range(inside)], np.int64)
+        else:
+            self.sentinel_ids = self.size - 1 - np.arange(extra_ids, dtype=np.int64)
+        self.pad_id = self._special_id(id_of, model.trainer_spec.pad_piece or "<pad>", "padding")
+        self.eos_id = self._special_id(id_of, model.trainer_spec.eos_piece or "</s>", "end-of-sequence")
+        # By type, not by trainer_spec.unk_id: edited models keep a stale number there.
+        self.unk_id = next((i for i, piece in enumerate(model.pieces) if piece.type == _UNKNOWN), -1)
+        if self.unk_id < 0:
+            raise UserError(f"vocabulary {path} has no unknown-token piece; train one with `lmtools vocab`")
+        if inside:
+            # An unused piece keeps its id but is never produced by encoding: text cannot forge a sentinel.
+            for index in self.sentinel_ids:
+                model.pieces[int(index)].type = _UNUSED
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, extra_ids: int = DEFAULT_EXTRA_IDS) -> "Vocabulary":
+        """Read a `.model` file, or a folder that holds `spiece.model` or `sentencepiece.model`.
+
+        `extra_ids` sentinels are added where the model has none of its own. Raises UserError where the file is missing,
+        is not a SentencePiece model, or lacks a padding, end-of-sequence or unknown piece.
+        """
+        path = Path(path)
+        if path.is_dir():
+            candidates = [path / name for name in ("spiece.model", "sentencepiece.model") if (path / name).is_file()]
+            if not candidates:
+                raise UserError(f"vocabulary folder {path} holds neither spiece.model nor sentencepiece.model")
+            path = candidates[0]
+        if not path.is_file():
+            raise UserError(f"vocabulary {path} does not exist; `lmtools vocab --output {path}` trains one from text")
+        return cls(path, path.read_bytes(), extra_ids)
+
+    def _special_id(self, id_of: dict[str, int], piece: str, role: str) -> int:
+        if piece not in id_of:
+            raise UserError(
+                f"vocabulary {self.path} has no {role} piece {piece!r}, which T5 needs; train one with `lmtools vocab`"
+            )
+        return id_of[piece]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without EOS, by the model without its sentinels: a literal "<extra_id_0>" is ordinary text.
+
+        Newlines are spaces to a T5 model (nmt_nfkc), so lines may be encoded apart and joined.
+        """
+        return self._processor.encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` for many texts in one call into C++."""
+        return self._processor.encode(list(texts))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; sentinels are shown as <extra_id_k>, padding and EOS are dropped, unknown is " ⁇ "."""
+        text, chunk = "", []
+        for index in [*map(int, ids), None]:
+            if index is not None and index not in self._sentinel_number:
+                chunk.append(index)
+                continue
+            text += self._decode_chunk(chunk, leading_space=bool(text))
+            chunk = []
+            if index is not None:
+                text += (" " if text else "") + sentinel_piece(self._sentinel_number[index])
+        return text
+
+    def _decode_chunk(self, ids: list[int], leading_space: bool) -> str:
+        if not ids:
+            return ""
+        starts_word = self._processor.id_to_piece(ids[0]).startswith("\u2581")  # decode() drops that space
+        return (" " if starts_word and leading_space else "") + self._processor.decode(ids)
+
+    @cached_property
+    def _sentinel_number(self) -> dict[int, int]:
+        return {int(index): k for k, index in enumerate(self.sentinel_ids)}
+
+    def save_tokenizer(self, directory: str | os.PathLike) -> None:
+        """Write Hugging Face tokenizer files: `AutoTokenizer.from_pretrained(directory)` gives our ids, sentinels and EOS.
+
+        The model is saved without its sentinels, as Google's is, because T5Tokenizer puts `extra_ids` of its own on top.
+        Raises UserError where the sentinels are not the last ids in descending order (T5Tokenizer has no other place for
+        them), or transformers is not installed.
+        """
+        try:
+            from transformers import T5Tokenizer
+        except ImportError:
+            raise UserError("saving a tokenizer needs the transformers package: pip install transformers") from None
+        if not np.array_equal(self.sentinel_ids, self.size - 1 - np.arange(self.num_sentinels)):
+            raise UserError(
+                f"vocabulary {self.path} has its sentinels elsewhere than at its last {self.num_sentinels} ids, "
+                f"where a Hugging Face T5 tokenizer has to have them; train one with `lmtools vocab`"
+            )
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        model = _parse_model(self.path, self._content)
+        del model.pieces[self.size - self.num_sentinels :]
+        (directory / "spiece.model").write_bytes(model.SerializeToString())
+        config = {
+            "tokenizer_class": "T5Tokenizer",
+            "extra_ids": self.num_sentinels,
+            "pad_token": "<pad>",
+            "eos_token": "</s>",
+            "unk_token": "<unk>",
+        }
+        (directory / "tokenizer_config.json").write_text(json.dumps(config))
+        (directory / "tokenizer.json").unlink(missing_ok=True)  # from_pretrained would prefer an old one
+        # From the folder: T5Tokenizer(vocab_file=...) ignores the file and builds a vocabulary of 104 tokens.
+        tokenizer = T5Tokenizer.from_pretrained(str(directory))
+        if len(tokenizer) != self.size or tokenizer.eos_token_id != self.eos_id:
+            raise RuntimeError(f"transformers built {len(tokenizer)} tokens from {directory}, not {self.size}")
+        tokenizer.save_pretrained(str(directory))
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __reduce__(self) -> tuple:
+        return Vocabulary, (self.path, self._content, self._extra_ids)
+
+
+def _parse_model(path: Path, content: bytes):
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
+    try:
+        model = sentencepiece_model_pb2.ModelProto.FromString(content)
+    except DecodeError:
+        model = None
+    if model is None or not model.pieces:
+        raise UserError(f"{path} is not a SentencePiece model ({len(content)} bytes); give the .model file")
+    return model
+
+
+def _count_sentinels(id_of: dict[str, int]) -> int:
+    count = 0
+    while sentinel_piece(count) in id_of:
+        count += 1
+    return count
