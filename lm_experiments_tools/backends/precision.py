@@ -81,8 +81,9 @@ class LossScaledFp16(Precision):
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, finite: bool, context: StepContext) -> bool:
-        with context() or nullcontext():
-            self.scaler.step(optimizer)  # skips by itself what unscale_ found to be non-finite
+        if finite:  # the norm can overflow where each gradient is finite, so what unscale_ found is not enough
+            with context() or nullcontext():
+                self.scaler.step(optimizer)
         self.scaler.update()
         scale = self.scaler.get_scale()
         allowed = min(max(scale, self.min_scale), self.max_scale)

@@ -1,0 +1,199 @@
+"""Data parallelism over Horovod: `horovodrun -np 8 python run_t5_pretraining.py ...`, or `mpirun` with an MPI build.
+
+Horovod's DistributedOptimizer is used for what it does well, overlapping the reduction of gradients with the backward
+pass, and for nothing else: it re-creates the optimizer it wraps from its param_groups, which loses everything its
+constructor was given besides, so it wraps an SGD that never steps and the user's optimizer stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.backends.precision import Precision, get_precision
+from lm_experiments_tools.backends.trees import broadcast_tree
+from lm_experiments_tools.errors import UserError
+
+try:
+    import horovod
+    import horovod.torch as hvd
+except ImportError as error:
+    raise UserError(
+        f"Horovod's PyTorch part cannot be imported ({error}); build it with `python scripts/build_horovod.py`, or "
+        "start this script with torchrun or accelerate launch instead"
+    ) from None
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.args import TrainerArgs
+
+STALL_SHUTDOWN_SECONDS = 1800  # a worker that the others wait for longer than this ends the job; NCCL's own limit
+NEVER = 1 << 30  # backward passes: more than any step has
+CARRIERS = {
+    torch.bfloat16: torch.int16,
+    torch.bool: torch.uint8,
+}  # types Horovod does not know travel as their bits
+
+
+class HorovodBackend(LocalBackend):
+    """One worker of a Horovod job, pinned to the GPU of its local rank where there are GPUs.
+
+    Args:
+        precision: forward autocast and loss scaling.
+        fp16_allreduce: send gradients as fp16, half the traffic, rounded to 11 bits of mantissa.
+
+    Raises:
+        UserError: the launcher started more workers than Horovod sees, or more local workers than GPUs.
+    """
+
+    name = "horovod"
+
+    def __init__(self, precision: Precision | None = None, *, fp16_allreduce: bool = False) -> None:
+        os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(STALL_SHUTDOWN_SECONDS))
+        hvd.init()
+        super().__init__(precision, _local_device())
+        self.rank, self.local_rank, self.world_size = (
+            hvd.rank(),
+            hvd.local_rank(),
+            hvd.size(),
+        )
+        self.compression = hvd.Compression.fp16 if fp16_allreduce else hvd.Compression.none
+        _check_launch(self.world_size)
+
+    @classmethod
+    def from_args(cls, args: TrainerArgs) -> HorovodBackend:
+        return cls(
+            get_precision(**args.precision_options()),
+            fp16_allreduce=args.fp16_allreduce,
+        )
+
+    def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """See `Backend.setup`. The optimizer's state is not broadcast: it is empty, and filling it takes a step.
+
+        Raises:
+            UserError: a parameter is bfloat16, or the optimizer is Horovod's already.
+        """
+        _check_supported(model, optimizer)
+        model.to(self.device)
+        for parameter in model.parameters():
+            parameter.data = (
+                parameter.data.contiguous()
+            )  # a gradient has its parameter's strides; Horovod sends no other
+        self._broadcast_tensors([*model.parameters(), *model.buffers()])
+        self._reducer = self._make_reducer(model, optimizer) if optimizer is not None else None
+        super().setup(model, optimizer)
+
+    def _make_reducer(self, model: nn.Module, optimizer: Optimizer) -> Any:
+        """Horovod's optimizer around the parameters to reduce; made before apex takes fp32 copies of them."""
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        named = [(names.get(p, f"parameter.{i}"), p) for i, p in enumerate(trained)]
+        self._reduced = trained
+        return hvd.DistributedOptimizer(
+            torch.optim.SGD(trained, lr=0.0),
+            named_parameters=named,
+            compression=self.compression,
+        )
+
+    def backward(self, loss: Tensor) -> None:
+        # Horovod sends a gradient after its n-th backward pass: never, until the last micro-batch makes it the next.
+        self._reducer.set_backward_passes_per_step(1 if self._sync else NEVER)
+        super().backward(loss)
+
+    def _reduce_gradients(self) -> None:
+        """Average gradients; one that no worker has stays None, so that its parameter is left alone by the optimizer.
+
+        Horovod reads a missing gradient as zeros, with which AdamW would still decay weights and moments.
+        """
+        if self.world_size == 1:
+            return
+        present = torch.tensor([p.grad is not None for p in self._reduced], dtype=torch.float32)
+        handle = hvd.allreduce_async_(present, op=hvd.Sum, name="gradient_present")
+        self._reducer.synchronize()
+        hvd.synchronize(handle)
+        for parameter, count in zip(self._reduced, present.tolist(), strict=True):
+            if not count:
+                parameter.grad = None
+
+    def sum(self, values: Tensor) -> Tensor:
+        return hvd.allreduce(values, op=hvd.Sum, name="sum")
+
+    def gather(self, value: Any) -> list[Any]:
+        return hvd.allgather_object(value, name="gather")
+
+    def broadcast(self, value: Any) -> Any:
+        return hvd.broadcast_object(value, root_rank=0, name="broadcast")
+
+    def barrier(self) -> None:
+        hvd.barrier()
+
+    def close(self) -> None:
+        hvd.shutdown()
+
+    def load_model_state(self, state: dict[str, Tensor] | None) -> None:
+        if self.is_main:
+            super().load_model_state(state)
+        self._broadcast_tensors([*self.unwrap().parameters(), *self.unwrap().buffers()])
+
+    def load_optimizer_state(self, tree: Any) -> None:
+        super().load_optimizer_state(broadcast_tree(tree, self.is_main, self.broadcast, self._broadcast_tensors))
+
+    def _broadcast_tensors(self, tensors: list[Tensor]) -> None:
+        """Overwrite tensors with rank 0's."""
+        sent = []
+        for i, tensor in enumerate(tensors):
+            data = tensor.detach().view(CARRIERS.get(tensor.dtype, tensor.dtype)).contiguous()
+            sent.append(
+                (
+                    tensor,
+                    data,
+                    hvd.broadcast_async_(data, root_rank=0, name=f"state.{i}"),
+                )
+            )
+        for tensor, data, handle in sent:
+            hvd.synchronize(handle)
+            if data.data_ptr() != tensor.data_ptr():  # it was not contiguous, so a copy travelled
+                tensor.detach().copy_(data.view(tensor.dtype))
+
+    def describe(self) -> str:
+        wire = "fp16" if self.compression is hvd.Compression.fp16 else "their own type"
+        return f"{super().describe()}, gradients reduced by Horovod {horovod.__version__} as {wire}"
+
+
+def _local_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if hvd.local_size() > torch.cuda.device_count():
+        raise UserError(
+            f"{hvd.local_size()} workers on this machine but {torch.cuda.device_count()} GPU(s): start at most one "
+            "worker per GPU (horovodrun -np), or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
+    torch.cuda.set_device(hvd.local_rank())
+    return torch.device("cuda", hvd.local_rank())
+
+
+def _check_launch(world_size: int) -> None:
+    """Refuse to be one of several workers that each train alone."""
+    for variable in ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"):
+        wanted = int(os.environ.get(variable, "1"))
+        if wanted > world_size:
+            hint = "mpirun needs a Horovod built with MPI" if variable == "OMPI_COMM_WORLD_SIZE" else "not torchrun"
+            raise UserError(
+                f"the launcher started {wanted} workers ({variable}) but Horovod sees {world_size}, so each would "
+                f"train alone; start the Horovod trainer with `horovodrun -np {wanted} python ...` ({hint})"
+            )
+
+
+def _check_supported(model: nn.Module, optimizer: Optimizer | None) -> None:
+    bf16 = [name for name, p in model.named_parameters() if p.dtype is torch.bfloat16 and p.requires_grad]
+    if bf16:
+        raise UserError(
+            f"{len(bf16)} parameters are bfloat16 ({bf16[0]}, ...), which Horovod {horovod.__version__} cannot reduce; "
+            "keep the model in fp32 and use --bf16, which computes in bfloat16 and keeps fp32 gradients"
+        )
+    if hasattr(optimizer, "skip_synchronize"):
+        raise UserError("pass the plain optimizer: this one is a Horovod DistributedOptimizer, which the trainer adds")

@@ -1,0 +1,75 @@
+"""Trees of tensors (dicts, lists, tuples of tensors and plain values) sent from rank 0 to every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """Stands for a tensor in a tree that is sent without its tensors."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+    """The tree with `function` applied to its tensors, in an order that depends on the tree's structure alone."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: map_tensors(value, function) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_tensors(value, function) for value in tree)
+    return tree
+
+
+def broadcast_tree(
+    tree: Any,
+    is_main: bool,
+    broadcast: Callable[[Any], Any],
+    broadcast_tensors: Callable[[list[Tensor]], None],
+) -> Any:
+    """Rank 0's tree on every worker, its tensors on the CPU.
+
+    The structure travels as one object and each tensor by itself, so no copy of the whole tree is ever serialized.
+
+    Args:
+        tree: read on rank 0 only.
+        broadcast: sends rank 0's picklable value to all.
+        broadcast_tensors: overwrites CPU tensors with rank 0's.
+    """
+    tensors: list[Tensor] = []
+
+    def strip(tensor: Tensor) -> _Leaf:
+        tensors.append(tensor.detach().cpu().contiguous())
+        return _Leaf(tuple(tensor.shape), tensor.dtype)
+
+    skeleton = broadcast(map_tensors(tree, strip) if is_main else None)
+    if not is_main:
+        tensors = [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in _leaves(skeleton)]
+    broadcast_tensors(tensors)
+    return _fill(skeleton, iter(tensors))
+
+
+def _leaves(tree: Any) -> Iterable[_Leaf]:
+    if isinstance(tree, _Leaf):
+        yield tree
+    elif isinstance(tree, (dict, list, tuple)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _leaves(value)
+
+
+def _fill(tree: Any, tensors: Iterable[Tensor]) -> Any:
+    if isinstance(tree, _Leaf):
+        return next(tensors)
+    if isinstance(tree, dict):
+        return {key: _fill(value, tensors) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_fill(value, tensors) for value in tree)
+    return tree
