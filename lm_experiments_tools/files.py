@@ -1,0 +1,66 @@
+"""Small file operations that survive a kill at any moment, and strict JSON out of whatever a metric function returns."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+
+def fsync_path(path: Path) -> None:
+    """Flush one file or directory to the disk; a directory's own entry list needs this too after a rename."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write `content` under a temporary name beside `path`, fsync it and rename: readers see the old file or the new."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    fsync_path(path.parent)
+
+
+def to_jsonable(value: Any) -> Any:
+    """Plain JSON types for numpy and torch scalars and arrays, paths, sets and tuples; NaN and infinities become None.
+
+    JSON has no NaN; `null` keeps the key, and so the fact that the number is not finite, in a file any parser reads.
+    Anything of another type is written as its `str`, so a metric file is never lost to one odd value.
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): to_jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_jsonable(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((to_jsonable(item) for item in value), key=repr)
+    if callable(getattr(value, "tolist", None)):  # numpy scalars and arrays, torch tensors on any device
+        plain = value.tolist()
+        return to_jsonable(plain) if type(plain) is not type(value) else str(value)
+    return str(value)
+
+
+def dump_json(value: Any, *, indent: int | None = 2) -> str:
+    """Strict JSON text of `to_jsonable(value)`; dumped to a string first, so a failure never leaves half a file."""
+    return json.dumps(to_jsonable(value), indent=indent, allow_nan=False, ensure_ascii=False)
+
+
+def human_bytes(size: float) -> str:
+    """`3.4 GiB`-style text, for messages."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

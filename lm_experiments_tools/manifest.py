@@ -1,0 +1,206 @@
+"""The manifest of a checkpoint directory: what belongs in it, byte for byte, and the check that it is all there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import to_jsonable
+
+FORMAT = "lm_experiments_tools checkpoint"
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+
+_NO_HASH = "0" * 64
+_CHUNK = 1 << 22
+_HASHING_THREADS = 4  # hashlib releases the GIL; more threads than this only fight over the disk
+
+
+class CheckpointDamaged(UserError):
+    """A checkpoint is not what was written; the message names the checkpoint, the file and the reason."""
+
+    def __init__(self, checkpoint: Path, reason: str):
+        super().__init__(f"checkpoint {checkpoint} is damaged: {reason}")
+        self.checkpoint = checkpoint
+        self.reason = reason
+
+
+def step_directory_name(step: int) -> str:
+    """`step_000500`: zero-padded so that a listing sorts by step."""
+    return f"step_{step:06d}"
+
+
+def parse_step(name: str) -> int | None:
+    """The step of a checkpoint directory's name, or None if the name is not one `step_directory_name` makes."""
+    match = re.fullmatch(r"step_(\d{1,18})", name)
+    return int(match[1]) if match and step_directory_name(int(match[1])) == name else None
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def list_files(directory: Path) -> dict[str, Path]:
+    """Every non-directory below `directory` as {posix relative name: path}; symbolic links are listed, never followed."""
+    found = {}
+    for parent, directories, files in os.walk(directory, followlinks=False):
+        links = [name for name in directories if (Path(parent) / name).is_symlink()]
+        for name in [*files, *links]:
+            path = Path(parent) / name
+            found[path.relative_to(directory).as_posix()] = path
+    return dict(sorted(found.items()))
+
+
+def build_manifest(directory: Path, step: int, is_best: bool, extra: dict[str, Any]) -> str:
+    """The manifest's text for the files now in `directory` (all regular files).
+
+    The manifest guards itself as well: `manifest_sha256` is the hash of its own text with that value zeroed.
+    """
+    import torch
+
+    files = list_files(directory)
+    for name, path in files.items():
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise ValueError(f"{name} in {directory} is not a regular file and cannot be part of a checkpoint")
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        hashes = list(pool.map(sha256_of, files.values()))
+    manifest = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "is_best": is_best,
+        "torch": torch.__version__,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "files": {
+            name: {"size": path.stat().st_size, "sha256": digest}
+            for (name, path), digest in zip(files.items(), hashes, strict=True)
+        },
+        "extra": to_jsonable(extra),
+        "manifest_sha256": _NO_HASH,
+    }
+    text = json.dumps(manifest, indent=1, allow_nan=False) + "\n"
+    head, _, tail = text.rpartition(_NO_HASH)
+    return f"{head}{hashlib.sha256(text.encode()).hexdigest()}{tail}"
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """Parse and check the manifest itself (not the files it lists). Raises CheckpointDamaged."""
+    path = checkpoint / MANIFEST
+    try:
+        if path.is_symlink():
+            raise CheckpointDamaged(checkpoint, f"{MANIFEST} is a symbolic link")
+        raw = path.read_bytes()
+        manifest = json.loads(raw)
+    except FileNotFoundError:
+        raise CheckpointDamaged(checkpoint, f"{MANIFEST} is missing (a save that never finished?)") from None
+    except OSError as error:
+        raise CheckpointDamaged(checkpoint, f"{MANIFEST} cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(checkpoint, f"{MANIFEST} is not valid JSON ({len(raw)} bytes)") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointDamaged(checkpoint, f"{MANIFEST} is not a manifest of this project")
+    version = manifest.get("format_version")
+    if type(version) is not int or version > FORMAT_VERSION or version < 1:
+        raise CheckpointDamaged(
+            checkpoint, f"{MANIFEST} has format version {version}; this release reads up to {FORMAT_VERSION}"
+        )
+    digest = manifest.get("manifest_sha256")
+    if not isinstance(digest, str) or len(digest) != 64:
+        raise CheckpointDamaged(checkpoint, f"{MANIFEST} has no sha256 of itself")
+    head, _, tail = raw.rpartition(digest.encode())
+    if hashlib.sha256(head + _NO_HASH.encode() + tail).hexdigest() != digest:
+        raise CheckpointDamaged(checkpoint, f"{MANIFEST} does not match its own sha256")
+    return manifest
+
+
+def verify(path: Path | str) -> None:
+    """Check that a checkpoint directory is exactly what was committed.
+
+    Reads every byte once. A link such as `last` is followed to the directory it names; nothing inside is followed.
+
+    Raises:
+        CheckpointDamaged: names the file and the reason: missing, wrong size, wrong sha256, not listed, a symbolic link,
+            a name that leaves the directory, an unknown format version, a step that is not the directory's.
+    """
+    checkpoint = Path(path).resolve()
+    if not checkpoint.is_dir():
+        raise CheckpointDamaged(checkpoint, "it is not a directory")
+    if not any(checkpoint.iterdir()):
+        raise CheckpointDamaged(checkpoint, "the directory is empty")
+    manifest = read_manifest(checkpoint)
+    if manifest.get("step") != parse_step(checkpoint.name):
+        raise CheckpointDamaged(checkpoint, f"{MANIFEST} is of step {manifest.get('step')}, the directory is not")
+    _check_listed(checkpoint, manifest, None)
+    unlisted = [name for name in list_files(checkpoint) if name != MANIFEST and name not in manifest["files"]]
+    if unlisted:
+        raise CheckpointDamaged(checkpoint, f"{unlisted[0]} is not in the manifest ({len(unlisted)} unlisted files)")
+
+
+def verify_files(checkpoint: Path, names: list[str]) -> None:
+    """Check only `names` against the manifest: a user may move or thin out a checkpoint before starting from its weights.
+
+    Raises CheckpointDamaged as `verify` does.
+    """
+    _check_listed(checkpoint, read_manifest(checkpoint), names)
+
+
+def _check_listed(checkpoint: Path, manifest: dict[str, Any], names: list[str] | None) -> None:
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
+        raise CheckpointDamaged(checkpoint, f"{MANIFEST} lists no files")
+    for name in files:  # all names before any file is opened
+        if not is_plain_relative_name(name):
+            raise CheckpointDamaged(checkpoint, f"{MANIFEST} lists {name!r}, which is not inside the directory")
+    chosen = list(files) if names is None else names
+    for name in chosen:
+        if name not in files:
+            raise CheckpointDamaged(checkpoint, f"{name} is not in the manifest")
+        _check_size(checkpoint, name, files[name].get("size"))
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        digests = pool.map(lambda name: _digest(checkpoint, name), chosen)
+        for name, digest in zip(chosen, digests, strict=True):
+            if digest != files[name].get("sha256"):
+                raise CheckpointDamaged(checkpoint, f"the content of {name} does not match its sha256")
+
+
+def is_plain_relative_name(name: str) -> bool:
+    """True for `a/b.txt`: no absolute path, no `..`, no backslash, drive or NUL."""
+    parts = PurePosixPath(name).parts
+    safe = bool(name) and not name.startswith("/") and not re.search(r"[\\:\x00]", name)
+    return safe and ".." not in parts and PurePosixPath(name).as_posix() == name and name != "."
+
+
+def _check_size(checkpoint: Path, name: str, size: Any) -> None:
+    path = checkpoint / name
+    inside = [path, *(parent for parent in path.parents if checkpoint in parent.parents)]
+    if any(part.is_symlink() for part in inside):
+        raise CheckpointDamaged(checkpoint, f"{name} is a symbolic link")
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        raise CheckpointDamaged(checkpoint, f"{name} is missing") from None
+    except OSError as error:
+        raise CheckpointDamaged(checkpoint, f"{name} cannot be read ({error.strerror})") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointDamaged(checkpoint, f"{name} is not a regular file")
+    if status.st_size != size:
+        raise CheckpointDamaged(checkpoint, f"{name} has {status.st_size} bytes, {size} were written")
+
+
+def _digest(checkpoint: Path, name: str) -> str:
+    try:
+        return sha256_of(checkpoint / name)
+    except OSError as error:
+        raise CheckpointDamaged(checkpoint, f"{name} cannot be read ({error.strerror})") from error

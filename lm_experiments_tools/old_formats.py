@@ -1,0 +1,117 @@
+"""Checkpoints of this project's ancestors: t5-experiments `model_N.pth`, nanoT5 `pytorch_model.bin`.
+
+Both are pickles. They are read with torch's restricted unpickler, which builds tensors and plain containers and runs no
+code; the numpy scalars that t5-experiments stored as metrics are allowed besides (since torch 2.6 its own files cannot be
+read without that).
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lm_experiments_tools.errors import UserError
+
+_SCALAR_DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_SCALAR_DTYPES += ("float16", "float32", "float64")
+_WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
+
+
+def read_pickle(path: Path, *, allow_pickle: bool = False) -> Any:
+    """torch.load of a weights file on the CPU.
+
+    Args:
+        allow_pickle: unpickle anything, which can run any code the file's author chose.
+
+    Raises:
+        UserError: the file holds objects other than tensors and numbers (named), or is corrupt.
+    """
+    try:
+        if allow_pickle:
+            return torch.load(path, map_location="cpu", weights_only=False)
+        with torch.serialization.safe_globals(_numpy_scalar_globals()), warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # torch warns about the pickle protocol of old files; they are what we read
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        raise _corrupt(path, error) from error
+    except pickle.UnpicklingError as error:
+        refused = re.search(r"(?:Unsupported global: GLOBAL|Unsupported class|[Gg]lobal) (\S+\.\S+)", str(error))
+        if not refused:
+            raise _corrupt(path, error) from error
+        raise UserError(
+            f"{path} is a pickle that asks for {refused[1]}, which could run code, and was not read: convert it to "
+            "safetensors, or pass --allow_pickle if you trust whoever made it."
+        ) from error
+
+
+def read_old_training_state(path: Path | str, *, allow_pickle: bool = False) -> dict[str, Any]:
+    """Where a t5-experiments `.pth` stopped.
+
+    Returns:
+        {"iteration": int, "epoch": int, "metrics": {name: number}, "optimizer_state": the optimizer's state_dict or
+        None}. The ancestor numbers updates from 0 and stores the last one made, so `iteration + 1` updates were made.
+        An empty dict for a source that holds weights only: a directory, safetensors, nanoT5's `pytorch_model.bin`.
+
+    Raises:
+        UserError: as `read_pickle`.
+    """
+    path = Path(path)
+    if path.is_dir() or path.suffix == ".safetensors":
+        return {}
+    content = read_pickle(path, allow_pickle=allow_pickle)
+    if not isinstance(content, dict) or "model_state_dict" not in content:
+        return {}
+    return {
+        "iteration": int(content.get("iteration", 0)),
+        "epoch": int(content.get("epoch", 0)),
+        "metrics": {name: _plain(value) for name, value in (content.get("metrics") or {}).items()},
+        "optimizer_state": content.get("optimizer_state_dict"),
+    }
+
+
+def state_dict_of(content: Any, path: Path) -> dict[str, torch.Tensor]:
+    """The weights inside an unpickled file: t5-experiments keeps them under `model_state_dict`, nanoT5 at the top.
+
+    Raises UserError when there is no dictionary of tensors.
+    """
+    weights = content.get("model_state_dict", content) if isinstance(content, dict) else None
+    is_state = isinstance(weights, dict) and weights and all(isinstance(key, str) for key in weights)
+    if not is_state or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        found = sorted(map(str, content))[:5] if isinstance(content, dict) else type(content).__name__
+        raise UserError(f"{path} holds no model weights: expected a dictionary of tensors, found {found}.")
+    return strip_wrappers(dict(weights))
+
+
+def strip_wrappers(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Drop a `module.` or `_orig_mod.` that every key starts with."""
+    for _ in range(len(_WRAPPERS)):
+        for prefix in _WRAPPERS:
+            if weights and all(key.startswith(prefix) for key in weights):
+                weights = {key.removeprefix(prefix): value for key, value in weights.items()}
+    return weights
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, (np.generic, torch.Tensor)) and value.ndim == 0 else value
+
+
+def _numpy_scalar_globals() -> list[Any]:
+    """What a pickled np.float64(...) asks for, under its numpy 1 and numpy 2 module names."""
+    scalar = np.float64(0).__reduce__()[0]
+    globals_ = [(scalar, "numpy.core.multiarray.scalar"), (scalar, "numpy._core.multiarray.scalar"), np.dtype]
+    return globals_ + [type(np.dtype(name)) for name in _SCALAR_DTYPES]
+
+
+def _corrupt(path: Path, error: Exception) -> UserError:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if first.startswith("Weights only load failed"):
+        first = "not a file of torch.save"
+    return UserError(f"{path} cannot be read ({first}): it is truncated, corrupt or not a checkpoint; copy it again.")
