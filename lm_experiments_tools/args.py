@@ -251,6 +251,10 @@ class PrecisionArgs:
             if getattr(self, flag) != getattr(PrecisionArgs, flag) and not self.fp16:
                 raise UserError(f"--{flag} needs --fp16: only float16 training has a loss scale.")
 
+    def precision_options(self) -> dict[str, object]:
+        """Keyword arguments of `backends.precision.get_precision`."""
+        return {name: getattr(self, name) for name in PrecisionArgs.__annotations__ if name != "fp16_allreduce"}
+
     def precision_options(self) -> dict[str, bool | float | str | None]:
         """Arguments of `backends.precision.get_precision`."""
         names = ("fp16", "bf16", "apex_opt_lvl", "min_loss_scale", "max_loss_scale")
@@ -366,11 +370,12 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
                     raise UserError(f"--{flag} needs --model_path: there is no run directory to write to.")
 
     def _check_steps(self) -> None:
-        if self.num_warmup_steps is not None and self.num_warmup_steps > self.schedule_steps():
-            last = "num_training_steps" if self.num_training_steps is not None else "iters"
+        """Only what was asked for in so many words: a short run may well end inside the warm-up of a long schedule."""
+        warmup, total = self.num_warmup_steps, self.num_training_steps
+        if warmup is not None and total is not None and warmup > total:
             raise UserError(
-                f"--num_warmup_steps {self.num_warmup_steps} is more than --{last} {self.schedule_steps()}: "
-                "the schedule would end before the warm-up."
+                f"--num_warmup_steps {warmup} is more than --num_training_steps {total}: the schedule would end before "
+                "its warm-up."
             )
 
     def _check_starting_point(self) -> None:

@@ -116,6 +116,11 @@ class Backend(ABC):
 
     shards_optimizer: bool = False
 
+    def weights_norm(self) -> float:
+        """Global L2 norm of the weights, for the log; collective where weights are sharded."""
+        weights = [p.detach() for p in self.unwrap().parameters()]
+        return float(torch.nn.utils.get_total_norm(weights))
+
     def describe(self) -> str:
         """One line for the log: what is really running."""
         kind = type(self.model).__name__ if hasattr(self, "model") else "nothing set up"

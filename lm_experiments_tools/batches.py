@@ -1,0 +1,209 @@
+"""Batches for the loop: an endless stream from any loader, at a position that survives a restart, cut in micro-batches.
+
+Two kinds of loaders are read. One that knows its place (`seek(consumed_samples)`, as `data.loader.TrainLoader`) is
+sought in O(1). Any other iterable, such as a torch `DataLoader`, is replayed: its epoch is started again with the
+random state it was first started with, and the batches already used are passed over.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lm_experiments_tools.errors import UserError
+
+IGNORED_LABEL = -100
+
+
+def random_state() -> dict[str, Any]:
+    """State of every generator a training step may draw from: Python, numpy, torch, this worker's GPU."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    version, internal, gauss_next = random.getstate()
+    state = {
+        "python": [version, list(internal), gauss_next],
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """The inverse of `random_state`."""
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.asarray(keys).astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+@contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Whatever draws inside (a validation, an extra loader) leaves training's random numbers as they were."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
+
+
+class BatchStream:
+    """This worker's batches, epoch after epoch.
+
+    Args:
+        loader: yields dicts of tensors with equal first dimension.
+        sampler: optional; its `set_epoch` is called at the start of each epoch.
+    """
+
+    def __init__(self, loader: Iterable[Mapping[str, Any]], sampler: Any = None) -> None:
+        self.loader, self.sampler = loader, sampler
+        self.epoch = self.batches_in_epoch = 0
+        self._epoch_random_state: dict[str, Any] | None = None
+        self._seeks = hasattr(loader, "seek")
+
+    def seek(self, consumed_samples: int, state: Mapping[str, Any]) -> None:
+        """Go to where `state_dict` was taken; `consumed_samples` counts over all workers."""
+        if self._seeks:
+            self.loader.seek(consumed_samples)
+            return
+        self.epoch, self.batches_in_epoch = state["epoch"], state["batches_in_epoch"]
+        self._epoch_random_state = state["epoch_random_state"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "batches_in_epoch": self.batches_in_epoch,
+            "epoch_random_state": self._epoch_random_state,
+        }
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        if self._seeks:
+            yield from self.loader
+            return
+        while True:
+            yield from self._epoch()
+            self.epoch, self.batches_in_epoch, self._epoch_random_state = self.epoch + 1, 0, None
+
+    def _epoch(self) -> Iterator[Mapping[str, Any]]:
+        if self.sampler is not None:
+            self.sampler.set_epoch(self.epoch)
+        batches = self._start_epoch()
+        empty = self.batches_in_epoch == 0
+        for batch in batches:
+            empty = False
+            self.batches_in_epoch += 1
+            yield batch
+        if empty:
+            raise UserError(
+                f"the training data gave no batch in epoch {self.epoch}: the dataset is empty, or smaller than one "
+                "batch with drop_last=True"
+            )
+
+    def _start_epoch(self) -> Iterator[Mapping[str, Any]]:
+        """The epoch's iterator, past the batches already used; training's random numbers stay where they are."""
+        if self._epoch_random_state is None:
+            self._epoch_random_state = random_state()
+            return iter(self.loader)
+        with preserved_random_state():
+            set_random_state(self._epoch_random_state)
+            batches = iter(self.loader)
+            for used in range(self.batches_in_epoch):
+                if next(batches, None) is None:
+                    raise UserError(
+                        f"the checkpoint had used {self.batches_in_epoch} batches of epoch {self.epoch}, but the "
+                        f"training data now gives only {used}: it is not the data the run was started with"
+                    )
+        return batches
+
+
+@dataclass
+class MicroBatch:
+    """What one forward pass takes, and how much it weighs.
+
+    Attributes:
+        inputs: arguments of the model's forward, first dimension at most `batch_size`.
+        batch: all entries of the batch, for the metrics functions.
+        weight: valid target tokens (labels that are not -100); rows where there are no labels.
+    """
+
+    inputs: dict[str, Any]
+    batch: dict[str, Any]
+    weight: int
+
+    def without_weight(self) -> MicroBatch:
+        """The same shapes with one valid label, to be multiplied by zero: a mean over no token would be NaN."""
+        inputs = dict(self.inputs)
+        if (labels := inputs.get("labels")) is not None:
+            inputs["labels"] = labels.clone()
+            inputs["labels"].view(-1)[0] = 0
+        return MicroBatch(inputs, self.batch, 0)
+
+
+@dataclass
+class StepBatch:
+    """One worker's part of a global step."""
+
+    micro_batches: list[MicroBatch]
+    rows: int
+    weight: int
+    tokens: int
+
+
+def forward_names(model: nn.Module) -> set[str]:
+    """Names of the arguments a batch may fill; a PEFT wrapper's `*args, **kwargs` stand for its base model's."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return set(inspect.signature(base.forward).parameters)
+
+
+def split_batch(
+    batch: Mapping[str, Any], batch_size: int, names: set[str], device: torch.device, has_decoder: bool = False
+) -> StepBatch:
+    """Cut a worker's batch into micro-batches of at most `batch_size` rows and count what it weighs.
+
+    Args:
+        batch: tensors with equal first dimension (rows); anything else is handed on whole.
+        names: the model's forward arguments; other entries reach only the metrics functions.
+        has_decoder: labels are a sequence of their own and count as tokens beside the inputs.
+
+    Raises:
+        UserError: a batch without rows, or with entries of different lengths.
+    """
+    rows = {name: len(value) for name, value in batch.items() if name in names and isinstance(value, Tensor)}
+    if not rows:
+        raise UserError(
+            f"no entry of the batch ({', '.join(batch) or 'it is empty'}) is an argument of the model's forward "
+            f"({', '.join(sorted(names))}); map the names with batch_transform_fn"
+        )
+    num_rows = next(iter(rows.values()))
+    if len(set(rows.values())) > 1 or num_rows == 0:
+        raise UserError(f"the entries of a batch must have the same, positive number of rows, but they have {rows}")
+    labels, mask, ids = batch.get("labels"), batch.get("attention_mask"), batch.get("input_ids")
+    tokens = int(mask.sum()) if mask is not None else (ids.numel() if ids is not None else 0)
+    micro_batches = []
+    for start in range(0, num_rows, batch_size):
+        part = {k: v[start : start + batch_size] if _has_rows(v, num_rows) else v for k, v in batch.items()}
+        weight = min(batch_size, num_rows - start)
+        if labels is not None:
+            weight = int((part["labels"] != IGNORED_LABEL).sum())
+        part = {
+            k: v.to(device, non_blocking=True) if isinstance(v, Tensor) and k in names else v for k, v in part.items()
+        }
+        inputs = {k: v for k, v in part.items() if k in names}
+        micro_batches.append(MicroBatch(inputs, part, weight))
+    weight = sum(m.weight for m in micro_batches)
+    return StepBatch(micro_batches, num_rows, weight, tokens + (weight if has_decoder else 0))
+
+
+def _has_rows(value: Any, num_rows: int) -> bool:
+    return isinstance(value, (Tensor, list, tuple, np.ndarray)) and len(value) == num_rows

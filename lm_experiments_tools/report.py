@@ -1,0 +1,112 @@
+"""What a run shows at its end (`--report`): losses before and after, blanks it fills in, its curve, where to look on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lm_experiments_tools.plots import plot_curve
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.data.pretraining import PretrainingData
+    from lm_experiments_tools.data.vocabulary import Vocabulary
+    from lm_experiments_tools.trainer import TrainingLoop
+
+NUM_EXAMPLES = 3
+WINDOW = 48  # tokens of text in an example
+SPAN_WORDS = 1  # words hidden in each blank
+NUM_BLANKS = 2
+
+
+def write_report(trainer: TrainingLoop, data: PretrainingData) -> None:
+    """Print the report on rank 0 and write it to report.txt and loss.png in the run directory; every worker calls it."""
+    folder = Path(trainer.args.model_path)
+    lines = [_losses(trainer)]
+    for number, (text, truth, guess) in enumerate(fill_in_examples(trainer, data), start=1):
+        lines += ["", f"Held-out text {number}:", f"  {text}", f"  true:  {truth}", f"  model: {guess}"]
+    if not trainer.backend.is_main:
+        return
+    curve = plot_curve(folder / "metrics.jsonl", folder / "loss.png")
+    lines += ["", f"Loss curve:  {curve}", f"TensorBoard: tensorboard --logdir {folder}"]
+    lines += [f"Checkpoint:  {folder / 'checkpoints' / 'last'} (loads with from_pretrained)"]
+    text = "\n".join(lines)
+    (folder / "report.txt").write_text(text + "\n", encoding="utf-8")
+    print("\n" + text, flush=True)
+
+
+def _losses(trainer: TrainingLoop) -> str:
+    metrics, step = trainer.state.metrics, trainer.state.step
+    after = (
+        metrics["valid"] if trainer.state.last_validated_step == step else trainer.validate(trainer.valid_dataloader)
+    )
+    before = metrics.get("start")
+    came_from = f"{before['loss']:.3f} before training, " if before else ""
+    return f"Loss on held-out text: {came_from}{after['loss']:.3f} after {step} steps"
+
+
+def fill_in_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tuple[str, str, str]]:
+    """(text with numbered blanks, what stood there, what the model writes there) for a few validation documents."""
+    tokens, vocabulary = data.valid_tokens, data.vocabulary
+    starts = tokens.sequence_pointers // tokens.dtype.itemsize
+    long_enough = np.flatnonzero(tokens.sequence_lengths >= WINDOW)
+    chosen = long_enough[np.linspace(0, len(long_enough) - 1, NUM_EXAMPLES).astype(int)] if len(long_enough) else []
+    model = trainer.backend.unwrap().eval()
+    examples = []
+    for index in chosen:
+        window = np.asarray(tokens.tokens[starts[index] : starts[index] + WINDOW], dtype=np.int64)
+        inputs, spans = hide_words(window, vocabulary)
+        ids = torch.from_numpy(np.append(inputs, vocabulary.eos_id))[None].to(trainer.backend.device)
+        with torch.no_grad():
+            output = model.generate(
+                ids, max_new_tokens=12 * NUM_BLANKS, do_sample=False, synced_gpus=trainer.backend.shards_model
+            )
+        guesses = split_at_sentinels(output[0].tolist(), vocabulary)
+        examples.append((
+            _numbered(vocabulary.decode(inputs.tolist())),
+            "  ".join(f"[{i + 1}] {vocabulary.decode(span.tolist())}" for i, span in enumerate(spans)),
+            "  ".join(f"[{i + 1}] {guesses.get(i, '(nothing)')}" for i in range(len(spans))),
+        ))  # fmt: skip
+    return examples
+
+
+def hide_words(window: np.ndarray, vocabulary: Vocabulary) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Replace whole words at one third and two thirds of a token window by sentinels.
+
+    Returns:
+        The window with sentinels, and the hidden pieces in order.
+    """
+    word_starts = [i for i in range(1, len(window)) if vocabulary.starts_word(int(window[i]))]
+    pieces, spans, done = [], [], 0
+    for blank in range(NUM_BLANKS):
+        first = (blank + 1) * len(word_starts) // (NUM_BLANKS + 1)
+        if first + SPAN_WORDS >= len(word_starts):
+            break
+        begin, end = word_starts[first], word_starts[first + SPAN_WORDS]
+        pieces += [window[done:begin], vocabulary.sentinel_ids[blank : blank + 1]]
+        spans.append(window[begin:end])
+        done = end
+    return np.concatenate([*pieces, window[done:]]).astype(np.int64), spans
+
+
+def split_at_sentinels(ids: list[int], vocabulary: Vocabulary) -> dict[int, str]:
+    """The text that follows each sentinel in a generated target, up to the next one or the end."""
+    number = {int(sentinel): i for i, sentinel in enumerate(vocabulary.sentinel_ids)}
+    found: dict[int, list[int]] = {}
+    current: list[int] | None = None
+    for token in ids:
+        if token in number:
+            current = found.setdefault(number[token], [])
+        elif token == vocabulary.eos_id:
+            break
+        elif current is not None and token != vocabulary.pad_id:
+            current.append(token)
+    return {i: vocabulary.decode(tokens) or "(nothing)" for i, tokens in found.items()}
+
+
+def _numbered(text: str) -> str:
+    for blank in range(NUM_BLANKS):
+        text = text.replace(f"<extra_id_{blank}>", f" [{blank + 1}] ")
+    return " ".join(text.split())

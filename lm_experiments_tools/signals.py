@@ -1,0 +1,53 @@
+"""SIGTERM and Ctrl-C as a wish that all workers learn of at the same step, so that they save together."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+WATCHED = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopSignals:
+    """While entered, the first SIGTERM or SIGINT is noted; a second SIGINT interrupts at once.
+
+    Attributes:
+        pending: how often each of SIGTERM, SIGINT has come to this worker.
+        agreed: number of the signal that some worker got, known to all after `agree`; 0 for none.
+    """
+
+    def __init__(self) -> None:
+        self.pending = [0, 0]
+        self.agreed = 0
+        self._previous: dict[int, Any] = {}
+
+    def agree(self, totals: Sequence[int]) -> None:
+        """Take the sum of `pending` over all workers."""
+        for number, count in zip(WATCHED, totals, strict=True):
+            if count and not self.agreed:
+                self.agreed = int(number)
+                logger.warning("%s: saving a checkpoint and stopping", signal.Signals(number).name)
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in WATCHED:
+                self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.pending[1]:
+            raise KeyboardInterrupt
+        self.pending[WATCHED.index(number)] += 1

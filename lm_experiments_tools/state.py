@@ -1,0 +1,142 @@
+"""Everything that must survive a restart, in one object, and its way to disk and back.
+
+What differs between workers (random states, unreduced metric sums) is kept per worker; the rest is equal on all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lm_experiments_tools import checkpoint
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tree import load_tree, save_tree
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass
+class TrainState:
+    """Equal on every worker.
+
+    Attributes:
+        step: optimizer updates applied so far; the one meaning of "step" in logs, schedules and file names.
+        consumed_samples, consumed_tokens: over all workers, skipped updates included.
+        skipped_updates, skipped_in_a_row: updates not applied because the gradient was not finite.
+        schedule_start: step at which the learning rate schedule began (moved by `--reset_lr`).
+        best_metric, best_step: of `optimize_metric` on validation.
+        patience: validations in a row without improvement.
+        last_validated_step: a restart makes up for a validation that a signal cut short.
+        plateau: state of the `--use_lr_drop` schedule.
+        data_fingerprint: of the training data and its order; None for loaders that have none.
+        metrics: the last ones of each split.
+    """
+
+    step: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    skipped_updates: int = 0
+    skipped_in_a_row: int = 0
+    schedule_start: int = 0
+    best_metric: float | None = None
+    best_step: int | None = None
+    patience: int = 0
+    last_validated_step: int = 0
+    plateau: dict[str, Any] = field(default_factory=dict)
+    data_fingerprint: str | None = None
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainState:
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise UserError(
+                f"the checkpoint's trainer state has entries this version does not know ({', '.join(unknown)}): it was "
+                "written by a newer one; update lm_experiments_tools"
+            )
+        return cls(**values)
+
+
+def on_all(backend: Backend, function: Callable[[], T], *, only_main: bool = False) -> T | None:
+    """Run `function` on every worker (or on rank 0 alone); an error on any of them is raised on all of them.
+
+    Without this a full disk on one worker would leave the others waiting in a barrier for ever.
+    """
+    result, failure = None, None
+    if backend.is_main or not only_main:
+        try:
+            result = function()
+        except UserError as error:
+            failure = (True, str(error))
+        except OSError as error:
+            failure = (False, f"{type(error).__name__}: {error}")
+    failures = [f for f in backend.gather(failure) if f is not None]
+    if failures:
+        by_user, message = failures[0]
+        raise UserError(message) if by_user else OSError(message)
+    return result
+
+
+def on_main(backend: Backend, function: Callable[[], T]) -> T:
+    """Run `function` on rank 0 and give its result, or raise its error, on every worker."""
+    return backend.broadcast(on_all(backend, function, only_main=True))
+
+
+def save_checkpoint(
+    backend: Backend,
+    writer: checkpoint.CheckpointWriter,
+    state: TrainState,
+    per_worker: dict[str, Any],
+    *,
+    is_best: bool = False,
+    tokenizer_dir: Path | None = None,
+) -> None:
+    """Write weights, optimizer and trainer state as one checkpoint; collective, atomic, pruned after the commit."""
+    all_workers = backend.gather(per_worker)
+    model_state, optimizer_state = backend.model_state(), backend.optimizer_state()
+    path = on_main(backend, lambda: writer.begin(state.step))
+
+    def write() -> None:
+        with writer.guarded(state.step):
+            if backend.shards_optimizer:
+                save_tree(path / f"optimizer_rank_{backend.rank:05d}", optimizer_state)
+            elif backend.is_main:
+                save_tree(path / "optimizer", optimizer_state)
+            if backend.is_main:
+                checkpoint.save_model(path, backend.unwrap(), state_dict=model_state, tokenizer_dir=tokenizer_dir)
+                tree = {"state": asdict(state), "world_size": backend.world_size, "workers": all_workers}
+                save_tree(path / "trainer_state", tree)
+
+    on_all(backend, write)
+    manifest = {"world_size": backend.world_size, "backend": backend.describe()}
+    on_main(backend, lambda: writer.commit(state.step, is_best=is_best, extra_manifest=manifest))
+    if backend.is_main:
+        logger.info("saved checkpoint of step %d%s", state.step, " (the best so far)" if is_best else "")
+
+
+def load_state(path: Path, backend: Backend) -> tuple[TrainState, dict[str, Any] | None]:
+    """Trainer state of a checkpoint, and this worker's own part (None if it was saved by another number of workers)."""
+    tree = load_tree(path / "trainer_state")
+    workers = tree["workers"]
+    own = workers[backend.rank] if len(workers) == backend.world_size else None
+    return TrainState.from_dict(tree["state"]), own
+
+
+def load_optimizer(path: Path, backend: Backend) -> None:
+    """Optimizer and loss-scaler state of a checkpoint, into a backend that is set up."""
+    stem = path / (f"optimizer_rank_{backend.rank:05d}" if backend.shards_optimizer else "optimizer")
+    saved_by = load_tree(path / "trainer_state")["world_size"]
+    if not stem.with_suffix(".json").exists() or (backend.shards_optimizer and saved_by != backend.world_size):
+        raise UserError(
+            f"{path} has no optimizer state for worker {backend.rank} of {backend.world_size}: it was saved by "
+            f"{saved_by} worker(s) with another way of sharding; continue with the same launcher and number of "
+            "workers, or pass the checkpoint as --init_checkpoint with --reset_optimizer"
+        )
+    backend.load_optimizer_state(load_tree(stem))

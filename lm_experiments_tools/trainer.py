@@ -1,0 +1,567 @@
+"""The training loop, once, for every backend.
+
+`TrainingLoop` knows models, batches, steps and metrics and speaks to the workers only through the verbs of
+`backends/backend.py`. `Trainer` (Horovod) and `TrainerAccelerate` are the same loop on a backend of their own.
+
+What a step is::
+
+    global step = sum over workers of `gradient_accumulation_steps` micro-batches of `batch_size` rows
+    loss        = sum of losses of its valid target tokens / number of its valid target tokens
+
+so any split of the same rows into micro-batches, accumulation steps and workers has the same gradient.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lm_experiments_tools import checkpoint
+from lm_experiments_tools.batches import (
+    BatchStream,
+    MicroBatch,
+    StepBatch,
+    forward_names,
+    preserved_random_state,
+    random_state,
+    set_random_state,
+    split_batch,
+)
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.hooks import Hook, LogHook, SaveHook, StepInfo, ValidateHook, is_due
+from lm_experiments_tools.metrics import KeptOutputs, MetricSums
+from lm_experiments_tools.old_formats import read_old_training_state
+from lm_experiments_tools.schedules import PlateauDrop, get_schedule
+from lm_experiments_tools.signals import StopSignals
+from lm_experiments_tools.state import TrainState, load_optimizer, load_state, on_all, on_main, save_checkpoint
+from lm_experiments_tools.tracking import Tracker
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from lm_experiments_tools.args import TrainerArgs
+    from lm_experiments_tools.backends.backend import Backend
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingDiverged(RuntimeError):
+    """Too many updates in a row had a gradient that was not finite."""
+
+
+def model_loss(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The default `batch_metrics_fn`: the model's own loss."""
+    return {"loss": outputs["loss"]}
+
+
+class Window:
+    """What has been added up since the last log line."""
+
+    def __init__(self) -> None:
+        self.sums = MetricSums()
+        self.grad_norm_sum, self.steps, self.tokens = 0.0, 0, 0
+        self.seconds = self.data_seconds = 0.0
+
+    def add(self, sums: MetricSums, info: StepInfo) -> None:
+        self.seconds += info.seconds + info.data_seconds
+        self.data_seconds += info.data_seconds
+        self.tokens += info.tokens
+        if info.applied:  # a non-finite step is counted and named, never averaged into the others
+            self.sums.merge(sums)
+            self.grad_norm_sum += info.grad_norm
+            self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**vars(self), "sums": self.sums.state_dict()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Window:
+        window = cls()
+        vars(window).update(state, sums=MetricSums.from_state(state["sums"]))
+        return window
+
+
+class TrainingLoop:
+    """Trains `model` for `args.iters` optimizer updates.
+
+    Args:
+        args: `TrainerArgs`; read, never changed.
+        backend: the workers; not yet set up (the loop does that, after any checkpoint has been loaded).
+        model: called as `model(**batch, **forward_kwargs)`; its output has a `loss` that is a mean over the valid
+            entries of `labels`, or over rows where a batch has no labels.
+        optimizer: made for this model's parameters.
+        train_dataloader: yields this worker's part of a global step, `args.rows_per_worker()` rows (fewer at an
+            epoch's end); a loader with `seek(consumed_samples)` resumes in O(1), any other is replayed.
+        valid_dataloader: this worker's part of the validation set; parts may differ in length.
+        train_sampler: its `set_epoch` is called before each epoch.
+        batch_transform_fn: f(batch) -> batch with the model's argument names.
+        batch_metrics_fn: f(batch, outputs) -> {name: mean over the micro-batch, or (sum, count)}.
+        keep_for_metrics_fn, metrics_fn: f(batch, outputs) -> {name: tensor or list} to keep, and f(all that was kept,
+            from all workers) -> {name: value}.
+        forward_kwargs, generate_kwargs: passed to every forward pass, and to `generate` on validation.
+        hooks: more things to do every n steps.
+        tokenizer_dir: folder whose tokenizer files are put into every checkpoint.
+
+    Raises:
+        UserError: arguments, data or a checkpoint that cannot work.
+    """
+
+    def __init__(
+        self,
+        args: TrainerArgs,
+        backend: Backend,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        train_dataloader: Iterable | None,
+        valid_dataloader: Iterable | None = None,
+        train_sampler: Any = None,
+        batch_transform_fn: Callable | None = None,
+        batch_metrics_fn: Callable = model_loss,
+        keep_for_metrics_fn: Callable | None = None,
+        metrics_fn: Callable | None = None,
+        forward_kwargs: Mapping[str, Any] | None = None,
+        generate_kwargs: Mapping[str, Any] | None = None,
+        *,
+        hooks: Sequence[Hook] = (),
+        tokenizer_dir: Path | None = None,
+    ) -> None:
+        self.args, self.backend, self.tokenizer_dir = args, backend, tokenizer_dir
+        self.stream = BatchStream(train_dataloader, train_sampler) if train_dataloader is not None else None
+        self.valid_dataloader = valid_dataloader
+        self.batch_transform_fn, self.batch_metrics_fn = batch_transform_fn, batch_metrics_fn
+        self.keep_for_metrics_fn, self.metrics_fn = keep_for_metrics_fn, metrics_fn
+        self.forward_kwargs, self.generate_kwargs = dict(forward_kwargs or {}), dict(generate_kwargs or {})
+        self.forward_names = forward_names(model)
+        self.has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+        self.state, self.window = TrainState(), Window()
+        self.kept = KeptOutputs(keep_for_metrics_fn, metrics_fn)
+        self.base_lrs = [group.get("lr") for group in optimizer.param_groups] if optimizer is not None else []
+        self.signals, self.tracker = StopSignals(), None
+        self._random_state: dict[str, Any] | None = None
+        self._saved_at: tuple[int, int] | None = None
+        self._set_up_schedule(optimizer)
+        self._set_up_model(model, optimizer)
+        self.validate_hook = ValidateHook(
+            args.effective_valid_interval() if valid_dataloader is not None else None,
+            metric=args.optimize_metric,
+            mode=args.optimize_mode,
+            save_best=args.save_best,
+        )
+        self.hooks: list[Hook] = [LogHook(args.log_interval), self.validate_hook, SaveHook(args.save_interval), *hooks]
+
+    # ---- set-up and restart -----------------------------------------------------------------------------------------
+    def _set_up_schedule(self, optimizer: Optimizer | None) -> None:
+        args = self.args
+        self.schedule = self.plateau = None
+        if args.lr_scheduler and optimizer is not None:
+            self.schedule = get_schedule(
+                args.lr_scheduler,
+                num_warmup_steps=args.num_warmup_steps,
+                num_training_steps=args.schedule_steps(),
+                min_lr_ratio=args.lr_min_ratio,
+                base_lr=args.lr,
+            )
+        if args.use_lr_drop and optimizer is not None:
+            options = ("factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps")
+            chosen = {name: getattr(args, f"lr_drop_{name}") for name in options}
+            self.plateau = PlateauDrop(self.base_lrs[0], mode=args.optimize_mode, **chosen)
+
+    def _set_up_model(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Weights before wrapping (so that sharding backends shard the loaded ones), optimizer state after it."""
+        args, backend = self.args, self.backend
+        self.writer = None
+        if args.model_path:
+            run = Path(args.model_path)
+            self.writer = checkpoint.CheckpointWriter(
+                run / "checkpoints", args.keep_checkpoints, rank=backend.rank, links_in=run
+            )
+        resume_from = on_main(backend, self._find_resume)
+        source = resume_from or (Path(args.init_checkpoint) if args.init_checkpoint else None)
+        if source is not None:
+            report = checkpoint.load_weights(
+                model, source, allow_partial=args.allow_partial_checkpoint, allow_pickle=args.allow_pickle
+            )
+            self.say(f"weights from {source}: {report}")
+        backend.setup(model, optimizer)
+        self.say(backend.describe())
+        if resume_from is not None:
+            self._resume(resume_from)
+        elif source is not None:
+            self._initialize_from(source)
+
+    def _find_resume(self) -> Path | None:
+        args = self.args
+        if args.resume not in ("auto", "never"):
+            checkpoint.verify(path := Path(args.resume))
+            return path
+        newest = checkpoint.find_newest_valid(self.writer.root, logger) if self.writer else None
+        if newest is not None and args.resume == "never":
+            raise UserError(
+                f"{args.model_path} already holds checkpoints (newest {newest.name}) and --resume never would mix two "
+                "runs in it; choose another --model_path, or remove the folder"
+            )
+        return newest
+
+    def _resume(self, path: Path) -> None:
+        """Continue exactly where the checkpoint was taken."""
+        self.state, own = load_state(path, self.backend)
+        if self.backend.optimizer is not None:
+            load_optimizer(path, self.backend)
+        if self.plateau is not None and self.state.plateau:
+            self.plateau.load_state_dict(self.state.plateau)
+        if own is not None:
+            self.window, self._random_state = Window.from_state(own["window"]), own["random_state"]
+            self.kept.data = own["kept"]
+        else:
+            logger.warning("%s was saved by another number of workers: dropout draws other noise from here on", path)
+        self._seek(own)
+        self._saved_at = (self.state.step, self.state.consumed_samples)
+        self.say(f"resumed from {path}: step {self.state.step}, {self.state.consumed_samples} samples consumed")
+
+    def _seek(self, own: Mapping[str, Any] | None) -> None:
+        if self.stream is None:
+            return
+        here = getattr(self.stream.loader, "fingerprint", None)
+        if self.state.data_fingerprint != here:
+            raise UserError(
+                "the training data, its vocabulary, sequence lengths or --seed are not those of the checkpoint, so its "
+                "position in the data has no meaning; restore them, or start a new --model_path with --init_checkpoint"
+            )
+        if own is None and here is None:
+            raise UserError(
+                "the checkpoint was saved by another number of workers, and this data loader has no seek() to find "
+                "the position for the new number; continue with the same number of workers"
+            )
+        self.stream.seek(self.state.consumed_samples, own["stream"] if own else {})
+
+    def _initialize_from(self, source: Path) -> None:
+        """`--init_checkpoint`: the run so far, less what the --reset flags drop; the data starts anew."""
+        args = self.args
+        if (source / "trainer_state.json").exists():
+            loaded, own = load_state(source, self.backend)
+            if not args.reset_optimizer and self.backend.optimizer is not None:
+                load_optimizer(source, self.backend)
+        else:
+            own, old = None, read_old_training_state(source, allow_pickle=args.allow_pickle)
+            loaded = TrainState(step=old["iteration"] + 1 if old else 0)  # the ancestor stores the last update's index
+            if not args.reset_optimizer and self.backend.optimizer is not None and old.get("optimizer_state"):
+                self.backend.load_optimizer_state({"optimizer": old["optimizer_state"], "precision": {}})
+        if not args.reset_iteration:
+            self.state.step = loaded.step
+        self.state.schedule_start = self.state.step if args.reset_lr else min(loaded.schedule_start, self.state.step)
+        if args.skip_used_data:
+            self.state.consumed_samples, self.state.consumed_tokens = loaded.consumed_samples, loaded.consumed_tokens
+            self.state.data_fingerprint = loaded.data_fingerprint
+            self._seek(own)
+        self.say(f"initialized from {source}: starting at step {self.state.step}")
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+    def train(self) -> None:
+        """Make updates until `args.iters` have been applied, patience has run out, or a signal asks to stop.
+
+        Raises:
+            TrainingDiverged: `args.max_skipped_updates` updates in a row were not finite.
+            SystemExit: with 128 + signal number, after everything has been saved (143 for SIGTERM).
+        """
+        self.state.data_fingerprint = getattr(self.stream.loader, "fingerprint", None)
+        with self.signals, self._tracking():
+            self._validate_before()
+            batches = self._timed_batches()
+            while not self._finished():
+                batch, data_seconds = next(batches)
+                info = self.train_step(batch, data_seconds)
+                if info.applied:
+                    self._run_hooks(info)
+                if self.signals.agreed:
+                    break
+            self._finish()
+        if self.signals.agreed:
+            raise SystemExit(128 + self.signals.agreed)
+
+    def _finished(self) -> bool:
+        patience = self.args.early_stopping_patience
+        if 0 < patience <= self.state.patience:
+            self.say(f"early stopping at step {self.state.step}: no better validation for {patience} evaluations")
+            return True
+        return self.state.step >= self.args.iters
+
+    def _validate_before(self) -> None:
+        """The validation of the untrained model (`--valid_at_start`), or one that a signal cut short."""
+        state, hook = self.state, self.validate_hook
+        if state.step == 0 and self.args.valid_at_start and "start" not in state.metrics:
+            state.metrics["start"] = self.validate(self.valid_dataloader) or {}
+        elif is_due(hook, state.step) and state.last_validated_step < state.step and self._saved_at is not None:
+            hook(self, StepInfo(state.step, True, 0.0, 0, 0, 0.0, 0.0))
+
+    def _run_hooks(self, info: StepInfo) -> None:
+        for hook in self.hooks:
+            if is_due(hook, info.step):
+                hook(self, info)
+
+    def _timed_batches(self) -> Iterator[tuple[Mapping[str, Any], float]]:
+        """Batches with the seconds each was waited for; a restarted run's random numbers go on from its last ones."""
+        batches = iter(self.stream)
+        while True:
+            started = time.perf_counter()
+            batch = next(batches)
+            if self._random_state is not None:
+                set_random_state(self._random_state)
+                self._random_state = None
+            yield batch, time.perf_counter() - started
+
+    def train_step(self, batch: Mapping[str, Any], data_seconds: float = 0.0) -> StepInfo:
+        """Forward and backward over the micro-batches of `batch`, and one update of the weights."""
+        started = time.perf_counter()
+        backend, state = self.backend, self.state
+        backend.model.train()
+        self._set_lr()
+        part = self._split(batch)
+        weight, samples, tokens, num_micro_batches = self._agree(part)
+        micro_batches = list(self._padded(part.micro_batches, num_micro_batches))
+        sums = MetricSums()
+        for i, micro_batch in enumerate(micro_batches):
+            with backend.accumulate(sync=i == len(micro_batches) - 1):
+                with backend.autocast():
+                    outputs = backend.model(**micro_batch.inputs, **self.forward_kwargs)
+                backend.backward(outputs["loss"] * (micro_batch.weight * backend.world_size / max(weight, 1)))
+            if micro_batch.weight:
+                sums.add(self.batch_metrics_fn(micro_batch.batch, outputs), micro_batch.weight)
+                self.kept.add(micro_batch.batch, outputs)
+        grad_norm, applied = backend.update(self.args.clip_grad_norm, self.args.clip_grad_value)
+        state.step += int(applied)
+        state.consumed_samples += samples
+        state.consumed_tokens += tokens
+        seconds = time.perf_counter() - started
+        info = StepInfo(state.step, applied, grad_norm, samples, tokens, seconds, data_seconds)
+        self.window.add(sums, info)
+        self._count_skipped(info)
+        return info
+
+    def _split(self, batch: Mapping[str, Any]) -> StepBatch:
+        batch = self.batch_transform_fn(batch) if self.batch_transform_fn else batch
+        return split_batch(batch, self.args.batch_size, self.forward_names, self.backend.device, self.has_decoder)
+
+    def _agree(self, part: StepBatch) -> tuple[int, int, int, int]:
+        """Global weight, samples and tokens, the largest number of micro-batches, and any signal: one collective."""
+        counts = torch.zeros(5 + self.backend.world_size, dtype=torch.int64)
+        counts[:3] = torch.tensor([part.weight, part.rows, part.tokens])
+        counts[3:5] = torch.tensor(self.signals.pending)
+        counts[5 + self.backend.rank] = len(part.micro_batches)
+        totals = self.backend.sum(counts).tolist()
+        self.signals.agree(totals[3:5])
+        return totals[0], totals[1], totals[2], max(totals[5:])
+
+    @staticmethod
+    def _padded(micro_batches: list[MicroBatch], number: int) -> Iterator[MicroBatch]:
+        """Every worker makes equally many passes (sharding backends need that); those to spare weigh nothing."""
+        for micro_batch in micro_batches:
+            yield micro_batch if micro_batch.weight else micro_batch.without_weight()
+        for _ in range(number - len(micro_batches)):
+            yield micro_batches[-1].without_weight()
+
+    def _set_lr(self) -> None:
+        factor = 1.0 if self.schedule is None else self.schedule(self.state.step - self.state.schedule_start)
+        if self.plateau is not None:
+            factor *= self.plateau.multiplier
+        for group, base in zip(self.backend.optimizer.param_groups, self.base_lrs, strict=True):
+            if base is not None:
+                group["lr"] = base * factor
+
+    def _count_skipped(self, info: StepInfo) -> None:
+        state = self.state
+        if info.applied:
+            state.skipped_in_a_row = 0
+            return
+        state.skipped_updates += 1
+        state.skipped_in_a_row += 1
+        first = state.consumed_samples - info.samples
+        logger.warning(
+            "gradient norm %s after step %d: update skipped on all workers (samples %d to %d; %d skipped so far)",
+            info.grad_norm, info.step, first, state.consumed_samples - 1, state.skipped_updates,
+        )  # fmt: skip
+        if state.skipped_in_a_row >= self.args.max_skipped_updates:
+            raise TrainingDiverged(
+                f"{state.skipped_in_a_row} updates in a row had a non-finite gradient (--max_skipped_updates); the "
+                "weights are those of the last applied one; lower --lr, set --clip_grad_norm, or use --bf16 not --fp16"
+            )
+
+    def _finish(self) -> None:
+        """What a run always ends with: the last log line of a part window and a last checkpoint."""
+        if self.window.steps and not self.signals.agreed:
+            self.log_train()
+        self.save()
+
+    # ---- validation -------------------------------------------------------------------------------------------------
+    def validate(self, dataloader: Iterable, split: str = "valid", write_tb: bool = True) -> dict[str, float] | None:
+        """Metrics over all of `dataloader` on all workers, each example once; training's random numbers are untouched.
+
+        Returns:
+            {metric: value}, or None when a signal cut it short.
+        """
+        self.backend.model.eval()
+        sums, kept = MetricSums(), KeptOutputs(self.keep_for_metrics_fn, self.metrics_fn)
+        with torch.no_grad(), preserved_random_state():
+            for part in self._aligned(dataloader):
+                for micro_batch in part:
+                    with self.backend.autocast():
+                        outputs = self.backend.model(**micro_batch.inputs, **self.forward_kwargs)
+                        if self.args.use_generate_on_valid:
+                            outputs["generation_outputs"] = self._generate(micro_batch)
+                    if micro_batch.weight:
+                        sums.add(self.batch_metrics_fn(micro_batch.batch, outputs), micro_batch.weight)
+                        kept.add(micro_batch.batch, outputs)
+        if self.signals.agreed:
+            return None
+        values = {**sums.reduce(self.backend), **kept.reduce(self.backend)}
+        if not values:
+            raise UserError(f"the {split} data gave no batch to evaluate; check its path")
+        self.state.metrics[split] = values
+        self._log(split, values, write_tb=write_tb)
+        return values
+
+    def _aligned(self, dataloader: Iterable) -> Iterator[list[MicroBatch]]:
+        """Micro-batches of each batch; workers whose part has ended go on with ones that weigh nothing."""
+        batches, last = iter(dataloader), None
+        while True:
+            batch = next(batches, None)
+            part = self._split(batch) if batch is not None else StepBatch([], 0, 0, 0)
+            _, rows, _, number = self._agree(part)
+            if rows == 0 or self.signals.agreed:
+                return
+            last = part.micro_batches[-1] if part.micro_batches else last
+            if last is None:
+                raise UserError(
+                    f"worker {self.backend.rank} has no validation batch while others have: the validation set is "
+                    f"smaller than the number of workers ({self.backend.world_size})"
+                )
+            spare = [last.without_weight()] * (number - len(part.micro_batches))
+            yield [m if m.weight else m.without_weight() for m in part.micro_batches] + spare
+
+    def _generate(self, micro_batch: MicroBatch) -> Tensor:
+        inputs, options = micro_batch.inputs, dict(self.generate_kwargs)
+        if "labels" in inputs and not {"max_length", "max_new_tokens"} & set(options):
+            options["max_length"] = inputs["labels"].shape[-1] + 1  # one more for a special token
+        for name in ("attention_mask", "global_attention_mask"):
+            if name in inputs:
+                options[name] = inputs[name]
+        return self.backend.unwrap().generate(inputs["input_ids"], synced_gpus=self.backend.shards_model, **options)
+
+    # ---- logs and checkpoints ---------------------------------------------------------------------------------------
+    def say(self, message: str) -> None:
+        """An event of the run, logged once (by rank 0)."""
+        if self.backend.is_main:
+            logger.info(message)
+
+    def _tracking(self) -> Tracker:
+        path = Path(self.args.model_path) if self.args.model_path else None
+        self.tracker = Tracker(path, rank=self.backend.rank, start_step=self.state.step, total_steps=self.args.iters)
+        return self.tracker
+
+    def log_train(self) -> None:
+        """Reduce and write what has been added up since the last log line; every worker calls it."""
+        window, self.window = self.window, Window()
+        values = {**window.sums.reduce(self.backend), **self.kept.reduce(self.backend)}
+        self.state.metrics["train"] = values
+        steps, seconds = max(window.steps, 1), max(window.seconds, 1e-9)
+        self._log(
+            "train",
+            values,
+            gradients_global_norm=window.grad_norm_sum / steps,
+            weights_global_norm=self.backend.weights_norm(),
+            seconds_per_step=seconds / steps,
+            tokens_per_second=window.tokens / seconds,
+            data_wait_fraction=window.data_seconds / seconds,
+            memory_mib=self._peak_memory_mib(),
+            skipped_updates=self.state.skipped_updates,
+            param_groups=[
+                {k: float(group[k]) for k in ("lr", "scaled_lr") if group.get(k) is not None}
+                for group in self.backend.optimizer.param_groups
+            ],
+        )
+
+    def log_patience(self) -> None:
+        self._log("valid", {}, patience=self.state.patience)
+
+    def _log(self, split: str, values: dict[str, float], *, write_tb: bool = True, **extra: Any) -> None:
+        if self.tracker is not None and write_tb:
+            state = self.state
+            self.tracker.log(split, state.step, state.consumed_samples, state.consumed_tokens, values, extra=extra)
+        elif values:
+            self.say(f"{split}: " + ", ".join(f"{k} {v:.4f}" for k, v in values.items() if isinstance(v, float)))
+
+    def _peak_memory_mib(self) -> float:
+        if self.backend.device.type == "cuda":
+            return torch.cuda.max_memory_allocated() / 2**20
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+    def save(self, is_best: bool = False) -> None:
+        """Write a checkpoint of this very moment, unless there is one; every worker calls it."""
+        here = (self.state.step, self.state.consumed_samples)
+        if self.writer is None or (self._saved_at == here and not is_best):
+            return
+        if self.plateau is not None:
+            self.state.plateau = self.plateau.state_dict()
+        own = {
+            "random_state": random_state() if self._random_state is None else self._random_state,
+            "stream": self.stream.state_dict(),
+            "window": self.window.state_dict(),
+            "kept": self.kept.data,
+        }
+        save_checkpoint(self.backend, self.writer, self.state, own, is_best=is_best, tokenizer_dir=self.tokenizer_dir)
+        self._saved_at = here
+
+    def load(self, source: str | Path) -> None:
+        """Put the weights of a checkpoint into the model, for example the best one before a last evaluation."""
+
+        def read() -> dict[str, Tensor]:
+            if self.backend.shards_model:
+                return checkpoint.read_weights(Path(source), self.args.allow_pickle)
+            checkpoint.load_weights(self.backend.unwrap(), source, allow_pickle=self.args.allow_pickle)
+            return self.backend.unwrap().state_dict()
+
+        self.backend.load_model_state(on_all(self.backend, read, only_main=True))
+        self.say(f"weights from {source}")
+
+    def save_metrics(self, save_path: str | Path | None) -> None:
+        """Write the last metrics of every split to `save_path`/metrics.json."""
+        if save_path is not None and self.backend.is_main:
+            from lm_experiments_tools.tracking import save_metrics
+
+            save_metrics(Path(save_path) / "metrics.json", self.state.metrics)
+
+
+class Trainer(TrainingLoop):
+    """The loop on Horovod: `Trainer(args, model, optimizer, train_dataloader, valid_dataloader, ...)`."""
+
+    def __init__(
+        self, args: TrainerArgs, model: nn.Module, optimizer: Optimizer | None, *others: Any, **options: Any
+    ) -> None:
+        from lm_experiments_tools.backends.horovod import HorovodBackend
+
+        super().__init__(args, HorovodBackend.from_args(args), model, optimizer, *others, **options)
+
+
+class TrainerAccelerate(TrainingLoop):
+    """The loop on an `accelerate.Accelerator`: `TrainerAccelerate(args, accelerator, model, optimizer, ...)`."""
+
+    def __init__(
+        self,
+        args: TrainerArgs,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        *others: Any,
+        **options: Any,
+    ) -> None:
+        from lm_experiments_tools.backends.accelerate import AccelerateBackend
+
+        super().__init__(args, AccelerateBackend(accelerator, args), model, optimizer, *others, **options)

@@ -1,0 +1,70 @@
+"""Pre-train a T5 on your text with span corruption.
+
+On this machine (CPU or one GPU)::
+
+    python run_t5_pretraining.py --data_path DATA --vocab VOCAB.model --model_path runs/t5-small \\
+        --model_cfg models_configs/t5_configs/t5-small.json --input_seq_len 512 --target_seq_len 192 \\
+        --batch_size 32 --lr 1e-3 --optimizer Adafactor --scale_parameter --lr_scheduler constant_with_warmup \\
+        --num_warmup_steps 10000 --iters 100000 --log_interval 500 --save_interval 10000
+
+The same, on several workers: put one of these in front of it in place of `python`::
+
+    horovodrun --gloo -np 2 python
+    torchrun --nproc_per_node 2
+    accelerate launch --config_file accelerate_configs/ddp.yaml
+
+DATA is a token prefix made by `lmtools tokenize`, or text (.jsonl, .jsonl.gz, .txt, a folder of them), which is
+tokenized first. The same command again continues an interrupted run. `--config run.yaml` reads flags from a file;
+`--model_cls my_module:MyT5` trains a model class of your own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from lm_experiments_tools.args import T5PretrainingArgs
+from lm_experiments_tools.cli import parse, run_main
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args, origins = parse(T5PretrainingArgs, argv, description=__doc__)
+    os.chdir(args.working_dir)
+
+    # imported after parsing, so that --help and a mistyped flag answer at once
+    from lm_experiments_tools.backends import get_backend
+    from lm_experiments_tools.data.pretraining import span_corruption_data
+    from lm_experiments_tools.models import model_from_args
+    from lm_experiments_tools.optimizers import optimizer_from_args
+    from lm_experiments_tools.report import write_report
+    from lm_experiments_tools.run import start_run
+    from lm_experiments_tools.trainer import TrainingLoop
+
+    backend = get_backend(args)
+    run = start_run(args, origins, backend)
+    data = span_corruption_data(args, backend)
+    model = model_from_args(args, data.vocabulary.size)
+    optimizer = None if args.validate_only else optimizer_from_args(args, model)
+    run.describe_model(model, data, backend)
+    trainer = TrainingLoop(
+        args,
+        backend,
+        model,
+        optimizer,
+        None if args.validate_only else data.train,
+        data.valid,
+        generate_kwargs={"do_sample": False},
+        tokenizer_dir=data.tokenizer_dir,
+    )
+    if args.validate_only:
+        trainer.validate(data.valid)
+    else:
+        trainer.train()
+    trainer.save_metrics(args.model_path)
+    if args.report:
+        write_report(trainer, data)
+    backend.close()
+
+
+if __name__ == "__main__":
+    run_main(main)
