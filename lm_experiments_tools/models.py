@@ -1,0 +1,244 @@
+"""Models by name, configurations from JSON presets, and what a model must satisfy before it is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lm_experiments_tools.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+PRESET_FOLDER = Path(__file__).resolve().parent.parent / "models_configs"
+
+# Keys that configuration files on the Hugging Face Hub carry and that say nothing about the model's mathematics.
+HUB_KEYS = {"_name_or_path", "architectures", "model_type", "n_positions", "output_past", "task_specific_params"}
+# What every PreTrainedConfig takes though its dataclass has no field for it.
+GENERAL_KEYS = {"bos_token_id", "decoder_start_token_id", "dtype", "tie_word_embeddings", "torch_dtype"}
+
+
+def get_cls_by_name(name: str, base: type = nn.Module) -> type:
+    """The class named by `module:Class`, e.g. `transformers:T5ForConditionalGeneration`.
+
+    Args:
+        name: an importable module and a class in it; dots are allowed on either side (`package.module:Outer.Inner`).
+        base: the class it must be, or derive from.
+
+    Raises:
+        UserError: not of this form, a module that cannot be imported (with the reason), no such class, another kind.
+    """
+    module_name, colon, class_name = name.partition(":")
+    if not (colon and module_name and class_name) or ":" in class_name:
+        raise UserError(
+            f"'{name}' does not name a class: write module:Class, e.g. transformers:T5ForConditionalGeneration."
+        )
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UserError(f"'{name}': module {module_name} cannot be imported ({error}).") from error
+    for part in class_name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            raise UserError(f"'{name}': {module_name} has no {class_name}{_nearest(part, dir(found))}.") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise UserError(f"'{name}' is {found!r}, not a subclass of {base.__module__}.{base.__qualname__}.")
+    return found
+
+
+def list_presets() -> dict[str, Path]:
+    """Name -> file of every shipped model configuration, e.g. `t5-small`."""
+    return {path.stem: path for path in sorted(PRESET_FOLDER.glob("*/*.json"))}
+
+
+def load_model_config(path_or_preset: str | Path, config_cls: type | None = None) -> PreTrainedConfig:
+    """A model configuration from a JSON file, in which a key `base` names the file it differs from.
+
+    T5Config overwrites `tie_word_embeddings: false` with true (transformers 5); here the returned object says what the
+    file says, so build the model with `build_model`, which ties what must be tied and nothing else.
+
+    Args:
+        path_or_preset: a JSON file, or the name of a shipped preset (`t5-small`; see `list_presets`).
+        config_cls: the model's `config_class`; None takes transformers' class for the file's `model_type`.
+
+    Raises:
+        UserError: no such file, broken JSON, a circular `base`, a `model_type` that is not config_cls's, a key the
+            configuration does not have (the nearest one is named), or a value it refuses.
+    """
+    path = _find_config(path_or_preset)
+    values = _read_with_base(path, seen=())
+    config_cls = config_cls or _config_class(values.get("model_type"), path)
+    kinds = [getattr(cls, "model_type", None) for cls in config_cls.__mro__]
+    if values.get("model_type", kinds[0]) not in kinds:
+        raise UserError(
+            f"{path} describes a '{values['model_type']}' model, but {config_cls.__name__} is a '{kinds[0]}'."
+        )
+
+    known = _known_keys(config_cls)
+    for key in values:
+        if key not in known:
+            raise UserError(f"{path}: {config_cls.__name__} has no '{key}'{_nearest(key, known)}.")
+
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        config = config_cls(**{key: value for key, value in values.items() if key != "model_type"})
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise UserError(f"{path} is refused by {config_cls.__name__}: {' '.join(str(error).split())}") from error
+    if "tie_word_embeddings" in values:
+        config.tie_word_embeddings = values["tie_word_embeddings"]
+    return config
+
+
+def build_model(model_cls: type, config: PreTrainedConfig, *, seed: int) -> PreTrainedModel:
+    """A model with random weights that depend only on the class, the configuration and `seed`.
+
+    The global random state is left as it was. With `config.tie_word_embeddings` False exactly the output layer is
+    untied. That is not what a bare `model_cls(config)` does for transformers' T5: there the same attribute also gives
+    encoder and decoder an embedding each, 33 M parameters too many in v1.1 small. Such a model is saved with
+    `"tie_word_embeddings": false` and both matrices; `from_pretrained` of transformers 5 reads this as "do not scale
+    the decoder's output", and leaves the output layer untied because the two saved matrices differ.
+
+    The initial values are those of the class. Note that transformers draws an untied T5 output layer with standard
+    deviation 1, so the first losses of such a model are near 100, not near ln(vocabulary).
+
+    Raises:
+        UserError: the class refuses the configuration.
+    """
+    generator = torch.random.default_generator  # the CPU's alone, which is where models are initialised
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        model = model_cls(config)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{model_cls.__name__} refuses this {type(config).__name__}: {error}") from error
+    finally:
+        generator.set_state(state)
+    if getattr(config, "tie_word_embeddings", None) is False and getattr(model, "_tied_weights_keys", None):
+        _untie_only_output(model)
+    return model
+
+
+def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int) -> int:
+    """How many rows of the embedding the vocabulary leaves unused (padding to a round number is usual).
+
+    Args:
+        config: has `vocab_size`, the rows of the embedding.
+        vocabulary_size: number of ids the tokenizer can produce, sentinels included.
+
+    Raises:
+        UserError: the vocabulary has ids beyond the embedding, which would be an index error in the middle of a run.
+    """
+    slack = config.vocab_size - vocabulary_size
+    if slack < 0:
+        rounded = -(-vocabulary_size // 128) * 128
+        raise UserError(
+            f"The vocabulary has {vocabulary_size} ids but the model's embedding only {config.vocab_size} rows: set "
+            f"vocab_size in the model configuration to at least {vocabulary_size} (e.g. {rounded})."
+        )
+    return slack
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterCount:
+    """Numbers of parameters, each shared matrix counted once."""
+
+    total: int
+    trainable: int
+    embedding: int  # the token table, and the output layer where it is a matrix of its own
+
+
+def num_parameters(model: nn.Module) -> ParameterCount:
+    """Count the parameters of a model (on any device, meta included)."""
+    parameters = list(model.parameters())
+    tables = [
+        getter()
+        for getter in (getattr(model, "get_input_embeddings", None), getattr(model, "get_output_embeddings", None))
+        if getter is not None
+    ]
+    embedding = {table.weight for table in tables if table is not None}
+    return ParameterCount(
+        total=sum(p.numel() for p in parameters),
+        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        embedding=sum(p.numel() for p in embedding),
+    )
+
+
+def _nearest(word: str, known: object) -> str:
+    near = difflib.get_close_matches(word, [str(key) for key in known], n=1)
+    return f"; did you mean '{near[0]}'" if near else ""
+
+
+def _find_config(path_or_preset: str | Path) -> Path:
+    path = Path(path_or_preset)
+    if path.is_file():
+        return path
+    presets = list_presets()
+    name = str(path_or_preset)
+    if name in presets:
+        return presets[name]
+    hint = _nearest(path.stem, presets) or f"; presets are {', '.join(presets)}"
+    raise UserError(f"'{name}' is neither a model configuration file nor a preset{hint}.")
+
+
+def _read_with_base(path: Path, seen: tuple[Path, ...]) -> dict:
+    """The file's values over those of its base; `seen` holds the files that led here."""
+    path = path.resolve()
+    if path in seen:
+        raise UserError(f"'base' goes round in a circle: {' -> '.join(p.name for p in (*seen, path))}.")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:  # broken JSON or not UTF-8
+        raise UserError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds a JSON {type(values).__name__}, not an object with the model's settings.")
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise UserError(f"{path}: 'base' must be a file name or a preset, not {base!r}.")
+    beside = path.parent / base
+    base_path = beside if beside.is_file() else list_presets().get(base)
+    if base_path is None:
+        raise UserError(f"{path}: its base '{base}' is neither a file beside it nor a preset.")
+    return {**_read_with_base(base_path, (*seen, path)), **values}
+
+
+def _config_class(model_type: str | None, path: Path) -> type:
+    from transformers import CONFIG_MAPPING
+
+    if model_type is None:
+        raise UserError(f"{path} has no 'model_type' (e.g. t5), so the kind of model is unknown.")
+    if model_type not in CONFIG_MAPPING:
+        near = _nearest(model_type, CONFIG_MAPPING.keys())
+        raise UserError(f"{path}: transformers has no model_type '{model_type}'{near}.")
+    return CONFIG_MAPPING[model_type]
+
+
+def _known_keys(config_cls: type) -> set[str]:
+    public = {key for key in vars(config_cls()) if not key.startswith("_")}
+    return public | set(getattr(config_cls, "attribute_map", {})) | HUB_KEYS | GENERAL_KEYS
+
+
+def _untie_only_output(model: PreTrainedModel) -> None:
+    """Restore, for this instance, every tie of its class except that of the output layer.
+
+    The instance's own table of ties makes it last: `resize_token_embeddings` and `tie_weights` read it.
+    """
+    output = model.get_output_embeddings()
+    names = {name for name, p in model.named_parameters(remove_duplicate=False) if output and p is output.weight}
+    model._tied_weights_keys = {t: source for t, source in model._tied_weights_keys.items() if t not in names}
+    model.config.tie_word_embeddings = True  # only so that transformers ties at all
+    model.tie_weights()
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=False)
+    model.config.tie_word_embeddings = False

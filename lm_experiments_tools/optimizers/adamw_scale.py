@@ -1,0 +1,152 @@
+"""AdamW whose step size on each parameter is multiplied by that parameter's RMS, the optimizer of nanoT5."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from lm_experiments_tools.optimizers.state import LOW_PRECISION, Float32StateOptimizer, local, root_mean_square
+
+MIN_SCALE = 1e-3
+
+
+class AdamWScale(Float32StateOptimizer):
+    """AdamW with Adafactor's parameter scale (nanoT5, arXiv 2309.02373, section 3).
+
+    With m, v the moments after step t and c1 = 1 - beta1^t, c2 = 1 - beta2^t,
+
+        p <- p - lr * max(1e-3, RMS(p)) * sqrt(c2) / c1 * m / (sqrt(v) + eps)
+        p <- p * (1 - lr * weight_decay)
+
+    so eps is added before the bias correction and weight decay uses the unscaled lr, as in nanoT5. The embedding of a
+    T5 (RMS 1) thus takes steps about 20 times longer than a projection (RMS d_model ** -0.5), which is why one lr of
+    about 1e-2 fits all of them.
+
+    On CPU and CUDA one parameter costs one norm and one fused AdamW kernel of torch. With eps' = eps / sqrt(c2) and
+    lr' = lr * max(1e-3, RMS(p)), torch's rule p - lr' / c1 * m / (sqrt(v) / sqrt(c2) + eps') is the first line above.
+    On CUDA lr' stays a device tensor: nothing waits for the device.
+
+    Args:
+        params: parameters or parameter groups; fp32, or fp16/bf16 (computed in fp32, rounded to the parameter).
+        lr: step size before scaling.
+        betas: decay of the first and second moments.
+        eps: added to sqrt(v).
+        weight_decay: decoupled weight decay, times lr.
+        fused: False runs the plain formula instead of torch's fused kernel (other devices always do).
+
+    Raises:
+        ValueError: lr, eps or weight_decay below 0, or a beta outside [0, 1).
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        fused: bool = True,
+    ) -> None:
+        if lr < 0 or eps < 0 or weight_decay < 0:
+            raise ValueError(f"lr={lr}, eps={eps} and weight_decay={weight_decay} must not be negative")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas={betas} must lie in [0, 1)")
+        # `fused` is not an option of the group: torch treats a group with fused=True specially (state on the device)
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "use_fused_kernel": fused}
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Update every parameter that has a gradient; returns the closure's loss, if there is a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            device_steps: dict = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group, device_steps)
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict, device_steps: dict) -> None:
+        if parameter.grad.is_sparse:
+            raise RuntimeError("AdamWScale does not support sparse gradients")
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+        state["step"] += 1
+
+        scale = root_mean_square(parameter)  # of the whole parameter, though below only our shard of it is updated
+        shard = local(parameter)
+        weights = shard.float() if shard.dtype in LOW_PRECISION else shard
+        grad = local(parameter.grad).float()
+        moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
+        if not group["use_fused_kernel"] or weights.device.type not in ("cpu", "cuda"):
+            _plain_update(weights, grad, *moments, int(state["step"]), scale.clamp(min=MIN_SCALE), group)
+        elif weights.numel() > 0:  # a rank may hold an empty shard of a small parameter
+            _fused_update(weights, grad, *moments, state["step"], scale, group, device_steps)
+        if weights is not shard:
+            shard.copy_(weights)
+
+
+def _fused_update(
+    weights: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    scale: Tensor,
+    group: dict,
+    device_steps: dict,
+) -> None:
+    """One call of torch's fused AdamW kernel; `device_steps` caches the copies of `step` on CUDA devices."""
+    beta1, beta2 = group["betas"]
+    decay = group["lr"] * group["weight_decay"]
+    if weights.device.type == "cuda":
+        lr: Tensor | float = scale.clamp(min=MIN_SCALE).mul_(group["lr"])
+        kernel_decay = 0.0
+        key = (weights.device, int(step))
+        if key not in device_steps:
+            device_steps[key] = torch.full((), int(step), dtype=torch.float32, device=weights.device)
+        step_on_device = device_steps[key]
+    else:
+        # the kernel decays before the update, nanoT5 after it: (p - u)(1 - d) = p (1 - d) - u (1 - d), in one pass
+        lr = group["lr"] * max(MIN_SCALE, scale.item()) * (1.0 - decay)
+        kernel_decay = decay / lr if lr > 0 else 0.0
+        step_on_device = step
+    torch._fused_adamw_(
+        [weights],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [step_on_device],
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=kernel_decay,
+        eps=group["eps"] / math.sqrt(1.0 - beta2 ** int(step)),
+        amsgrad=False,
+        maximize=False,
+    )
+    if decay != 0 and kernel_decay == 0:
+        weights.mul_(1.0 - decay)
+
+
+def _plain_update(
+    weights: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, scale: Tensor, group: dict
+) -> None:
+    beta1, beta2 = group["betas"]
+    exp_avg.lerp_(grad, 1.0 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+    step_size = scale * (group["lr"] * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step))
+    weights.sub_(exp_avg / (exp_avg_sq.sqrt() + group["eps"]) * step_size)
+    if group["weight_decay"] != 0:
+        weights.mul_(1.0 - group["lr"] * group["weight_decay"])

@@ -1,0 +1,45 @@
+"""What our optimizers share: fp32 state that survives a reload, and norms of tensors that may be sharded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class Float32StateOptimizer(Optimizer):
+    """An optimizer whose state stays fp32, whatever the dtype of its parameters.
+
+    `torch.optim.Optimizer.load_state_dict` casts every state tensor to its parameter's dtype, which would round the
+    second moments of bf16 parameters to 8 bits at each resume. State is `step` (0-dim fp32 on the CPU, as torch keeps
+    it) and fp32 tensors on the parameter's device, so a state_dict is tensors and plain scalars.
+
+    The learning rates depend on the root mean square of a whole parameter: DTensor shards (FSDP2) are handled, flat
+    partitions that mix parameters (DeepSpeed ZeRO, FSDP1) cannot be seen from here and must be refused by the backend.
+    """
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        saved_ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in zip(saved_ids, parameters, strict=True):
+            for key, value in state_dict["state"].get(index, {}).items():
+                if key == "step":
+                    self.state[parameter][key] = torch.as_tensor(value, dtype=torch.float32, device="cpu").clone()
+                elif isinstance(value, Tensor):
+                    self.state[parameter][key] = value.detach().to(parameter.device, torch.float32, copy=True)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor (shares memory with it); a plain tensor is returned as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def root_mean_square(tensor: Tensor) -> Tensor:
+    """sqrt(mean(x^2)) over the whole tensor, 0-dim fp32 on its device; over all shards where it is a DTensor."""
+    norm = torch.linalg.vector_norm(tensor, dtype=torch.float32)
+    if hasattr(norm, "full_tensor"):
+        norm = norm.full_tensor()
+    return norm / tensor.numel() ** 0.5
