@@ -168,7 +168,7 @@ class TrainingLoop:
                 num_warmup_steps=args.num_warmup_steps,
                 num_training_steps=args.schedule_steps(),
                 min_lr_ratio=args.lr_min_ratio,
-                base_lr=args.lr,
+                base_lr=self.base_lrs[0],
             )
         if args.use_lr_drop and optimizer is not None:
             options = ("factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps")
@@ -309,13 +309,13 @@ class TrainingLoop:
 
     def _timed_batches(self) -> Iterator[tuple[Mapping[str, Any], float]]:
         """Batches with the seconds each was waited for; a restarted run's random numbers go on from its last ones."""
+        if self._random_state is not None:
+            set_random_state(self._random_state)
+            self._random_state = None
         batches = iter(self.stream)
         while True:
             started = time.perf_counter()
             batch = next(batches)
-            if self._random_state is not None:
-                set_random_state(self._random_state)
-                self._random_state = None
             yield batch, time.perf_counter() - started
 
     def train_step(self, batch: Mapping[str, Any], data_seconds: float = 0.0) -> StepInfo:

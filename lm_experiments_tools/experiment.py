@@ -1,0 +1,102 @@
+"""From arguments to the things a training script puts together: model, optimizer, random states."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models import build_model, check_vocabulary, get_cls_by_name, load_model_config
+from lm_experiments_tools.optimizers import build_optimizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from lm_experiments_tools.args import ExperimentArgs
+
+
+def seed_worker(seed: int, rank: int) -> None:
+    """Seed Python, numpy and torch: each worker draws its own dropout noise. A resumed run restores its states later."""
+    random.seed(f"{seed}-{rank}")
+    np.random.seed((seed * 1000003 + rank) % 2**32)
+    torch.manual_seed(seed * 1000003 + rank)
+
+
+def model_from_args(args: ExperimentArgs, vocabulary_size: int) -> nn.Module:
+    """The model that the flags describe, with random weights equal on all workers.
+
+    Its class may live in a file of the current folder (`--model_cls my_model:MyT5`).
+
+    Raises:
+        UserError: class or configuration cannot be had, or the embedding is smaller than the vocabulary.
+    """
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    model_cls = get_cls_by_name(args.model_cls)
+    config = _config(args, getattr(model_cls, "config_class", None))
+    if args.dropout_rate is not None:
+        _set_dropout(config, args.dropout_rate)
+    check_vocabulary(config, vocabulary_size)
+    model = build_model(model_cls, config, seed=args.seed)
+    if args.gradient_checkpointing:
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            raise UserError(f"--gradient_checkpointing: {args.model_cls} does not support it; leave the flag out")
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if args.compile:
+        model.compile()
+    return model
+
+
+def optimizer_from_args(args: ExperimentArgs, model: nn.Module) -> Optimizer:
+    """The optimizer that the flags describe, over the model's trainable parameters."""
+    return build_optimizer(
+        model,
+        name=args.optimizer,
+        lr=args.lr,
+        weight_decay=args.weight_decay,
+        scale_parameter=args.scale_parameter,
+        relative_step=args.relative_step,
+        warmup_init=args.warmup_init,
+    )
+
+
+def _config(args: ExperimentArgs, config_cls: type | None) -> PreTrainedConfig:
+    if args.model_cfg is not None:
+        return load_model_config(args.model_cfg, config_cls)
+    if args.base_model is not None:
+        return _pretrained_config(args.base_model, config_cls, "--base_model")
+    source = Path(args.init_checkpoint)
+    if not (source / "config.json").is_file():
+        raise UserError(
+            f"--init_checkpoint {source} holds no config.json, so the model's configuration is not known; give --model_cfg"
+        )
+    return load_model_config(source / "config.json", config_cls)
+
+
+def _pretrained_config(name: str, config_cls: type | None, flag: str) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        return (config_cls or AutoConfig).from_pretrained(name)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{flag} {name}: its configuration cannot be read ({first_line}); give a folder that holds config.json, or "
+            "--model_cfg"
+        ) from error
+
+
+def _set_dropout(config: PreTrainedConfig, rate: float) -> None:
+    names = [n for n in ("dropout_rate", "hidden_dropout_prob", "attention_probs_dropout_prob") if hasattr(config, n)]
+    if not names:
+        raise UserError(f"--dropout_rate: {type(config).__name__} has no dropout to set; leave the flag out")
+    for name in names:
+        setattr(config, name, rate)
