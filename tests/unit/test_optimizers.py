@@ -1,0 +1,241 @@
+"""Optimizers by name, what they refuse, their groups, what they store."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.optimizers import (
+    Adafactor,
+    AdamWScale,
+    build_optimizer,
+    get_optimizer,
+    parameter_groups,
+)
+
+
+class Toy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.embedding = nn.Embedding(6, 4)
+        self.proj = nn.Linear(4, 4)
+        self.layer_norm = nn.LayerNorm(4)
+        self.relative_attention_bias = nn.Embedding(8, 2)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator))
+
+    def set_gradients(self, seed=1):
+        generator = torch.Generator().manual_seed(seed)
+        for p in self.parameters():
+            if p.requires_grad:
+                p.grad = torch.randn(p.shape, generator=generator)
+        return self
+
+
+def test_own_names_come_first_and_torchs_stay_reachable():
+    assert get_optimizer("Adafactor") is Adafactor
+    assert get_optimizer("AdamWScale") is AdamWScale
+    assert get_optimizer("AdamW") is torch.optim.AdamW
+    assert get_optimizer("torch.optim:Adafactor") is torch.optim.Adafactor
+    assert get_optimizer("transformers.optimization:Adafactor").__module__ == "transformers.optimization"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("adamw", "did you mean AdamW"),
+        ("AdamWScaled", "did you mean AdamWScale"),
+        ("Quux", "known are ASGD"),
+        ("LBFGS", "re-evaluates the loss"),
+        ("Optimizer", "abstract"),
+        ("LayerWiseDummyOptimizer", "updates nothing"),
+        ("torch.optim:AdamWW", "did you mean 'AdamW'"),
+        ("torch.nn:Linear", "not a subclass of torch.optim"),
+    ],
+)
+def test_unknown_or_unusable_optimizer_is_one_sentence(name, message):
+    with pytest.raises(UserError, match=message):
+        get_optimizer(name)
+
+
+def test_apex_optimizer_is_used_when_installed_and_one_sentence_otherwise(monkeypatch, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "apex", None)
+    with pytest.raises(UserError, match="FusedAdam needs NVIDIA apex"):
+        get_optimizer("FusedAdam")
+    package = tmp_path / "apex"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "optimizers.py").write_text("import torch\nclass FusedAdam(torch.optim.Adam): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "apex")
+    assert get_optimizer("FusedAdam").__module__ == "apex.optimizers"
+    with pytest.raises(UserError, match="FusedLAMB: the installed apex has no such"):
+        get_optimizer("FusedLAMB")
+    for name in ("apex", "apex.optimizers"):
+        monkeypatch.delitem(__import__("sys").modules, name)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "NAdam", "Adagrad", "Rprop", "AdamWScale", "Adafactor"])
+def test_every_kind_of_optimizer_moves_the_trainable_parameters_only(name):
+    model = Toy().set_gradients()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    build_optimizer(model, name=name, lr=0.1, weight_decay=0.0).step()
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]) == key.startswith("frozen"), key
+
+
+def test_groups_decay_matrices_and_spare_vectors_and_biases():
+    model = Toy()
+    groups = parameter_groups(model.named_parameters(), 0.1)
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert [id(p) for p in groups[0]["params"]] == [id(model.embedding.weight), id(model.proj.weight)]
+    assert len(groups[1]["params"]) == 4  # proj.bias, layer_norm.weight and bias, relative_attention_bias
+    only_matrices = parameter_groups([("weight", nn.Parameter(torch.zeros(2, 2)))], 0.1)
+    assert len(only_matrices) == 1
+    with pytest.raises(UserError, match="no trainable parameter"):
+        parameter_groups([("frozen", torch.zeros(2))], 0.1)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamWScale", "Adafactor", "SGD"])
+def test_weight_decay_reaches_matrices_only_and_zero_means_none(name):
+    """With zero gradients nothing but decay moves; torch's AdamW would decay by 0.01 of its own accord."""
+    for weight_decay in (0.0, 0.5):
+        model = Toy()
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        build_optimizer(model, name=name, lr=0.1, weight_decay=weight_decay).step()
+        for key, value in model.state_dict().items():
+            decayed = weight_decay > 0 and key in ("embedding.weight", "proj.weight")
+            expected = before[key] * 0.95 if decayed else before[key]
+            assert torch.allclose(value, expected), key
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "AdamW", "scale_parameter": True}, "--scale_parameter has no effect with --optimizer AdamW"),
+        ({"name": "AdamWScale", "relative_step": True, "lr": None}, "--relative_step has no effect"),
+        ({"name": "Rprop", "weight_decay": 0.1}, "--weight_decay has no effect with --optimizer Rprop"),
+        ({"name": "Adafactor", "relative_step": True}, "--lr 0.1 has no effect with --relative_step"),
+        ({"name": "Adafactor", "warmup_init": True}, "--warmup_init is a form of --relative_step"),
+        ({"name": "Adafactor", "lr": None}, "needs --lr"),
+        ({"name": "AdamW", "lr": None}, "needs --lr"),
+        ({"name": "AdamW", "lr": -1.0}, "negative"),
+        ({"name": "AdamW", "extra": {"beta": (0.9, 0.9)}}, "no option 'beta'; did you mean betas"),
+        ({"name": "AdamW", "extra": {"betas": (0.9, 2.0)}}, "AdamW refuses its settings: Invalid beta"),
+        ({"name": "AdamWScale", "extra": {"betas": (0.9, 2.0)}}, "AdamWScale refuses its settings: betas"),
+        ({"name": "Muon"}, "Muon refuses its settings"),
+    ],
+)
+def test_option_without_effect_or_sense_is_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        build_optimizer(Toy(), **{"lr": 0.1, "weight_decay": 0.0, **options})
+
+
+def test_adafactor_options_arrive():
+    optimizer = build_optimizer(
+        Toy(),
+        name="Adafactor",
+        lr=None,
+        weight_decay=0.0,
+        scale_parameter=True,
+        relative_step=True,
+        warmup_init=True,
+        extra={"clip_threshold": 0.3},
+    )
+    group = optimizer.param_groups[0]
+    assert group["lr"] is None and group["scale_parameter"] and group["relative_step"] and group["warmup_init"]
+    assert group["clip_threshold"] == 0.3
+
+
+def test_torch_optimizer_is_fused_unless_told_otherwise():
+    assert build_optimizer(Toy(), name="AdamW", lr=0.1, weight_decay=0.0).param_groups[0]["fused"]
+    plain = build_optimizer(Toy(), name="AdamW", lr=0.1, weight_decay=0.0, extra={"fused": False})
+    assert not plain.param_groups[0]["fused"]
+
+
+def test_scaled_lr_is_the_mean_step_size_of_the_group():
+    model = Toy().set_gradients()
+    scales = [max(1e-3, w.detach().square().mean().sqrt().item()) for w in (model.embedding.weight, model.proj.weight)]
+    optimizer = build_optimizer(model, name="Adafactor", lr=0.1, weight_decay=0.0, scale_parameter=True)
+    optimizer.step()
+    assert float(optimizer.param_groups[0]["scaled_lr"]) == pytest.approx(0.1 * sum(scales) / 2, rel=1e-6)
+    relative = build_optimizer(model, name="Adafactor", lr=None, weight_decay=0.0, relative_step=True)
+    relative.step()
+    assert relative.param_groups[0]["scaled_lr"] == pytest.approx(1e-2)
+
+
+def test_a_changed_learning_rate_is_used_at_the_next_step():
+    """The loop sets group['lr'] = lr * multiplier before each step; 0 (first step of a warm-up) moves nothing."""
+    for name in ("Adafactor", "AdamWScale"):
+        model = Toy().set_gradients()
+        optimizer = build_optimizer(model, name=name, lr=0.1, weight_decay=0.1)
+        before = model.proj.weight.detach().clone()
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.step()
+        assert torch.equal(model.proj.weight, before)
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.step()
+        assert not torch.equal(model.proj.weight, before)
+
+
+@pytest.mark.parametrize("name", ["AdamWScale", "Adafactor", "AdamW"])
+def test_state_dict_is_tensors_and_json(name):
+    model = Toy().set_gradients()
+    optimizer = build_optimizer(model, name=name, lr=0.1, weight_decay=0.1, **_scaled(name))
+    optimizer.step()
+    state = optimizer.state_dict()
+    assert all(isinstance(value, torch.Tensor) for entry in state["state"].values() for value in entry.values())
+    groups = json.loads(json.dumps(state["param_groups"]))
+    fresh = build_optimizer(Toy(), name=name, lr=0.1, weight_decay=0.1, **_scaled(name))
+    fresh.load_state_dict({"state": state["state"], "param_groups": groups})
+    for key, entry in fresh.state_dict()["state"].items():
+        assert all(torch.equal(value, state["state"][key][name]) for name, value in entry.items())
+
+
+def _scaled(name):
+    return {"scale_parameter": True} if name == "Adafactor" else {}
+
+
+@pytest.mark.parametrize("cls", [Adafactor, AdamWScale])
+def test_closure_is_evaluated_with_gradients(cls):
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = cls([weight])
+
+    def closure():
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 4.0
+    assert weight.max() < 1.0
+
+
+@pytest.mark.parametrize("cls", [Adafactor, AdamWScale])
+def test_sparse_gradient_is_refused(cls):
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse"):
+        cls(table.parameters()).step()
+
+
+def test_both_learn_a_small_regression():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(64, 8, generator=generator)
+    targets = inputs @ torch.randn(8, 3, generator=generator)
+    for name, lr in (("AdamWScale", 0.05), ("Adafactor", 0.05)):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 3)
+        optimizer = build_optimizer(model, name=name, lr=lr, weight_decay=0.0)
+        for _ in range(300):
+            optimizer.zero_grad()
+            loss = (model(inputs) - targets).square().mean()
+            loss.backward()
+            optimizer.step()
+        assert loss.item() < 0.05, name
