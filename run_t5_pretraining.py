@@ -34,9 +34,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.data.pretraining import span_corruption_data
-    from lm_experiments_tools.experiment import model_from_args, optimizer_from_args, seed_worker
+    from lm_experiments_tools.experiment import model_from_args, optimizer_from_args, seed_worker, show_run, start_run
     from lm_experiments_tools.report import write_report
-    from lm_experiments_tools.run import start_run
     from lm_experiments_tools.trainer import TrainingLoop
 
     backend = get_backend(args)
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = model_from_args(args, data.vocabulary.size)
     optimizer = None if args.validate_only else optimizer_from_args(args, model)
     seed_worker(args.seed, backend.rank)
-    run.describe_model(model, data, backend)
+    show_run(args, run, backend, model, data.train.samples_per_epoch, data.describe())
     trainer = TrainingLoop(
         args,
         backend,

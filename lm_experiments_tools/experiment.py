@@ -1,12 +1,14 @@
-"""From arguments to the things a training script puts together: model, optimizer, random states."""
+"""From arguments to the things a training script puts together: run directory, model, optimizer, random states."""
 
 from __future__ import annotations
 
 import os
 import random
 import sys
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,13 +16,71 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.models import build_model, check_vocabulary, get_cls_by_name, load_model_config
+from lm_experiments_tools.models import (
+    build_model,
+    check_vocabulary,
+    get_cls_by_name,
+    load_model_config,
+    num_parameters,
+)
 from lm_experiments_tools.optimizers import build_optimizer
+from lm_experiments_tools.run import RunDirectory, setup_logging, start_panel
+from lm_experiments_tools.state import on_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from lm_experiments_tools.args import ExperimentArgs
+    from lm_experiments_tools.args import ExperimentArgs, TrainerArgs
+    from lm_experiments_tools.backends.backend import Backend
+
+
+def start_run(args: TrainerArgs, origins: Mapping[str, str], backend: Backend) -> RunDirectory | None:
+    """Set up logging, and record this start in the run directory (None without `--model_path`, and beside rank 0).
+
+    Raises:
+        UserError: the directory holds a run with other settings.
+    """
+    setup_logging(args.model_path, backend.rank)
+    if args.model_path is None:
+        return None
+
+    def record() -> RunDirectory:
+        run, values = RunDirectory(args.model_path, backend.rank), asdict(args)
+        continued = args.resume_path() is not None
+        run.check_compatible(values, resume=continued, world_size=backend.world_size)
+        run.write_start(values, origins, sys.argv, world_size=backend.world_size)
+        return run
+
+    return on_all(backend, record, only_main=True)
+
+
+def show_run(
+    args: ExperimentArgs,
+    run: RunDirectory | None,
+    backend: Backend,
+    model: nn.Module,
+    samples_per_epoch: int,
+    objective: str,
+) -> None:
+    """The run at a glance, before its first step; the model's configuration goes into the run directory."""
+    if not backend.is_main:
+        return
+    count = num_parameters(model)
+    rows = args.global_batch_size(backend.world_size)
+    panel: dict[str, Any] = {
+        "model": f"{args.model_cls}, {count.total:,} parameters ({count.embedding:,} in embeddings)",
+        "objective": objective,
+        "batch": f"{args.batch_size} rows x {args.gradient_accumulation_steps} accumulated x {backend.world_size} "
+        f"worker(s) = {rows} rows a step",
+        "steps": f"{args.iters} updates = {args.iters * rows / samples_per_epoch:.2f} epochs of {samples_per_epoch:,}",
+        "optimizer": f"{args.optimizer}, lr {args.lr}, schedule {args.lr_scheduler or 'constant'}",
+        "precision": "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
+    }
+    if run is not None:
+        panel["run"] = f"{run.path} (tensorboard --logdir {run.path})"
+        if hasattr(model, "config"):
+            run.write_model_config(model.config.to_dict())
+    start_panel(panel)
 
 
 def seed_worker(seed: int, rank: int) -> None:

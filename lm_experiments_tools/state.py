@@ -6,7 +6,8 @@ What differs between workers (random states, unreduced metric sums) is kept per 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -62,6 +63,16 @@ class TrainState:
                 "written by a newer one; update lm_experiments_tools"
             )
         return cls(**values)
+
+
+@contextmanager
+def failures_located(state: TrainState) -> Iterator[None]:
+    """An exception that leaves this block says, as its attribute `step`, how many updates had been applied."""
+    try:
+        yield
+    except Exception as error:
+        error.step = state.step
+        raise
 
 
 def on_all(backend: Backend, function: Callable[[], T], *, only_main: bool = False) -> T | None:

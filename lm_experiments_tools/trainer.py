@@ -41,7 +41,15 @@ from lm_experiments_tools.metrics import KeptOutputs, MetricSums
 from lm_experiments_tools.old_formats import read_old_training_state
 from lm_experiments_tools.schedules import PlateauDrop, get_schedule
 from lm_experiments_tools.signals import StopSignals
-from lm_experiments_tools.state import TrainState, load_optimizer, load_state, on_all, on_main, save_checkpoint
+from lm_experiments_tools.state import (
+    TrainState,
+    failures_located,
+    load_optimizer,
+    load_state,
+    on_all,
+    on_main,
+    save_checkpoint,
+)
 from lm_experiments_tools.tracking import Tracker
 
 if TYPE_CHECKING:
@@ -273,7 +281,7 @@ class TrainingLoop:
             SystemExit: with 128 + signal number, after everything has been saved (143 for SIGTERM).
         """
         self.state.data_fingerprint = getattr(self.stream.loader, "fingerprint", None)
-        with self.signals, self._tracking():
+        with failures_located(self.state), self.signals, self._tracking():
             self._validate_before()
             batches = self._timed_batches()
             while not self._finished():

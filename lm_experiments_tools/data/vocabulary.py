@@ -119,6 +119,10 @@ class Vocabulary:
         starts_word = self._processor.id_to_piece(ids[0]).startswith("\u2581")  # decode() drops that space
         return (" " if starts_word and leading_space else "") + self._processor.decode(ids)
 
+    def starts_word(self, index: int) -> bool:
+        """Whether a piece begins a word: it carries the space before it."""
+        return index < self.num_pieces and self._processor.id_to_piece(index).startswith("\u2581")
+
     @cached_property
     def _sentinel_number(self) -> dict[int, int]:
         return {int(index): k for k, index in enumerate(self.sentinel_ids)}

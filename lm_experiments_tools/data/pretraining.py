@@ -1,0 +1,120 @@
+"""From `--data_path` and `--valid_data_path` to the loaders of a T5 pre-training run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lm_experiments_tools.data.tokenize import ensure_tokenized
+
+from lm_experiments_tools.data.dataset import SpanCorruptionDataset
+from lm_experiments_tools.data.indexed import IndexedDataset
+from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
+from lm_experiments_tools.data.vocabulary import Vocabulary
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.state import on_all, on_main
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.args import T5PretrainingArgs
+    from lm_experiments_tools.backends.backend import Backend
+
+logger = logging.getLogger(__name__)
+
+CACHE = Path(".cache") / "tokens"  # below the working directory
+
+
+@dataclass
+class PretrainingData:
+    """What a run reads.
+
+    Attributes:
+        train: this worker's endless batches.
+        valid, valid_tokens: this worker's part of the validation examples, and the documents they are cut from; None
+            without `--valid_data_path`.
+        tokenizer_dir: Hugging Face tokenizer files of the vocabulary; None for a run that saves nothing.
+    """
+
+    vocabulary: Vocabulary
+    train: TrainLoader
+    valid: ValidLoader | None
+    valid_tokens: IndexedDataset | None
+    tokenizer_dir: Path | None
+
+    def describe(self) -> str:
+        """The objective and the size of the data, for the log."""
+        dataset = self.train.dataset
+        return (
+            f"span corruption, {dataset.tokens_length} tokens -> {dataset.inputs_length} inputs + "
+            f"{dataset.targets_length} targets; {dataset.num_tokens:,} training tokens, vocabulary {self.vocabulary.size:,}"
+        )
+
+
+def span_corruption_data(args: T5PretrainingArgs, backend: Backend) -> PretrainingData:
+    """Open (and where it is raw text, first tokenize) training and validation data.
+
+    Every worker calls it; text is tokenized once, by the first of each machine, while the others wait.
+
+    Raises:
+        UserError: data or vocabulary that is missing, empty, damaged or of another vocabulary.
+    """
+    vocab_path = _vocab_path(args)
+    vocabulary = Vocabulary.load(vocab_path)
+
+    def open_tokens(path: str) -> IndexedDataset:
+        prefix = ensure_tokenized(
+            path,
+            vocab_path,
+            CACHE,
+            workers=args.data_n_workers,
+            text_key=args.text_key,
+            max_bad_lines=args.max_bad_lines,
+        )
+        return IndexedDataset(prefix)
+
+    def dataset(tokens: IndexedDataset) -> SpanCorruptionDataset:
+        return SpanCorruptionDataset(
+            tokens,
+            args.input_seq_len,
+            args.target_seq_len,
+            sentinel_ids=vocabulary.sentinel_ids,
+            eos_id=vocabulary.eos_id,
+            pad_id=vocabulary.pad_id,
+            vocab_size=vocabulary.size,
+            noise_density=args.noise_density,
+            mean_noise_span_length=args.mean_noise_span_length,
+            seed=args.seed,
+        )
+
+    where = (backend.rank, backend.world_size)
+    train = on_all(backend, lambda: TrainLoader(dataset(open_tokens(args.data_path)), args.rows_per_worker(), *where))
+    valid = valid_tokens = None
+    if args.valid_data_path is not None:
+        valid_tokens = on_all(backend, lambda: open_tokens(args.valid_data_path))
+        valid = ValidLoader(dataset(valid_tokens), args.rows_per_worker(), *where, num_samples=args.valid_samples)
+    tokenizer_dir = Path(args.model_path) / "tokenizer" if args.model_path else None
+    if tokenizer_dir is not None:
+        on_main(backend, lambda: vocabulary.save_tokenizer(tokenizer_dir))
+    return PretrainingData(vocabulary, train, valid, valid_tokens, tokenizer_dir)
+
+
+def _vocab_path(args: T5PretrainingArgs) -> Path:
+    """`--vocab`, or the file that made the token prefix `--data_path`."""
+    if args.vocab is not None:
+        return Path(args.vocab)
+    sidecar = Path(f"{args.data_path}.json")
+    if not sidecar.is_file():
+        raise UserError(
+            f"--vocab is missing, and {args.data_path} is not a token prefix that records one ({sidecar} does not "
+            "exist); give a SentencePiece .model file, for example one trained by `lmtools vocab`"
+        )
+    recorded = json.loads(sidecar.read_text(encoding="utf-8")).get("vocab_file")
+    candidates = [Path(recorded), sidecar.parent / Path(recorded).name] if recorded else []
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise UserError(
+        f"--vocab is missing, and the vocabulary that {sidecar} names ({recorded}) is not there; give --vocab"
+    )
