@@ -1,0 +1,350 @@
+"""Raw text -> documents: JSON lines, text files, folders of them, Hugging Face datasets.
+
+| input | a document is |
+|---|---|
+| `.jsonl`, `.json`, `.jsonl.gz`, `.json.gz` | one line: an object whose `text_key` is a string |
+| `.txt`, `.txt.gz` | a block of lines; blank lines separate documents (so does one line per document with blanks between) |
+| a folder | all of the above in it, recursively, in sorted order; other files and hidden ones are passed over |
+| `name[:config][:split]` | a row of a Hugging Face dataset, streamed (split `train` unless given) |
+
+A line that cannot be used (broken JSON, no such key, a number where text should be, no UTF-8, ...) is never dropped in
+silence: it comes out as a `BadLine`. Blank lines of a JSON-lines file are no data and are passed over; so is a UTF-8 byte order mark.
+
+Large plain files are cut into byte ranges (`Piece`) at document boundaries, so that several processes can read one file.
+"""
+
+import gzip
+import json
+import logging
+import os
+import re
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TextIO
+
+from lm_experiments_tools.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+TEXT_SUFFIXES = (".txt", ".txt.gz")
+_BOM = b"\xef\xbb\xbf"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_EXCERPT = 1000  # characters of a bad line kept in the quarantine file: enough to recognise it
+_DATASET_NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[^:]*))?(?::(?P<split>[^:]+))?")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and where it came from (`file:line`, the line it starts on)."""
+
+    text: str
+    source: str
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line that could not be used, counted from 1 at the start of its piece."""
+
+    line: int
+    reason: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A unit of work: the bytes start:end of a file (end None: all of a compressed file), or shard `start` of a dataset."""
+
+    path: str
+    kind: str  # "json", "text" or "dataset"
+    start: int = 0
+    end: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes on disk (compressed where the file is); 0 for a dataset, whose size is not known."""
+        if self.kind == "dataset":
+            return 0
+        return (self.end if self.end is not None else os.path.getsize(self.path)) - self.start
+
+
+def plan_pieces(inputs: Sequence[str], piece_bytes: int | None = None) -> list[Piece]:
+    """Cut the inputs into pieces of about `piece_bytes` (None: a 64th of all, between 2 and 64 MB), in reading order.
+
+    The plan depends on the inputs alone. Raises UserError where an input does not exist, is of an unknown kind, or where
+    there is nothing to read at all.
+    """
+    files = [file for item in inputs for file in _resolve(os.fspath(item))]
+    sizes = {path: os.path.getsize(path) for path, kind in files if kind != "dataset"}
+    if len(sizes) == len(set(files)) and not any(sizes.values()):
+        raise UserError(f"there is no text in {_listed(inputs)}: {len(sizes)} files, all of them empty")
+    piece_bytes = piece_bytes or min(max(sum(sizes.values()) // 64, 2 << 20), 64 << 20)
+    pieces: list[Piece] = []
+    for path, kind in files:
+        if kind == "dataset":
+            pieces += [Piece(path, kind, start=shard) for shard in range(_load_dataset(path).num_shards)]
+        elif path.endswith(".gz"):
+            pieces.append(Piece(path, kind))
+        else:
+            bounds = _boundaries(path, kind, sizes[path], piece_bytes)
+            pieces += [Piece(path, kind, start, end) for start, end in pairwise(bounds)]
+    return pieces
+
+
+def _listed(inputs: Sequence[str]) -> str:
+    return ", ".join(map(str, inputs)) or "an empty list of inputs"
+
+
+def _resolve(item: str) -> list[tuple[str, str]]:
+    """(path, kind) of the files an input stands for, or the name of a Hugging Face dataset."""
+    if os.path.isdir(item):
+        found = [
+            os.path.join(folder, name)
+            for folder, _, names in os.walk(item)
+            for name in names
+            if not any(part.startswith(".") for part in Path(folder, name).relative_to(item).parts)
+        ]
+        files = [(path, _kind(path)) for path in sorted(found) if _kind(path)]
+        if not files:
+            raise UserError(
+                f"folder {item} has no {', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)} file in it ({len(found)} others)"
+            )
+        return files
+    if os.path.exists(item):
+        if not _kind(item):
+            raise UserError(f"{item} is none of {', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)}; rename or convert it")
+        return [(item, _kind(item))]
+    if _kind(item) or not _DATASET_NAME.fullmatch(item):
+        raise UserError(f"{item} does not exist")
+    return [(item, "dataset")]
+
+
+def _kind(path: str) -> str:
+    if path.endswith(JSON_SUFFIXES):
+        return "json"
+    return "text" if path.endswith(TEXT_SUFFIXES) else ""
+
+
+def _boundaries(path: str, kind: str, size: int, piece_bytes: int) -> list[int]:
+    """Byte offsets 0 = b0 < b1 < ... = size, each the start of a document (the last: the end of the file)."""
+    bounds = [0]
+    with open(path, "rb") as file:
+        while bounds[-1] + piece_bytes < size:
+            file.seek(bounds[-1] + piece_bytes - 1)
+            line = file.readline()
+            while kind == "text" and line and line.strip():
+                line = file.readline()
+            if file.tell() >= size:
+                break
+            bounds.append(file.tell())
+    return [*bounds, size] if size else []
+
+
+def read_piece(piece: Piece, text_key: str = "text", first_line: int = 1) -> Iterator[Document | BadLine]:
+    """The documents of a piece in order, and in between the lines that are none. Lines count from `first_line`."""
+    if piece.kind == "dataset":
+        yield from _read_dataset(piece, text_key)
+        return
+    lines = _read_lines(piece, first_line)
+    if piece.kind == "json":
+        for number, line in lines:
+            if line.strip():
+                parsed = parse_json_line(line, text_key)
+                if isinstance(parsed, str):
+                    yield Document(parsed, f"{piece.path}:{number}")
+                else:
+                    yield BadLine(number, parsed[0], _excerpt(line))
+    else:
+        yield from _read_text(lines, piece.path)
+
+
+def parse_json_line(line: bytes, text_key: str) -> str | tuple[str]:
+    """The text of one JSON line, or a 1-tuple with the reason why there is none."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return (f"not UTF-8 at byte {error.start}",)
+    except RecursionError:
+        return ("not usable JSON: nested too deeply",)
+    except ValueError as error:
+        return (f"not valid JSON: {error}",)
+    return _text_of(record, text_key)
+
+
+def _text_of(record: Any, text_key: str) -> str | tuple[str]:
+    if not isinstance(record, dict):
+        return (f"a JSON {type(record).__name__}, not an object",)
+    if text_key not in record:
+        keys = ", ".join(repr(key) for key in list(record)[:8])
+        return (f"no key {text_key!r} (there is {keys or 'none'})",)
+    text = record[text_key]
+    if not isinstance(text, str):
+        return (f"{text_key!r} is of type {type(text).__name__}, not a string",)
+    reason = _unusable(text)
+    return (f"{text_key!r} {reason}",) if reason else text
+
+
+def _unusable(text: str) -> str:
+    if not text.strip():
+        return "is empty"
+    if "\0" in text:
+        return "contains a NUL character"
+    if not text.isascii() and _SURROGATE.search(text):
+        return "contains half of a surrogate pair"
+    return ""
+
+
+def _read_text(lines: Iterator[tuple[int, bytes]], path: str) -> Iterator[Document | BadLine]:
+    block: list[str] = []
+    start = 0
+    for number, line in lines:
+        if not line.strip():
+            if block:
+                yield Document("\n".join(block), f"{path}:{start}")
+            block = []
+            continue
+        try:
+            text = line.decode("utf-8").rstrip("\r\n")
+            reason = _unusable(text)
+        except UnicodeDecodeError as error:
+            reason = f"not UTF-8 at byte {error.start}"
+        if reason:
+            yield BadLine(number, reason, _excerpt(line))
+            continue
+        start = start if block else number
+        block.append(text)
+    if block:
+        yield Document("\n".join(block), f"{path}:{start}")
+
+
+def _read_lines(piece: Piece, first_line: int) -> Iterator[tuple[int, bytes]]:
+    """(line number, bytes) of a byte range or of a whole compressed file."""
+    number = first_line - 1
+    position = piece.start
+    try:
+        with gzip.open(piece.path) if piece.end is None else open(piece.path, "rb") as file:
+            file.seek(piece.start)
+            for number, line in enumerate(file, first_line):
+                yield number, line if position else line.removeprefix(_BOM)
+                position += len(line)
+                if position == piece.end:
+                    return
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{piece.path} is damaged after line {number} ({error}); compress or copy it again") from None
+
+
+def _excerpt(line: bytes) -> str:
+    return line.rstrip(b"\r\n").decode("utf-8", errors="backslashreplace")[:_EXCERPT]
+
+
+def _load_dataset(item: str) -> Any:
+    """The streaming dataset `name[:config][:split]` of the Hugging Face hub (or of its local cache)."""
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            f"{item} is neither a file nor a folder, and to read it as a Hugging Face dataset the datasets package is "
+            f"needed: pip install datasets"
+        ) from None
+    name, config, split = _DATASET_NAME.fullmatch(item).group("name", "config", "split")
+    try:
+        return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
+    except (OSError, ValueError) as error:  # offline, not found, or no such config or split
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise UserError(
+            f"{item} is neither a file nor a folder here, and as a Hugging Face dataset (name[:config][:split]) it cannot "
+            f"be loaded: {reason}"
+        ) from None
+
+
+def _read_dataset(piece: Piece, text_key: str) -> Iterator[Document | BadLine]:
+    dataset = _load_dataset(piece.path)
+    for number, row in enumerate(dataset.shard(dataset.num_shards, piece.start), 1):
+        text = _text_of(row, text_key)
+        if isinstance(text, str):
+            yield Document(text, f"{piece.path}:{piece.start}:{number}")
+        else:
+            yield BadLine(number, text[0], repr(row)[:_EXCERPT])
+
+
+class Quarantine:
+    """Counts bad lines, writes each to a JSON-lines file (`file`, `line`, `reason`, `content`), and stops above `limit`.
+
+    The file exists only where there was a bad line; one of an earlier run is removed.
+    """
+
+    def __init__(self, path: str | os.PathLike, limit: int | None):
+        self.path = Path(path)
+        self.limit = limit
+        self.count = 0
+        self._first = ""
+        self._file: TextIO | None = None
+        self.path.unlink(missing_ok=True)
+
+    def add(self, file: str, bad: BadLine) -> None:
+        """Record one bad line; UserError where it is one too many (it is written first)."""
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115 (open until close)
+        self.count += 1
+        self._first = self._first or f"{file}:{bad.line}: {bad.reason}"
+        self._file.write(
+            json.dumps({"file": file, "line": bad.line, "reason": bad.reason, "content": bad.content}) + "\n"
+        )
+        if self.limit is not None and self.count > self.limit:
+            self.close()
+            raise self.error()
+
+    def error(self) -> UserError:
+        """The sentence for "too many bad lines"."""
+        return UserError(
+            f"more than {self.limit} bad lines: {self.count} so far, the first is {self._first}; they are listed in "
+            f"{self.path}: mend them or allow more with --max_bad_lines"
+        )
+
+    def close(self) -> None:
+        """Flush the file to disk."""
+        if self._file is not None:
+            self._file.close()
+
+    def __str__(self) -> str:
+        return f"{self.count} bad lines left out (the first: {self._first}), listed in {self.path}"
+
+
+def no_documents(inputs: Sequence[str], bad_lines: int = 0) -> UserError:
+    """The sentence for inputs that hold no document."""
+    return UserError(f"there is no document in {_listed(inputs)}: {bad_lines} bad lines and nothing else")
+
+
+def iter_documents(
+    inputs: Sequence[str],
+    *,
+    text_key: str = "text",
+    max_bad_lines: int | None = 0,
+    quarantine: str | os.PathLike = "bad_lines.jsonl",
+) -> Iterator[Document]:
+    """All documents of all inputs, in order.
+
+    Bad lines are written to the file `quarantine` and counted; more than `max_bad_lines` of them (None: any number), an
+    input that cannot be read, or inputs without a single document raise UserError.
+    """
+    bad_lines = Quarantine(quarantine, max_bad_lines)
+    found = False
+    try:
+        for piece in plan_pieces(inputs, piece_bytes=sys.maxsize):
+            for item in read_piece(piece, text_key):
+                if isinstance(item, BadLine):
+                    bad_lines.add(piece.path, item)
+                else:
+                    found = True
+                    yield item
+    finally:
+        bad_lines.close()
+    if bad_lines.count:
+        logger.warning("%s", bad_lines)
+    if not found:
+        raise no_documents(inputs, bad_lines.count)
