@@ -1,0 +1,167 @@
+"""A worker's batches out of a dataset of numbered samples; the position is one number, the samples consumed by all.
+
+Row k of rank r in a global batch is global row k * world_size + r. Ranks that cut their rows into micro-batches of b therefore
+share micro-batch m = global rows [m * b * world_size, (m + 1) * b * world_size): not only each step but each micro-batch holds
+the same samples for 8 x 1, 4 x 2, or 2 workers x (2 x 2).
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from lm_experiments_tools.errors import UserError
+
+IGNORED_LABEL = -100
+
+
+class SampleDataset(Protocol):
+    """What is needed of a `SpanCorruptionDataset`: examples by global sample number, epoch after epoch."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]: ...
+
+
+def _check_rank(rows: int, rank: int, world_size: int) -> None:
+    if rows < 1:
+        raise UserError(f"a batch of {rows} rows was asked for: the batch size must be at least 1.")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is not in a world of {world_size}")
+
+
+def _to_torch(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+
+class TrainLoader:
+    """Endless training batches of one worker: an iterator that knows its place and can be put anywhere.
+
+    Args:
+        dataset: samples by global number.
+        rows_per_worker: rows of one step on this worker (micro-batch size x accumulation steps).
+        rank, world_size: which rows of the global batch are this worker's.
+        consumed_samples: global position to start from.
+        prefetch: make the next batch in one background thread. Changes neither what is yielded nor `consumed_samples`,
+            which counts what has been yielded, not what has been prepared.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleDataset,
+        rows_per_worker: int,
+        rank: int = 0,
+        world_size: int = 1,
+        consumed_samples: int = 0,
+        prefetch: bool = True,
+    ) -> None:
+        _check_rank(rows_per_worker, rank, world_size)
+        self.dataset, self.rank, self.world_size = dataset, rank, world_size
+        self.rows_per_worker = rows_per_worker
+        self._executor = ThreadPoolExecutor(1, "data-prefetch") if prefetch else None
+        self._ahead: tuple[int, Future] | None = None
+        self.seek(consumed_samples)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one step over all workers."""
+        return self.rows_per_worker * self.world_size
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies data, objective and seed, but not the number of workers: a run may resume on another number."""
+        return self.dataset.fingerprint
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples of the batches yielded so far, over all workers."""
+        return self._consumed
+
+    def seek(self, consumed_samples: int) -> None:
+        """Continue as if `consumed_samples` had been yielded; takes no time, whatever the distance."""
+        if consumed_samples < 0:
+            raise ValueError(f"consumed_samples must not be negative, got {consumed_samples}")
+        self._consumed = consumed_samples
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        """Tensors int64[rows_per_worker, length] of this worker's part of the next global batch."""
+        if self._executor is None:
+            batch = self._make(self._consumed)
+        else:
+            # A batch prepared before a seek was for another position. The one thread makes every batch, so that no two
+            # are ever made at once.
+            position, future = self._ahead or (None, None)
+            if position != self._consumed:
+                future = self._executor.submit(self._make, self._consumed)
+            following = self._consumed + self.global_batch
+            self._ahead = following, self._executor.submit(self._make, following)
+            batch = future.result()
+        self._consumed += self.global_batch
+        return _to_torch(batch)
+
+    def _make(self, position: int) -> dict[str, np.ndarray]:
+        samples = np.arange(position + self.rank, position + self.global_batch, self.world_size, dtype=np.int64)
+        return self.dataset.batch(samples)
+
+    def close(self) -> None:
+        """Stop the background thread. Batches can still be asked for, and are then made on the spot."""
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+            self._executor = self._ahead = None
+
+
+class ValidLoader:
+    """Each validation sample exactly once over all workers, the same samples with the same noise at every pass.
+
+    All ranks yield the same number of batches of the same shape, so that collective calls stay aligned. Rows beyond the
+    last sample repeat a sample's inputs with labels that are all -100: they weigh nothing in a token-weighted loss, and
+    can be told from samples by their labels.
+
+    Args:
+        dataset: samples by global number; epoch 0 is read.
+        rows_per_batch: rows of one batch on this worker.
+        rank, world_size: which rows are this worker's.
+        num_samples: validate on that many samples, a fixed random subset; None, or more than there are, takes all.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleDataset,
+        rows_per_batch: int,
+        rank: int = 0,
+        world_size: int = 1,
+        num_samples: int | None = None,
+    ) -> None:
+        _check_rank(rows_per_batch, rank, world_size)
+        if num_samples is not None and num_samples < 1:
+            raise UserError(f"validation on {num_samples} samples was asked for: it needs at least 1.")
+        self.dataset, self.rows_per_batch, self.rank, self.world_size = dataset, rows_per_batch, rank, world_size
+        self.num_samples = min(len(dataset), num_samples or len(dataset))
+
+    @property
+    def fingerprint(self) -> str:
+        return self.dataset.fingerprint
+
+    def __len__(self) -> int:
+        return -(-self.num_samples // (self.rows_per_batch * self.world_size))
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Tensors int64[rows_per_batch, length]."""
+        for number in range(len(self)):
+            rows = number * self.rows_per_batch + np.arange(self.rows_per_batch, dtype=np.int64)
+            samples = rows * self.world_size + self.rank
+            batch = self.dataset.batch(np.minimum(samples, self.num_samples - 1))
+            batch["labels"][samples >= self.num_samples] = IGNORED_LABEL
+            yield _to_torch(batch)

@@ -1,0 +1,133 @@
+"""Data order and noise as pure functions of (seed, epoch, sample): no state to save, any position reached in O(1).
+
+Everything random here comes from Philox4x32-10, a counter-based generator (Salmon, Moraes, Dror, Shaw, "Parallel Random
+Numbers: As Easy as 1, 2, 3", SC 2011): the n-th random word is a function of (key, n), so that the words of one sample
+do not depend on which samples stand beside it in a batch, nor on how many workers there are. It passes BigCrush, has
+published test vectors, and needs only 32x32-bit products, which numpy multiplies a whole batch at a time; one
+`numpy.random.Philox` object per row would cost more than the rest of the data path together.
+"""
+
+from functools import lru_cache
+from hashlib import blake2b
+from math import isqrt
+
+import numpy as np
+
+_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_WEYL = 0x9E3779B9, 0xBB67AE85
+_LOW = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
+
+# The finalizer constants of MurmurHash3 (fmix64, public domain); Feistel rounds add a fresh 64-bit key before each use.
+_MIX = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
+_FEISTEL_ROUNDS = 8
+# Smaller networks reach too few permutations: on 2 x 4 values, pairs of images are visibly not uniform.
+_FEISTEL_MIN_SIDE = 8
+
+
+@lru_cache(maxsize=64)
+def stream_key(seed: int, purpose: str) -> int:
+    """A 64-bit key for one use of a seed, so that order, shift and noise never share random numbers."""
+    return int.from_bytes(blake2b(f"{int(seed)}/{purpose}".encode(), digest_size=8).digest(), "little")
+
+
+def philox_4x32(counter: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], key: int) -> np.ndarray:
+    """Philox4x32-10 of each counter.
+
+    Args:
+        counter: four uint64 arrays of one common shape holding 32-bit words (least significant first).
+        key: 64 bits.
+
+    Returns:
+        uint64[4, *shape]: four random 32-bit words per counter.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key & 0xFFFFFFFF, key >> 32
+    for _ in range(10):
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c2 = (p1 >> _32) ^ c1 ^ np.uint64(k0), (p0 >> _32) ^ c3 ^ np.uint64(k1)
+        c1, c3 = p1 & _LOW, p0 & _LOW
+        k0, k1 = (k0 + _WEYL[0]) & 0xFFFFFFFF, (k1 + _WEYL[1]) & 0xFFFFFFFF
+    return np.stack([c0, c1, c2, c3])
+
+
+def sample_words(key: int, epochs: np.ndarray, samples: np.ndarray, num_words: int) -> np.ndarray:
+    """Random words of samples; word w of a sample depends on (key, epoch, sample, w) and on nothing else.
+
+    Args:
+        key: from `stream_key`.
+        epochs: int64[n], below 2**32.
+        samples: int64[n].
+        num_words: words wanted per sample.
+
+    Returns:
+        uint64[num_words, n], each value uniform on [0, 2**32).
+    """
+    num_blocks = -(-num_words // 4)
+    shape = (num_blocks, len(samples))
+    samples = np.asarray(samples).astype(np.uint64)
+    counter = (
+        np.broadcast_to(np.arange(num_blocks, dtype=np.uint64)[:, None], shape),
+        np.broadcast_to(samples & _LOW, shape),
+        np.broadcast_to(samples >> _32, shape),
+        np.broadcast_to(np.asarray(epochs).astype(np.uint64), shape),
+    )
+    words = philox_4x32(counter, key)  # [4, blocks, n]
+    return words.swapaxes(0, 1).reshape(4 * num_blocks, -1)[:num_words]
+
+
+@lru_cache(maxsize=4096)
+def epoch_shift(seed: int, epoch: int, bound: int) -> int:
+    """Where an epoch starts to cut the stream of tokens into segments: uniform on [0, bound)."""
+    low, high = sample_words(stream_key(seed, "shift"), np.array([epoch]), np.array([0]), 2)[:, 0].tolist()
+    return (high << 32 | low) % bound
+
+
+def permute(indices: np.ndarray, size: int, seed: int, epochs: np.ndarray) -> np.ndarray:
+    """Images of `indices` under the pseudo-random permutation of [0, size) that belongs to (seed, epoch).
+
+    A generalized Feistel network on pairs (left, right) in Z_a x Z_b, the smallest near-square with a * b >= size, walked
+    until it lands inside [0, size) (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002): a
+    bijection for every size, random access, no memory. A second walk is needed for one index in sqrt(size).
+
+    Args:
+        indices: int64[n] in [0, size).
+        size: number of samples in an epoch, below 2**62.
+        seed: any integer.
+        epochs: int64[n], the epoch of each index.
+
+    Returns:
+        int64[n] in [0, size).
+    """
+    indices, epochs = np.asarray(indices), np.asarray(epochs)
+    unique, which = np.unique(epochs, return_inverse=True)
+    keys = np.stack([_round_keys(seed, epoch) for epoch in unique.tolist()], axis=1)[:, which]  # [rounds, n]
+    a = max(_FEISTEL_MIN_SIDE, isqrt(size - 1) + 1)
+    b = max(_FEISTEL_MIN_SIDE, -(-size // a))
+    images = _feistel(indices.astype(np.uint64), a, b, keys)
+    outside = np.flatnonzero(images >= size)
+    while outside.size:
+        images[outside] = _feistel(images[outside], a, b, keys[:, outside])
+        outside = outside[images[outside] >= size]
+    return images.astype(np.int64)
+
+
+@lru_cache(maxsize=4096)
+def _round_keys(seed: int, epoch: int) -> np.ndarray:
+    words = sample_words(stream_key(seed, "order"), np.array([epoch]), np.array([0]), 2 * _FEISTEL_ROUNDS)[:, 0]
+    return words[0::2] << _32 | words[1::2]
+
+
+def _feistel(values: np.ndarray, a: int, b: int, keys: np.ndarray) -> np.ndarray:
+    """One pass of the network: uint64[n] below a * b -> the same range, a bijection for each key."""
+    left, right = np.divmod(values, np.uint64(b))
+    for number, key in enumerate(keys):
+        mixed = ((left if number % 2 else right) + key) * _MIX[0]
+        mixed ^= mixed >> _32
+        mixed *= _MIX[1]
+        mixed >>= _32
+        if number % 2:
+            right = (right + mixed) % np.uint64(b)
+        else:
+            left = (left + mixed) % np.uint64(a)
+    return left * np.uint64(b) + right

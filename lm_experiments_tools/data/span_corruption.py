@@ -1,0 +1,222 @@
+"""T5's span corruption (Raffel et al., 2020, section 3.1.4) for a whole batch at once, in numpy.
+
+One worked example. Spans alternate non-noise, noise, ..., starting with non-noise and ending with noise; with sentinels
+99, 98, ... and EOS 1:
+
+    tokens      10 11 12 13 14 15 16 17 18 19
+    noise mask   .  .  .  N  N  .  .  .  .  N
+    inputs      10 11 12 99 15 16 17 18 98  1
+    targets     99 13 14 98 19  1
+
+Lengths: `tokens - noise + spans + 1` inputs and `noise + spans + 1` targets (the 1 is EOS), the same for every row of
+one length. That regularity is what makes a batch vectorisable: no row is ever ragged.
+
+The semantics are those of the `t5` package (`random_spans_helper`, `random_spans_noise_mask`,
+`noise_span_to_unique_sentinel`, `nonnoise_span_to_unique_sentinel`), token for token; where t5 goes wrong silently
+(more spans than sentinels, targets that do not fit) this module raises.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lm_experiments_tools.errors import UserError
+
+
+@dataclass(frozen=True)
+class SpanCounts:
+    """What corruption makes of a segment of `tokens_length` tokens. All numbers are fixed by the length alone."""
+
+    tokens_length: int
+    num_noise_tokens: int
+    num_spans: int
+
+    @property
+    def num_nonnoise_tokens(self) -> int:
+        return self.tokens_length - self.num_noise_tokens
+
+    @property
+    def inputs_length(self) -> int:
+        return self.num_nonnoise_tokens + self.num_spans + 1
+
+    @property
+    def targets_length(self) -> int:
+        return self.num_noise_tokens + self.num_spans + 1
+
+    @property
+    def words_per_sample(self) -> int:
+        """Random words that `random_spans_noise_mask` takes per row: one for each cut between two spans."""
+        return 2 * (self.num_spans - 1)
+
+
+def count_spans(tokens_length: int, noise_density: float, mean_noise_span_length: float) -> SpanCounts:
+    """Noise tokens and spans in a segment of `tokens_length` tokens.
+
+    Rounds half to even in float32 as t5's `random_spans_noise_mask` does: float64 gives another number of noise tokens
+    for some lengths (350 or 390 at density 0.15, for example).
+
+    Raises:
+        UserError: a density outside (0, 1), a mean span length below 1, or more spans than non-noise tokens.
+    """
+    if not 0 < noise_density < 1:
+        raise UserError(f"noise_density is {noise_density}, but it is a fraction of the tokens: choose 0 < d < 1.")
+    if mean_noise_span_length < 1:
+        raise UserError(f"mean_noise_span_length is {mean_noise_span_length}, but a span has at least 1 token.")
+    length = max(tokens_length, 2)
+    num_noise = int(np.rint(np.float32(length) * np.float32(noise_density)))
+    num_noise = min(max(num_noise, 1), length - 1)
+    num_spans = max(int(np.rint(np.float32(num_noise) / np.float32(mean_noise_span_length))), 1)
+    if num_spans > length - num_noise:
+        raise UserError(
+            f"{num_spans} noise spans cannot be kept apart by {length - num_noise} non-noise tokens (segment of {length} "
+            f"tokens, noise_density {noise_density}, mean_noise_span_length {mean_noise_span_length}): "
+            "lower noise_density or raise mean_noise_span_length."
+        )
+    return SpanCounts(tokens_length, num_noise if tokens_length > 1 else 0, num_spans)
+
+
+def random_spans_lengths(
+    inputs_length: int, noise_density: float, mean_noise_span_length: float
+) -> tuple[int, int, int]:
+    """The segment length that fills `inputs_length` exactly, as t5's `random_spans_helper` (one extra token a span).
+
+    Args:
+        inputs_length: inputs per example in tokens, sentinels and EOS included.
+
+    Returns:
+        (tokens_length, targets_length, num_spans): tokens of raw text per example, length of the targets with
+        sentinels and EOS, and noise spans; (568, 114, 28) for (512, 0.15, 3.0).
+
+    Raises:
+        UserError: as `count_spans`, or an `inputs_length` below 3 (a token, a sentinel, EOS).
+    """
+    if inputs_length < 3:
+        raise UserError(f"inputs_length is {inputs_length}, but a token, a sentinel and EOS need 3.")
+
+    def inputs_and_targets(tokens: int) -> tuple[int, int]:
+        # Python's float64 rounding, unlike the mask's float32: t5 mixes the two, and equality with it needs both.
+        noise = round(tokens * noise_density)
+        spans = round(noise / mean_noise_span_length)
+        return tokens - noise + spans + 1, noise + spans + 1
+
+    count_spans(inputs_length, noise_density, mean_noise_span_length)  # refuse bad settings before searching
+    tokens_length = inputs_length - 1
+    while inputs_and_targets(tokens_length + 1)[0] <= inputs_length:
+        tokens_length += 1
+    inputs, targets = inputs_and_targets(tokens_length)
+    if noise_density == 0.5 and targets > inputs:
+        tokens_length, targets = tokens_length - 1, targets - 1
+    return tokens_length, targets, count_spans(tokens_length, noise_density, mean_noise_span_length).num_spans
+
+
+def plan_spans(
+    inputs_length: int, noise_density: float, mean_noise_span_length: float, num_sentinels: int
+) -> SpanCounts:
+    """Counts of the longest segments whose inputs fit into `inputs_length`, checked against the vocabulary.
+
+    This is `random_spans_lengths` with the mask's own rounding: in the few settings where t5's two roundings disagree by
+    one token, t5 truncates an example and this takes a segment one token shorter, so that no token is lost.
+
+    Raises:
+        UserError: as `random_spans_lengths`, or more spans than sentinels. t5 would silently use real vocabulary
+            ids as sentinels (1,024 inputs need 57 of the usual 100; 2,048 already need 114).
+    """
+    tokens_length, _, _ = random_spans_lengths(inputs_length, noise_density, mean_noise_span_length)
+    counts = count_spans(tokens_length, noise_density, mean_noise_span_length)
+    while counts.inputs_length > inputs_length:
+        counts = count_spans(counts.tokens_length - 1, noise_density, mean_noise_span_length)
+    if counts.num_spans > num_sentinels:
+        raise UserError(
+            f"{inputs_length} inputs hold {counts.num_spans} noise spans (noise_density {noise_density}, "
+            f"mean_noise_span_length {mean_noise_span_length}) but the vocabulary has {num_sentinels} sentinels: train a "
+            f"vocabulary with at least {counts.num_spans} extra ids, shorten the inputs or lengthen the spans."
+        )
+    return counts
+
+
+def random_spans_noise_mask(counts: SpanCounts, words: np.ndarray) -> np.ndarray:
+    """Noise masks, every arrangement of the spans equally likely.
+
+    The noise tokens are cut into `num_spans` positive parts, and so are the others, by choosing `num_spans - 1` distinct
+    cut points out of the gaps between tokens, uniformly among all such choices (Floyd's sampling: Bentley and Floyd,
+    "A Sample of Brilliance", CACM 1987). Only `num_spans - 1` random words per composition are needed, where
+    shuffling all gaps, as t5 does, needs one per token; the distribution is the same.
+
+    Args:
+        counts: from `count_spans`.
+        words: uint64[counts.words_per_sample, n], uniform on [0, 2**32). Picking one of m gaps by `word * m >> 32` is
+            biased by less than m / 2**32, about 1e-7 here.
+
+    Returns:
+        bool[n, tokens_length], True where a token is noise; each row starts with non-noise and ends with noise.
+    """
+    num_rows, num_cuts = words.shape[1], counts.num_spans - 1
+    num_noise = max(counts.num_noise_tokens, 1)  # t5 masks a lone token as if there were two, and keeps the first
+    num_nonnoise = max(counts.tokens_length, 2) - num_noise
+    # Non-noise in the first half of the columns and noise in the second: one pass of Floyd's algorithm serves both.
+    parts = np.repeat(np.array([num_nonnoise, num_noise]), num_rows)
+    chosen = np.empty((num_cuts, 2 * num_rows), np.int32)
+    last = (parts - 1 - num_cuts + np.arange(num_cuts)[:, None]).astype(np.int32)  # the newest gap at each step
+    picks = words.reshape(num_cuts, -1) * (last + 1).astype(np.uint64) >> np.uint64(32)
+    for step, pick in enumerate(picks.astype(np.int32)):
+        taken = np.logical_or.reduce(chosen[:step] == pick, axis=0)
+        chosen[step] = np.where(taken, last[step], pick)
+    cuts = np.empty((2 * num_rows, counts.num_spans + 1), np.int32)
+    cuts[:, 0], cuts[:, -1] = 0, parts
+    cuts[:, 1:-1] = np.sort(chosen.T, axis=1) + 1
+    lengths = np.diff(cuts, axis=1).reshape(2, num_rows, counts.num_spans).transpose(1, 2, 0)  # row, span, kind
+    kinds = np.tile(np.array([False, True]), num_rows * counts.num_spans)
+    return np.repeat(kinds, lengths.reshape(-1)).reshape(num_rows, -1)[:, : counts.tokens_length]
+
+
+def corrupt(
+    tokens: np.ndarray, noise_mask: np.ndarray, sentinel_ids: np.ndarray, eos_id: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Replace each noise span by one sentinel in the inputs, and each non-noise span by one in the targets.
+
+    Args:
+        tokens: integers [n, length].
+        noise_mask: bool[n, length]; all rows with the same number of noise tokens and of spans, as rows of one length
+            have. (A single row may have any mask.)
+        sentinel_ids: ids of sentinel 0, 1, ...; T5 numbers them downwards from the end of the vocabulary.
+        eos_id: closes both sequences.
+
+    Returns:
+        (inputs, targets): int64[n, inputs_length] and int64[n, targets_length].
+
+    Raises:
+        UserError: a mask has more spans than there are sentinels.
+        ValueError: rows whose outputs would differ in length.
+    """
+    num_rows, length = tokens.shape
+    shape = (num_rows, length + 1)  # one column more, for EOS, which both sequences keep
+    previous = np.zeros(shape, bool)
+    previous[:, 1:] = noise_mask
+    kept_in_targets, kept_in_inputs = np.ones(shape, bool), np.ones(shape, bool)
+    noise_starts, nonnoise_starts = np.zeros(shape, bool), np.zeros(shape, bool)
+    inner = (slice(None), slice(0, length))
+    np.greater(noise_mask, previous[inner], out=noise_starts[inner])
+    np.less(noise_mask, previous[inner], out=nonnoise_starts[inner])
+    nonnoise_starts[:, 0] = ~noise_mask[:, 0]
+    np.logical_or(noise_mask, nonnoise_starts[inner], out=kept_in_targets[inner])
+    np.logical_or(~noise_mask, noise_starts[inner], out=kept_in_inputs[inner])
+
+    outputs = []
+    for starts, kept in ((noise_starts, kept_in_inputs), (nonnoise_starts, kept_in_targets)):
+        filled = np.empty(shape, np.int64)
+        filled[inner] = tokens
+        filled[:, length] = eos_id
+        positions = np.flatnonzero(starts)
+        num_spans = _per_row(positions.size, num_rows)
+        if num_spans > len(sentinel_ids):
+            raise UserError(f"A noise mask has {num_spans} spans but there are only {len(sentinel_ids)} sentinels.")
+        filled.reshape(-1)[positions] = np.tile(sentinel_ids[:num_spans], num_rows)
+        output = filled.reshape(-1)[np.flatnonzero(kept)]
+        outputs.append(output.reshape(num_rows, _per_row(output.size, num_rows)))
+    return outputs[0], outputs[1]
+
+
+def _per_row(total: int, num_rows: int) -> int:
+    if total % num_rows:
+        raise ValueError(f"{total} tokens in {num_rows} rows: the noise masks of one call must have equal counts.")
+    return total // num_rows
