@@ -251,10 +251,6 @@ class PrecisionArgs:
             if getattr(self, flag) != getattr(PrecisionArgs, flag) and not self.fp16:
                 raise UserError(f"--{flag} needs --fp16: only float16 training has a loss scale.")
 
-    def precision_options(self) -> dict[str, object]:
-        """Keyword arguments of `backends.precision.get_precision`."""
-        return {name: getattr(self, name) for name in PrecisionArgs.__annotations__ if name != "fp16_allreduce"}
-
     def precision_options(self) -> dict[str, bool | float | str | None]:
         """Arguments of `backends.precision.get_precision`."""
         names = ("fp16", "bf16", "apex_opt_lvl", "min_loss_scale", "max_loss_scale")
@@ -374,8 +370,8 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
         warmup, total = self.num_warmup_steps, self.num_training_steps
         if warmup is not None and total is not None and warmup > total:
             raise UserError(
-                f"--num_warmup_steps {warmup} is more than --num_training_steps {total}: the schedule would end before "
-                "its warm-up."
+                f"--num_warmup_steps {warmup} is more than --num_training_steps {total}: the schedule would end "
+                "before its warm-up."
             )
 
     def _check_starting_point(self) -> None:

@@ -1,0 +1,73 @@
+"""Packaging. Only the pins of requirements*.txt are tested; the ranges here leave room for the torch a cluster has."""
+
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+ROOT = Path(__file__).parent
+CORE = [
+    "numpy>=2.1,<3",
+    "psutil>=6.0",
+    "pyyaml>=6.0",
+    "safetensors>=0.5",
+    "sentencepiece>=0.2.3",
+    "tensorboard>=2.18",
+    "torch>=2.6",
+    "tqdm>=4.66",
+    "transformers>=5.23,<6",
+    "tyro>=1.0,<2",
+]
+EXTRAS = {
+    # Horovod 0.28.1 as published does not compile against a torch that needs C++20: run scripts/build_horovod.py.
+    # These are what that script and the built wheel need.
+    "horovod": ["cffi>=1.4", "cloudpickle", "cmake>=3.21,<4", "packaging", "setuptools>=77,<81", "wheel"],
+    "accelerate": ["accelerate>=1.15"],
+    "deepspeed": ["accelerate>=1.15", "deepspeed>=0.19", "ninja"],
+    "seqio": ["seqio==0.0.20", "t5==0.9.4", "tensorflow>=2.20", "tensorflow-text>=2.20"],
+    "peft": ["peft>=0.21"],
+    "metrics": ["rouge-score>=0.1.2", "sacrebleu>=2.5"],
+    "plots": ["matplotlib>=3.9"],
+    "dev": [
+        "datasets>=5.0",
+        "hypothesis>=6.100",
+        "megatron-core>=0.16",
+        "pre-commit>=4.0",
+        "pytest>=8.3",
+        "pytest-timeout>=2.3",
+        "ruff>=0.17,<0.18",
+    ],
+}
+EXTRAS["all"] = sorted({requirement for extra in EXTRAS.values() for requirement in extra})
+
+readme = ROOT / "README.md"
+setup(
+    name="lm_experiments_tools",
+    version="0.1.0",
+    description="Pre-train and fine-tune T5 and BERT, and your own variants of them, on Horovod and Accelerate",
+    long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_namespace_packages(
+        include=[
+            "lm_experiments_tools*",
+            "modeling_t5*",
+            "modeling_bert*",
+            # without an __init__.py of its own, so that NVIDIA's megatron.core can be installed beside it
+            "megatron.*",
+            "models_configs*",
+        ]
+    ),
+    package_data={"": ["*.json"]},
+    install_requires=CORE,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["lmtools = lm_experiments_tools.tools.main:main"]},
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        *[f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)],
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
