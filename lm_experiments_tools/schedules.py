@@ -90,13 +90,13 @@ def _check_numbers(name: str, accepted: dict, general: dict) -> None:
     if warmup and "num_warmup_steps" not in accepted:
         raise UserError(f"--num_warmup_steps {warmup} has no effect with --lr_scheduler {name}: drop one of them.")
     if not 0.0 <= general["min_lr_ratio"] <= 1.0:
-        raise UserError(f"min_lr_ratio is {general['min_lr_ratio']}: it is a fraction of --lr, from 0 to 1.")
+        raise UserError(f"--lr_min_ratio is {general['min_lr_ratio']}: it is a fraction of --lr, from 0 to 1.")
     if general["min_lr_ratio"] and "min_lr_ratio" not in accepted:
         floored = [
             key for key, factory in SCHEDULES.items() if "min_lr_ratio" in inspect.signature(factory).parameters
         ]
         raise UserError(
-            f"--lr_scheduler {name} has no floor (min_lr_ratio): those that have are {', '.join(floored)}."
+            f"--lr_scheduler {name} has no floor (--lr_min_ratio): those that have are {', '.join(floored)}."
         )
     if general["base_lr"] is not None and general["base_lr"] <= 0 and "base_lr" in accepted:
         raise UserError(f"--lr_scheduler {name} needs a positive --lr, not {general['base_lr']}.")

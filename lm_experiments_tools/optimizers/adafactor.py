@@ -138,11 +138,11 @@ class Adafactor(Float32StateOptimizer):
 
 
 def _zeros(tensor: Tensor) -> Tensor:
-    """Zeros of the same layout; the pending sum of a DTensor over its shards is made a replica first."""
+    """Zeros of this shape; of a DTensor, whole on every rank (small, and so summed in one order, resumed or not)."""
     if hasattr(tensor, "placements"):
         from torch.distributed.tensor import Replicate
 
-        tensor = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+        tensor = tensor.redistribute(placements=[Replicate()] * len(tensor.placements))
     return torch.zeros_like(tensor)
 
 
@@ -163,4 +163,7 @@ def _precondition(grad: Tensor, state: dict, beta2: float, eps: float) -> Tensor
     row = state["exp_avg_sq_row"].mul_(beta2).add_(squared.sum(dim=-1) / columns + eps, alpha=1.0 - beta2)
     column = state["exp_avg_sq_col"].mul_(beta2).add_(squared.sum(dim=-2) / rows + eps, alpha=1.0 - beta2)
     row_factor = (row / (row.sum(dim=-1, keepdim=True) / rows)).rsqrt_()
-    return grad * row_factor.unsqueeze(-1) * column.rsqrt().unsqueeze(-2)
+    update = grad * row_factor.unsqueeze(-1) * column.rsqrt().unsqueeze(-2)
+    if hasattr(update, "placements"):  # DTensor makes a replica of what is broadcast along a dimension of size 1
+        update = update.redistribute(placements=grad.placements)
+    return update

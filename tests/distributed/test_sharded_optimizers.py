@@ -1,0 +1,99 @@
+"""Adafactor and AdamWScale look at whole matrices: on FSDP2's shards they must step as on the unsharded model."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launch import run, torchrun
+
+pytestmark = pytest.mark.distributed
+
+CASES = [
+    ("AdamWScale", {"lr": 0.05, "weight_decay": 0.1}),
+    ("AdamWScale", {"lr": 0.05, "weight_decay": 0.1, "fused": False}),
+    ("Adafactor", {}),
+    ("Adafactor", {"lr": 0.05, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1}),
+]
+
+
+class Toy(nn.Module):
+    """Matrices that two workers share unevenly (5 rows), or of which one worker has nothing (1 row)."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 1)
+
+    def forward(self, inputs):
+        return self.last(self.norm(torch.relu(self.first(inputs))))
+
+
+def step(model, optimizer, number):
+    inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+
+
+def worker():
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    import lm_experiments_tools.optimizers as optimizers
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+
+    def shard_like(parameter, value):
+        if not value.dim():
+            return value
+        placements = parameter.placements if value.shape == parameter.shape else None  # None: a replica
+        return distribute_tensor(value, mesh, placements)
+
+    for name, options in CASES:
+        torch.manual_seed(0)
+        plain = Toy()
+        sharded, resumed = copy.deepcopy(plain), copy.deepcopy(plain)
+        fully_shard(sharded, mesh=mesh)
+        fully_shard(resumed, mesh=mesh)
+        build = getattr(optimizers, name)
+        ours, reference = build(sharded.parameters(), **options), build(plain.parameters(), **options)
+        other = build(resumed.parameters(), **options)
+        for number in range(20):
+            step(sharded, ours, number)
+            step(plain, reference, number)
+            if number == 10:  # through whole tensors, as a checkpoint holds them
+                tree = other.state_dict()
+                for index, parameter in enumerate(resumed.parameters()):
+                    for key, value in tree["state"][index].items():
+                        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+                        tree["state"][index][key] = shard_like(parameter, whole)
+                other = build(resumed.parameters(), **options)
+                other.load_state_dict(tree)
+            step(resumed, other, number)
+        triples = list(zip(plain.parameters(), sharded.parameters(), resumed.parameters(), strict=True))
+        for whole, shard, again in triples:
+            assert (shard.full_tensor() - whole).abs().max() < 1e-6, (name, options)
+            assert torch.equal(shard.full_tensor(), again.full_tensor()), (name, options)
+            assert shard.to_local().shape[0] != whole.shape[0] or whole.shape[0] == 1
+        if name == "Adafactor":
+            sizes = [float(optimizer.param_groups[0]["scaled_lr"]) for optimizer in (ours, reference)]
+            assert abs(sizes[0] - sizes[1]) < 1e-7
+    if dist.get_rank() == 0:
+        print("all equal")
+    dist.destroy_process_group()
+
+
+def test_sharded_step_equals_unsharded_and_resumes_bit_for_bit():
+    job = run(torchrun(2), __file__)
+    assert job.returncode == 0 and "all equal" in job.output, job.output
+
+
+if __name__ == "__main__":
+    worker()
