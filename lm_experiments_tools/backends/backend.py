@@ -118,8 +118,7 @@ class Backend(ABC):
 
     def weights_norm(self) -> float:
         """Global L2 norm of the weights, for the log; collective where weights are sharded."""
-        weights = [p.detach() for p in self.unwrap().parameters()]
-        return float(torch.nn.utils.get_total_norm(weights))
+        return float(total_norm([p.detach() for p in self.unwrap().parameters()]))
 
     def describe(self) -> str:
         """One line for the log: what is really running."""
@@ -134,7 +133,13 @@ class Backend(ABC):
 def global_gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     """L2 norm over the gradients of all parameters, a scalar tensor (0 without gradients)."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+    return total_norm(gradients) if gradients else torch.zeros(())
+
+
+def total_norm(tensors: list[Tensor]) -> Tensor:
+    """L2 norm over all tensors, a plain scalar tensor also where they are sharded (DTensor); then collective."""
+    norm = torch.nn.utils.get_total_norm(tensors)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 class LocalBackend(Backend):

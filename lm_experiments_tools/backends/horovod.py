@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.backends.precision import Precision, get_precision
-from lm_experiments_tools.backends.trees import broadcast_tree
+from lm_experiments_tools.backends.trees import as_carrier, broadcast_tree, put_back
 from lm_experiments_tools.errors import UserError
 
 try:
@@ -146,18 +146,11 @@ class HorovodBackend(LocalBackend):
         """Overwrite tensors with rank 0's."""
         sent = []
         for i, tensor in enumerate(tensors):
-            data = tensor.detach().view(CARRIERS.get(tensor.dtype, tensor.dtype)).contiguous()
-            sent.append(
-                (
-                    tensor,
-                    data,
-                    hvd.broadcast_async_(data, root_rank=0, name=f"state.{i}"),
-                )
-            )
-        for tensor, data, handle in sent:
+            carrier = as_carrier(tensor)
+            sent.append((carrier, tensor, hvd.broadcast_async_(carrier, root_rank=0, name=f"state.{i}")))
+        for carrier, tensor, handle in sent:
             hvd.synchronize(handle)
-            if data.data_ptr() != tensor.data_ptr():  # it was not contiguous, so a copy travelled
-                tensor.detach().copy_(data.view(tensor.dtype))
+            put_back(carrier, tensor)
 
     def describe(self) -> str:
         wire = "fp16" if self.compression is hvd.Compression.fp16 else "their own type"
@@ -192,8 +185,8 @@ def _check_supported(model: nn.Module, optimizer: Optimizer | None) -> None:
     bf16 = [name for name, p in model.named_parameters() if p.dtype is torch.bfloat16 and p.requires_grad]
     if bf16:
         raise UserError(
-            f"{len(bf16)} parameters are bfloat16 ({bf16[0]}, ...), which Horovod {horovod.__version__} cannot reduce; "
-            "keep the model in fp32 and use --bf16, which computes in bfloat16 and keeps fp32 gradients"
+            f"{len(bf16)} parameters are bfloat16 ({bf16[0]}, ...), which Horovod {horovod.__version__} cannot "
+            "reduce; keep the model in fp32 and use --bf16, which computes in bfloat16 and keeps fp32 gradients"
         )
     if hasattr(optimizer, "skip_synchronize"):
         raise UserError("pass the plain optimizer: this one is a Horovod DistributedOptimizer, which the trainer adds")

@@ -9,6 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+CARRIERS = {torch.bfloat16: torch.float16, torch.bool: torch.uint8}  # same width: types some libraries cannot send
+
+
+def as_carrier(tensor: Tensor) -> Tensor:
+    """A contiguous tensor of the same bits in a type that Horovod and gloo can broadcast; a view where it can be."""
+    return tensor.detach().view(CARRIERS.get(tensor.dtype, tensor.dtype)).contiguous()
+
+
+def put_back(carrier: Tensor, tensor: Tensor) -> None:
+    """Undo `as_carrier`: write what arrived into `tensor`, unless it is there already."""
+    if carrier.data_ptr() != tensor.data_ptr() or carrier.device != tensor.device:
+        tensor.detach().copy_(carrier.view(tensor.dtype))
+
 
 @dataclass(frozen=True)
 class _Leaf:

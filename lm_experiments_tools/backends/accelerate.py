@@ -1,0 +1,458 @@
+"""Data parallelism over Accelerate: DDP, FSDP2 and DeepSpeed ZeRO 1 to 3, under torchrun or `accelerate launch`.
+
+Accelerate finds the workers and wraps the model; precision, accumulation, clipping and the schedule are ours, so that
+a run gives the same numbers as under Horovod. The schedule and the data loaders are never prepared.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lm_experiments_tools.backends import deepspeed_config, fsdp, launch
+from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.backends.precision import ApexAmp, Precision, get_precision
+from lm_experiments_tools.backends.trees import as_carrier, broadcast_tree, map_tensors, put_back
+from lm_experiments_tools.errors import UserError
+
+try:
+    from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
+    from accelerate.state import PartialState
+    from accelerate.utils import DDPCommunicationHookType
+except ImportError as error:
+    raise UserError(f"Accelerate cannot be imported ({error}); `pip install accelerate`") from None
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.args import TrainerArgs
+
+TIMEOUT = timedelta(minutes=30)  # rank 0 may tokenize data while the others wait; NCCL's own limit is 10 minutes
+
+
+class AccelerateBackend(LocalBackend):
+    """One worker of an Accelerate job with DDP, or the only one; the base of FSDP and DeepSpeed.
+
+    Make one with `from_args`, or `from_accelerator` around a user's Accelerator.
+    """
+
+    name = "accelerate"
+    wrapping = "DDP"
+
+    def __init__(self, accelerator: Accelerator, precision: Precision | None = None) -> None:
+        launch.check_accelerator(accelerator)
+        super().__init__(precision, accelerator.device)
+        self.accelerator = accelerator
+        self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
+        self.local_rank = accelerator.local_process_index
+        # Accelerate's way of trading communication for memory: reduce in every micro-batch.
+        self._sync_always = self.world_size == 1 or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+
+    @staticmethod
+    def from_args(args: TrainerArgs) -> AccelerateBackend:
+        """The backend on an Accelerator made from our arguments and the launcher's environment."""
+        return AccelerateBackend.from_accelerator(make_accelerator(args), args)
+
+    @staticmethod
+    def from_accelerator(accelerator: Accelerator, args: TrainerArgs) -> AccelerateBackend:
+        """The backend on a user's Accelerator.
+
+        Raises:
+            UserError: the Accelerator and the arguments disagree, or a flag has no meaning for its kind.
+        """
+        check_agreement(accelerator, args)
+        kind = str(accelerator.distributed_type.value)
+        if kind == "DEEPSPEED":
+            return DeepSpeedBackend(accelerator, args)
+        backend = FullyShardedBackend if kind == "FSDP" else AccelerateBackend
+        return backend(accelerator, get_precision(**args.precision_options()))
+
+    def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        check_unprepared(model, optimizer)
+        super().setup(model, optimizer)
+        self.model = self.accelerator.prepare_model(self.model, evaluation_mode=optimizer is None)
+        self._unused_checked = optimizer is None or self.world_size == 1
+
+    def accumulate(self, sync: bool) -> AbstractContextManager[None]:
+        self._sync = sync
+        return nullcontext() if sync or self._sync_always else self.model.no_sync()
+
+    def update(self, max_norm: float | None = None, max_value: float | None = None) -> tuple[float, bool]:
+        if not self._unused_checked:
+            self._check_unused()
+        return super().update(max_norm, max_value)
+
+    def _check_unused(self) -> None:
+        """At the first step, refuse what DDP would only report at the second, after an update without reduction."""
+        self._unused_checked = True
+        handler = self.accelerator.ddp_handler
+        unused = [n for n, p in self.unwrap().named_parameters() if p.requires_grad and p.grad is None]
+        if unused and not (handler is not None and handler.find_unused_parameters):
+            raise UserError(
+                f"{len(unused)} parameters take no part in the loss ({', '.join(unused[:3])}, ...), which DDP cannot "
+                "reduce: freeze them with requires_grad_(False), or give TrainerAccelerate an Accelerator made with "
+                "DistributedDataParallelKwargs(find_unused_parameters=True)"
+            )
+
+    # ---- talking to the other workers
+    def sum(self, values: Tensor) -> Tensor:
+        if self.world_size == 1:
+            return values
+        total = values.to(self.device, copy=True)
+        dist.all_reduce(total)
+        return total.to(values.device)
+
+    def gather(self, value: Any) -> list[Any]:
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        if self.world_size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=self.device)
+        return values[0]
+
+    def barrier(self) -> None:
+        self.accelerator.wait_for_everyone()
+
+    def close(self) -> None:
+        PartialState().destroy_process_group()
+
+    def _broadcast_tensors(self, tensors: list[Tensor]) -> None:
+        """Overwrite tensors with rank 0's."""
+        if self.world_size == 1:
+            return
+        for tensor in tensors:
+            carrier = as_carrier(tensor).to(self.device)
+            dist.broadcast(carrier, src=0)
+            put_back(carrier, tensor)
+
+    # ---- state
+    def load_model_state(self, state: dict[str, Tensor] | None) -> None:
+        if self.is_main:
+            super().load_model_state(state)
+        self._broadcast_tensors([*self.unwrap().parameters(), *self.unwrap().buffers()])
+
+    def load_optimizer_state(self, tree: Any) -> None:
+        super().load_optimizer_state(broadcast_tree(tree, self.is_main, self.broadcast, self._broadcast_tensors))
+
+    def describe(self) -> str:
+        kind = self.accelerator.distributed_type.value
+        return f"{super().describe()}, Accelerate distributed_type {kind} ({self.wrapping})"
+
+
+class FullyShardedBackend(AccelerateBackend):
+    """FSDP2: parameters, gradients and optimizer state are DTensors, each worker holding a slice."""
+
+    wrapping = "FSDP2"
+    shards_model = True
+
+    def __init__(self, accelerator: Accelerator, precision: Precision | None = None) -> None:
+        super().__init__(accelerator, precision)
+        if isinstance(self.precision, ApexAmp):
+            raise UserError("--apex_opt_lvl does not work with FSDP: use --fp16 or --bf16 alone")
+        plugin = accelerator.state.fsdp_plugin
+        if plugin.fsdp_version != 2:
+            raise UserError(
+                f"FSDP version {plugin.fsdp_version} was asked for: set fsdp_version: 2, the one supported"
+            )
+        if self.precision.dtype is not None and plugin.mixed_precision_policy is None:
+            from torch.distributed.fsdp import MixedPrecisionPolicy
+
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(
+                param_dtype=self.precision.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
+
+    def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        check_unprepared(model, optimizer)
+        fsdp.join_shared_modules(model)
+        if not self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # where only rank 0 has weights
+            self._broadcast_tensors([*model.parameters(), *model.buffers()])
+        stepped = optimizer or torch.optim.SGD(model.parameters(), lr=0.0)  # FSDP2 prepares no model alone
+        self.model, _ = self.accelerator.prepare(model, stepped)
+        self._inner = model
+        _, self.optimizer = self.precision.initialize(model, optimizer, self.device)
+
+    def accumulate(self, sync: bool) -> AbstractContextManager[None]:
+        self._sync = sync
+        self.model.set_requires_gradient_sync(sync or self._sync_always)
+        return nullcontext()
+
+    def update(self, max_norm: float | None = None, max_value: float | None = None) -> tuple[float, bool]:
+        return LocalBackend.update(self, max_norm, max_value)
+
+    def model_state(self) -> dict[str, Tensor] | None:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(self.unwrap(), options=options)
+        return state if self.is_main else None
+
+    def load_model_state(self, state: dict[str, Tensor] | None) -> None:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        if self.is_main and state is None:
+            raise UserError("no model state to load; the checkpoint holds no weights")
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(self.unwrap(), state if self.is_main else {}, options=options)
+
+    def optimizer_state(self) -> Any:
+        tree = fsdp.optimizer_tree(self.optimizer, self.is_main)
+        return {"optimizer": tree, "precision": self.precision.state_dict()} if self.is_main else None
+
+    def load_optimizer_state(self, tree: Any) -> None:
+        ours = tree["optimizer"] if self.is_main else None
+        fsdp.load_optimizer_tree(self.optimizer, ours, self.is_main, self.broadcast, self._broadcast_tensors)
+        self.precision.load_state_dict(self.broadcast(tree["precision"] if self.is_main else None))
+
+
+class DeepSpeedBackend(AccelerateBackend):
+    """A DeepSpeed engine with ZeRO 1, 2 or 3. It casts the model, scales the loss and clips; we call its steps.
+
+    Its optimizer state stays sharded: each worker saves its own slices, and they load on as many workers.
+    """
+
+    shards_optimizer = True
+
+    def __init__(self, accelerator: Accelerator, args: TrainerArgs) -> None:
+        super().__init__(accelerator, Precision())  # the engine casts the model, so forward passes need no autocast
+        self.stage = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"]
+        self.wrapping = f"ZeRO stage {self.stage}"
+        self.shards_model = self.stage == 3
+        self.scales = (args.min_loss_scale or 0.0, args.max_loss_scale or math.inf)
+
+    def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        check_unprepared(model, optimizer)
+        self._inner = model
+        if optimizer is None:
+            # ZeRO 1 and 2 shard nothing that evaluation needs; ZeRO 3 shards the weights, optimizer or not.
+            self.optimizer = None
+            self.model = self.accelerator.prepare(model) if self.stage == 3 else model.to(self.device)
+            return
+        deepspeed_config.check_optimizer(optimizer)
+        config = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        config["zero_force_ds_cpu_optimizer"] = deepspeed_config.has_cpu_version(optimizer)
+        self.model, _ = self.accelerator.prepare(model, optimizer)
+        self.optimizer = self.model.optimizer
+        self.optimizer.loss_scaler.raise_error_at_min_scale = False  # the loop decides how many skips are too many
+
+    def accumulate(self, sync: bool) -> AbstractContextManager[None]:
+        self.model.set_gradient_accumulation_boundary(sync)
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        self.model.backward(loss, scale_wrt_gas=False)  # the loss is a share of the step's already
+
+    def update(self, max_norm: float | None = None, max_value: float | None = None) -> tuple[float, bool]:
+        if max_value:
+            raise UserError(
+                "--clip_grad_value does not work with DeepSpeed, which clips by norm: use --clip_grad_norm"
+            )
+        self.optimizer.clip_grad = max_norm or 0.0
+        self.model.step()
+        applied = self.model.was_step_applied()
+        scale = min(max(self.optimizer.loss_scale, self.scales[0]), self.scales[1])
+        if self.model.fp16_enabled() and scale != self.optimizer.loss_scale:
+            self.optimizer.loss_scale = scale
+        return float(self.model.get_global_grad_norm()), applied
+
+    # ---- state
+    def model_state(self) -> dict[str, Tensor] | None:
+        """The fp32 weights, from the optimizer's slices where the model's own are rounded to 16 bits."""
+        from deepspeed.utils import safe_get_full_fp32_param
+        from deepspeed.zero import GatheredParameters
+
+        whole: dict[int, Tensor] = {}
+        names = self.unwrap().state_dict(keep_vars=True)
+        for tensor in names.values():
+            if id(tensor) in whole:
+                continue
+            value = safe_get_full_fp32_param(tensor) if self._is_sliced(tensor) else None
+            if value is None:
+                with GatheredParameters([tensor] if hasattr(tensor, "ds_id") else [], modifier_rank=None):
+                    value = tensor.detach().clone()
+            whole[id(tensor)] = value.cpu() if self.is_main else value.new_empty(0)
+        return {name: whole[id(tensor)] for name, tensor in names.items()} if self.is_main else None
+
+    def load_model_state(self, state: dict[str, Tensor] | None) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param
+        from deepspeed.zero import GatheredParameters
+
+        names = self.unwrap().state_dict(keep_vars=True)
+        if self.is_main:
+            check_keys(state, names)
+        shapes = self.broadcast({name: (value.shape, value.dtype) for name, value in (state or {}).items()})
+        done = set()
+        for name, tensor in names.items():
+            if id(tensor) in done:
+                continue
+            done.add(id(tensor))
+            shape, dtype = shapes[name]
+            value = (
+                state[name].to(self.device) if self.is_main else torch.empty(shape, dtype=dtype, device=self.device)
+            )
+            self._broadcast_tensors([value])
+            with GatheredParameters([tensor] if hasattr(tensor, "ds_id") else [], modifier_rank=0):
+                if not hasattr(tensor, "ds_id") or self.is_main:
+                    tensor.detach().copy_(value)
+            if self._is_sliced(tensor):
+                safe_set_full_fp32_param(tensor, value.float())
+
+    def _is_sliced(self, tensor: Tensor) -> bool:
+        """Whether the optimizer keeps fp32 slices of this parameter."""
+        if self.optimizer is None or not tensor.requires_grad:
+            return False
+        return hasattr(tensor, "_z3_optimizer") or hasattr(tensor, "_hp_mapping")
+
+    def optimizer_state(self) -> Any:
+        """This worker's fp32 slices, optimizer state and loss scale: DeepSpeed's state dict without its objects."""
+        state = self.optimizer.state_dict()
+        scaler = {key: value for key, value in vars(state.pop("loss_scaler")).items() if is_plain(value)}
+        state.pop("param_slice_mappings", None)  # objects, used only by DeepSpeed's universal checkpoints
+        state["zero_stage"] = int(state["zero_stage"])
+        state = map_tensors(state, lambda tensor: tensor.detach().cpu())
+        return {"zero": state, "loss_scaler": scaler, "workers": self.world_size, "stage": self.stage}
+
+    def load_optimizer_state(self, tree: Any) -> None:
+        """See `Backend.load_optimizer_state`.
+
+        Raises:
+            UserError: the tree is not of DeepSpeed, or of another number of workers or ZeRO stage.
+        """
+        if "zero" not in tree or (tree["workers"], tree["stage"]) != (self.world_size, self.stage):
+            saved = f"ZeRO {tree['stage']} on {tree['workers']} workers" if "zero" in tree else "not DeepSpeed"
+            raise UserError(
+                f"the optimizer state was saved by {saved}, this run is {self.wrapping} on {self.world_size} workers, "
+                "and slices only fit the same; start so, or take the weights alone with --reset_optimizer"
+            )
+        scaler = self.optimizer.loss_scaler
+        vars(scaler).update(tree["loss_scaler"])
+        state = {**tree["zero"], "loss_scaler": scaler}
+        every = [state if rank == self.rank else None for rank in range(self.world_size)]
+        self.optimizer.checkpoint_event_prologue()
+        self.optimizer.load_state_dict(every, load_from_fp32_weights=True)
+        if self.stage < 3:
+            self.optimizer.update_lp_params()
+        self.optimizer.checkpoint_event_epilogue()
+
+    def weights_norm(self) -> float:
+        if self.stage < 3:
+            return super().weights_norm()
+        total = torch.zeros((), dtype=torch.float64)
+        for parameter in self.unwrap().parameters():
+            own = parameter.ds_tensor.detach().flatten()
+            length = max(0, min(own.numel(), parameter.ds_numel - self.rank * own.numel()))  # the rest is padding
+            total += own[:length].double().square().sum().cpu()
+        return math.sqrt(self.sum(total).item())
+
+
+def make_accelerator(args: TrainerArgs) -> Accelerator:
+    """An Accelerator whose settings are our arguments, in the environment its launcher made.
+
+    Raises:
+        UserError: the launcher asked for something that the arguments contradict or this machine cannot do.
+    """
+    started = PartialState._shared_state != {}
+    launch.check_device(started)
+    sharding = launch.wanted_sharding()
+    ours = "fp16" if args.fp16 else "bf16" if args.bf16 else "no"
+    told = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if told not in ("no", ours):
+        raise UserError(
+            f"accelerate launch says mixed_precision {told} but the arguments say {ours}: leave it out there (or "
+            f"say no) and give --{told}" + ("" if told in ("fp16", "bf16") else " is not supported")
+        )
+    handlers = [InitProcessGroupKwargs(timeout=TIMEOUT)]
+    if sharding is None:
+        hook = DDPCommunicationHookType.FP16 if args.fp16_allreduce else DDPCommunicationHookType.NO
+        handlers.append(DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook=hook))
+    if sharding == "DEEPSPEED":
+        plugin = make_deepspeed_plugin(args)
+        return Accelerator(mixed_precision=ours, deepspeed_plugin=plugin, kwargs_handlers=handlers)
+    cpu = not torch.accelerator.is_available() and not started
+    return Accelerator(mixed_precision="no", cpu=cpu, kwargs_handlers=handlers)
+
+
+def make_deepspeed_plugin(args: TrainerArgs) -> DeepSpeedPlugin:
+    """DeepSpeed's settings from the launcher's file or environment; `from_accelerator` completes them."""
+    try:
+        import deepspeed  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"DeepSpeed was asked for but cannot be imported ({error}); `pip install deepspeed`") from None
+    # accelerate launch hands its own defaults on as if they had been asked for, 1 step and clipping at 1.0; and an
+    # Accelerator cannot read "auto", which is what a plugin takes an absent variable for.
+    for variable, default in (("GRADIENT_ACCUMULATION_STEPS", "1"), ("GRADIENT_CLIPPING", "1.0")):
+        if os.environ.get(f"ACCELERATE_{variable}") in (default, "auto"):
+            del os.environ[f"ACCELERATE_{variable}"]
+    return DeepSpeedPlugin()
+
+
+def check_agreement(accelerator: Accelerator, args: TrainerArgs) -> None:
+    """An Accelerator and our arguments say the same, or one of them is silent; DeepSpeed's settings are completed.
+
+    Raises:
+        UserError: naming both values.
+    """
+    kind = str(accelerator.distributed_type.value)
+    ours = "fp16" if args.fp16 else "bf16" if args.bf16 else "no"
+    theirs, steps = accelerator.mixed_precision, accelerator.gradient_accumulation_steps
+    if theirs not in ("no", ours):
+        raise UserError(
+            f"the Accelerator says mixed_precision {theirs!r} but the arguments say {ours!r}: make them equal"
+        )
+    if steps not in (1, args.gradient_accumulation_steps):
+        raise UserError(
+            f"the Accelerator says gradient_accumulation_steps {steps} but --gradient_accumulation_steps is "
+            f"{args.gradient_accumulation_steps}: leave it out of the Accelerator"
+        )
+    hook = getattr(accelerator.ddp_handler, "comm_hook", None)
+    if args.fp16_allreduce and (kind in ("FSDP", "DEEPSPEED") or hook != DDPCommunicationHookType.FP16):
+        raise UserError(
+            "--fp16_allreduce works with Horovod and DDP; an Accelerator of your own needs "
+            "DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16) for it"
+        )
+    if kind != "DEEPSPEED":
+        return
+    if args.apex_opt_lvl:
+        raise UserError("--apex_opt_lvl does not work with DeepSpeed: use --fp16 or --bf16 alone")
+    if args.clip_grad_value:
+        raise UserError("--clip_grad_value does not work with DeepSpeed, which clips by norm: use --clip_grad_norm")
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    source = f"the DeepSpeed configuration {file}" if file else "the DeepSpeed configuration"
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    deepspeed_config.fill_config(config, args, accelerator.num_processes, source)
+    accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
+
+
+def check_unprepared(model: nn.Module, optimizer: Optimizer | None) -> None:
+    for thing in (model, optimizer):
+        if getattr(thing, "_is_accelerate_prepared", False):
+            raise UserError(f"the {type(thing).__name__} was prepared already: give the trainer the plain one")
+
+
+def check_keys(state: dict[str, Tensor] | None, names: dict[str, Tensor]) -> None:
+    """A state dict has exactly the model's names and shapes; for models whose own state dict is cut into slices."""
+    if state is None:
+        raise UserError("no model state to load; the checkpoint holds no weights")
+    shapes = {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in names.items()}
+    wrong = [name for name in shapes if name in state and state[name].shape != shapes[name]]
+    missing, unexpected = shapes.keys() - state.keys(), state.keys() - shapes.keys()
+    if missing or unexpected or wrong:
+        raise UserError(
+            f"the weights do not fit the model: {len(missing)} missing {sorted(missing)[:3]}, {len(unexpected)} "
+            f"unexpected {sorted(unexpected)[:3]}, {len(wrong)} of another shape {wrong[:3]}"
+        )
+
+
+def is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str))

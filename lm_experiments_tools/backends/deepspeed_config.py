@@ -1,0 +1,93 @@
+"""A DeepSpeed configuration and our arguments made one: what the file leaves open is filled, the rest must agree."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from lm_experiments_tools.errors import UserError
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.args import TrainerArgs
+
+# Optimizers whose update of an element looks at that element alone. ZeRO hands the optimizer one flat slice of all
+# parameters joined, in which rows, columns and the norm of a matrix (Adafactor, LAMB, ...) no longer exist.
+ELEMENTWISE = (
+    "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD Lion FusedAdam FusedAdagrad FusedSGD "
+    "DeepSpeedCPUAdam DeepSpeedCPUAdagrad DeepSpeedCPULion"
+).split()
+MISSING = object()
+
+
+def fill_config(config: dict[str, Any], args: TrainerArgs, world_size: int, source: str) -> None:
+    """Complete a DeepSpeed configuration in place; "auto" and absent values are open.
+
+    A gradient_accumulation_steps of 1 counts as open too: DeepSpeedPlugin writes it where a file says nothing.
+
+    Args:
+        source: what the user knows the configuration as, for messages.
+
+    Raises:
+        UserError: the configuration and the arguments say different things, or it asks for what this package does
+            itself or cannot do.
+    """
+    for section, ours in (("optimizer", "--optimizer and --lr"), ("scheduler", "--lr_scheduler")):
+        if section in config:
+            raise UserError(f"{source} has a section {section!r}: take it out, {ours} decide that")
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (1, 2, 3):
+        raise UserError(f"{source} says ZeRO stage {stage}: use 1, 2 or 3; without sharding, DDP does the same")
+    steps = args.gradient_accumulation_steps
+    if config.get("gradient_accumulation_steps") == 1:
+        config["gradient_accumulation_steps"] = "auto"
+    fill(config, "train_micro_batch_size_per_gpu", args.batch_size, "--batch_size", source)
+    fill(config, "gradient_accumulation_steps", steps, "--gradient_accumulation_steps", source)
+    name = f"--batch_size x --gradient_accumulation_steps x {world_size} workers"
+    fill(config, "train_batch_size", args.batch_size * steps * world_size, name, source)
+    fill(config, "gradient_clipping", args.clip_grad_norm or 0.0, "--clip_grad_norm", source)
+    fill(config, "fp16.enabled", args.fp16, "--fp16", source)
+    fill(config, "bf16.enabled", args.bf16, "--bf16", source)
+    if args.fp16:  # as torch.amp, where the file does not say otherwise
+        for key, value in {"loss_scale": 0, "loss_scale_window": 2000, "initial_scale_power": 16}.items():
+            fill(config, f"fp16.{key}", value, None, source)
+        fill(config, "fp16.hysteresis", 1, None, source)
+    if args.bf16:
+        fill(config, "bf16.check_grad_overflow", True, "a non-finite gradient must skip the step", source)
+        if stage == 1 and config.get("data_types", {}).get("grad_accum_dtype") in ("fp32", "float32"):
+            raise UserError(f"{source}: bf16 with fp32 gradient accumulation needs ZeRO stage 2 or 3, not stage 1")
+
+
+def fill(config: dict[str, Any], key: str, value: Any, flag: str | None, source: str) -> None:
+    """Set `config[key]` (dots descend) if it is open; with a flag, what is there must equal `value`."""
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        config = config.setdefault(parent, {})
+    current = config.get(leaf, MISSING)
+    if current is MISSING or current == "auto" or current is None:
+        config[leaf] = value
+    elif flag is not None and current != value:
+        raise UserError(
+            f'{source} says {key} = {current}, but {flag} says {value}: write "auto" there or make them equal'
+        )
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that would silently compute something else on ZeRO's flat slices.
+
+    Raises:
+        UserError: neither known to work element by element nor marked by an attribute `elementwise = True`.
+    """
+    if type(optimizer).__name__ not in ELEMENTWISE and not getattr(optimizer, "elementwise", False):
+        raise UserError(
+            f"{type(optimizer).__name__} cannot be trusted under DeepSpeed: ZeRO joins all parameters to one vector, "
+            "and an optimizer that looks at rows, columns or norms of matrices would compute something else; use "
+            "AdamW, FSDP or DDP, or set `elementwise = True` on an optimizer that works element by element"
+        )
+
+
+def has_cpu_version(optimizer: Optimizer) -> bool:
+    """Whether DeepSpeed's CPU optimizers compute the same update; others are left to torch when offloaded."""
+    adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    return adam and not any(group.get("amsgrad") or group.get("maximize") for group in optimizer.param_groups)

@@ -1,0 +1,70 @@
+"""What FSDP2 (torch's fully_shard) needs around it: shared modules joined, and state in and out by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.optim import Optimizer
+
+from lm_experiments_tools.backends.trees import broadcast_tree, map_tensors
+
+
+def join_shared_modules(model: nn.Module) -> int:
+    """Make one module of leaf modules that are alike and hold the very same parameters; returns how many it replaced.
+
+    HF's T5 reaches one embedding table as `shared`, `encoder.embed_tokens` and `decoder.embed_tokens`. As three
+    modules they fall into three FSDP groups, which torch refuses for a shared parameter; as one module they do not.
+    Names in the state dict stay as they are. Modules that differ in more than identity are left alone.
+    """
+    first: dict[tuple, nn.Module] = {}
+    replaced = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            parameters = tuple(id(p) for p in child.parameters())
+            if not parameters or any(True for _ in child.buffers()) or any(True for _ in child.children()):
+                continue
+            keeper = first.setdefault((type(child), child.extra_repr(), parameters), child)
+            if keeper is not child:
+                setattr(parent, name, keeper)
+                replaced += 1
+    return replaced
+
+
+def optimizer_tree(optimizer: Optimizer, is_main: bool) -> dict[str, Any] | None:
+    """`optimizer.state_dict()` with whole tensors on rank 0: the same tree as without sharding; collective."""
+
+    def whole(tensor: Tensor) -> Tensor | None:
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return full.detach().cpu() if is_main else None
+
+    tree = map_tensors(optimizer.state_dict(), whole)
+    return tree if is_main else None
+
+
+def load_optimizer_tree(
+    optimizer: Optimizer,
+    tree: dict[str, Any] | None,
+    is_main: bool,
+    broadcast: Callable[[Any], Any],
+    broadcast_tensors: Callable[[list[Tensor]], None],
+) -> None:
+    """Shard rank 0's whole tree as the parameters are sharded, one parameter's state at a time."""
+    indices, groups = broadcast((list(tree["state"]), tree["param_groups"]) if is_main else None)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {}
+    for i in indices:
+        whole = broadcast_tree(tree["state"][i] if is_main else None, is_main, broadcast, broadcast_tensors)
+        state[i] = map_tensors(whole, lambda tensor, parameter=parameters[i]: _shard_like(parameter, tensor))
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _shard_like(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """The DTensor of a whole tensor: sharded as its parameter if it has its shape, else replicated; a scalar stays."""
+    if not isinstance(parameter, DTensor) or not tensor.dim():
+        return tensor
+    mesh = parameter.device_mesh
+    placements = parameter.placements if tensor.shape == parameter.shape else [Replicate()] * mesh.ndim
+    return distribute_tensor(tensor.to(mesh.device_type), mesh, placements, src_data_rank=None)

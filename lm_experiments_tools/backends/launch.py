@@ -1,0 +1,116 @@
+"""Was the launcher's wish fulfilled? Accelerate, without a word, runs one process, or several that each train alone,
+or plain DDP where FSDP or DeepSpeed was asked for; a run must refuse instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from lm_experiments_tools.errors import UserError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE")  # variables in which launchers tell it
+SHARDING = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED"}  # variable -> distributed_type
+SUPPORTED_TYPES = {"NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "FSDP", "DEEPSPEED"}
+CPU_FORM = "`torchrun --nproc_per_node {n} SCRIPT ...` trains on CPUs with DDP"
+
+
+def wanted_sharding(environ: Mapping[str, str] = os.environ) -> str | None:
+    """FSDP or DEEPSPEED, if the launcher asked for one of them."""
+    wanted = [kind for variable, kind in SHARDING.items() if environ.get(variable, "false").lower() == "true"]
+    if len(wanted) > 1:
+        raise UserError(f"the launcher asked for {' and '.join(wanted)} at once (ACCELERATE_USE_...): choose one")
+    return wanted[0] if wanted else None
+
+
+def wanted_processes(environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
+    """How many workers the launcher was asked for, and where that was read."""
+    told = [(int(environ[variable]), variable) for variable in COUNTS if environ.get(variable, "").isdigit()]
+    return max(told or [(1, "nothing")], key=lambda pair: pair[0])
+
+
+def check_device(initialized: bool) -> None:
+    """Before an Accelerator is made: sharding needs an accelerator device, and a GPU serves one worker.
+
+    Args:
+        initialized: a state of Accelerate exists already, so what it found counts, not what is looked for here.
+    """
+    sharding, (count, _) = wanted_sharding(), wanted_processes()
+    if initialized:
+        return
+    if sharding and not torch.accelerator.is_available():
+        raise UserError(
+            f"the launcher asked for {sharding}, but this machine has no GPU, where Accelerate would silently run "
+            f"something else; {CPU_FORM.format(n=max(count, 2))}"
+        )
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if torch.cuda.is_available() and local > torch.cuda.device_count():
+        raise UserError(
+            f"{local} workers on this machine but {torch.cuda.device_count()} GPU(s): start at most one worker per "
+            "GPU, or set ACCELERATE_USE_CPU=1 to train on CPUs"
+        )
+
+
+def check_accelerator(accelerator: Accelerator) -> None:
+    """After an Accelerator was made: it is what the launcher was asked for.
+
+    Raises:
+        UserError: fewer workers than started, not the sharding asked for, or a kind that this package does not train.
+    """
+    kind, found = str(accelerator.distributed_type.value), accelerator.num_processes
+    wanted, source = wanted_processes()
+    if wanted > found:
+        raise UserError(
+            f"the launcher started {wanted} workers ({source}) but Accelerate formed a group of {found}, so each "
+            f"would train alone; without GPUs, set ACCELERATE_USE_CPU=1 or make the Accelerator with cpu=True, then "
+            f"{CPU_FORM.format(n=wanted)}"
+        )
+    sharding = wanted_sharding()
+    if sharding and kind != sharding:
+        raise UserError(
+            f"the launcher asked for {sharding} but Accelerate runs {kind} on {found} worker(s) (it shards on at "
+            f"least two workers with a GPU each, never with ACCELERATE_USE_CPU); {CPU_FORM.format(n=max(wanted, 2))}"
+        )
+    if kind not in SUPPORTED_TYPES:
+        raise UserError(f"distributed_type {kind} is not supported: choose DDP, FSDP (version 2) or DeepSpeed")
+    if found == 1:
+        check_parent(_parent_command())
+
+
+def check_parent(command: Sequence[str]) -> None:
+    """One process found: was it `accelerate launch` without GPUs, which drops --num_processes without a word?"""
+    from accelerate.commands.config import default_config_file, load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    names = [os.path.basename(word) for word in command]
+    starts = [i for i, name in enumerate(names) if name in ("launch", "accelerate-launch", "launch.py")]
+    if not starts or not any("accelerate" in word for word in command[: starts[0] + 1]):
+        return
+    options, _ = launch_command_parser().parse_known_args(list(command[starts[0] + 1 :]))
+    wanted, source = options.num_processes, "--num_processes"
+    file = options.config_file or (default_config_file if os.path.isfile(default_config_file) else None)
+    if wanted is None and file is not None and not (options.config_file is None and options.cpu):
+        wanted, source = load_config_from_file(options.config_file).num_processes, f"num_processes in {file}"
+    if wanted is not None and wanted > 1:
+        raise UserError(
+            f"`accelerate launch` was asked for {wanted} processes ({source}) and started one, as it does without "
+            f"GPUs; {CPU_FORM.format(n=wanted)}, so does `ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu "
+            f"--num_machines 1 --num_processes {wanted} SCRIPT ...`"
+        )
+
+
+def _parent_command() -> list[str]:
+    """Command line of the process that started this one, empty where it cannot be read."""
+    import psutil  # comes with accelerate
+
+    try:
+        parent = psutil.Process().parent()
+        return parent.cmdline() if parent is not None else []
+    except psutil.Error:
+        return []

@@ -1,0 +1,91 @@
+"""Start a script as a real multi-process job, wait for it, and never leave a process behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIM = Path(__file__).with_name("cpu_shim.py")
+LAUNCHER_VARIABLES = ("ACCELERATE_", "HOROVOD_", "FSDP_", "OMPI_", "PMI_", "TORCHELASTIC_")
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
+
+
+@dataclass
+class Job:
+    """An ended job: its exit code (None: killed at the time limit) and everything it printed."""
+
+    returncode: int | None
+    output: str
+
+
+def missing(*modules: str) -> str | None:
+    """Why a test must be skipped: the first of these modules that is not installed."""
+    absent = [name for name in modules if importlib.util.find_spec(name) is None]
+    return f"{absent[0]} is not installed" if absent else None
+
+
+def torchrun(workers: int = 2) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(workers)]
+
+
+def horovodrun(workers: int = 2) -> list[str]:
+    return ["horovodrun", "--gloo", "-np", str(workers), sys.executable]
+
+
+def accelerate_launch(*options: str) -> list[str]:
+    return [sys.executable, "-m", "accelerate.commands.launch", *options]
+
+
+def shim(mode: str, workers: int = 2) -> list[str]:
+    """FSDP2 or ZeRO on CPUs, see cpu_shim.py."""
+    return [*torchrun(workers), str(SHIM), mode]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process' environment without any launcher's marks, one thread per rank, the repository importable."""
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(LAUNCHER_VARIABLES) and name not in RANK_VARIABLES
+    }
+    clean["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"
+    clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [clean.get("PYTHONPATH")])])
+    return {**clean, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", **extra}
+
+
+def run(launcher: list[str], *command: object, timeout: float = 150, **extra: str) -> Job:
+    """Run `launcher command...` from the repository's root; keyword arguments are environment variables.
+
+    At the time limit the job's own process group gets SIGTERM, then SIGKILL.
+    """
+    process = subprocess.Popen(
+        [*launcher, *map(str, command)],
+        cwd=ROOT,
+        env=environment(**extra),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+        return Job(process.returncode, output)
+    except subprocess.TimeoutExpired:
+        return Job(None, _end(process))
+
+
+def _end(process: subprocess.Popen) -> str:
+    for sign, grace in ((signal.SIGTERM, 15), (signal.SIGKILL, 15)):
+        os.killpg(process.pid, sign)
+        try:
+            return process.communicate(timeout=grace)[0]
+        except subprocess.TimeoutExpired:
+            continue
+    return "(the job did not end)"

@@ -1,0 +1,317 @@
+"""Drives a backend through the loop's order of calls on a tiny T5; run by test_backends.py in every kind of job.
+
+    worker.py OUT RESUME_FROM SCENARIO...
+
+Writes OUT/SCENARIO_RANK.json (numbers) and, where weights are compared, OUT/SCENARIO.safetensors from rank 0.
+RESUME_FROM is "-" or the OUT of an earlier job, whose saved state the scenario `resumed` continues.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lm_experiments_tools.args import TrainerArgs
+from lm_experiments_tools.backends import detect_backend, get_backend
+from lm_experiments_tools.backends.backend import Backend, LocalBackend
+from lm_experiments_tools.backends.precision import get_precision
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tree import load_tree, save_tree
+from tests.toys import RaggedPairs, tiny_t5
+
+SLICES = 2  # the data of a step is cut for two workers, whoever they are; one worker takes both
+BATCH, ACCUMULATION, STEPS, SAVED_AT, BROKEN = 4, 2, 20, 10, 7
+ARGS = {"batch_size": BATCH, "gradient_accumulation_steps": ACCUMULATION, "clip_grad_norm": 1.0}
+DATA = RaggedPairs(512)
+
+
+def micro_batches(step: int, piece: int) -> list[dict[str, Tensor]]:
+    """Micro-batches of one slice of a step: two, but every third step only one, and that one short."""
+    first = (step * SLICES + piece) * BATCH * ACCUMULATION % len(DATA)
+    if step % 3 == 2:
+        return [DATA.batch(list(range(first, first + BATCH - 1)))]
+    return [DATA.batch(list(range(first + i * BATCH, first + (i + 1) * BATCH))) for i in range(ACCUMULATION)]
+
+
+def train_step(backend: Backend, step: int, *, broken: bool = False, **clip: float) -> dict[str, Any]:
+    """One step; `broken` makes the loss of slice 1 infinite, so that gradients are non-finite on its worker alone."""
+    pieces = [backend.rank] if backend.world_size > 1 else list(range(SLICES))
+    mine = [(piece, batch) for piece in pieces for batch in micro_batches(step, piece)]
+    tokens = sum((b["labels"] != -100).sum().item() for p in range(SLICES) for b in micro_batches(step, p))
+    total = torch.zeros((), dtype=torch.float64)
+    backend.model.train()
+    for m, (piece, batch) in enumerate(mine):
+        with backend.accumulate(sync=m == len(mine) - 1):
+            with backend.autocast():
+                loss = backend.model(**batch)["loss"] * (batch["labels"] != -100).sum() / tokens
+            total += loss.detach().double().cpu()
+            scale = float("inf") if broken and piece == 1 else 1.0
+            backend.backward(loss * backend.world_size * scale)
+    norm, applied = backend.update(**clip)
+    return {"loss": backend.sum(total).item(), "norm": norm, "applied": applied}
+
+
+def setup(backend: Backend, optimizer: str = "AdamW", **options: Any) -> nn.Module:
+    """A model that is another one on each rank before the backend makes them one."""
+    model = tiny_t5(seed=backend.rank)
+    options = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-6, **options} if optimizer == "AdamW" else options
+    backend.setup(model, getattr(torch.optim, optimizer)(model.parameters(), **options))
+    return model
+
+
+def bits(tree: Any) -> str:
+    """Something equal if and only if two states are, bit for bit."""
+    if isinstance(tree, Tensor):
+        return f"{tree.dtype}{list(tree.shape)}{tree.detach().cpu().contiguous().view(-1).tolist()}"
+    if isinstance(tree, dict):
+        return str({key: bits(value) for key, value in tree.items()})
+    return str([bits(value) for value in tree]) if isinstance(tree, (list, tuple)) else repr(tree)
+
+
+def save_weights(backend: Backend, out: Path, name: str) -> None:
+    state = backend.model_state()
+    if backend.is_main:
+        save_file({key: value.clone().contiguous() for key, value in state.items()}, out / f"{name}.safetensors")
+
+
+def state_files(backend: Backend, out: Path) -> Path:
+    return out / (f"state_{backend.rank}" if backend.shards_optimizer else "state_0")
+
+
+def scenario_trained(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
+    """20 AdamW steps with accumulation, clipping and ragged steps; step 7 is broken on one worker."""
+    model = setup(backend)
+    result: dict[str, Any] = {"describe": backend.describe(), "wrapped": type(backend.model).__name__, "steps": []}
+    for step in range(STEPS):
+        before = bits([backend.model_state(), backend.optimizer_state()]) if step == BROKEN else None
+        result["steps"].append(train_step(backend, step, broken=step == BROKEN, max_norm=0.5))
+        if step == BROKEN:
+            result["untouched"] = before == bits([backend.model_state(), backend.optimizer_state()])
+        if step + 1 == SAVED_AT:
+            save_weights(backend, out, "saved")
+            tree = backend.optimizer_state()
+            if backend.is_main or backend.shards_optimizer:
+                save_tree(state_files(backend, out), tree)
+    save_weights(backend, out, "trained")
+    result["weights_norm"] = backend.weights_norm()
+    result["unwraps"] = backend.unwrap() is model
+    return result
+
+
+def scenario_resumed(backend: Backend, out: Path, earlier: Path) -> dict[str, Any]:
+    """The second half of `trained`, from what an earlier job saved."""
+    setup(backend)
+    backend.load_model_state(load_file(earlier / "saved.safetensors") if backend.is_main else None)
+    with_tree = backend.is_main or backend.shards_optimizer
+    backend.load_optimizer_state(load_tree(state_files(backend, earlier)) if with_tree else None)
+    steps = [train_step(backend, step, max_norm=0.5) for step in range(SAVED_AT, STEPS)]
+    save_weights(backend, out, "resumed")
+    return {"steps": steps}
+
+
+def scenario_talked(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
+    backend.barrier()
+    kept = torch.tensor([backend.rank + 1, 2**53 + 1], dtype=torch.int64)
+    return {
+        "rank": backend.rank,
+        "local_rank": backend.local_rank,
+        "world_size": backend.world_size,
+        "name": backend.name,
+        "int64": backend.sum(kept).tolist(),
+        "float64": backend.sum(torch.tensor([1.0 + 2.0**-40], dtype=torch.float64)).tolist(),
+        "scalar": backend.sum(torch.tensor(backend.rank + 0.5, dtype=torch.float64)).item(),
+        "argument_kept": kept.tolist() == [backend.rank + 1, 2**53 + 1],
+        "gather": backend.gather({"rank": backend.rank, "text": "x" * (backend.rank * 100)}),
+        "broadcast": backend.broadcast({"from": backend.rank}),
+    }
+
+
+def scenario_clipped(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
+    """SGD, so that weights show the clipped gradient itself."""
+    setup(backend, "SGD", lr=0.1)
+    steps = [train_step(backend, step, max_value=1e-3) for step in range(3)]
+    steps += [train_step(backend, step) for step in range(3, 5)]
+    save_weights(backend, out, "clipped")
+    return {"steps": steps}
+
+
+def scenario_factored(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
+    """Adafactor, whose state is not of its parameter's shape, saved and loaded half-way."""
+    setup(backend, "Adafactor", lr=1e-2)
+    steps = [train_step(backend, step) for step in range(3)]
+    weights, tree = deepcopy(backend.model_state()), deepcopy(backend.optimizer_state())
+    steps += [train_step(backend, step) for step in range(3, 5)]
+    before = bits(backend.model_state())
+    backend.load_model_state(weights)
+    backend.load_optimizer_state(tree)
+    again = [train_step(backend, step) for step in range(3, 5)]
+    save_weights(backend, out, "factored")
+    return {"steps": steps, "again": again, "same": before == bits(backend.model_state())}
+
+
+def scenario_partial(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
+    """A parameter without gradient, and one that only slice 1 uses."""
+    torch.manual_seed(backend.rank)
+    model = nn.ModuleDict({"used": nn.Linear(3, 1), "sometimes": nn.Linear(3, 1), "never": nn.Linear(3, 1)})
+    backend.setup(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5))
+    for _ in range(3):
+        for m, piece in enumerate([backend.rank] if backend.world_size > 1 else range(SLICES)):
+            with backend.accumulate(sync=backend.world_size > 1 or m == SLICES - 1):
+                names = ["used", "sometimes"] if piece == 1 else ["used"]
+                loss = sum(model[name](torch.full((2, 3), piece + 1.0)).sum() for name in names) / SLICES
+                backend.backward(loss * backend.world_size)
+        backend.update()
+    save_weights(backend, out, "partial")
+    return {}
+
+
+def scenario_unused(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
+    """DDP must refuse a parameter without gradient at the first step."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.never = nn.Linear(3, 1), nn.Linear(3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x).sum()
+
+    model = Net()
+    backend.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with backend.accumulate(sync=True):
+        backend.backward(backend.model(torch.ones(2, 3)))
+    try:
+        backend.update()
+    except UserError as error:
+        return {"error": str(error)}
+    return {"error": None}
+
+
+def scenario_evaluated(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
+    """No optimizer; weights loaded from rank 0 alone; a forward pass of each worker."""
+    model = tiny_t5(seed=backend.rank)
+    backend.setup(model, None)
+    backend.load_model_state(tiny_t5(seed=5).state_dict() if backend.is_main else None)
+    backend.model.eval()
+    with torch.no_grad(), backend.autocast():
+        loss = backend.model(**DATA.batch([0, 1, 2]))["loss"].item()
+    expected = tiny_t5(seed=5).eval()(**DATA.batch([0, 1, 2])).loss.item()
+    return {"loss": loss, "expected": expected, "weights_norm": backend.weights_norm()}
+
+
+def with_precision(backend: Backend, **options: Any) -> Backend:
+    """A backend of the same kind in the same group."""
+    precision = get_precision(**{"fp16": False, "bf16": False, **options})
+    if backend.name == "horovod":
+        return type(backend)(precision)
+    return type(backend)(precision) if type(backend) is LocalBackend else type(backend)(backend.accelerator, precision)
+
+
+def scenario_fp16(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
+    """fp16 with loss scaling: a broken step halves the scale, which is part of the state."""
+    backend = with_precision(backend, fp16=True, max_loss_scale=2.0**12)
+    setup(backend)
+    steps, scales = [], []
+    for step in range(6):
+        steps.append(train_step(backend, step, broken=step == 2, max_norm=0.5))
+        scales.append(backend.precision.scaler.get_scale())
+    tree = backend.optimizer_state()
+    save_weights(backend, out, "fp16")
+    other = with_precision(backend, fp16=True)
+    setup(other)
+    other.load_optimizer_state(tree)
+    return {"steps": steps, "scales": scales, "loaded_scale": other.precision.scaler.get_scale()}
+
+
+def scenario_bf16(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
+    backend = with_precision(backend, bf16=True)
+    setup(backend)
+    return {"steps": [train_step(backend, step, max_norm=0.5) for step in range(4)]}
+
+
+def scenario_compressed(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
+    """Gradients sent as fp16."""
+    if backend.name == "horovod":
+        compressed = type(backend)(fp16_allreduce=True)
+    else:
+        from accelerate.utils import DDPCommunicationHookType
+
+        compressed = backend
+        backend.accelerator.ddp_handler.comm_hook = DDPCommunicationHookType.FP16
+    setup(compressed)
+    steps = [train_step(compressed, step, max_norm=0.5) for step in range(SAVED_AT)]
+    save_weights(compressed, out, "compressed")
+    return {"steps": steps}
+
+
+def scenario_bf16_parameters(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
+    model = tiny_t5().bfloat16()
+    try:
+        backend.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    except UserError as error:
+        return {"error": str(error)}
+    return {"error": None}
+
+
+def scenario_zero_16bit(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
+    """DeepSpeed's own bf16 and fp16: 16-bit model, fp32 slices; a broken step; fp32 weights in and out."""
+    config = backend.accelerator.state.deepspeed_plugin.deepspeed_config
+    result = {}
+    for kind, other in (("bf16", "fp16"), ("fp16", "bf16")):
+        config[kind], config[other] = {**config[kind], "enabled": True}, {**config[other], "enabled": False}
+        config["fp16"].update(loss_scale=0, initial_scale_power=8, hysteresis=1)
+        setup(backend)
+        backend.load_model_state(tiny_t5(seed=5).state_dict() if backend.is_main else None)
+        loaded = backend.model_state()
+        exact = not backend.is_main or all(torch.equal(loaded[k], v) for k, v in tiny_t5(seed=5).state_dict().items())
+        steps, scales = [], []
+        for step in range(4):
+            before = bits(backend.model_state()) if step == 2 else None
+            steps.append(train_step(backend, step, broken=step == 2, max_norm=0.5))
+            scales.append(backend.optimizer.loss_scale)
+            if step == 2:
+                untouched = before == bits(backend.model_state())
+        result[kind] = {"steps": steps, "scales": scales, "untouched": untouched, "exact": exact}
+    return result
+
+
+def scenario_zero_refusals(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
+    """What DeepSpeed cannot do is said, not done differently."""
+    setup(backend)
+    tree = backend.optimizer_state()
+    model = tiny_t5()
+    attempts = {
+        "value": lambda: backend.update(max_value=0.1),
+        "workers": lambda: backend.load_optimizer_state({**tree, "workers": 7}),
+        "adafactor": lambda: backend.setup(model, torch.optim.Adafactor(model.parameters(), lr=0.1)),
+        "keys": lambda: backend.load_model_state({"nonsense": torch.zeros(2)}) if backend.is_main else None,
+    }
+    errors = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except UserError as error:
+            errors[name] = str(error)
+    return errors
+
+
+def main() -> None:
+    out, earlier, names = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    args = TrainerArgs(**ARGS)
+    torch.manual_seed(0)
+    backend = get_backend(args)
+    for name in names:
+        result = globals()[f"scenario_{name}"](backend, out, earlier)
+        (out / f"{name}_{backend.rank}.json").write_text(json.dumps({"launcher": detect_backend(), **result}))
+    backend.close()
+
+
+if __name__ == "__main__":
+    main()
