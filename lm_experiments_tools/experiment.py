@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import sys
@@ -24,7 +25,7 @@ from lm_experiments_tools.models import (
     num_parameters,
 )
 from lm_experiments_tools.optimizers import build_optimizer
-from lm_experiments_tools.run import RunDirectory, setup_logging, start_panel
+from lm_experiments_tools.run import RunDirectory, setup_logging
 from lm_experiments_tools.state import on_all
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
     from lm_experiments_tools.args import ExperimentArgs, TrainerArgs
     from lm_experiments_tools.backends.backend import Backend
+
+logger = logging.getLogger(__name__)
 
 
 def start_run(args: TrainerArgs, origins: Mapping[str, str], backend: Backend) -> RunDirectory | None:
@@ -80,7 +83,9 @@ def show_run(
         panel["run"] = f"{run.path} (tensorboard --logdir {run.path})"
         if hasattr(model, "config"):
             run.write_model_config(model.config.to_dict())
-    start_panel(panel)
+    width = max(map(len, panel))
+    for name, value in panel.items():
+        logger.info("%-*s  %s", width, name, value)
 
 
 def seed_worker(seed: int, rank: int) -> None:
