@@ -3,14 +3,15 @@
 | input | a document is |
 |---|---|
 | `.jsonl`, `.json`, `.jsonl.gz`, `.json.gz` | one line: an object whose `text_key` is a string |
-| `.txt`, `.txt.gz` | a block of lines; blank lines separate documents (so does one line per document with blanks between) |
+| `.txt`, `.txt.gz` | a block of lines; blank lines separate documents |
 | a folder | all of the above in it, recursively, in sorted order; other files and hidden ones are passed over |
 | `name[:config][:split]` | a row of a Hugging Face dataset, streamed (split `train` unless given) |
 
 A line that cannot be used (broken JSON, no such key, a number where text should be, no UTF-8, ...) is never dropped in
-silence: it comes out as a `BadLine`. Blank lines of a JSON-lines file are no data and are passed over; so is a UTF-8 byte order mark.
+silence: it comes out as a `BadLine`. Blank lines of a JSON-lines file are no data and are passed over; so is a UTF-8
+byte order mark.
 
-Large plain files are cut into byte ranges (`Piece`) at document boundaries, so that several processes can read one file.
+Large plain files are cut into byte ranges (`Piece`) at document boundaries, so that several processes can read one.
 """
 
 import gzip
@@ -57,7 +58,7 @@ class BadLine:
 
 @dataclass(frozen=True)
 class Piece:
-    """A unit of work: the bytes start:end of a file (end None: all of a compressed file), or shard `start` of a dataset."""
+    """A unit of work: bytes start:end of a file (end None: all of a compressed file), or shard `start` of a dataset."""
 
     path: str
     kind: str  # "json", "text" or "dataset"
@@ -75,8 +76,8 @@ class Piece:
 def plan_pieces(inputs: Sequence[str], piece_bytes: int | None = None) -> list[Piece]:
     """Cut the inputs into pieces of about `piece_bytes` (None: a 64th of all, between 2 and 64 MB), in reading order.
 
-    The plan depends on the inputs alone. Raises UserError where an input does not exist, is of an unknown kind, or where
-    there is nothing to read at all.
+    The plan depends on the inputs alone. Raises UserError where an input does not exist or is of an unknown kind, and
+    where there is nothing to read at all.
     """
     files = [file for item in inputs for file in _resolve(os.fspath(item))]
     sizes = {path: os.path.getsize(path) for path, kind in files if kind != "dataset"}
@@ -256,8 +257,8 @@ def _load_dataset(item: str) -> Any:
     except (OSError, ValueError) as error:  # offline, not found, or no such config or split
         reason = str(error).splitlines()[0].rstrip(".")
         raise UserError(
-            f"{item} is neither a file nor a folder here, and as a Hugging Face dataset (name[:config][:split]) it cannot "
-            f"be loaded: {reason}"
+            f"{item} is neither a file nor a folder here, and as a Hugging Face dataset (name[:config][:split]) it "
+            f"cannot be loaded: {reason}"
         ) from None
 
 
@@ -272,7 +273,7 @@ def _read_dataset(piece: Piece, text_key: str) -> Iterator[Document | BadLine]:
 
 
 class Quarantine:
-    """Counts bad lines, writes each to a JSON-lines file (`file`, `line`, `reason`, `content`), and stops above `limit`.
+    """Counts bad lines, writes each to a JSON-lines file (`file`, `line`, `reason`, `content`), stops above `limit`.
 
     The file exists only where there was a bad line; one of an earlier run is removed.
     """
@@ -329,8 +330,8 @@ def iter_documents(
 ) -> Iterator[Document]:
     """All documents of all inputs, in order.
 
-    Bad lines are written to the file `quarantine` and counted; more than `max_bad_lines` of them (None: any number), an
-    input that cannot be read, or inputs without a single document raise UserError.
+    Bad lines are written to the file `quarantine` and counted. UserError is raised by more than `max_bad_lines` of them
+    (None: any number), by an input that cannot be read, and by inputs without a single document.
     """
     bad_lines = Quarantine(quarantine, max_bad_lines)
     found = False

@@ -9,7 +9,7 @@ Document j holds the sequences document_indices[j] : document_indices[j + 1]. On
 [[5, 6], [7]] and [[8, 9]] (a document is a list of sequences) give tokens 5 6 7 8 9, lengths [2, 1, 2], pointers
 [0, 4, 6] at uint16, document_indices [0, 2, 3].
 
-The format is that of megatron/core/datasets/indexed_dataset.py (Megatron-LM), whose reader and ours read each other's files.
+The format is that of megatron/core/datasets/indexed_dataset.py (Megatron-LM): either reads the other's files.
 """
 
 import hashlib
@@ -105,7 +105,7 @@ class IndexedDatasetWriter:
         self.num_tokens += dataset.num_tokens
 
     def finalize(self, meta: dict[str, Any] | None = None) -> None:
-        """Write the index (and `meta` as PREFIX.json), then publish: an index is never beside another writer's tokens."""
+        """Write the index (and `meta` as PREFIX.json) and publish: never is an index beside another writer's tokens."""
         if self._document_indices[-1] != len(self._lengths):
             raise ValueError("the last document is not ended: call end_document() before finalize()")
         _sync_and_close(self._bin)
@@ -166,7 +166,9 @@ class IndexedDataset:
         sequence_lengths: int32[n], in tokens.
         sequence_pointers: int64[n], byte offset of each sequence in the .bin.
         document_indices: int64[num_documents + 1], first sequence of each document.
-        dtype, num_tokens, num_documents, fingerprint (sha256 of the index and the size of the .bin), meta (PREFIX.json or {}).
+        dtype, num_tokens, num_documents.
+        fingerprint: sha256 of the index and the size of the .bin.
+        meta: what PREFIX.json holds, or {}.
 
     Raises UserError where a file is missing, cut short, of another format, or its numbers contradict each other.
     """

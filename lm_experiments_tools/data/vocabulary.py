@@ -97,8 +97,8 @@ class Vocabulary:
         return self._processor.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` for many texts in one call into C++."""
-        return self._processor.encode(list(texts))
+        """`encode` for many texts in one call into C++, on the calling thread."""
+        return self._processor.encode(list(texts), num_threads=1)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; sentinels are shown as <extra_id_k>, padding and EOS are dropped, unknown is " ⁇ "."""
