@@ -2,7 +2,7 @@
 
     writer = CheckpointWriter(run / "checkpoints", keep=3, rank=rank)
     directory = writer.begin(step)              # every rank; then a barrier
-    with writer.guarded(step):                  # turns a full disk into one sentence and removes the half-written files
+    with writer.guarded(step):                  # a full disk becomes one sentence, half-written files are removed
         save_model(directory, model, ...)       # rank 0, or all ranks for sharded state
         save_tree(directory / "trainer_state", state)
     writer.commit(step, is_best=True, extra_manifest={"world_size": 8})     # rank 0, after a barrier
@@ -29,6 +29,7 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import fsync_path, human_bytes, write_atomic
 from lm_experiments_tools.manifest import (
     MANIFEST,
+    REPLACED,
     CheckpointDamaged,
     build_manifest,
     list_files,
@@ -60,7 +61,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _TEMPORARY = ".tmp-"  # an unfinished save, or a checkpoint on its way out
-_REPLACED = ".old-"  # the earlier checkpoint of a step while its new version takes the name
 _SUPERSEDED = "superseded-"  # a later step of a history that the run has gone back behind
 
 
@@ -157,12 +157,12 @@ class CheckpointWriter:
 
     def _clear_leftovers(self) -> None:
         for entry in list(self.root.iterdir()):
-            if entry.name.startswith(_REPLACED):
-                original = entry.with_name(entry.name.removeprefix(_REPLACED))
+            if entry.name.startswith(REPLACED):
+                original = entry.with_name(entry.name.removeprefix(REPLACED))
                 if not original.exists():  # killed between the two renames: the old version is still the checkpoint
                     os.rename(entry, original)
                     continue
-            if entry.name.startswith((_TEMPORARY, _REPLACED)):
+            if entry.name.startswith((_TEMPORARY, REPLACED)):
                 _remove(entry)
 
     def _newest_size(self) -> int:
@@ -177,7 +177,7 @@ class CheckpointWriter:
             fsync_path(Path(parent))
 
     def _take_name(self, temporary: Path, final: Path) -> None:
-        replaced = final.with_name(f"{_REPLACED}{final.name}")
+        replaced = final.with_name(f"{REPLACED}{final.name}")
         if final.exists() or final.is_symlink():
             os.rename(final, replaced)
         os.rename(temporary, final)
@@ -279,8 +279,8 @@ def find_newest_valid(root: Path | str, log: logging.Logger | Callable[[str], No
     if not reasons:
         return None
     raise UserError(
-        f"none of the {len(reasons)} checkpoints in {root} can be used ({'; '.join(reasons)}): restore one from a copy, "
-        "or start afresh with --resume never (or another --model_path)."
+        f"none of the {len(reasons)} checkpoints in {root} can be used ({'; '.join(reasons)}): restore one from "
+        "a copy, or start afresh with --resume never (or another --model_path)."
     )
 
 
@@ -289,14 +289,14 @@ def _candidates(root: Path) -> list[Path]:
 
     def age(entry: Path) -> tuple[int, bool]:
         digits = re.search(r"\d{1,18}", entry.name)
-        return (int(digits[0]) if digits else -1, not entry.name.startswith(_REPLACED))
+        return (int(digits[0]) if digits else -1, not entry.name.startswith(REPLACED))
 
-    names = ("step_", f"{_REPLACED}step_")
+    names = ("step_", f"{REPLACED}step_")
     return sorted((entry for entry in root.iterdir() if entry.name.startswith(names)), key=age, reverse=True)
 
 
 def _verify_candidate(candidate: Path) -> None:
-    if candidate.is_dir() and not candidate.name.startswith(_REPLACED) and parse_step(candidate.name) is None:
+    if candidate.is_dir() and not candidate.name.startswith(REPLACED) and parse_step(candidate.name) is None:
         raise CheckpointDamaged(candidate, "its name is not step_NNNNNN")
     verify(candidate)
 

@@ -1,4 +1,4 @@
-"""Small file operations that survive a kill at any moment, and strict JSON out of whatever a metric function returns."""
+"""Small file operations that survive a kill at any moment, and strict JSON out of whatever a metric returns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def fsync_path(path: Path) -> None:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write `content` under a temporary name beside `path`, fsync it and rename: readers see the old file or the new."""
+    """Write `content` to a temporary file beside `path`, fsync it and rename: readers see the old file or the new."""
     temporary = path.with_name(f".{path.name}.tmp")
     data = content.encode("utf-8") if isinstance(content, str) else content
     with open(temporary, "wb") as file:

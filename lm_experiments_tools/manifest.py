@@ -18,6 +18,7 @@ from lm_experiments_tools.files import to_jsonable
 FORMAT = "lm_experiments_tools checkpoint"
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+REPLACED = ".old-"  # prefix of a step's earlier checkpoint while the new version takes its name
 
 _NO_HASH = "0" * 64
 _CHUNK = 1 << 22
@@ -53,7 +54,7 @@ def sha256_of(path: Path) -> str:
 
 
 def list_files(directory: Path) -> dict[str, Path]:
-    """Every non-directory below `directory` as {posix relative name: path}; symbolic links are listed, never followed."""
+    """Every non-directory below `directory`, {posix relative name: path}; symbolic links are listed, not entered."""
     found = {}
     for parent, directories, files in os.walk(directory, followlinks=False):
         links = [name for name in directories if (Path(parent) / name).is_symlink()]
@@ -98,15 +99,16 @@ def build_manifest(directory: Path, step: int, is_best: bool, extra: dict[str, A
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Parse and check the manifest itself (not the files it lists). Raises CheckpointDamaged."""
     path = checkpoint / MANIFEST
+    if path.is_symlink():
+        raise CheckpointDamaged(checkpoint, f"{MANIFEST} is a symbolic link")
     try:
-        if path.is_symlink():
-            raise CheckpointDamaged(checkpoint, f"{MANIFEST} is a symbolic link")
         raw = path.read_bytes()
-        manifest = json.loads(raw)
     except FileNotFoundError:
         raise CheckpointDamaged(checkpoint, f"{MANIFEST} is missing (a save that never finished?)") from None
     except OSError as error:
         raise CheckpointDamaged(checkpoint, f"{MANIFEST} cannot be read ({error.strerror})") from error
+    try:
+        manifest = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(checkpoint, f"{MANIFEST} is not valid JSON ({len(raw)} bytes)") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -131,8 +133,8 @@ def verify(path: Path | str) -> None:
     Reads every byte once. A link such as `last` is followed to the directory it names; nothing inside is followed.
 
     Raises:
-        CheckpointDamaged: names the file and the reason: missing, wrong size, wrong sha256, not listed, a symbolic link,
-            a name that leaves the directory, an unknown format version, a step that is not the directory's.
+        CheckpointDamaged: names the file and the reason: missing, wrong size, wrong sha256, not listed, a symbolic
+            link, a name that leaves the directory, an unknown format version, a step that is not the directory's.
     """
     checkpoint = Path(path).resolve()
     if not checkpoint.is_dir():
@@ -140,7 +142,7 @@ def verify(path: Path | str) -> None:
     if not any(checkpoint.iterdir()):
         raise CheckpointDamaged(checkpoint, "the directory is empty")
     manifest = read_manifest(checkpoint)
-    if manifest.get("step") != parse_step(checkpoint.name):
+    if manifest.get("step") != parse_step(checkpoint.name.removeprefix(REPLACED)):
         raise CheckpointDamaged(checkpoint, f"{MANIFEST} is of step {manifest.get('step')}, the directory is not")
     _check_listed(checkpoint, manifest, None)
     unlisted = [name for name in list_files(checkpoint) if name != MANIFEST and name not in manifest["files"]]
@@ -149,7 +151,7 @@ def verify(path: Path | str) -> None:
 
 
 def verify_files(checkpoint: Path, names: list[str]) -> None:
-    """Check only `names` against the manifest: a user may move or thin out a checkpoint before starting from its weights.
+    """Check only `names` against the manifest: users move and thin out checkpoints before starting from their weights.
 
     Raises CheckpointDamaged as `verify` does.
     """

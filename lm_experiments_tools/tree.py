@@ -85,7 +85,7 @@ def load_tree(path_stem: Path | str) -> Any:
 
 
 def as_os_error(error: SafetensorError, path: Path) -> OSError:
-    """The operating system's error inside a SafetensorError ("... (os error 28) ..."), as Python would have raised it."""
+    """The operating system's error inside a SafetensorError ("... (os error 28) ..."), as Python would raise it."""
     text = str(error)
     _, found, tail = text.partition("(os error ")
     number = tail.partition(")")[0]

@@ -101,8 +101,8 @@ def load_weights(
     unexpected.
 
     Raises:
-        UserError: nothing matches; or, without `allow_partial`, anything is missing, unexpected or of another shape; or
-            the file gives different values to weights that the model ties; or the source cannot be read.
+        UserError: nothing matches; or, without `allow_partial`, anything is missing, unexpected or of another shape;
+            or the file gives different values to weights that the model ties; or the source cannot be read.
     """
     path = Path(source)
     weights = read_weights(path, allow_pickle)
@@ -110,8 +110,8 @@ def load_weights(
     report = _compare(own, weights, getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
     if not report.matched:
         raise UserError(
-            f"no weight in {path} fits the model: {report}; the file is of another architecture, or its parameters have "
-            "other names."
+            f"no weight in {path} fits the model: {report}; the file is of another architecture, or its parameters "
+            "have other names."
         )
     if not allow_partial and (report.missing or report.unexpected or report.mismatched):
         raise UserError(
@@ -150,7 +150,7 @@ def _refuse_untied_values(
         if other != name and not torch.equal(weights[other], weights[name]):
             raise UserError(
                 f"{path} has different values for {other} and {name}, but the model ties them into one weight: set "
-                "tie_word_embeddings to false in --model_cfg (T5 v1.1), or use the configuration the file was made with."
+                "tie_word_embeddings to false in --model_cfg (T5 v1.1), or use the configuration of the file."
             )
 
 
