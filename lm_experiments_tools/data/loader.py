@@ -7,6 +7,7 @@ the same samples for 8 x 1, 4 x 2, or 2 workers x (2 x 2).
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import ceil
 from typing import Protocol
 
 import numpy as np
@@ -155,7 +156,7 @@ class ValidLoader:
         return self.dataset.fingerprint
 
     def __len__(self) -> int:
-        return -(-self.num_samples // (self.rows_per_batch * self.world_size))
+        return ceil(self.num_samples / (self.rows_per_batch * self.world_size))
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """Tensors int64[rows_per_batch, length]."""

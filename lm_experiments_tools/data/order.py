@@ -73,7 +73,7 @@ def sample_words(key: int, epochs: np.ndarray, samples: np.ndarray, num_words: i
         np.broadcast_to(np.asarray(epochs).astype(np.uint64), shape),
     )
     words = philox_4x32(counter, key)  # [4, blocks, n]
-    return words.swapaxes(0, 1).reshape(4 * num_blocks, -1)[:num_words]
+    return words.swapaxes(0, 1).reshape(4 * num_blocks, len(samples))[:num_words]
 
 
 @lru_cache(maxsize=4096)

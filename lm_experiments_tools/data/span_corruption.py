@@ -37,7 +37,8 @@ class SpanCounts:
 
     @property
     def inputs_length(self) -> int:
-        return self.num_nonnoise_tokens + self.num_spans + 1
+        # A lone token is one non-noise span and no noise span: nothing is replaced in the inputs.
+        return self.num_nonnoise_tokens + min(self.num_spans, self.num_noise_tokens) + 1
 
     @property
     def targets_length(self) -> int:
@@ -53,10 +54,11 @@ def count_spans(tokens_length: int, noise_density: float, mean_noise_span_length
     """Noise tokens and spans in a segment of `tokens_length` tokens.
 
     Rounds half to even in float32 as t5's `random_spans_noise_mask` does: float64 gives another number of noise tokens
-    for some lengths (350 or 390 at density 0.15, for example).
+    for some lengths (350 or 390 at density 0.15, for example). Each span needs a non-noise token before it; a short
+    segment gets fewer spans where rounding asks for more than that (t5 fails there).
 
     Raises:
-        UserError: a density outside (0, 1), a mean span length below 1, or more spans than non-noise tokens.
+        UserError: a density outside (0, 1), or a mean span length below 1.
     """
     if not 0 < noise_density < 1:
         raise UserError(f"noise_density is {noise_density}, but it is a fraction of the tokens: choose 0 < d < 1.")
@@ -66,12 +68,7 @@ def count_spans(tokens_length: int, noise_density: float, mean_noise_span_length
     num_noise = int(np.rint(np.float32(length) * np.float32(noise_density)))
     num_noise = min(max(num_noise, 1), length - 1)
     num_spans = max(int(np.rint(np.float32(num_noise) / np.float32(mean_noise_span_length))), 1)
-    if num_spans > length - num_noise:
-        raise UserError(
-            f"{num_spans} noise spans cannot be kept apart by {length - num_noise} non-noise tokens (segment of {length} "
-            f"tokens, noise_density {noise_density}, mean_noise_span_length {mean_noise_span_length}): "
-            "lower noise_density or raise mean_noise_span_length."
-        )
+    num_spans = min(num_spans, length - num_noise)
     return SpanCounts(tokens_length, num_noise if tokens_length > 1 else 0, num_spans)
 
 
@@ -88,7 +85,8 @@ def random_spans_lengths(
         sentinels and EOS, and noise spans; (568, 114, 28) for (512, 0.15, 3.0).
 
     Raises:
-        UserError: as `count_spans`, or an `inputs_length` below 3 (a token, a sentinel, EOS).
+        UserError: as `count_spans`, an `inputs_length` below 3 (a token, a sentinel, EOS), or more spans than non-noise
+            tokens to keep them apart.
     """
     if inputs_length < 3:
         raise UserError(f"inputs_length is {inputs_length}, but a token, a sentinel and EOS need 3.")
@@ -106,6 +104,14 @@ def random_spans_lengths(
     inputs, targets = inputs_and_targets(tokens_length)
     if noise_density == 0.5 and targets > inputs:
         tokens_length, targets = tokens_length - 1, targets - 1
+    num_noise = round(tokens_length * noise_density)
+    if round(num_noise / mean_noise_span_length) > tokens_length - num_noise:
+        raise UserError(
+            f"{round(num_noise / mean_noise_span_length)} noise spans cannot be kept apart by "
+            f"{tokens_length - num_noise} non-noise tokens (segment of {tokens_length} tokens, noise_density "
+            f"{noise_density}, mean_noise_span_length {mean_noise_span_length}): lower noise_density or raise "
+            "mean_noise_span_length."
+        )
     return tokens_length, targets, count_spans(tokens_length, noise_density, mean_noise_span_length).num_spans
 
 
@@ -157,7 +163,7 @@ def random_spans_noise_mask(counts: SpanCounts, words: np.ndarray) -> np.ndarray
     parts = np.repeat(np.array([num_nonnoise, num_noise]), num_rows)
     chosen = np.empty((num_cuts, 2 * num_rows), np.int32)
     last = (parts - 1 - num_cuts + np.arange(num_cuts)[:, None]).astype(np.int32)  # the newest gap at each step
-    picks = words.reshape(num_cuts, -1) * (last + 1).astype(np.uint64) >> np.uint64(32)
+    picks = words.reshape(num_cuts, 2 * num_rows) * (last + 1).astype(np.uint64) >> np.uint64(32)
     for step, pick in enumerate(picks.astype(np.int32)):
         taken = np.logical_or.reduce(chosen[:step] == pick, axis=0)
         chosen[step] = np.where(taken, last[step], pick)

@@ -1,0 +1,178 @@
+"""Span corruption equals the `t5` package token for token, given the same noise mask.
+
+The oracle runs in a process of its own: TensorFlow must not be imported beside torch and triton. It writes what t5 made of
+masks that this test drew, and masks and lengths that t5 drew.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from math import sqrt
+
+import numpy as np
+import pytest
+
+from lm_experiments_tools.data.order import sample_words
+from lm_experiments_tools.data.span_corruption import (
+    corrupt,
+    count_spans,
+    random_spans_lengths,
+    random_spans_noise_mask,
+)
+from lm_experiments_tools.errors import UserError
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("t5") is None or importlib.util.find_spec("tensorflow") is None,
+    reason="the oracle needs the packages t5 and tensorflow",
+)
+
+VOCAB_SIZE = 32_100
+SENTINELS = np.arange(VOCAB_SIZE - 1, VOCAB_SIZE - 1001, -1)  # as t5, without a bound on their number
+SETTINGS = [(0.15, 3.0), (0.3, 8.0), (0.5, 3.0), (0.15, 1.0)]
+EXAMPLES_PER_SETTING = 320
+STATISTICS = (568, 0.15, 3.0, 1500)  # length, density, mean span, masks
+
+ORACLE = """
+import sys
+import numpy as np
+import tensorflow as tf
+from t5.data import preprocessors as t5
+
+given, output = np.load(sys.argv[1]), {}
+vocabulary = type("Vocabulary", (), {"vocab_size": int(given["vocab_size"])})()
+seeds = tf.constant([[0, 1], [2, 3]])
+
+@tf.function(input_signature=[tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.bool)])
+def corrupt(tokens, mask):
+    return (t5.noise_span_to_unique_sentinel(tokens, mask, vocabulary, seeds),
+            t5.nonnoise_span_to_unique_sentinel(tokens, mask, vocabulary, seeds))
+
+bounds = np.concatenate([[0], np.cumsum(given["lengths"])])
+made = [corrupt(given["tokens"][a:b], given["masks"][a:b]) for a, b in zip(bounds[:-1], bounds[1:])]
+for k, name in enumerate(["inputs", "targets"]):
+    output[name] = np.concatenate([pair[k] for pair in made])
+    output[name + "_lengths"] = np.array([len(pair[k]) for pair in made])
+
+output["helper"] = np.array([
+    t5.random_spans_helper(int(length), density, mean, 1, 1, verbose=False) for length, density, mean in given["grid"]])
+
+def mask_function(density, mean):  # t5 wants these as Python numbers
+    return tf.function(lambda length, seeds: t5.random_spans_noise_mask(length, density, seeds, mean), input_signature=[
+        tf.TensorSpec([], tf.int32), tf.TensorSpec([2, 2], tf.int32)])
+
+functions = {}
+
+def draw(length, density, mean, k):
+    setting = float(density), float(mean)
+    if setting not in functions:
+        functions[setting] = mask_function(*setting)
+    return functions[setting](int(length), np.array([[k, 1], [k, 2]], np.int32)).numpy()
+
+counts = []
+for k, (length, density, mean) in enumerate(given["count_grid"]):
+    mask = draw(length, density, mean, k)
+    starts = mask & ~np.concatenate([[False], mask[:-1]])
+    counts.append((mask.sum(), starts.sum()))
+output["counts"] = np.array(counts)
+length, density, mean, number = given["statistics"]
+output["drawn"] = np.array([draw(length, density, mean, k) for k in range(int(number))])
+np.savez(sys.argv[2], **output)
+"""
+
+
+def drawn_mask(counts, number, key):
+    rows = np.arange(number)
+    return random_spans_noise_mask(counts, sample_words(key, np.zeros(number), rows, counts.words_per_sample))
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory):
+    """What was given to t5, and what it made of it."""
+    generator = np.random.default_rng(0)
+    masks = []
+    for key, (density, mean) in enumerate(SETTINGS):
+        for _ in range(EXAMPLES_PER_SETTING):
+            counts = count_spans(int(generator.integers(2, 700)), density, mean)
+            masks.append(drawn_mask(counts, 1, key=1000 * key + len(masks))[0])
+    masks += [generator.random(length) < 0.3 for length in generator.integers(1, 60, 40)]  # any mask, also noise first
+    helper_lengths = [3, 4, 5, 8, 17, 64, 100, 127, 128, 190, 256, 350, 390, 511, 512, 513, 670, 1024, 2048]
+    grid = [
+        (length, density, mean)
+        for length in helper_lengths
+        for density in (0.1, 0.15, 0.25, 0.3, 0.5)
+        for mean in (1.5, 3.0, 3.7, 8.0, 32.0, 64.0)
+    ]
+    # lengths where float32 and float64 disagree at 0.15 are among these
+    count_grid = [(n, d, m) for n in [*range(2, 60), 190, 350, 390, 568, 670] for d, m in ((0.15, 3.0), (0.3, 2.5))]
+    given = {
+        "vocab_size": VOCAB_SIZE,
+        "lengths": np.array([mask.size for mask in masks]),
+        "masks": np.concatenate(masks),
+        "tokens": generator.integers(2, 30_000, sum(mask.size for mask in masks)),
+        "grid": np.array(grid),
+        "count_grid": np.array(count_grid),
+        "statistics": np.array(STATISTICS),
+    }
+    folder = tmp_path_factory.mktemp("oracle")
+    np.savez(folder / "given.npz", **given)
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, "-c", ORACLE, str(folder / "given.npz"), str(folder / "made.npz")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return given, dict(np.load(folder / "made.npz"))
+
+
+def split(values, lengths):
+    return np.split(values, np.cumsum(lengths)[:-1])
+
+
+def test_inputs_and_targets_equal_t5_token_for_token(oracle):
+    given, made = oracle
+    tokens, masks = split(given["tokens"], given["lengths"]), split(given["masks"], given["lengths"])
+    expected_inputs = split(made["inputs"], made["inputs_lengths"])
+    expected_targets = split(made["targets"], made["targets_lengths"])
+    assert len(tokens) == 4 * EXAMPLES_PER_SETTING + 40
+    for row, mask, inputs, targets in zip(tokens, masks, expected_inputs, expected_targets, strict=True):
+        ours = corrupt(row[None], mask[None], SENTINELS, eos_id=1)
+        np.testing.assert_array_equal(ours[0][0], [*inputs, 1])  # t5 appends EOS in a later step
+        np.testing.assert_array_equal(ours[1][0], [*targets, 1])
+
+
+def test_segment_lengths_equal_random_spans_helper(oracle):
+    given, made = oracle
+    refused = 0
+    for (length, density, mean), expected in zip(given["grid"].tolist(), made["helper"].tolist(), strict=True):
+        try:
+            assert list(random_spans_lengths(int(length), density, mean)[:2]) == expected, (length, density, mean)
+        except UserError:
+            refused += 1
+    assert refused <= 5  # tiny inputs with more spans than non-noise tokens, which t5's mask cannot make
+
+
+def test_counts_of_noise_tokens_and_spans_equal_random_spans_noise_mask(oracle):
+    given, made = oracle
+    for (length, density, mean), expected in zip(given["count_grid"].tolist(), made["counts"].tolist(), strict=True):
+        counts = count_spans(int(length), density, mean)
+        assert [counts.num_noise_tokens, counts.num_spans] == expected, (length, density, mean)
+
+
+def test_noise_masks_have_the_statistics_of_t5(oracle):
+    length, density, mean, number = STATISTICS
+    drawn, counts = oracle[1]["drawn"], count_spans(length, density, mean)
+    ours = drawn_mask(counts, number, key=5)
+    assert (drawn.sum(axis=1) == counts.num_noise_tokens).all()
+    for masks in (drawn, ours):
+        assert not masks[:, 0].any() and masks[:, -1].all()
+    inner = slice(1, -1)
+    pooled = (drawn.mean(axis=0) + ours.mean(axis=0))[inner] / 2
+    z = (drawn.mean(axis=0) - ours.mean(axis=0))[inner] / np.sqrt(2 * pooled * (1 - pooled) / number)
+    assert np.abs(z).max() < 5 and 0.85 < np.sqrt((z**2).mean()) < 1.15
+    shares = []
+    for masks in (drawn, ours):  # lengths of the noise spans
+        edges = np.diff(masks.astype(np.int8), axis=1, prepend=0, append=0)
+        spans = np.flatnonzero(edges.reshape(-1) < 0) - np.flatnonzero(edges.reshape(-1) > 0)
+        assert spans.size == number * counts.num_spans
+        shares.append(np.array([(spans == k).mean() for k in range(1, 9)]))
+    error = np.sqrt(2 * shares[0] * (1 - shares[0]) / (number * counts.num_spans))
+    assert (np.abs(shares[0] - shares[1]) / error).max() < 4.5 and sqrt(number) > 30
