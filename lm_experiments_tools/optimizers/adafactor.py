@@ -58,6 +58,7 @@ class Adafactor(Float32StateOptimizer):
             raise ValueError("lr is needed unless relative_step=True")
         if warmup_init and not relative_step:
             raise ValueError("warmup_init=True is a form of relative_step=True, which is off")
+        self._memory = torch.empty(0)  # see _work_space
         super().__init__(
             params,
             {
@@ -113,17 +114,29 @@ class Adafactor(Float32StateOptimizer):
         if group["scale_parameter"]:
             step_size = root_mean_square(weights).clamp_(min=group["eps"][1]).mul_(step_size)
 
-        update = _precondition(grad, state, 1.0 - step ** group["decay_rate"], group["eps"][0])
-        clip = (root_mean_square(update) / group["clip_threshold"]).clamp_(min=1.0)
-        update.mul_(step_size / clip)
-        if group["beta1"] is not None:
-            update = state["exp_avg"].mul_(group["beta1"]).add_(update, alpha=1.0 - group["beta1"])
+        update = _precondition(grad, state, 1.0 - step ** group["decay_rate"], group["eps"][0], self._work_space(grad))
+        factor = step_size / (root_mean_square(update) / group["clip_threshold"]).clamp_(min=1.0)
         if group["weight_decay"] != 0:
             weights.mul_(1.0 - group["weight_decay"] * step_size)
-        weights.sub_(update)
+        if group["beta1"] is not None:
+            moment = state["exp_avg"].mul_(group["beta1"])
+            weights.sub_(moment.addcmul_(update, factor, value=1.0 - group["beta1"]))
+        else:
+            weights.addcmul_(update, factor, value=-1.0)
         if weights is not parameter:
             parameter.copy_(weights)
         return step_size
+
+    def _work_space(self, grad: Tensor) -> Tensor | None:
+        """Memory for one matrix of this shape, on the CPU only, where fresh pages cost more than the arithmetic.
+
+        One buffer of the size of the largest matrix serves all; other devices have caching allocators.
+        """
+        if grad.device.type != "cpu" or grad.ndim < 2 or hasattr(grad, "placements"):
+            return None
+        if self._memory.numel() < grad.numel():
+            self._memory = torch.empty(grad.numel())
+        return self._memory[: grad.numel()].view(grad.shape)
 
     @staticmethod
     def _init_state(state: dict, grad: Tensor, first_moment: bool) -> None:
@@ -152,9 +165,9 @@ def _relative_step(step: int, group: dict) -> float:
     return min(ceiling, 1.0 / math.sqrt(step))
 
 
-def _precondition(grad: Tensor, state: dict, beta2: float, eps: float) -> Tensor:
-    """grad / sqrt(second moment), the moment in `state` updated with decay beta2; same shape as grad."""
-    squared = grad.square()
+def _precondition(grad: Tensor, state: dict, beta2: float, eps: float, work: Tensor | None) -> Tensor:
+    """grad / sqrt(second moment), the moment in `state` updated with decay beta2; written to `work` if given."""
+    squared = torch.mul(grad, grad, out=work)
     if grad.ndim < 2:
         moment = state["exp_avg_sq"].mul_(beta2).add_(squared.add_(eps), alpha=1.0 - beta2)
         return moment.rsqrt().mul_(grad)
@@ -163,7 +176,7 @@ def _precondition(grad: Tensor, state: dict, beta2: float, eps: float) -> Tensor
     row = state["exp_avg_sq_row"].mul_(beta2).add_(squared.sum(dim=-1) / columns + eps, alpha=1.0 - beta2)
     column = state["exp_avg_sq_col"].mul_(beta2).add_(squared.sum(dim=-2) / rows + eps, alpha=1.0 - beta2)
     row_factor = (row / (row.sum(dim=-1, keepdim=True) / rows)).rsqrt_()
-    update = grad * row_factor.unsqueeze(-1) * column.rsqrt().unsqueeze(-2)
+    update = torch.mul(grad, row_factor.unsqueeze(-1), out=work).mul_(column.rsqrt().unsqueeze(-2))
     if hasattr(update, "placements"):  # DTensor makes a replica of what is broadcast along a dimension of size 1
         update = update.redistribute(placements=grad.placements)
     return update
