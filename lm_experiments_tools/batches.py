@@ -190,15 +190,15 @@ def split_batch(
         raise UserError(f"the entries of a batch must have the same, positive number of rows, but they have {rows}")
     labels, mask, ids = batch.get("labels"), batch.get("attention_mask"), batch.get("input_ids")
     tokens = int(mask.sum()) if mask is not None else (ids.numel() if ids is not None else 0)
+    cut = {k for k, v in batch.items() if _has_rows(v, num_rows)}
+    batch = {k: v.to(device, non_blocking=True) if k in rows else v for k, v in batch.items()}
     micro_batches = []
     for start in range(0, num_rows, batch_size):
-        part = {k: v[start : start + batch_size] if _has_rows(v, num_rows) else v for k, v in batch.items()}
+        span = slice(start, start + batch_size)
+        part = {k: v[span] if k in cut else v for k, v in batch.items()}
         weight = min(batch_size, num_rows - start)
         if labels is not None:
-            weight = int((part["labels"] != IGNORED_LABEL).sum())
-        part = {
-            k: v.to(device, non_blocking=True) if isinstance(v, Tensor) and k in names else v for k, v in part.items()
-        }
+            weight = int((labels[span] != IGNORED_LABEL).sum())  # of the loader's labels: not a wait for the device
         inputs = {k: v for k, v in part.items() if k in names}
         micro_batches.append(MicroBatch(inputs, part, weight))
     weight = sum(m.weight for m in micro_batches)

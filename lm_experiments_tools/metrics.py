@@ -37,14 +37,17 @@ class MetricSums:
     def add(self, values: Mapping[str, Any], weight: float) -> None:
         """Add one micro-batch; `weight` is its number of valid target tokens (rows where there are no labels)."""
         for name, value in values.items():
-            total, count = value if isinstance(value, tuple) else (_detached(value) * weight, weight)
-            self.sums[name] = self.sums.get(name, 0.0) + _detached(total)
-            self.counts[name] = self.counts.get(name, 0.0) + _detached(count)
+            pair = map(_detached, value) if isinstance(value, tuple) else (_detached(value) * weight, float(weight))
+            self._add(name, *pair)
 
     def merge(self, other: MetricSums) -> None:
         for name, total in other.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + total
-            self.counts[name] = self.counts.get(name, 0.0) + other.counts[name]
+            self._add(name, total, other.counts[name])
+
+    def _add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
+        if name in self.sums:
+            total, count = self.sums[name] + total, self.counts[name] + count
+        self.sums[name], self.counts[name] = total, count
 
     def reduce(self, backend: Backend) -> dict[str, float]:
         """Mean of each metric over all workers; a metric that some workers never saw counts where it was seen."""
@@ -68,8 +71,8 @@ class MetricSums:
 
 
 def _detached(value: Any) -> Tensor | float:
-    """Float64 on the value's own device: bf16 or fp32 running sums would lose the small terms."""
-    return value.detach().to(torch.float64) if isinstance(value, Tensor) else float(value)
+    """A float64 copy on the value's own device: bf16 or fp32 running sums would lose the small terms."""
+    return value.detach().to(torch.float64, copy=True) if isinstance(value, Tensor) else float(value)
 
 
 class KeptOutputs:

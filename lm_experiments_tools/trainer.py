@@ -283,6 +283,7 @@ class TrainingLoop:
         self.state.data_fingerprint = getattr(self.stream.loader, "fingerprint", None)
         with failures_located(self.state), self.signals, self._tracking():
             self._validate_before()
+            self.backend.model.train()
             batches = self._timed_batches()
             while not self._finished():
                 batch, data_seconds = next(batches)
@@ -314,6 +315,7 @@ class TrainingLoop:
         for hook in self.hooks:
             if is_due(hook, info.step):
                 hook(self, info)
+                self.backend.model.train()  # the hook may have evaluated
 
     def _timed_batches(self) -> Iterator[tuple[Mapping[str, Any], float]]:
         """Batches with the seconds each was waited for; a restarted run's random numbers go on from its last ones."""
@@ -327,10 +329,12 @@ class TrainingLoop:
             yield batch, time.perf_counter() - started
 
     def train_step(self, batch: Mapping[str, Any], data_seconds: float = 0.0) -> StepInfo:
-        """Forward and backward over the micro-batches of `batch`, and one update of the weights."""
+        """Forward and backward over the micro-batches of `batch`, and one update of the weights.
+
+        `train` has put the model into training mode; that walks over all modules, so it is not done every step.
+        """
         started = time.perf_counter()
         backend, state = self.backend, self.state
-        backend.model.train()
         self._set_lr()
         part = self._split(batch)
         weight, samples, tokens, num_micro_batches = self._agree(part)
@@ -360,11 +364,10 @@ class TrainingLoop:
 
     def _agree(self, part: StepBatch) -> tuple[int, int, int, int]:
         """Global weight, samples and tokens, the largest number of micro-batches, and any signal: one collective."""
-        counts = torch.zeros(5 + self.backend.world_size, dtype=torch.int64)
-        counts[:3] = torch.tensor([part.weight, part.rows, part.tokens])
-        counts[3:5] = torch.tensor(self.signals.pending)
-        counts[5 + self.backend.rank] = len(part.micro_batches)
-        totals = self.backend.sum(counts).tolist()
+        passes = [0] * self.backend.world_size
+        passes[self.backend.rank] = len(part.micro_batches)
+        counts = [part.weight, part.rows, part.tokens, *self.signals.pending, *passes]
+        totals = self.backend.sum(torch.tensor(counts)).tolist()
         self.signals.agree(totals[3:5])
         return totals[0], totals[1], totals[2], max(totals[5:])
 

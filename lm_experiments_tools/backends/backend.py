@@ -19,6 +19,7 @@ Gradients are averaged over workers, so a loss that is to be summed over workers
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -176,11 +177,12 @@ class LocalBackend(Backend):
     def update(self, max_norm: float | None = None, max_value: float | None = None) -> tuple[float, bool]:
         parameters = self.precision.parameters(self.optimizer)
         norm = global_gradient_norm(parameters)
-        grad_norm = norm.item()
-        finite = bool(torch.isfinite(norm))
+        grad_norm = norm.item()  # waits for the device, once a step
+        finite = math.isfinite(grad_norm)
         if finite:
             if max_norm:
-                torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+                if max_norm < grad_norm + 1e-6:  # otherwise torch would go over all gradients to multiply them by 1
+                    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
             elif max_value:
                 torch.nn.utils.clip_grad_value_(parameters, max_value)
         applied = self.precision.step(self.optimizer, finite, self._step_optimizer)

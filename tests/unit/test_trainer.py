@@ -94,6 +94,18 @@ def test_ragged_validation_loss_is_the_loss_per_token():
     assert abs(sum(means) / 3 - expected) > 1e-3  # the mean of means is another number
 
 
+def test_the_whole_model_trains_in_training_mode_and_validates_in_evaluation_mode():
+    model, modes = tiny_t5().eval(), []
+    for module in (model, model.encoder, model.decoder):
+        module.register_forward_pre_hook(lambda module, _: modes.append((torch.is_grad_enabled(), module.training)))
+    valid = DataLoader(RaggedPairs(4), batch_size=4)
+    loop = make_loop({"iters": 6, "valid_interval": 2, "valid_at_start": True}, model=model, valid=valid)
+    loop.train()
+    assert modes.count((True, True)) == 6 * 3
+    assert modes.count((False, False)) == (1 + 6 // 2) * 3
+    assert len(modes) == (6 + 4) * 3
+
+
 @pytest.mark.parametrize("name", ["linear", "cosine", "constant_with_warmup", "polynomial", "inverse_sqrt"])
 def test_learning_rates_of_a_run_are_those_of_the_reference_scheduler(name):
     recorder = Recorder(lambda loop, info: loop.backend.optimizer.param_groups[0]["lr"])
