@@ -43,12 +43,12 @@ def read_pickle(path: Path, *, allow_pickle: bool = False) -> Any:
     except (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
         raise _corrupt(path, error) from error
     except pickle.UnpicklingError as error:
-        refused = re.search(r"(?:Unsupported global: GLOBAL|Unsupported class|[Gg]lobal) (\S+\.\S+)", str(error))
+        refused = re.search(r"GLOBAL (\S+)|`add_safe_globals`,? but got (.+)", str(error))
         if not refused:
             raise _corrupt(path, error) from error
         raise UserError(
-            f"{path} is a pickle that asks for {refused[1]}, which could run code, and was not read: convert it to "
-            "safetensors, or pass --allow_pickle if you trust whoever made it."
+            f"{path} is a pickle that asks for {refused[1] or refused[2]}, which could run code, and was "
+            "not read: convert it to safetensors, or pass --allow_pickle if you trust whoever made it."
         ) from error
 
 

@@ -1,0 +1,441 @@
+"""The run directory: what was run, with what, where; and the log files.
+
+runs/name/config.json config.yaml cmd.sh git.diff git_status.txt env.json model_config.json  (first start)
+          config.1.json config.1.yaml ...  (second start)
+          logs/rank0.log ...   metrics.jsonl  metrics.json  events.out.tfevents.*
+          checkpoints/step_000500/  checkpoints/best -> step_...  checkpoints/last -> step_...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import logging
+import logging.handlers
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import dump_json, to_jsonable, write_atomic
+
+logger = logging.getLogger(__name__)
+
+# the ancestor's extra keys of config.json; everything else in it is an argument
+_EXTRA_KEYS = ("ENV", "MACHINE", "COMMIT", "WORLD_SIZE")
+_ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONPATH")
+# arguments that a continued run may change: they alter neither the model, nor the data, nor the updates made so far
+HARMLESS = frozenset(
+    "allow_partial_checkpoint allow_pickle backend early_stopping_patience init_checkpoint iters keep_checkpoints "
+    "log_interval max_skipped_updates model_path num_workers profile report reset_iteration reset_lr reset_optimizer "
+    "resume save_best save_interval skip_used_data use_generate_on_valid valid_interval validate_only "
+    "working_dir".split()
+)
+_LAUNCHERS = ("torchrun", "horovodrun", "accelerate", "deepspeed", "mpirun", "mpiexec")
+_LAUNCHER_MODULES = (
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "accelerate.commands.launch",
+    "accelerate.commands.accelerate_cli",
+    "horovod.runner.launch",
+)
+_LOG_BYTES = 100 * 2**20
+_GIT_SECONDS = 30
+
+
+class RunDirectory:
+    """One run's directory; made on construction, on every rank.
+
+    Args:
+        path: `--model_path`.
+        rank: this process; only rank 0 writes anything but its own log file.
+    """
+
+    def __init__(self, path: Path | str, rank: int):
+        self.path = Path(path)
+        self.rank = rank
+        self._start = 0
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"the run directory {self.path} cannot be made ({error.strerror}); check --model_path."
+            ) from error
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def write_start(
+        self,
+        args: Mapping[str, Any],
+        origins: Mapping[str, str],
+        argv: Sequence[str],
+        model_config: Mapping[str, Any] | None = None,
+        *,
+        world_size: int | None = None,
+        yaml_text: str | None = None,
+    ) -> None:
+        """Record this start; an earlier start's files are never touched, a second start writes config.1.json, ...
+
+        Args:
+            args: the merged arguments, {name: value}.
+            origins: {name: where its value came from}, written as comments of config.yaml.
+            argv: the program's arguments, `sys.argv`.
+            model_config: of the model, as a dict; may come later by `write_model_config`.
+            yaml_text: config.yaml, where the parser writes it better than one key a line.
+        """
+        if self.rank != 0:
+            return
+        self._start = self._starts()
+        config = dict(args)
+        config["ENV"] = {name: os.environ.get(name, "") for name in _ENVIRONMENT}
+        config["MACHINE"] = platform.node()
+        config["COMMIT"] = _git("rev-parse", "HEAD").decode("ascii", "replace").strip()
+        if world_size is not None:
+            config["WORLD_SIZE"] = world_size
+        self._write("cmd.sh", relaunch_script(argv))
+        self._write("config.yaml", yaml_text if yaml_text is not None else config_yaml(args, origins))
+        self._write("env.json", dump_json(describe_environment()) + "\n")
+        diff, status = _git("diff", "HEAD"), _git("status", "--porcelain=v1", "--branch")
+        if status:
+            self._write("git.diff", diff)
+            self._write("git_status.txt", status)
+        if model_config is not None:
+            self.write_model_config(model_config)
+        # last: its presence is what marks the start as recorded
+        self._write("config.json", dump_json(config, indent=4) + "\n")
+
+    def write_model_config(self, model_config: Mapping[str, Any]) -> None:
+        """model_config.json of the start recorded last, for models that are built after it."""
+        if self.rank == 0:
+            self._write("model_config.json", dump_json(dict(model_config)) + "\n")
+
+    def check_compatible(
+        self, args: Mapping[str, Any], resume: bool, *, world_size: int | None = None
+    ) -> dict[str, tuple[Any, Any]]:
+        """Compare with the newest earlier start: {argument: (then, now)} of those that matter and differ.
+
+        A directory is in use once it holds checkpoints or metrics. With both world sizes known the batch is compared
+        as a whole: another split of the same global batch makes the same updates.
+
+        Args:
+            resume: the user asked for this directory's run by name, so differences are reported, not refused.
+
+        Raises:
+            UserError: the directory is in use by another configuration and `resume` is False; shows the differences.
+        """
+        before = self._previous_config()
+        in_use = _has_entries(self.checkpoints) or (
+            self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
+        )
+        if before is None or not in_use:
+            return {}
+        differing = _differences(before, {**args, "WORLD_SIZE": world_size})
+        shown = ", ".join(f"{name} ({_show(then)} then, {_show(now)} now)" for name, (then, now) in differing.items())
+        if differing and not resume:
+            raise UserError(
+                f"{self.path} holds a run with other settings: {shown}; choose another --model_path, or pass --resume "
+                f"{self.checkpoints / 'last'} to continue that run with the new ones."
+            )
+        if differing:
+            logger.warning("continuing %s with other settings: %s", self.path, shown)
+        return differing
+
+    def _starts(self) -> int:
+        count = 0
+        while (self.path / _numbered("config.json", count)).exists():
+            count += 1
+        return count
+
+    def _previous_config(self) -> dict[str, Any] | None:
+        count = self._starts()
+        if count == 0:
+            return None
+        path = self.path / _numbered("config.json", count - 1)
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{path} cannot be read ({error}): mend or remove it, or choose another --model_path."
+            ) from error
+        return config if isinstance(config, dict) else None
+
+    def _write(self, name: str, content: str | bytes) -> None:
+        path = self.path / _numbered(name, self._start)
+        write_atomic(path, content)
+        if name.endswith(".sh"):
+            path.chmod(0o755)
+
+
+def setup_logging(run_dir: Path | str | None, rank: int, level: int = logging.INFO) -> None:
+    """Send the root logger to the console (rank 0 only) and to `run_dir`/logs/rank{rank}.log (every rank).
+
+    Files rotate at 100 MiB and keep two old ones. Without a `run_dir`, errors of other ranks go to stderr: they would
+    be lost otherwise. Calling it again replaces what the first call set up; handlers of others stay.
+    """
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if getattr(handler, "set_up_by_run", False)]:
+        root.removeHandler(handler)
+        handler.close()
+    handlers: list[logging.Handler] = []
+    if rank == 0 or run_dir is None:
+        handlers.append(ConsoleHandler(sys.stderr))
+        handlers[0].setLevel(level if rank == 0 else logging.ERROR)
+    if run_dir is not None:
+        directory = Path(run_dir) / "logs"
+        directory.mkdir(parents=True, exist_ok=True)
+        file = directory / f"rank{rank}.log"
+        handlers.append(
+            logging.handlers.RotatingFileHandler(file, maxBytes=_LOG_BYTES, backupCount=2, encoding="utf-8")
+        )
+        handlers[-1].setFormatter(logging.Formatter(f"%(asctime)s rank{rank} %(levelname)s %(name)s: %(message)s"))
+    for handler in handlers:
+        handler.set_up_by_run = True
+        root.addHandler(handler)
+    root.setLevel(level)
+    logging.captureWarnings(True)
+
+
+class ConsoleHandler(logging.StreamHandler):
+    """Plain lines for information, level and colour for the rest; does not tear a progress bar on the screen."""
+
+    _COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.levelno < logging.WARNING:
+            return text
+        text = f"{record.levelname.lower()}: {text}"
+        terminal = self.stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        return f"{self._COLOURS.get(record.levelno, '')}{text}\033[0m" if terminal else text
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm = sys.modules.get("tqdm")
+        if tqdm is None or not self.stream.isatty():
+            super().emit(record)
+            return
+        with tqdm.tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
+
+
+def config_yaml(args: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    """The arguments as YAML, one line each with where it came from; read back by `--config`."""
+    import yaml
+
+    lines = []
+    for name, value in args.items():
+        text = yaml.safe_dump({name: to_jsonable(value)}, default_flow_style=True, width=10**6, allow_unicode=True)
+        lines.append(text.strip()[1:-1] + (f"  # {origins[name]}" if name in origins else ""))
+    return "\n".join(lines) + "\n"
+
+
+def relaunch_script(argv: Sequence[str]) -> str:
+    """A shell script that starts this run again: the launcher's command line where there is one, else Python's own."""
+    command = _launcher_command() or _python_command(argv)
+    exports = [f"export {name}={shlex.quote(os.environ[name])}" for name in _ENVIRONMENT if name in os.environ]
+    return "\n".join(["#!/bin/sh", f"cd {shlex.quote(os.getcwd())}", *exports, f"exec {shlex.join(command)}", ""])
+
+
+def _python_command(argv: Sequence[str]) -> list[str]:
+    """With `python -m module` sys.argv names the file that was found; only sys.orig_argv tells how it was called."""
+    if list(argv) == sys.argv and sys.orig_argv[len(sys.orig_argv) - len(argv) + 1 :] == list(argv[1:]):
+        return [sys.executable, *sys.orig_argv[1:]]
+    return [sys.executable, *argv]
+
+
+def _launcher_command() -> list[str] | None:
+    """The command line of the outermost launcher above this process, from /proc; None elsewhere or without one."""
+    found, process = None, os.getppid()
+    while process > 1:
+        try:
+            command = [part.decode() for part in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[:-1]]
+            parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]
+        except (OSError, UnicodeDecodeError, IndexError):
+            break
+        if _is_launcher(command):
+            found = command
+        process = int(parent)
+    return found
+
+
+def _is_launcher(command: list[str]) -> bool:
+    names = [Path(part).name for part in command[:2]]
+    module = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
+    return any(name in _LAUNCHERS for name in names) or module in _LAUNCHER_MODULES
+
+
+def describe_environment() -> dict[str, Any]:
+    """Python, platform, every installed package's version, CPU and memory, and the GPUs torch sees."""
+    packages = {}
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name:  # a broken half-removed installation has none
+            packages[name] = distribution.version
+    description = {
+        "python": sys.version,
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "cpu": {"model": _cpu_model(), "count": os.cpu_count(), "memory_bytes": _memory_bytes()},
+        "gpus": [],
+        "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),
+    }
+    torch = sys.modules.get("torch")  # a run has it; describing an environment is no reason to import it
+    if torch is not None and torch.cuda.is_available():
+        properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        description["gpus"] = [{"name": p.name, "memory_bytes": p.total_memory} for p in properties]
+        description["cuda"] = torch.version.cuda
+    return description
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def _git(*arguments: str) -> bytes:
+    """Output of a git command here; empty without git, outside a repository, or when git is too slow."""
+    command = ["git", "--no-optional-locks", *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, check=True, timeout=_GIT_SECONDS).stdout
+    except (OSError, subprocess.SubprocessError):
+        return b""
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    then, now = dict(before), {name: to_jsonable(value) for name, value in now.items()}
+    for config in (then, now):
+        parts = [config.get(name) for name in ("batch_size", "gradient_accumulation_steps", "WORLD_SIZE")]
+        config["global_batch_size"] = (
+            parts[0] * parts[1] * parts[2] if all(isinstance(p, int) for p in parts) else None
+        )
+    split: set[str] = set()
+    if then["global_batch_size"] and now["global_batch_size"]:
+        split = {"batch_size", "gradient_accumulation_steps"}
+    else:
+        del then["global_batch_size"], now["global_batch_size"]
+    compared = [name for name in now if name in then and name not in HARMLESS and name not in split]
+    return {name: (then[name], now[name]) for name in compared if name not in _EXTRA_KEYS and then[name] != now[name]}
+
+
+def _show(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _has_entries(directory: Path) -> bool:
+    return directory.is_dir() and any(directory.iterdir())
+
+
+def _numbered(name: str, count: int) -> str:
+    stem, dot, suffix = name.partition(".")
+    return f"{stem}.{count}{dot}{suffix}" if count else name
+
+
+class StartedRun:
+    """A run whose directory (if any) and logs are set up; `start_run` makes it."""
+
+    def __init__(self, args: Any, directory: RunDirectory | None):
+        self.args = args
+        self.directory = directory
+
+    def describe_model(self, model: Any, data: Any, backend: Any) -> None:
+        """Log the run at a glance and write model_config.json (rank 0)."""
+        if backend.rank != 0:
+            return
+        config = getattr(model, "config", None)
+        if self.directory is not None and config is not None:
+            self.directory.write_model_config(config.to_dict())
+        rows = panel_rows(self.args, model, data, backend)
+        width = max(map(len, rows))
+        for name, value in rows.items():
+            logger.info("%s  %s", name.ljust(width), value)
+
+
+def start_run(args: Any, origins: Mapping[str, str], backend: Any) -> StartedRun:
+    """Set up logs and the run directory `args.model_path`, record the start, and refuse a directory of another run.
+
+    Every rank calls it. `--resume PATH` continues a run with changed settings; auto and never do not.
+
+    Raises:
+        UserError: the directory cannot be made, or holds a run with other settings.
+    """
+    from lm_experiments_tools.cli import to_yaml
+    from lm_experiments_tools.state import on_main
+
+    if args.model_path is None:
+        setup_logging(None, backend.rank)
+        if backend.rank == 0:
+            logger.warning("--model_path is not set: configuration, logs and checkpoints are not saved")
+        return StartedRun(args, None)
+    directory = RunDirectory(args.model_path, backend.rank)
+    setup_logging(directory.path, backend.rank)
+    values = dataclasses.asdict(args)
+
+    def record() -> None:
+        by_name = args.resume not in ("auto", "never")
+        directory.check_compatible(values, by_name, world_size=backend.world_size)
+        directory.write_start(
+            values, origins, sys.argv, world_size=backend.world_size, yaml_text=to_yaml(args, origins)
+        )
+
+    on_main(backend, record)
+    return StartedRun(args, directory)
+
+
+def panel_rows(args: Any, model: Any, data: Any, backend: Any) -> dict[str, str]:
+    """What a user wants to see before the first step, {row: text}."""
+    counts = parameter_counts(model)
+    batch = args.batch_size * args.gradient_accumulation_steps * backend.world_size
+    lengths = [getattr(args, name, None) for name in ("input_seq_len", "target_seq_len")]
+    tokens = f", up to {batch * sum(filter(None, lengths))} tokens" if any(lengths) else ""
+    rows = {
+        "model": f"{type(model).__name__}: {counts['total']:,} parameters, {counts['trainable']:,} trainable, "
+        f"{counts['embedding']:,} in embeddings",
+        "batch": f"{args.batch_size} x {args.gradient_accumulation_steps} accumulated x {backend.world_size} "
+        f"workers = {batch} sequences{tokens}",
+    }
+    per_epoch = getattr(getattr(data, "train", None), "samples_per_epoch", None)
+    epochs = f", {args.iters * batch / per_epoch:.2f} epochs of {per_epoch:,} sequences" if per_epoch else ""
+    rows["steps"] = f"{args.iters}{epochs}"
+    rows["optimizer"] = (
+        f"{getattr(args, 'optimizer', 'given')}, lr {args.lr}, schedule {args.lr_scheduler or 'constant'}"
+    )
+    if args.model_path is not None:
+        rows["run"] = f"{args.model_path}  (tensorboard --logdir {shlex.quote(str(args.model_path))})"
+    return rows
+
+
+def parameter_counts(model: Any) -> dict[str, int]:
+    """Total, trainable and embedding parameters of a torch module; a tied weight counts once."""
+    parameters = list(model.parameters())
+    embeddings = {
+        id(parameter): parameter.numel()
+        for module in model.modules()
+        if type(module).__name__.endswith("Embedding")
+        for parameter in module.parameters(recurse=False)
+    }
+    return {
+        "total": sum(parameter.numel() for parameter in parameters),
+        "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "embedding": sum(embeddings.values()),
+    }

@@ -1,0 +1,410 @@
+"""What a run reports: TensorBoard, metrics.jsonl and one console line an interval; rank 0 only.
+
+metrics.jsonl is the record: one JSON object a log call, flushed at once. TensorBoard is a view of it, written with
+tensorboard's own protocol classes: `torch.utils.tensorboard` would import TensorFlow into the training process
+wherever it is installed (11 s measured, and an abort when Triton comes second).
+
+After a restart at step k, lines of later steps move to metrics.superseded.jsonl and TensorBoard is told to forget
+later steps. Its purge knows one number for all tags, so it also drops the points whose x-axis is samples or tokens
+(always larger than k); these are written again from the record.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from lm_experiments_tools.files import dump_json, fsync_path, to_jsonable, write_atomic
+
+logger = logging.getLogger(__name__)
+
+_AXES = ("iterations", "samples", "tokens")
+_ON_AXES = ("gradients_global_norm", "weights_global_norm", "patience")  # tag/{iterations,samples,tokens}
+_TAGS = {
+    "tokens_per_second": "throughput/tokens_per_second",
+    "memory_mib": "memory/peak_mib",
+    "data_wait_fraction": "time_metrics/data_wait_fraction",
+    "skipped_updates": "nonfinite/count",
+}
+_PER_GROUP = ("lr", "scaled_lr")
+_POSITION = ("step", "split", "samples", "tokens", "time")
+
+
+def save_metrics(path: Path | str, metrics: dict[str, Any]) -> None:
+    """Write metrics as strict JSON, atomically; numpy and torch values are converted, NaN and infinities are null."""
+    write_atomic(Path(path), dump_json(metrics) + "\n")
+
+
+class Tracker:
+    """Logs of one run; a context manager. On ranks other than 0 every method does nothing.
+
+    Args:
+        run_dir: where the files go; None reports to the console only.
+        start_step: updates already applied when this process starts; later records in `run_dir` are superseded.
+        total_steps: of the whole run, for the console's eta and bar; None shows neither.
+        stream: of the bar; the console lines go through `logging`.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str | None,
+        *,
+        rank: int,
+        start_step: int = 0,
+        total_steps: int | None = None,
+        stream: IO[str] | None = None,
+    ):
+        self.active = rank == 0
+        self._jsonl: IO[str] | None = None
+        self._events: EventFile | None = None
+        self._metric_tags: dict[str, None] = {}
+        self.console: ConsoleLine | None = None
+        if not self.active:
+            return
+        self.console = ConsoleLine(total_steps, start_step=start_step, stream=stream)
+        if run_dir is None:
+            return
+        directory = Path(run_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        kept = _cut_records(directory / "metrics.jsonl", start_step)
+        self._jsonl = open(directory / "metrics.jsonl", "a", encoding="utf-8")
+        self._open_tensorboard(directory, start_step, kept)
+
+    def _open_tensorboard(self, directory: Path, start_step: int, kept: list[dict[str, Any]]) -> None:
+        try:
+            self._events = EventFile(directory, purge_step=start_step + 1)
+        except ImportError as error:
+            logger.warning("TensorBoard files are not written (%s): pip install tensorboard; see metrics.jsonl", error)
+            return
+        for record in kept:
+            for tag, value, x in _scalars(record):
+                if _axis(tag) != "iterations" and x > start_step:
+                    self._events.scalars([(tag, value)], x, record["time"])
+                elif tag.endswith(("/iterations/train", "/iterations/valid")):
+                    self._metric_tags[tag] = None
+        self._events.flush()
+
+    def log(
+        self,
+        split: str,
+        step: int,
+        samples: int,
+        tokens: int,
+        metrics: dict[str, float],
+        *,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        """Record one measurement.
+
+        Args:
+            split: "train", "valid", ...
+            step, samples, tokens: updates applied, examples and tokens consumed so far, over all workers.
+            metrics: means over `split`; each becomes `{name}/iterations|samples|tokens/{split}`.
+            extra: other numbers: lr, scaled_lr (a number or one a parameter group) or param_groups (a list of dicts
+                with these), gradients_global_norm, weights_global_norm, seconds_per_step, tokens_per_second,
+                memory_mib, data_wait_fraction, skipped_updates, patience; any other name becomes the tag `{name}/iterations`.
+
+        Raises:
+            ValueError: a name in both `metrics` and `extra`, or one of `step, split, samples, tokens, time`.
+        """
+        if not self.active:
+            return
+        numbers = dict(extra or {})
+        clash = [name for name in (*metrics, *numbers) if name in _POSITION] + [n for n in metrics if n in numbers]
+        if clash:
+            raise ValueError(f"{clash[0]} is given twice to Tracker.log or is a reserved name")
+        position = {"step": step, "split": split, "samples": samples, "tokens": tokens}
+        scalars = {**metrics, **_flat_groups(numbers)}
+        record = {**position, **scalars, "metrics": list(metrics), "time": time.time()}
+        if self._jsonl is not None:
+            self._jsonl.write(dump_json(record, indent=None) + "\n")
+            self._jsonl.flush()
+        if self._events is not None:
+            for tag, value, x in _scalars(record):
+                self._events.scalars([(tag, value)], x, record["time"])
+                if tag.startswith(tuple(f"{name}/iterations/" for name in metrics)):
+                    self._metric_tags[tag] = None
+            self._events.flush()
+        self.console.report(split, step, metrics, scalars)
+
+    def text(self, tag: str, markdown: str, step: int) -> None:
+        """Text for TensorBoard's text tab: arguments, decoded samples."""
+        if self._events is not None:
+            self._events.text(tag, markdown, step)
+            self._events.flush()
+
+    def hparams(self, values: dict[str, Any]) -> None:
+        """Fill TensorBoard's HPARAMS tab; call at the end: its metric columns are the last values that were logged."""
+        if self._events is not None:
+            self._events.hparams(values, list(self._metric_tags))
+            self._events.flush()
+
+    def advance(self, step: int) -> None:
+        """Move the bar (if there is one) to `step`."""
+        if self.console is not None:
+            self.console.advance(step)
+
+    def close(self) -> None:
+        for part in (self.console, self._events, self._jsonl):
+            if part is not None:
+                part.close()
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class ConsoleLine:
+    """`step 1200/65536 | loss 2.431 | lr 9.8e-03 | gnorm 0.61 | 41.2k tok/s | mem 61.2 GiB | data 1.8% | eta 9h12m`
+
+    Lines go through `logging`, so they are in the log file too. A bar is drawn besides only on a terminal; NO_COLOR
+    and TERM=dumb are obeyed.
+    """
+
+    def __init__(self, total_steps: int | None, *, start_step: int = 0, stream: IO[str] | None = None):
+        self.total_steps = total_steps
+        stream = sys.stderr if stream is None else stream
+        self._bar = None
+        if total_steps and stream.isatty() and os.environ.get("TERM") != "dumb":
+            from tqdm import tqdm
+
+            colour = None if os.environ.get("NO_COLOR") else "green"
+            self._bar = tqdm(
+                total=total_steps, initial=start_step, file=stream, desc="train", colour=colour, dynamic_ncols=True
+            )
+
+    def report(self, split: str, step: int, metrics: dict[str, float], numbers: dict[str, Any]) -> None:
+        """Log the line of one measurement; one without metrics (only counters) gives no line."""
+        if metrics:
+            logger.info(self.format(split, step, metrics, numbers))
+
+    def format(self, split: str, step: int, metrics: dict[str, float], numbers: dict[str, Any]) -> str:
+        total = f"/{self.total_steps}" if self.total_steps else ""
+        parts = [f"step {step}{total}" if split == "train" else f"step {step}{total} {split}"]
+        parts += [f"{name} {_short(value)}" for name, value in metrics.items() if _is_number(value)]
+        number = {name: value for name, value in numbers.items() if isinstance(value, (int, float))}
+        if "lr" in number:
+            parts.append(f"lr {number['lr']:.1e}")
+        if "gradients_global_norm" in number:
+            parts.append(f"gnorm {number['gradients_global_norm']:.2f}")
+        if "tokens_per_second" in number:
+            parts.append(f"{_thousands(number['tokens_per_second'])} tok/s")
+        if "memory_mib" in number:
+            parts.append(f"mem {number['memory_mib'] / 1024:.1f} GiB")
+        if "data_wait_fraction" in number:
+            parts.append(f"data {100 * number['data_wait_fraction']:.1f}%")
+        if number.get("skipped_updates"):
+            parts.append(f"skipped {number['skipped_updates']:.0f}")
+        if "seconds_per_step" in number and self.total_steps:
+            parts.append(f"eta {_duration(number['seconds_per_step'] * max(self.total_steps - step, 0))}")
+        return " | ".join(parts)
+
+    def advance(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class EventFile:
+    """A TensorBoard event file: protocol buffers in TFRecord framing, one writer, flushed when told.
+
+    Raises ImportError without tensorboard.
+    """
+
+    def __init__(self, directory: Path, purge_step: int):
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary, self._tensor, self._types = event_pb2, summary_pb2, tensor_pb2, types_pb2
+        # TensorBoard reads files in the order of their names, so the time in the name must grow even when two starts
+        # fall into one second or the clock has been set back
+        times = [
+            re.match(r"events\.out\.tfevents\.(\d+)", file.name) for file in directory.glob("events.out.tfevents.*")
+        ]
+        stamp = max([int(time.time()), *(int(match[1]) + 1 for match in times if match)])
+        self.path = directory / f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = open(self.path, "wb")
+        self._writer = RecordWriter(self._file)
+        self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._write(event_pb2.Event(wall_time=time.time(), step=purge_step, session_log=start))
+
+    def _write(self, event: Any) -> None:
+        self._writer.write(event.SerializeToString())
+
+    def scalars(self, values: list[tuple[str, float]], step: int, wall_time: float) -> None:
+        summary = [self._summary.Summary.Value(tag=tag, simple_value=value) for tag, value in values]
+        event = self._event.Event(wall_time=wall_time, step=step, summary=self._summary.Summary(value=summary))
+        self._write(event)
+
+    def text(self, tag: str, markdown: str, step: int) -> None:
+        metadata = self._summary.SummaryMetadata()
+        metadata.plugin_data.plugin_name = "text"
+        tensor = self._tensor.TensorProto(dtype=self._types.DT_STRING, string_val=[markdown.encode("utf-8")])
+        tensor.tensor_shape.dim.add(size=1)
+        value = self._summary.Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)
+        self._write_summary(value, step)
+
+    def hparams(self, values: dict[str, Any], metric_tags: list[str]) -> None:
+        from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
+
+        kinds = {bool: ("bool_value", "DATA_TYPE_BOOL"), int: ("number_value", "DATA_TYPE_FLOAT64")}
+        kinds |= {float: ("number_value", "DATA_TYPE_FLOAT64"), str: ("string_value", "DATA_TYPE_STRING")}
+        experiment, start = api_pb2.Experiment(), plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
+        for name, value in sorted(values.items()):
+            value = value if type(value) in kinds else str(value)
+            field, kind = kinds[type(value)]
+            experiment.hparam_infos.add(name=name, type=getattr(api_pb2, kind))
+            setattr(start.hparams[name], field, value)
+        for tag in metric_tags:
+            experiment.metric_infos.add(name=api_pb2.MetricName(tag=tag))
+        end = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
+        for tag, content in (
+            ("_hparams_/experiment", {"experiment": experiment}),
+            ("_hparams_/session_start_info", {"session_start_info": start}),
+            ("_hparams_/session_end_info", {"session_end_info": end}),
+        ):
+            metadata = self._summary.SummaryMetadata()
+            metadata.plugin_data.plugin_name = "hparams"
+            metadata.plugin_data.content = plugin_data_pb2.HParamsPluginData(version=0, **content).SerializeToString()
+            null = self._tensor.TensorProto(dtype=self._types.DT_FLOAT, float_val=[0.0])
+            self._write_summary(self._summary.Summary.Value(tag=tag, metadata=metadata, tensor=null), 0)
+
+    def _write_summary(self, value: Any, step: int) -> None:
+        event = self._event.Event(wall_time=time.time(), step=step, summary=self._summary.Summary(value=[value]))
+        self._write(event)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _cut_records(path: Path, start_step: int) -> list[dict[str, Any]]:
+    """Keep the records up to `start_step`; the rest is appended to metrics.superseded.jsonl. Returns those kept.
+
+    A line that is not a whole record (a kill while it was written) goes with the rest.
+    """
+    if not path.exists():
+        return []
+    kept, lines, superseded = [], [], []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        record = _parse(line)
+        if record is not None and record["step"] <= start_step:
+            kept.append(record)
+            lines.append(line)
+        elif line.strip():
+            superseded.append(line)
+    if superseded:
+        with open(path.with_suffix(".superseded.jsonl"), "a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in superseded)
+        fsync_path(path.with_suffix(".superseded.jsonl"))
+        write_atomic(path, "".join(f"{line}\n" for line in lines))
+    return kept
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    whole = isinstance(record, dict) and all(name in record for name in (*_POSITION, "metrics"))
+    return record if whole and isinstance(record["step"], int) else None
+
+
+def _flat_groups(numbers: dict[str, Any]) -> dict[str, Any]:
+    """`lr` becomes that of group 0 (what people plot) and, with several groups, `lr_param_groups` all of them."""
+    groups = numbers.pop("param_groups", None) or []
+    for name in _PER_GROUP:
+        values = [group[name] for group in groups if group.get(name) is not None]
+        if name in numbers and numbers[name] is not None:
+            values = list(numbers[name]) if isinstance(numbers[name], (list, tuple)) else [numbers[name]]
+        numbers.pop(name, None)
+        if values:
+            numbers[name] = values[0]
+            if len(values) > 1:
+                numbers[f"{name}_param_groups"] = values
+    return {name: value for name, value in numbers.items() if value is not None}
+
+
+def _scalars(record: dict[str, Any]) -> Iterator[tuple[str, float, int]]:
+    """(tag, value, x) of every TensorBoard point of a record; the inverse direction of metrics.jsonl."""
+    x = {"iterations": record["step"], "samples": record["samples"], "tokens": record["tokens"]}
+    for name, value in record.items():
+        if name in (*_POSITION, "metrics") or name.endswith("_param_groups"):
+            continue
+        for tag, axis in _tags(name, record):
+            if name in _PER_GROUP:
+                for j, group in enumerate(record.get(f"{name}_param_groups") or [value]):
+                    yield f"{tag}/param_group_{j}", _number(group), x[axis]
+            elif _is_number(value):
+                yield tag, _number(value), x[axis]
+
+
+def _tags(name: str, record: dict[str, Any]) -> list[tuple[str, str]]:
+    clean = re.sub(r"[^-/\w.]", "_", name)
+    if name in record["metrics"]:
+        return [(f"{clean}/{axis}/{record['split']}", axis) for axis in _AXES]
+    if name in _ON_AXES:
+        return [(f"{clean}/{axis}", axis) for axis in _AXES]
+    if name in _PER_GROUP:
+        return [(f"{clean}/{axis}", axis) for axis in _AXES]
+    if name == "seconds_per_step":
+        return [(f"time/{axis}/per_iter", axis) for axis in _AXES]
+    return [(_TAGS.get(name, f"{clean}/iterations"), "iterations")]
+
+
+def _axis(tag: str) -> str:
+    return next((part for part in tag.split("/")[1:] if part in _AXES), "iterations")
+
+
+def _is_number(value: Any) -> bool:
+    """Per-class lists and strings are for metrics.jsonl only."""
+    return isinstance(to_jsonable(value), (int, float, type(None)))
+
+
+def _number(value: Any) -> float:
+    plain = to_jsonable(value)
+    return math.nan if plain is None else float(plain)
+
+
+def _short(value: Any) -> str:
+    number = _number(value)
+    return f"{number:.3f}" if 1e-3 <= abs(number) < 1e4 or number == 0 else f"{number:.3g}"
+
+
+def _thousands(value: float) -> str:
+    for unit in ("", "k", "M"):
+        if value < 1000:
+            return f"{value:.1f}{unit}" if unit else f"{value:.0f}"
+        value /= 1000
+    return f"{value:.1f}G"
+
+
+def _duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "unknown"
+    minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
+    if days:
+        return f"{days}d{hours % 24:02d}h"
+    if hours:
+        return f"{hours}h{minutes % 60:02d}m"
+    return f"{minutes}m{int(seconds) % 60:02d}s" if minutes else f"{int(seconds)}s"
