@@ -156,7 +156,9 @@ def test_senseless_schedule_is_one_sentence(name, options, message):
 
 def test_schedules_need_no_torch():
     """The command line checks its flags with this module before anything heavy is imported."""
-    code = "import sys, lm_experiments_tools.schedules as s; s.get_schedule('constant'); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, lm_experiments_tools.schedules as s; s.get_schedule('constant')\nsys.exit('torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
