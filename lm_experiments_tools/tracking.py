@@ -112,7 +112,8 @@ class Tracker:
             metrics: means over `split`; each becomes `{name}/iterations|samples|tokens/{split}`.
             extra: other numbers: lr, scaled_lr (a number or one a parameter group) or param_groups (a list of dicts
                 with these), gradients_global_norm, weights_global_norm, seconds_per_step, tokens_per_second,
-                memory_mib, data_wait_fraction, skipped_updates, patience; any other name becomes the tag `{name}/iterations`.
+                memory_mib, data_wait_fraction, skipped_updates, patience; any other name becomes the tag
+                `{name}/iterations`.
 
         Raises:
             ValueError: a name in both `metrics` and `extra`, or one of `step, split, samples, tokens, time`.

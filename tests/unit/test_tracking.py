@@ -8,6 +8,7 @@ import logging
 import math
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -16,6 +17,10 @@ import torch
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import to_jsonable
 from lm_experiments_tools.tracking import ConsoleLine, Tracker, save_metrics
+
+
+# tensorboard's reader imports TensorFlow where it is installed, unless this marker of its own can be imported
+sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))
 
 
 def strict_lines(path) -> list[dict]:
