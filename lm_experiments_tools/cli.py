@@ -1,9 +1,9 @@
 """Command line and YAML -> a frozen dataclass of arguments.
 
 Names are settled here, values by tyro: every setting is first collected as text together with the place it was written
-(command line, or a line of a YAML file), the last one wins, and the winners are handed to tyro, which converts them by
-their type and prints `--help`. So a value means the same in both places (`lr: 1e-4` is a number), and an error can say
-where the value came from. Anything a user can mend raises UserError with one sentence.
+(command line, or a line of a YAML file), the last one wins, and the winners are converted by tyro, each by the type of
+its field; tyro also prints `--help`. So a value means the same in both places (`lr: 1e-4` is a number), and an error
+can say where the value came from. Anything a user can mend raises UserError with one sentence.
 """
 
 import contextlib
@@ -99,21 +99,21 @@ def parse(
     argv = sys.argv[1:] if argv is None else list(argv)
     if "-h" in argv or "--help" in argv:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` is no error
-        tyro.cli(_shape(args_class), args=["--help"], description=description, **_TYRO_OPTIONS)
+        _print_help(args_class, description)
     own_types = _field_types(args_class)
     written = _read_command_line(argv, own_types | _field_types(ConfigArgs))
     settings: dict[str, Setting] = {}
     for path in written["config"].values if "config" in written else ():
         settings |= _read_yaml(path, own_types)
-    settings |= written
+    settings |= {name: setting for name, setting in written.items() if name in own_types}
     _check_required(args_class, settings)
-    values = _convert(args_class, settings)
+    values = {name: _convert(name, setting, own_types[name]) for name, setting in settings.items()}
     try:
-        args = args_class(**{name: values[name] for name in own_types})
+        args = args_class(**values)
     except UserError as error:
         raise UserError(_with_origins(str(error), settings)) from None
     origins = {name: settings[name].origin if name in settings else DEFAULT for name in own_types}
-    if values["print_config"]:
+    if "print_config" in written and written["print_config"].values == ("True",):
         print(to_yaml(args, origins), end="")
         sys.exit(0)
     return args, origins
@@ -169,6 +169,21 @@ def _report_crash(kind: type[BaseException], error: BaseException, trace: types.
     where = f"rank {launcher_rank()}" + ("" if step is None else f" step {step}")
     reason = str(error).strip().splitlines()
     print(f"{where}: {kind.__name__}: {reason[0] if reason else 'no message'}", file=sys.stderr, flush=True)
+
+
+def _print_help(args_class: type, description: str | None) -> typing.NoReturn:
+    """Have tyro print the groups as nested dataclasses, which it titles by field name, and exit."""
+    defaults = {field.name: field.default for cls in (args_class, ConfigArgs) for field in dataclasses.fields(cls)}
+    fields = []
+    for group in (*help_groups(args_class), ConfigArgs):
+        values = {name: defaults[name] for name in group.__annotations__}
+        missing = {name: tyro.MISSING for name, value in values.items() if value is dataclasses.MISSING}
+        title = group.__name__.removesuffix("Args").lower()
+        fields.append((title, group, dataclasses.field(default=group(**values | missing))))
+    everything = dataclasses.make_dataclass("Everything", fields, frozen=True)
+    options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    tyro.cli(everything, args=["--help"], description=description, use_underscores=True, config=options)
+    raise AssertionError("tyro printed its help and did not exit")
 
 
 # Reading: text and where it stood
@@ -294,10 +309,16 @@ def _suggestion(written: str, names: Mapping[str, Any], prefix: str = "") -> str
     wanted = written.strip("-").replace("-", "_").lower()
     if SYNONYMS.get(wanted) in names:
         return f": here it is called {prefix}{SYNONYMS[wanted]}."
-    abbreviated = [name for name in names if len(wanted) > 1 and name.startswith(wanted)]
+    abbreviated = [name for name in names if _abbreviates(wanted, name)]
     nearest = difflib.get_close_matches(wanted, names, n=1, cutoff=0.8) or abbreviated
     nearest = nearest or difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
     return f": did you mean {prefix}{nearest[0]}?" if nearest else ": --help lists what exists."
+
+
+def _abbreviates(short: str, name: str) -> bool:
+    """Whether each word of `short` begins a word of `name`, in order: grad_acc, gradient_accumulation_steps."""
+    words = iter(name.split("_"))
+    return all(part and any(word.startswith(part) for word in words) for part in short.split("_"))
 
 
 def _with_origins(sentence: str, settings: Mapping[str, Setting]) -> str:
@@ -314,51 +335,20 @@ def _with_origins(sentence: str, settings: Mapping[str, Setting]) -> str:
 # Values
 
 
-_TYRO_OPTIONS: dict[str, Any] = {
-    "use_underscores": True,
-    "config": (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
-}
-
-
-def _convert(args_class: type, settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """All fields of `args_class` and ConfigArgs: settings converted by type, defaults for the rest."""
-    annotations = _field_types(args_class) | _field_types(ConfigArgs)
-    argv: list[str] = []
-    for name, setting in settings.items():
-        argv += _tokens(name, setting, annotations[name])
-    refused = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(refused):
-            parsed = tyro.cli(_shape(args_class), args=argv, **_TYRO_OPTIONS)
-    except SystemExit:
-        for name, setting in settings.items():
-            _check_value(name, setting, annotations[name])
-        raise AssertionError(f"tyro refused {argv}: {refused.getvalue()}") from None
-    return {
-        field.name: getattr(getattr(parsed, group.name), field.name)
-        for group in dataclasses.fields(parsed)
-        for field in dataclasses.fields(getattr(parsed, group.name))
-    }
-
-
-def _tokens(name: str, setting: Setting, annotation: Any) -> list[str]:
+def _convert(name: str, setting: Setting, annotation: Any) -> Any:
+    """The value of one setting, converted by tyro, which knows the types, or refused in our words."""
     if setting.values is None:
-        return [f"--{name}=None"]
+        return None
     if annotation is bool:
-        return [f"--{name}" if setting.values == ("True",) else f"--no_{name}"]
-    return [f"--{name}", *setting.values] if _is_list(annotation) else [f"--{name}={setting.values[0]}"]
-
-
-def _check_value(name: str, setting: Setting, annotation: Any) -> None:
-    """Raise UserError if tyro refuses this one setting."""
-    single = dataclasses.make_dataclass("Single", [(name, annotation)])
+        return setting.values == ("True",)
+    words = ["--value", *setting.values] if _is_list(annotation) else [f"--value={setting.values[0]}"]
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            tyro.cli(single, args=_tokens(name, setting, annotation), **_TYRO_OPTIONS)
+            return tyro.cli(dataclasses.make_dataclass("Single", [("value", annotation)]), args=words).value
     except SystemExit:
         where = f"--{name}" if setting.origin == COMMAND_LINE else f"{setting.origin}: {name}"
-        values = " ".join(setting.values or ("null",))
-        raise UserError(f"{where} takes {_describe(annotation)}, not {values!r}.") from None
+        given = " ".join(setting.values)
+        raise UserError(f"{where} takes {_describe(annotation)}, not {given!r}.") from None
 
 
 def _check_required(args_class: type, settings: Mapping[str, Setting]) -> None:
@@ -366,18 +356,6 @@ def _check_required(args_class: type, settings: Mapping[str, Setting]) -> None:
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in settings:
             raise UserError(f"--{field.name} is missing: --help says what it takes.")
-
-
-def _shape(args_class: type) -> type:
-    """`args_class` as tyro should see it: one nested dataclass a group, and no checks, which need all groups."""
-    defaults = {field.name: field.default for cls in (args_class, ConfigArgs) for field in dataclasses.fields(cls)}
-    fields = []
-    for group in (*help_groups(args_class), ConfigArgs):
-        title = group.__name__.removesuffix("Args").lower()
-        values = {name: defaults[name] for name in group.__annotations__}
-        missing = {name: tyro.MISSING for name, value in values.items() if value is dataclasses.MISSING}
-        fields.append((title, group, dataclasses.field(default=group(**values | missing))))
-    return dataclasses.make_dataclass("Settings", fields, frozen=True)
 
 
 def _field_types(args_class: type) -> dict[str, Any]:

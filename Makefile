@@ -1,0 +1,86 @@
+# `make help` lists the targets. Every step leaves a file behind, so a target that is done costs nothing to ask for again
+# and one that was interrupted goes on where it stopped.
+
+PYTHON ?= python3
+VENV ?= .venv
+DATA ?= data/default
+VOCAB_SIZE ?= 8000
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+ENV := $(VENV)/.env-ready
+ENV_FULL := $(VENV)/.env-full-ready
+HOROVOD := $(VENV)/.horovod-ready
+BUILD_HOROVOD := $(BIN)/python scripts/build_horovod.py
+
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help env env-full horovod horovod-if-possible data pretrain test test-all lint bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "  PYTHON=python3.12 chooses the interpreter, ARGS='...' is passed on to the script or to pytest."
+
+env: $(ENV) ## .venv with what pre-training needs
+env-full: $(ENV_FULL) ## .venv with everything: TensorFlow, DeepSpeed, test tools
+horovod: $(HOROVOD) ## build Horovod against the installed torch and check it
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "$(PYTHON) is not Python 3.10 or newer: name one, for example make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(ENV): requirements-pretrain.txt setup.py pyproject.toml | $(BIN)/python
+	$(PIP) install -r requirements-pretrain.txt
+	$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(ENV_FULL): requirements.txt $(ENV)
+	$(PIP) install -r requirements.txt
+	@touch $@
+
+$(HOROVOD): scripts/build_horovod.py $(ENV)
+	$(BUILD_HOROVOD)
+	@touch $@
+
+# Everything but Horovod itself works without it, so a machine that cannot build it says why and goes on.
+horovod-if-possible: $(ENV)
+	@test $(HOROVOD) -nt $(ENV) || { $(BUILD_HOROVOD) && touch $(HOROVOD); } || echo "Going on without Horovod." >&2
+
+data: $(DATA)/train.idx $(DATA)/valid.idx ## text, vocabulary and tokens made from this Python's documentation
+
+# lmtools writes train.jsonl last, and the .idx of a token file last, each under its final name only when it is whole.
+$(DATA)/corpus/train.jsonl: | $(ENV)
+	$(BIN)/lmtools corpus --output $(DATA)/corpus
+
+$(DATA)/corpus/valid.jsonl: $(DATA)/corpus/train.jsonl ;
+
+$(DATA)/vocab.model: $(DATA)/corpus/train.jsonl
+	$(BIN)/lmtools vocab --input $< --size $(VOCAB_SIZE) --output $@
+
+$(DATA)/%.idx: $(DATA)/corpus/%.jsonl $(DATA)/vocab.model
+	$(BIN)/lmtools tokenize --input $< --vocab $(DATA)/vocab.model --output $(DATA)/$*
+
+pretrain: env horovod-if-possible data ## train a small T5 on this machine, about 5 minutes on 2 cores; again: continue
+	$(BIN)/python run_t5_pretraining.py --config examples/pretrain_cpu.yaml $(ARGS)
+
+test: env-full horovod-if-possible ## the test suite, without what takes minutes or needs a GPU
+	@$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
+
+test-all: env-full horovod-if-possible ## the whole test suite
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+lint: env-full ## ruff: style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: env-full ## benchmarks
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done
+
+clean: ## remove build products and caches; .venv, data and runs stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
