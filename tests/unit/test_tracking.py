@@ -18,7 +18,6 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import to_jsonable
 from lm_experiments_tools.tracking import ConsoleLine, Tracker, save_metrics
 
-
 # tensorboard's reader imports TensorFlow where it is installed, unless this marker of its own can be imported
 sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))
 
