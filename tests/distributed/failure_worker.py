@@ -1,0 +1,57 @@
+"""One job of test_failures.py: a run of two workers in which something goes wrong on rank 1.
+
+argv: MODE (crash, kill, save_error or sigterm), the run directory.
+"""
+
+import os
+import signal
+import sys
+
+import torch
+
+from lm_experiments_tools.args import TrainerArgs
+from lm_experiments_tools.backends import get_backend
+from lm_experiments_tools.cli import run_main
+from lm_experiments_tools.trainer import TrainingLoop
+from tests.toys import RaggedPairs, SeekableBatches, TinyLabeller
+
+
+class Trouble:
+    """After step 3, on rank 1 alone."""
+
+    every = 3
+
+    def __init__(self, mode):
+        self.mode = mode
+
+    def __call__(self, loop, info):
+        if info.step != 3 or loop.backend.rank != 1:
+            return
+        if self.mode == "crash":
+            raise ZeroDivisionError("a deliberate failure")
+        if self.mode == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.mode == "sigterm":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main():
+    mode, folder = sys.argv[1:]
+    args = TrainerArgs(batch_size=4, iters=5000, log_interval=100, save_interval=2, model_path=folder)
+    backend = get_backend(args)
+    model = TinyLabeller()
+    loader = SeekableBatches(RaggedPairs(24), 4, backend.rank, backend.world_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    hooks = [Trouble(mode)]
+    if mode == "full_disk" and backend.is_main:
+        from lm_experiments_tools import checkpoint
+
+        def no_space(self, *args, **kwargs):
+            raise OSError(28, "No space left on device")
+
+        checkpoint.CheckpointWriter.commit = no_space
+    TrainingLoop(args, backend, model, optimizer, loader, hooks=hooks).train()
+
+
+if __name__ == "__main__":
+    run_main(main)

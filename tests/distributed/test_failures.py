@@ -1,0 +1,56 @@
+"""A job in which one worker fails ends, soon, with a non-zero code and a line that says where and why."""
+
+import time
+
+import pytest
+
+from lm_experiments_tools.manifest import verify
+from tests.distributed.launch import ROOT, horovodrun, missing, run, torchrun
+
+WORKER = ROOT / "tests" / "distributed" / "failure_worker.py"
+LAUNCHERS = {"horovod": (horovodrun, "horovod", {}), "ddp": (torchrun, "accelerate", {"ACCELERATE_USE_CPU": "true"})}
+
+pytestmark = pytest.mark.distributed
+
+
+def job(launcher, mode, folder):
+    launch, package, extra = LAUNCHERS[launcher]
+    if reason := missing(package):
+        pytest.skip(reason)
+    started = time.monotonic()
+    ended = run(launch(), WORKER, mode, folder, timeout=120, **extra)
+    assert ended.returncode is not None, "the job hung:\n" + ended.output[-3000:]
+    return ended, time.monotonic() - started
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_exception_on_one_rank_ends_the_job_and_names_rank_and_step(launcher, tmp_path):
+    ended, _ = job(launcher, "crash", tmp_path)
+    assert ended.returncode != 0
+    assert "rank 1 step 3: ZeroDivisionError: a deliberate failure" in ended.output
+    verify(tmp_path / "checkpoints" / "step_000002")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_killed_rank_ends_the_job(launcher, tmp_path):
+    ended, _ = job(launcher, "kill", tmp_path)
+    assert ended.returncode != 0
+    verify(tmp_path / "checkpoints" / "step_000002")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_sigterm_on_one_rank_saves_on_all_and_stops_all(launcher, tmp_path):
+    ended, _ = job(launcher, "sigterm", tmp_path)
+    assert ended.returncode != 0
+    assert "SIGTERM: saving a checkpoint and stopping" in ended.output
+    newest = (tmp_path / "last").resolve()
+    verify(newest)
+    assert newest.name in ("step_000003", "step_000004")  # the step at whose start all workers learned of it
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_full_disk_on_rank_0_is_an_error_on_every_rank_not_a_hang(launcher, tmp_path):
+    ended, _ = job(launcher, "full_disk", tmp_path)
+    assert ended.returncode != 0
+    assert "No space left on device" in ended.output
+    assert not list((tmp_path / "checkpoints").glob("step_*"))

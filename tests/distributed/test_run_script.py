@@ -1,0 +1,175 @@
+"""run_t5_pretraining.py as users start it: every launcher, the ancestor's flags, killed and started again.
+
+The runs are without dropout, so that all of them must end with the losses of the plain Python run.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lm_experiments_tools.manifest import verify
+from tests.distributed.launch import (
+    ROOT,
+    SHIM,
+    accelerate_launch,
+    environment,
+    horovodrun,
+    missing,
+    run,
+    shim,
+    torchrun,
+)
+
+pytestmark = pytest.mark.distributed
+
+SCRIPT = ROOT / "run_t5_pretraining.py"
+CPU = {"ACCELERATE_USE_CPU": "true"}
+ACCELERATE_DDP = ("--multi_gpu", "--num_machines", "1", "--num_processes", "2", "--mixed_precision", "no")
+LAUNCHERS = {
+    "horovod": (horovodrun, ("horovod",), {}, "backend horovod, 2 worker(s)"),
+    "torchrun": (torchrun, ("accelerate",), CPU, "DistributedDataParallel"),
+    "accelerate_ddp": (
+        lambda: accelerate_launch(*ACCELERATE_DDP), ("accelerate",), {**CPU, "MASTER_PORT": "0"}, "DistributedDataParallel"
+    ),
+    "fsdp": (lambda: shim("fsdp"), ("accelerate",), {}, "FSDP"),
+    "zero2": (lambda: shim("zero2"), ("accelerate", "deepspeed"), {}, "DeepSpeedEngine"),
+    "zero3": (lambda: shim("zero3"), ("accelerate", "deepspeed"), {}, "DeepSpeedEngine"),
+}  # fmt: skip
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Raw text in three shards and a vocabulary trained on it."""
+    from pydoc_data.topics import topics
+
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("text")
+    documents = [" ".join(text.split()) for _, text in sorted(topics.items()) if len(text) > 1000]
+    for shard in range(3):
+        lines = [json.dumps({"text": document}) for document in documents[shard::3]]
+        (folder / f"shard_{shard}.jsonl").write_text("\n".join(lines) + "\n")
+    (folder.parent / "plain.txt").write_text("\n".join(documents))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder.parent / "plain.txt"), model_prefix=str(folder.parent / "vocab"), vocab_size=800, pad_id=0,
+        eos_id=1, unk_id=2, bos_id=-1, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    config = {
+        "base": str(ROOT / "models_configs" / "t5_configs" / "t5-small.json"), "vocab_size": 1024, "d_model": 32, "d_kv": 8,
+        "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
+    }  # fmt: skip
+    (folder.parent / "tiny.json").write_text(json.dumps(config))
+    return folder
+
+
+def flags(text, run_dir, batch_size=2, accumulation=2):
+    """The ancestor's README command, small."""
+    return [
+        "--batch_size", batch_size, "--gradient_accumulation_steps", accumulation, "--save_interval", 10,
+        "--log_interval", 5, "--iters", STEPS, "--data_path", text, "--model_path", run_dir, "--input_seq_len", 64,
+        "--target_seq_len", 24, "--lr", "5e-03", "--weight_decay", "1e-05", "--model_cfg", text.parent / "tiny.json",
+        "--model_cls", "transformers:T5ForConditionalGeneration", "--vocab", text.parent / "vocab.model",
+        "--working_dir", text.parent,
+    ]  # fmt: skip
+
+
+def losses(run_dir):
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [(r["step"], r["loss"]) for r in records if r["split"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def plain_python(text, tmp_path_factory):
+    """Losses and last checkpoint of the run on one process, rows 8 x 1."""
+    folder = tmp_path_factory.mktemp("plain")
+    job = run([sys.executable], SCRIPT, *flags(text, folder, 8, 1))
+    assert job.returncode == 0, job.output[-3000:]
+    assert [step for step, _ in losses(folder)] == list(range(5, STEPS + 1, 5))
+    return folder
+
+
+def kill_after(launcher, arguments, extra, appears: Path, timeout=120):
+    """Start a job and SIGKILL all of its processes as soon as a path exists."""
+    import psutil
+
+    process = subprocess.Popen(
+        [*launcher, *map(str, arguments)], cwd=ROOT, env=environment(**extra), start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    end = time.monotonic() + timeout
+    while not appears.exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.01)
+    family = [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []
+    for member in [process, *family]:
+        try:
+            os.kill(member.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    process.wait()
+    assert appears.exists(), "the run did not come so far"
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_killed_and_started_again_it_ends_with_the_losses_of_plain_python(name, text, plain_python, tmp_path):
+    launcher, packages, extra, described = LAUNCHERS[name]
+    if reason := missing(*packages):
+        pytest.skip(reason)
+    command = [SCRIPT, *flags(text, tmp_path)]
+    kill_after(launcher(), command, extra, tmp_path / "checkpoints" / "step_000010")
+    job = run(launcher(), *command, timeout=200, **extra)
+    assert job.returncode == 0, job.output[-4000:]
+    assert described in job.output
+    assert "resumed from" in job.output
+    expected, found = losses(plain_python), losses(tmp_path)
+    assert [step for step, _ in found] == [step for step, _ in expected]
+    for (step, ours), (_, theirs) in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-4), step
+    assert found[-1][1] < found[0][1] - 0.5  # it learned
+
+
+def test_every_checkpoint_loads_with_from_pretrained(plain_python):
+    from transformers import AutoTokenizer, T5ForConditionalGeneration
+
+    newest = (plain_python / "last").resolve()
+    assert newest.name == f"step_{STEPS:06d}"
+    verify(newest)
+    model = T5ForConditionalGeneration.from_pretrained(newest)
+    tokenizer = AutoTokenizer.from_pretrained(newest)
+    batch = tokenizer(["the loss of a step <extra_id_0> of tokens"], return_tensors="pt")
+    assert model.generate(**batch, max_new_tokens=5).shape[0] == 1
+
+
+def test_accelerate_launch_with_the_shipped_files(text, plain_python, tmp_path):
+    """The FSDP and ZeRO files of accelerate_configs/, by the form that works without GPUs."""
+    if reason := missing("accelerate", "deepspeed"):
+        pytest.skip(reason)
+    for file, described in (("fsdp.yaml", "FSDP"), ("deepspeed_zero2.yaml", "DeepSpeedEngine")):
+        config = ROOT / "accelerate_configs" / file
+        launcher = accelerate_launch("--config_file", str(config), "--num_processes", "2", "--main_process_port", "0")
+        job = run([*launcher, str(SHIM), "launched"], SCRIPT, *flags(text, tmp_path / file), timeout=200)
+        assert job.returncode == 0, job.output[-4000:]
+        assert described in job.output
+        for (step, ours), (_, theirs) in zip(losses(tmp_path / file), losses(plain_python), strict=True):
+            assert ours == pytest.approx(theirs, abs=2e-4), (file, step)
+
+
+def test_sigterm_saves_and_exits_143(text, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, *map(str, [SCRIPT, *flags(text, tmp_path, 8, 1), "--iters", 100000])],
+        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    end = time.monotonic() + 120
+    while not (tmp_path / "checkpoints" / "step_000010").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output[-3000:]
+    verify((tmp_path / "last").resolve())
+    assert int((tmp_path / "last").resolve().name.removeprefix("step_")) > 10
