@@ -9,7 +9,6 @@ runs/name/config.json config.yaml cmd.sh git.diff git_status.txt env.json model_
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.metadata
 import json
 import logging
@@ -62,12 +61,7 @@ class RunDirectory:
         self.path = Path(path)
         self.rank = rank
         self._start = 0
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"the run directory {self.path} cannot be made ({error.strerror}); check --model_path."
-            ) from error
+        _make_directory(self.path)
 
     @property
     def checkpoints(self) -> Path:
@@ -85,7 +79,6 @@ class RunDirectory:
         model_config: Mapping[str, Any] | None = None,
         *,
         world_size: int | None = None,
-        yaml_text: str | None = None,
     ) -> None:
         """Record this start; an earlier start's files are never touched, a second start writes config.1.json, ...
 
@@ -94,7 +87,7 @@ class RunDirectory:
             origins: {name: where its value came from}, written as comments of config.yaml.
             argv: the program's arguments, `sys.argv`.
             model_config: of the model, as a dict; may come later by `write_model_config`.
-            yaml_text: config.yaml, where the parser writes it better than one key a line.
+            world_size: number of workers, for `check_compatible` of a later start.
         """
         if self.rank != 0:
             return
@@ -106,7 +99,7 @@ class RunDirectory:
         if world_size is not None:
             config["WORLD_SIZE"] = world_size
         self._write("cmd.sh", relaunch_script(argv))
-        self._write("config.yaml", yaml_text if yaml_text is not None else config_yaml(args, origins))
+        self._write("config.yaml", config_yaml(args, origins))
         self._write("env.json", dump_json(describe_environment()) + "\n")
         diff, status = _git("diff", "HEAD"), _git("status", "--porcelain=v1", "--branch")
         if status:
@@ -194,9 +187,8 @@ def setup_logging(run_dir: Path | str | None, rank: int, level: int = logging.IN
         handlers.append(ConsoleHandler(sys.stderr))
         handlers[0].setLevel(level if rank == 0 else logging.ERROR)
     if run_dir is not None:
-        directory = Path(run_dir) / "logs"
-        directory.mkdir(parents=True, exist_ok=True)
-        file = directory / f"rank{rank}.log"
+        file = Path(run_dir) / "logs" / f"rank{rank}.log"
+        _make_directory(file.parent)
         handlers.append(
             logging.handlers.RotatingFileHandler(file, maxBytes=_LOG_BYTES, backupCount=2, encoding="utf-8")
         )
@@ -342,6 +334,13 @@ def _show(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"the directory {path} cannot be made ({error.strerror}); check --model_path.") from error
+
+
 def _has_entries(directory: Path) -> bool:
     return directory.is_dir() and any(directory.iterdir())
 
@@ -349,93 +348,3 @@ def _has_entries(directory: Path) -> bool:
 def _numbered(name: str, count: int) -> str:
     stem, dot, suffix = name.partition(".")
     return f"{stem}.{count}{dot}{suffix}" if count else name
-
-
-class StartedRun:
-    """A run whose directory (if any) and logs are set up; `start_run` makes it."""
-
-    def __init__(self, args: Any, directory: RunDirectory | None):
-        self.args = args
-        self.directory = directory
-
-    def describe_model(self, model: Any, data: Any, backend: Any) -> None:
-        """Log the run at a glance and write model_config.json (rank 0)."""
-        if backend.rank != 0:
-            return
-        config = getattr(model, "config", None)
-        if self.directory is not None and config is not None:
-            self.directory.write_model_config(config.to_dict())
-        rows = panel_rows(self.args, model, data, backend)
-        width = max(map(len, rows))
-        for name, value in rows.items():
-            logger.info("%s  %s", name.ljust(width), value)
-
-
-def start_run(args: Any, origins: Mapping[str, str], backend: Any) -> StartedRun:
-    """Set up logs and the run directory `args.model_path`, record the start, and refuse a directory of another run.
-
-    Every rank calls it. `--resume PATH` continues a run with changed settings; auto and never do not.
-
-    Raises:
-        UserError: the directory cannot be made, or holds a run with other settings.
-    """
-    from lm_experiments_tools.cli import to_yaml
-    from lm_experiments_tools.state import on_main
-
-    if args.model_path is None:
-        setup_logging(None, backend.rank)
-        if backend.rank == 0:
-            logger.warning("--model_path is not set: configuration, logs and checkpoints are not saved")
-        return StartedRun(args, None)
-    directory = RunDirectory(args.model_path, backend.rank)
-    setup_logging(directory.path, backend.rank)
-    values = dataclasses.asdict(args)
-
-    def record() -> None:
-        by_name = args.resume not in ("auto", "never")
-        directory.check_compatible(values, by_name, world_size=backend.world_size)
-        directory.write_start(
-            values, origins, sys.argv, world_size=backend.world_size, yaml_text=to_yaml(args, origins)
-        )
-
-    on_main(backend, record)
-    return StartedRun(args, directory)
-
-
-def panel_rows(args: Any, model: Any, data: Any, backend: Any) -> dict[str, str]:
-    """What a user wants to see before the first step, {row: text}."""
-    counts = parameter_counts(model)
-    batch = args.batch_size * args.gradient_accumulation_steps * backend.world_size
-    lengths = [getattr(args, name, None) for name in ("input_seq_len", "target_seq_len")]
-    tokens = f", up to {batch * sum(filter(None, lengths))} tokens" if any(lengths) else ""
-    rows = {
-        "model": f"{type(model).__name__}: {counts['total']:,} parameters, {counts['trainable']:,} trainable, "
-        f"{counts['embedding']:,} in embeddings",
-        "batch": f"{args.batch_size} x {args.gradient_accumulation_steps} accumulated x {backend.world_size} "
-        f"workers = {batch} sequences{tokens}",
-    }
-    per_epoch = getattr(getattr(data, "train", None), "samples_per_epoch", None)
-    epochs = f", {args.iters * batch / per_epoch:.2f} epochs of {per_epoch:,} sequences" if per_epoch else ""
-    rows["steps"] = f"{args.iters}{epochs}"
-    rows["optimizer"] = (
-        f"{getattr(args, 'optimizer', 'given')}, lr {args.lr}, schedule {args.lr_scheduler or 'constant'}"
-    )
-    if args.model_path is not None:
-        rows["run"] = f"{args.model_path}  (tensorboard --logdir {shlex.quote(str(args.model_path))})"
-    return rows
-
-
-def parameter_counts(model: Any) -> dict[str, int]:
-    """Total, trainable and embedding parameters of a torch module; a tied weight counts once."""
-    parameters = list(model.parameters())
-    embeddings = {
-        id(parameter): parameter.numel()
-        for module in model.modules()
-        if type(module).__name__.endswith("Embedding")
-        for parameter in module.parameters(recurse=False)
-    }
-    return {
-        "total": sum(parameter.numel() for parameter in parameters),
-        "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        "embedding": sum(embeddings.values()),
-    }

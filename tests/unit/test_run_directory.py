@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import yaml
 
 from lm_experiments_tools import run as run_module
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.run import RunDirectory, config_yaml, parameter_counts, relaunch_script, setup_logging
+from lm_experiments_tools.run import RunDirectory, config_yaml, relaunch_script, setup_logging
 
 ARGS = {
     "model_path": "runs/a",
@@ -214,12 +215,26 @@ def test_damaged_config_and_unusable_path_are_one_sentence(tmp_path):
         directory.check_compatible(ARGS, False)
     with pytest.raises(UserError, match="--model_path"):
         RunDirectory(tmp_path / "config.json" / "x", rank=0)
+    with pytest.raises(UserError, match="--model_path"):
+        setup_logging(tmp_path / "config.json", rank=0)
 
 
 def test_yaml_floats_stay_numbers():
     """PyYAML reads 1e-4 as a string: it must never be written so."""
     values = {"a": 1e-4, "b": 1e22, "c": 0.1, "d": 5e-324, "e": "1e-4", "f": "no", "g": None, "h": {"x": [1]}}
     assert yaml.safe_load(config_yaml(values, {})) == values
+
+
+def test_recorded_yaml_gives_the_same_arguments_back(tmp_path):
+    from lm_experiments_tools.args import T5PretrainingArgs
+    from lm_experiments_tools.cli import parse
+
+    given = ["--data_path", "d", "--model_path", str(tmp_path), "--lr", "1e-5", "--model_cfg", "m.json", "--bf16"]
+    given += ["--vocab", "v.model"]
+    first, origins = parse(T5PretrainingArgs, given)
+    RunDirectory(tmp_path, rank=0).write_start(asdict(first), origins, ["run.py"])
+    again, _ = parse(T5PretrainingArgs, ["--config", str(tmp_path / "config.yaml")])
+    assert again == first
 
 
 def test_every_rank_has_a_log_file_and_only_rank_0_a_console(tmp_path, capsys):
@@ -246,10 +261,3 @@ def test_without_a_run_directory_errors_of_other_ranks_are_not_lost(capsys):
     logging.getLogger("a").info("no")
     logging.getLogger("a").error("broken")
     assert capsys.readouterr().err == "error: broken\n"
-
-
-def test_parameter_counts_count_tied_weights_once():
-    model = torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10))
-    model[1].weight = model[0].weight
-    model[1].bias.requires_grad = False
-    assert parameter_counts(model) == {"total": 50, "trainable": 40, "embedding": 40}
