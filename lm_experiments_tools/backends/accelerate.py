@@ -52,7 +52,9 @@ class AccelerateBackend(LocalBackend):
         self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
         self.local_rank = accelerator.local_process_index
         # Accelerate's way of trading communication for memory: reduce in every micro-batch.
-        self._sync_always = self.world_size == 1 or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        self._sync_always = self.world_size == 1 or accelerator.gradient_state.plugin_kwargs.get(
+            "sync_each_batch", False
+        )
 
     @staticmethod
     def from_args(args: TrainerArgs) -> AccelerateBackend:
@@ -226,6 +228,10 @@ class DeepSpeedBackend(AccelerateBackend):
 
     def __init__(self, accelerator: Accelerator, args: TrainerArgs) -> None:
         super().__init__(accelerator, Precision())  # the engine casts the model, so forward passes need no autocast
+        from deepspeed.accelerator import get_accelerator
+
+        if args.fp16 and not get_accelerator().is_fp16_supported():
+            raise UserError(f"--fp16: DeepSpeed finds no float16 on {self.device}; use --bf16")
         self.stage = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"]
         self.wrapping = f"ZeRO stage {self.stage}"
         self.shards_model = self.stage == 3
@@ -270,7 +276,7 @@ class DeepSpeedBackend(AccelerateBackend):
     def model_state(self) -> dict[str, Tensor] | None:
         """The fp32 weights, from the optimizer's slices where the model's own are rounded to 16 bits."""
         from deepspeed.utils import safe_get_full_fp32_param
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
 
         whole: dict[int, Tensor] = {}
         names = self.unwrap().state_dict(keep_vars=True)
@@ -286,7 +292,7 @@ class DeepSpeedBackend(AccelerateBackend):
 
     def load_model_state(self, state: dict[str, Tensor] | None) -> None:
         from deepspeed.utils import safe_set_full_fp32_param
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
 
         names = self.unwrap().state_dict(keep_vars=True)
         if self.is_main:
@@ -318,7 +324,8 @@ class DeepSpeedBackend(AccelerateBackend):
         """This worker's fp32 slices, optimizer state and loss scale: DeepSpeed's state dict without its objects."""
         state = self.optimizer.state_dict()
         scaler = {key: value for key, value in vars(state.pop("loss_scaler")).items() if is_plain(value)}
-        state.pop("param_slice_mappings", None)  # objects, used only by DeepSpeed's universal checkpoints
+        for key in ("param_slice_mappings", "overflow"):  # objects of universal checkpoints; whether the last step did
+            state.pop(key, None)
         state["zero_stage"] = int(state["zero_stage"])
         state = map_tensors(state, lambda tensor: tensor.detach().cpu())
         return {"zero": state, "loss_scaler": scaler, "workers": self.world_size, "stage": self.stage}
@@ -337,13 +344,15 @@ class DeepSpeedBackend(AccelerateBackend):
             )
         scaler = self.optimizer.loss_scaler
         vars(scaler).update(tree["loss_scaler"])
-        state = {**tree["zero"], "loss_scaler": scaler}
+        state = {**tree["zero"], "loss_scaler": scaler, "overflow": False}
         every = [state if rank == self.rank else None for rank in range(self.world_size)]
-        self.optimizer.checkpoint_event_prologue()
-        self.optimizer.load_state_dict(every, load_from_fp32_weights=True)
-        if self.stage < 3:
+        if self.stage == 3:
+            self.optimizer.checkpoint_event_prologue()
+            self.optimizer.load_state_dict(every, load_from_fp32_weights=True)
+            self.optimizer.checkpoint_event_epilogue()
+        else:
+            self.optimizer.load_state_dict(every, load_from_fp32_weights=True)
             self.optimizer.update_lp_params()
-        self.optimizer.checkpoint_event_epilogue()
 
     def weights_norm(self) -> float:
         if self.stage < 3:

@@ -39,6 +39,10 @@ def claim_cpus() -> None:
     from accelerate.state import DistributedType, PartialState
 
     os.environ["DS_ACCELERATOR"] = "cpu"
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # minutes to compile; gloo does the same
     PartialState(cpu=True)
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU

@@ -13,7 +13,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SHIM = Path(__file__).with_name("cpu_shim.py")
 LAUNCHER_VARIABLES = ("ACCELERATE_", "HOROVOD_", "FSDP_", "OMPI_", "PMI_", "TORCHELASTIC_")
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
+RANK_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "DS_ACCELERATOR",
+)
 
 
 @dataclass

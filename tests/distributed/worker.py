@@ -262,6 +262,9 @@ def scenario_bf16_parameters(backend: Backend, out: Path, _: Path) -> dict[str, 
 
 def scenario_zero_16bit(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     """DeepSpeed's own bf16 and fp16: 16-bit model, fp32 slices; a broken step; fp32 weights in and out."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True  # torch computes it on any CPU; DeepSpeed wants a fast one
     config = backend.accelerator.state.deepspeed_plugin.deepspeed_config
     result = {}
     for kind, other in (("bf16", "fp16"), ("fp16", "bf16")):
