@@ -137,6 +137,7 @@ class Tracker:
                     self._metric_tags[tag] = None
             self._events.flush()
         self.console.report(split, step, metrics, scalars)
+        self.console.advance(step)
 
     def text(self, tag: str, markdown: str, step: int) -> None:
         """Text for TensorBoard's text tab: arguments, decoded samples."""
@@ -151,7 +152,7 @@ class Tracker:
             self._events.flush()
 
     def advance(self, step: int) -> None:
-        """Move the bar (if there is one) to `step`."""
+        """Move the bar (if there is one) to `step`; `log` does so too, this is for the steps between."""
         if self.console is not None:
             self.console.advance(step)
 
