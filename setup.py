@@ -6,7 +6,9 @@ from setuptools import find_namespace_packages, setup
 
 ROOT = Path(__file__).parent
 CORE = [
+    "huggingface_hub",
     "numpy>=2.1,<3",
+    "protobuf>=5",
     "psutil>=6.0",
     "pyyaml>=6.0",
     "safetensors>=0.5",
