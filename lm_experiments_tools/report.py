@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 NUM_EXAMPLES = 3
 WINDOW = 48  # tokens of text in an example
-SPAN_WORDS = 1  # words hidden in each blank
 NUM_BLANKS = 2
 
 
@@ -73,22 +73,28 @@ def fill_in_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tuple
 
 
 def hide_words(window: np.ndarray, vocabulary: Vocabulary) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Replace whole words at one third and two thirds of a token window by sentinels.
+    """Replace the words nearest to one third and two thirds of a token window by sentinels.
 
     Returns:
         The window with sentinels, and the hidden pieces in order.
     """
-    word_starts = [i for i in range(1, len(window)) if vocabulary.starts_word(int(window[i]))]
+    starts = [i for i in range(len(window)) if vocabulary.starts_word(int(window[i]))]
+    words = [(begin, end) for begin, end in pairwise(starts) if _is_word(vocabulary.decode(window[begin:end]))]
     pieces, spans, done = [], [], 0
-    for blank in range(NUM_BLANKS):
-        first = (blank + 1) * len(word_starts) // (NUM_BLANKS + 1)
-        if first + SPAN_WORDS >= len(word_starts):
+    for blank in range(min(NUM_BLANKS, len(words))):
+        middle = (blank + 1) * len(window) / (NUM_BLANKS + 1)
+        begin, end = min((w for w in words if w[0] >= done), key=lambda word: abs(word[0] - middle), default=(0, 0))
+        if begin == end:
             break
-        begin, end = word_starts[first], word_starts[first + SPAN_WORDS]
         pieces += [window[done:begin], vocabulary.sentinel_ids[blank : blank + 1]]
         spans.append(window[begin:end])
         done = end
     return np.concatenate([*pieces, window[done:]]).astype(np.int64), spans
+
+
+def _is_word(text: str) -> bool:
+    """Letters only, and more than a stop word's few: nobody learns much from a model that guesses a comma."""
+    return text.isalpha() and len(text) > 3
 
 
 def split_at_sentinels(ids: list[int], vocabulary: Vocabulary) -> dict[int, str]:

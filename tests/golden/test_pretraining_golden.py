@@ -1,0 +1,49 @@
+"""The script's real main(), in this process, on a tiny model: typed losses, the same for every split of the batch."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from lm_experiments_tools.data.indexed import IndexedDatasetWriter
+from run_t5_pretraining import main
+from tests.distributed.launch import ROOT
+
+GOLDEN = [6.4465, 6.1434, 5.8007, 5.9466]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """20,000 tokens of a Zipf-like source, and a vocabulary file for the special ids."""
+    folder = tmp_path_factory.mktemp("golden")
+    (folder / "text.txt").write_text("\n".join(f"word{i} number{i * 7 % 101} token{i % 13}" for i in range(500)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text.txt"), model_prefix=str(folder / "vocab"), vocab_size=100, pad_id=0, eos_id=1, unk_id=2,
+        bos_id=-1, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    writer = IndexedDatasetWriter(str(folder / "tokens"), np.uint16)
+    ranks = np.random.default_rng(0).zipf(1.3, 20_000)
+    writer.add_sequence((3 + ranks[ranks < 90] % 90).astype(np.uint16))
+    writer.end_document()
+    writer.finalize()
+    config = {
+        "base": str(ROOT / "models_configs" / "t5_configs" / "t5-small.json"), "vocab_size": 512, "d_model": 32, "d_kv": 8,
+        "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
+    }  # fmt: skip
+    (folder / "tiny.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("batch_size, accumulation", [(8, 1), (2, 4)])
+def test_first_losses(data, tmp_path, monkeypatch, batch_size, accumulation):
+    monkeypatch.chdir(os.getcwd())
+    main([
+        "--data_path", str(data / "tokens"), "--vocab", str(data / "vocab.model"), "--model_path", str(tmp_path),
+        "--model_cfg", str(data / "tiny.json"), "--dropout_rate", "0", "--input_seq_len", "64", "--target_seq_len", "32",
+        "--batch_size", str(batch_size), "--gradient_accumulation_steps", str(accumulation), "--lr", "1e-3",
+        "--iters", "4", "--log_interval", "1", "--backend", "local",
+    ])  # fmt: skip
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [r["loss"] for r in records if r["split"] == "train"] == pytest.approx(GOLDEN, abs=5e-4)
