@@ -58,7 +58,7 @@ class BadLine:
 
 @dataclass(frozen=True)
 class Piece:
-    """A unit of work: bytes start:end of a file (end None: all of a compressed file), or shard `start` of a dataset."""
+    """A unit of work: bytes start:end of a file (end None: a whole compressed file), or shard `start` of a dataset."""
 
     path: str
     kind: str  # "json", "text" or "dataset"
@@ -330,8 +330,8 @@ def iter_documents(
 ) -> Iterator[Document]:
     """All documents of all inputs, in order.
 
-    Bad lines are written to the file `quarantine` and counted. UserError is raised by more than `max_bad_lines` of them
-    (None: any number), by an input that cannot be read, and by inputs without a single document.
+    Bad lines are written to the file `quarantine` and counted. UserError is raised by more than `max_bad_lines` of
+    them (None: any number), by an input that cannot be read, and by inputs without a single document.
     """
     bad_lines = Quarantine(quarantine, max_bad_lines)
     found = False

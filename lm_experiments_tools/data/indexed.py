@@ -105,7 +105,7 @@ class IndexedDatasetWriter:
         self.num_tokens += dataset.num_tokens
 
     def finalize(self, meta: dict[str, Any] | None = None) -> None:
-        """Write the index (and `meta` as PREFIX.json) and publish: never is an index beside another writer's tokens."""
+        """Write the index (and `meta` as PREFIX.json) and publish: an index is never beside other tokens."""
         if self._document_indices[-1] != len(self._lengths):
             raise ValueError("the last document is not ended: call end_document() before finalize()")
         _sync_and_close(self._bin)

@@ -2,12 +2,12 @@
 
 The inputs are cut into pieces (documents.plan_pieces). Each piece becomes a small token file in `PREFIX.pieces/`; when
 all are there they are joined in order into PREFIX.bin, .idx and .json and the folder goes away. A run that was killed
-finds its finished pieces again. A document is one sequence, and its ids depend on its text alone, so neither the cutting
-nor the order of work shows in the result.
+finds its finished pieces again. A document is one sequence, and its ids depend on its text alone, so neither the
+cutting nor the order of work shows in the result.
 
 The workers are plain subprocesses of this module that take pieces on stdin and answer on stdout. multiprocessing would
-import the caller's main script, and with it torch, into every worker, and would leave workers behind when the caller is
-killed; these end with their stdin.
+import the caller's main script, and with it torch, into every worker, and would leave workers behind when the caller
+is killed; these end with their stdin.
 """
 
 import fcntl

@@ -1,4 +1,4 @@
-"""A SentencePiece vocabulary with T5's conventions: `<pad>` 0, `</s>` 1, `<unk>` 2, sentinels counted down from the end.
+"""A SentencePiece vocabulary with T5's conventions: `<pad>` 0, `</s>` 1, `<unk>` 2, sentinels down from the last id.
 
 Two kinds of `.model` file exist and both give the same ids:
 
@@ -69,8 +69,8 @@ class Vocabulary:
     def load(cls, path: str | os.PathLike, extra_ids: int = DEFAULT_EXTRA_IDS) -> "Vocabulary":
         """Read a `.model` file, or a folder that holds `spiece.model` or `sentencepiece.model`.
 
-        `extra_ids` sentinels are added where the model has none of its own. Raises UserError where the file is missing,
-        is not a SentencePiece model, or lacks a padding, end-of-sequence or unknown piece.
+        `extra_ids` sentinels are added where the model has none of its own. Raises UserError where the file is
+        missing, is not a SentencePiece model, or lacks a padding, end-of-sequence or unknown piece.
         """
         path = Path(path)
         if path.is_dir():
@@ -128,11 +128,11 @@ class Vocabulary:
         return {int(index): k for k, index in enumerate(self.sentinel_ids)}
 
     def save_tokenizer(self, directory: str | os.PathLike) -> None:
-        """Write Hugging Face tokenizer files: `AutoTokenizer.from_pretrained(directory)` gives our ids, sentinels and EOS.
+        """Write Hugging Face tokenizer files, from which `AutoTokenizer.from_pretrained(directory)` gives our ids.
 
-        The model is saved without its sentinels, as Google's is, because T5Tokenizer puts `extra_ids` of its own on top.
-        Raises UserError where the sentinels are not the last ids in descending order (T5Tokenizer has no other place for
-        them), or transformers is not installed.
+        That includes sentinels and EOS. The model is saved without its sentinels, as Google's is, because T5Tokenizer
+        puts `extra_ids` of its own on top. Raises UserError where the sentinels are not the last ids in descending
+        order (T5Tokenizer has no other place for them), or transformers is not installed.
         """
         try:
             from transformers import T5Tokenizer

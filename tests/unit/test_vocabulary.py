@@ -1,4 +1,4 @@
-"""Both kinds of vocabulary against the facts of T5's own, and against what transformers makes of the saved tokenizer."""
+"""Both kinds of vocabulary against the facts of T5's own and against what transformers makes of the saved files."""
 
 import json
 import pickle

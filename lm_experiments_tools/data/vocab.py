@@ -1,0 +1,148 @@
+"""Train a SentencePiece vocabulary with T5's layout on a sample of the text.
+
+ids 0, 1, 2 are `<pad>`, `</s>`, `<unk>`; then come the unigram pieces, and last the sentinels, `<extra_id_k>` = size-1-k.
+As T5's: no bos, normalisation nmt_nfkc (a newline is a space), no byte fallback. Characters outside the coverage are
+`<unk>`, as in T5: bytes would take 256 pieces of a small vocabulary.
+"""
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lm_experiments_tools.data.documents import Document, no_documents, plan_pieces, read_piece
+from lm_experiments_tools.data.vocabulary import DEFAULT_EXTRA_IDS, Vocabulary, sentinel_piece
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import write_atomic
+
+_USER_DEFINED = 4  # ModelProto.SentencePiece.Type
+_LONGEST_LINE = 4000  # bytes: sentencepiece skips longer ones (its default bound is 4192)
+_NUM_SPECIAL = 3
+_THREADS = 2  # a constant: the sums of the EM steps, and so the pieces, may depend on it
+
+
+@dataclass(frozen=True)
+class VocabSummary:
+    """What train_vocab wrote, and from how much text."""
+
+    path: Path
+    size: int
+    sample_bytes: int
+    sha256: str
+
+
+def train_vocab(
+    inputs: Sequence[str],
+    size: int,
+    output_model: str | os.PathLike,
+    *,
+    text_key: str = "text",
+    extra_ids: int = DEFAULT_EXTRA_IDS,
+    sample_bytes: int = 6_000_000,
+    character_coverage: float = 0.9995,
+) -> VocabSummary:
+    """Write a unigram `.model` of exactly `size` ids, sentinels included; the same inputs give the same file.
+
+    The sample is made of pieces of the inputs in a fixed random order, until it has `sample_bytes` of text: a large
+    corpus is not read whole. Bad lines are passed over (tokenization reports them).
+
+    Raises:
+        UserError: an input cannot be read or holds no document; `size` is too small, or too large for this much text.
+    """
+    num_pieces = size - extra_ids
+    if num_pieces < _NUM_SPECIAL + 1:
+        raise UserError(
+            f"a vocabulary of {size} ids has no room for pieces beside {extra_ids} sentinels; give a larger size"
+        )
+    sampler = _Sampler(inputs, text_key, sample_bytes)
+    content = _train(sampler, num_pieces, extra_ids, character_coverage)
+    output_model = Path(output_model)
+    output_model.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(output_model, _with_sentinels(content, extra_ids))
+    vocabulary = Vocabulary.load(output_model, extra_ids)
+    return VocabSummary(output_model, vocabulary.size, sampler.num_bytes, vocabulary.sha256)
+
+
+class _Sampler:
+    """Iterates over lines of text, at most `limit` bytes of them, from all over the inputs."""
+
+    def __init__(self, inputs: Sequence[str], text_key: str, limit: int):
+        self._inputs, self._text_key, self._limit = inputs, text_key, limit
+        self.num_bytes = 0
+
+    def __iter__(self) -> Iterator[str]:
+        pieces = plan_pieces(self._inputs, piece_bytes=1 << 18)
+        random.Random(0).shuffle(pieces)
+        share = max(self._limit // len(pieces), 1 << 18)  # so that one large compressed file is not all of the sample
+        for piece in pieces:
+            taken = 0
+            for item in read_piece(piece, self._text_key):
+                if not isinstance(item, Document):
+                    continue
+                for line in _short_lines(item.text):
+                    taken += len(line)
+                    self.num_bytes += len(line.encode())
+                    yield line
+                if taken > share or self.num_bytes >= self._limit:
+                    break
+            if self.num_bytes >= self._limit:
+                return
+        if not self.num_bytes:
+            raise no_documents(self._inputs)
+
+
+def _short_lines(text: str) -> Iterator[str]:
+    for line in text.split("\n"):
+        while len(line.encode()) > _LONGEST_LINE:
+            cut = line.rfind(" ", 1, _LONGEST_LINE // 4)  # a character has at most 4 bytes
+            cut = cut if cut > 0 else _LONGEST_LINE // 4
+            yield line[:cut]
+            line = line[cut:]
+        if line.strip():
+            yield line
+
+
+def _train(lines: _Sampler, num_pieces: int, extra_ids: int, character_coverage: float) -> bytes:
+    import io
+
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type="unigram",
+            vocab_size=num_pieces,
+            character_coverage=character_coverage,
+            normalization_rule_name="nmt_nfkc",
+            pad_id=0,
+            eos_id=1,
+            unk_id=2,
+            bos_id=-1,
+            num_threads=_THREADS,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].rpartition("] ")[2]
+        raise UserError(
+            f"a vocabulary of {num_pieces} pieces and {extra_ids} sentinels cannot be trained on {lines.num_bytes} bytes "
+            f"of text: {reason}"
+        ) from None
+    return model.getvalue()
+
+
+def _with_sentinels(content: bytes, extra_ids: int) -> bytes:
+    """The trained model with `<extra_id_{n-1}>` ... `<extra_id_0>` after its last piece.
+
+    Added here because the trainer would put user-defined symbols right after the special pieces.
+    """
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto.FromString(content)
+    for k in reversed(range(extra_ids)):
+        model.pieces.add(piece=sentinel_piece(k), score=0.0, type=_USER_DEFINED)
+    model.trainer_spec.vocab_size = len(model.pieces)
+    model.trainer_spec.user_defined_symbols.extend(sentinel_piece(k) for k in range(extra_ids))
+    return model.SerializeToString(deterministic=True)
