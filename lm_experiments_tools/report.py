@@ -31,7 +31,7 @@ def write_report(trainer: TrainingLoop, data: PretrainingData) -> None:
         return
     curve = plot_curve(folder / "metrics.jsonl", folder / "loss.png")
     lines += ["", f"Loss curve:  {curve}", f"TensorBoard: tensorboard --logdir {folder}"]
-    lines += [f"Checkpoint:  {folder / 'checkpoints' / 'last'} (loads with from_pretrained)"]
+    lines += [f"Checkpoint:  {folder / 'last'} (loads with from_pretrained)"]
     text = "\n".join(lines)
     (folder / "report.txt").write_text(text + "\n", encoding="utf-8")
     print("\n" + text, flush=True)

@@ -17,6 +17,7 @@ import logging
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -290,6 +291,7 @@ class TrainingLoop:
                 info = self.train_step(batch, data_seconds)
                 if info.applied:
                     self._run_hooks(info)
+                    self.tracker.advance(info.step)
                 if self.signals.agreed:
                     break
             self._finish()
@@ -410,6 +412,7 @@ class TrainingLoop:
         if self.window.steps and not self.signals.agreed:
             self.log_train()
         self.save()
+        self.tracker.hparams(asdict(self.args))
 
     # ---- validation -------------------------------------------------------------------------------------------------
     def validate(self, dataloader: Iterable, split: str = "valid", write_tb: bool = True) -> dict[str, float] | None:

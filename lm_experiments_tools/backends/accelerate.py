@@ -201,12 +201,10 @@ class FullyShardedBackend(AccelerateBackend):
         return state if self.is_main else None
 
     def load_model_state(self, state: dict[str, Tensor] | None) -> None:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-        if self.is_main and state is None:
-            raise UserError("no model state to load; the checkpoint holds no weights")
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(self.unwrap(), state if self.is_main else {}, options=options)
+        names = self.unwrap().state_dict(keep_vars=True)
+        if self.is_main:
+            check_keys(state, names)
+        fsdp.load_state(names, state, self.is_main, self._broadcast_tensors)
 
     def optimizer_state(self) -> Any:
         tree = fsdp.optimizer_tree(self.optimizer, self.is_main)
@@ -216,6 +214,10 @@ class FullyShardedBackend(AccelerateBackend):
         ours = tree["optimizer"] if self.is_main else None
         fsdp.load_optimizer_tree(self.optimizer, ours, self.is_main, self.broadcast, self._broadcast_tensors)
         self.precision.load_state_dict(self.broadcast(tree["precision"] if self.is_main else None))
+
+    def weights_norm(self) -> float:
+        fsdp.reshard(self.unwrap())
+        return super().weights_norm()
 
 
 class DeepSpeedBackend(AccelerateBackend):
@@ -275,8 +277,8 @@ class DeepSpeedBackend(AccelerateBackend):
     # ---- state
     def model_state(self) -> dict[str, Tensor] | None:
         """The fp32 weights, from the optimizer's slices where the model's own are rounded to 16 bits."""
-        from deepspeed.utils import safe_get_full_fp32_param
         from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_get_full_fp32_param
 
         whole: dict[int, Tensor] = {}
         names = self.unwrap().state_dict(keep_vars=True)
@@ -291,8 +293,8 @@ class DeepSpeedBackend(AccelerateBackend):
         return {name: whole[id(tensor)] for name, tensor in names.items()} if self.is_main else None
 
     def load_model_state(self, state: dict[str, Tensor] | None) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param
         from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_set_full_fp32_param
 
         names = self.unwrap().state_dict(keep_vars=True)
         if self.is_main:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
@@ -31,6 +33,38 @@ def join_shared_modules(model: nn.Module) -> int:
                 setattr(parent, name, keeper)
                 replaced += 1
     return replaced
+
+
+def reshard(model: nn.Module) -> None:
+    """Cut the parameters that FSDP left whole after a forward pass (the root's) into slices again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@torch.no_grad()
+def load_state(
+    names: dict[str, Tensor],
+    state: dict[str, Tensor] | None,
+    is_main: bool,
+    broadcast_tensors: Callable[[list[Tensor]], None],
+) -> None:
+    """Put rank 0's whole tensors into a model's sharded ones, one at a time; tied names once. Collective.
+
+    torch's own set_model_state_dict(broadcast_from_rank0=True) fails on tied names.
+
+    Args:
+        names: the model's `state_dict(keep_vars=True)`.
+        state: read on rank 0 only; must have the same names and shapes.
+    """
+    done = set()
+    for name, tensor in names.items():
+        if id(tensor) in done:
+            continue
+        done.add(id(tensor))
+        whole = state[name].to(tensor.dtype, copy=True) if is_main else torch.empty(tensor.shape, dtype=tensor.dtype)
+        broadcast_tensors([whole])
+        tensor.copy_(_shard_like(tensor, whole))
 
 
 def optimizer_tree(optimizer: Optimizer, is_main: bool) -> dict[str, Any] | None:

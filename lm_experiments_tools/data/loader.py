@@ -1,8 +1,8 @@
 """A worker's batches out of a dataset of numbered samples; the position is one number, the samples consumed by all.
 
-Row k of rank r in a global batch is global row k * world_size + r. Ranks that cut their rows into micro-batches of b therefore
-share micro-batch m = global rows [m * b * world_size, (m + 1) * b * world_size): not only each step but each micro-batch holds
-the same samples for 8 x 1, 4 x 2, or 2 workers x (2 x 2).
+Row k of rank r in a global batch is global row k * world_size + r. Ranks that cut their rows into micro-batches of b
+therefore share micro-batch m = global rows [m * b * world_size, (m + 1) * b * world_size): each step holds the same
+samples for 8 x 1, 4 x 2 and 2 workers x (2 x 2), and so does each micro-batch of the last two.
 """
 
 from collections.abc import Iterator
@@ -126,9 +126,9 @@ class TrainLoader:
 class ValidLoader:
     """Each validation sample exactly once over all workers, the same samples with the same noise at every pass.
 
-    All ranks yield the same number of batches of the same shape, so that collective calls stay aligned. Rows beyond the
-    last sample repeat a sample's inputs with labels that are all -100: they weigh nothing in a token-weighted loss, and
-    can be told from samples by their labels.
+    All ranks yield the same number of batches of the same shape, so that collective calls stay aligned. Rows beyond
+    the last sample repeat a sample's inputs with labels that are all -100: they weigh nothing in a token-weighted
+    loss, and can be told from samples by their labels.
 
     Args:
         dataset: samples by global number; epoch 0 is read.

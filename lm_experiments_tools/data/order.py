@@ -1,10 +1,10 @@
 """Data order and noise as pure functions of (seed, epoch, sample): no state to save, any position reached in O(1).
 
-Everything random here comes from Philox4x32-10, a counter-based generator (Salmon, Moraes, Dror, Shaw, "Parallel Random
-Numbers: As Easy as 1, 2, 3", SC 2011): the n-th random word is a function of (key, n), so that the words of one sample
-do not depend on which samples stand beside it in a batch, nor on how many workers there are. It passes BigCrush, has
-published test vectors, and needs only 32x32-bit products, which numpy multiplies a whole batch at a time; one
-`numpy.random.Philox` object per row would cost more than the rest of the data path together.
+Everything random here comes from Philox4x32-10, a counter-based generator (Salmon, Moraes, Dror, Shaw, "Parallel
+Random Numbers: As Easy as 1, 2, 3", SC 2011): the n-th random word is a function of (key, n), so that the words of
+one sample do not depend on which samples stand beside it in a batch, nor on how many workers there are. It passes
+BigCrush, has published test vectors, and needs only 32x32-bit products, which numpy forms for a whole batch at a time;
+one `numpy.random.Philox` object per row would cost more than the rest of the data path together.
 """
 
 from functools import lru_cache
@@ -18,7 +18,7 @@ _WEYL = 0x9E3779B9, 0xBB67AE85
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
-# The finalizer constants of MurmurHash3 (fmix64, public domain); Feistel rounds add a fresh 64-bit key before each use.
+# Constants of MurmurHash3's finalizer (fmix64, public domain); Feistel rounds add a fresh 64-bit key before each use.
 _MIX = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 _FEISTEL_ROUNDS = 8
 # Smaller networks reach too few permutations: on 2 x 4 values, pairs of images are visibly not uniform.
@@ -86,9 +86,9 @@ def epoch_shift(seed: int, epoch: int, bound: int) -> int:
 def permute(indices: np.ndarray, size: int, seed: int, epochs: np.ndarray) -> np.ndarray:
     """Images of `indices` under the pseudo-random permutation of [0, size) that belongs to (seed, epoch).
 
-    A generalized Feistel network on pairs (left, right) in Z_a x Z_b, the smallest near-square with a * b >= size, walked
-    until it lands inside [0, size) (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002): a
-    bijection for every size, random access, no memory. A second walk is needed for one index in sqrt(size).
+    A generalized Feistel network on pairs (left, right) in Z_a x Z_b, the smallest near-square with a * b >= size,
+    walked until it lands inside [0, size) (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002):
+    a bijection for every size, random access, no memory. At most one index in sqrt(size) needs a second walk.
 
     Args:
         indices: int64[n] in [0, size).

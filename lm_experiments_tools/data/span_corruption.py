@@ -1,7 +1,7 @@
 """T5's span corruption (Raffel et al., 2020, section 3.1.4) for a whole batch at once, in numpy.
 
-One worked example. Spans alternate non-noise, noise, ..., starting with non-noise and ending with noise; with sentinels
-99, 98, ... and EOS 1:
+One worked example. Spans alternate non-noise, noise, ..., starting with non-noise and ending with noise; with
+sentinels 99, 98, ... and EOS 1:
 
     tokens      10 11 12 13 14 15 16 17 18 19
     noise mask   .  .  .  N  N  .  .  .  .  N
@@ -37,8 +37,7 @@ class SpanCounts:
 
     @property
     def inputs_length(self) -> int:
-        # A lone token is one non-noise span and no noise span: nothing is replaced in the inputs.
-        return self.num_nonnoise_tokens + min(self.num_spans, self.num_noise_tokens) + 1
+        return self.num_nonnoise_tokens + self.num_spans + 1
 
     @property
     def targets_length(self) -> int:
@@ -46,7 +45,7 @@ class SpanCounts:
 
     @property
     def words_per_sample(self) -> int:
-        """Random words that `random_spans_noise_mask` takes per row: one for each cut between two spans."""
+        """Random words that `random_span_lengths` takes per row: one for each cut between two spans."""
         return 2 * (self.num_spans - 1)
 
 
@@ -55,7 +54,7 @@ def count_spans(tokens_length: int, noise_density: float, mean_noise_span_length
 
     Rounds half to even in float32 as t5's `random_spans_noise_mask` does: float64 gives another number of noise tokens
     for some lengths (350 or 390 at density 0.15, for example). Each span needs a non-noise token before it; a short
-    segment gets fewer spans where rounding asks for more than that (t5 fails there).
+    segment gets fewer spans where rounding asks for more than that (t5 fails there), and a lone token an empty one.
 
     Raises:
         UserError: a density outside (0, 1), or a mean span length below 1.
@@ -85,8 +84,8 @@ def random_spans_lengths(
         sentinels and EOS, and noise spans; (568, 114, 28) for (512, 0.15, 3.0).
 
     Raises:
-        UserError: as `count_spans`, an `inputs_length` below 3 (a token, a sentinel, EOS), or more spans than non-noise
-            tokens to keep them apart.
+        UserError: as `count_spans`, an `inputs_length` below 3 (a token, a sentinel, EOS), or more spans than
+            non-noise tokens to keep them apart.
     """
     if inputs_length < 3:
         raise UserError(f"inputs_length is {inputs_length}, but a token, a sentinel and EOS need 3.")
@@ -120,8 +119,8 @@ def plan_spans(
 ) -> SpanCounts:
     """Counts of the longest segments whose inputs fit into `inputs_length`, checked against the vocabulary.
 
-    This is `random_spans_lengths` with the mask's own rounding: in the few settings where t5's two roundings disagree by
-    one token, t5 truncates an example and this takes a segment one token shorter, so that no token is lost.
+    This is `random_spans_lengths` with the mask's own rounding: in the few settings where t5's two roundings disagree
+    by one token, t5 truncates an example and this takes a segment one token shorter, so that no token is lost.
 
     Raises:
         UserError: as `random_spans_lengths`, or more spans than sentinels. t5 would silently use real vocabulary
@@ -134,18 +133,18 @@ def plan_spans(
     if counts.num_spans > num_sentinels:
         raise UserError(
             f"{inputs_length} inputs hold {counts.num_spans} noise spans (noise_density {noise_density}, "
-            f"mean_noise_span_length {mean_noise_span_length}) but the vocabulary has {num_sentinels} sentinels: train a "
-            f"vocabulary with at least {counts.num_spans} extra ids, shorten the inputs or lengthen the spans."
+            f"mean_noise_span_length {mean_noise_span_length}) but the vocabulary has {num_sentinels} sentinels: "
+            f"train a vocabulary with at least {counts.num_spans} extra ids, shorten the inputs or lengthen the spans."
         )
     return counts
 
 
-def random_spans_noise_mask(counts: SpanCounts, words: np.ndarray) -> np.ndarray:
-    """Noise masks, every arrangement of the spans equally likely.
+def random_span_lengths(counts: SpanCounts, words: np.ndarray) -> np.ndarray:
+    """Lengths of alternating non-noise and noise spans, every arrangement equally likely.
 
-    The noise tokens are cut into `num_spans` positive parts, and so are the others, by choosing `num_spans - 1` distinct
-    cut points out of the gaps between tokens, uniformly among all such choices (Floyd's sampling: Bentley and Floyd,
-    "A Sample of Brilliance", CACM 1987). Only `num_spans - 1` random words per composition are needed, where
+    The noise tokens are cut into `num_spans` positive parts, and so are the others, by choosing `num_spans - 1`
+    distinct cut points out of the gaps between tokens, uniformly among all such choices (Floyd's sampling: Bentley and
+    Floyd, "A Sample of Brilliance", CACM 1987). Only `num_spans - 1` random words per composition are needed, where
     shuffling all gaps, as t5 does, needs one per token; the distribution is the same.
 
     Args:
@@ -154,36 +153,31 @@ def random_spans_noise_mask(counts: SpanCounts, words: np.ndarray) -> np.ndarray
             biased by less than m / 2**32, about 1e-7 here.
 
     Returns:
-        bool[n, tokens_length], True where a token is noise; each row starts with non-noise and ends with noise.
+        int64[n, num_spans, 2]: span k of a row is `[k, 0]` non-noise tokens followed by `[k, 1]` noise tokens.
     """
     num_rows, num_cuts = words.shape[1], counts.num_spans - 1
-    num_noise = max(counts.num_noise_tokens, 1)  # t5 masks a lone token as if there were two, and keeps the first
-    num_nonnoise = max(counts.tokens_length, 2) - num_noise
     # Non-noise in the first half of the columns and noise in the second: one pass of Floyd's algorithm serves both.
-    parts = np.repeat(np.array([num_nonnoise, num_noise]), num_rows)
+    parts = np.repeat(np.array([counts.num_nonnoise_tokens, counts.num_noise_tokens]), num_rows)
     chosen = np.empty((num_cuts, 2 * num_rows), np.int32)
     last = (parts - 1 - num_cuts + np.arange(num_cuts)[:, None]).astype(np.int32)  # the newest gap at each step
     picks = words.reshape(num_cuts, 2 * num_rows) * (last + 1).astype(np.uint64) >> np.uint64(32)
     for step, pick in enumerate(picks.astype(np.int32)):
         taken = np.logical_or.reduce(chosen[:step] == pick, axis=0)
         chosen[step] = np.where(taken, last[step], pick)
-    cuts = np.empty((2 * num_rows, counts.num_spans + 1), np.int32)
+    cuts = np.empty((2 * num_rows, counts.num_spans + 1), np.int64)
     cuts[:, 0], cuts[:, -1] = 0, parts
     cuts[:, 1:-1] = np.sort(chosen.T, axis=1) + 1
-    lengths = np.diff(cuts, axis=1).reshape(2, num_rows, counts.num_spans).transpose(1, 2, 0)  # row, span, kind
-    kinds = np.tile(np.array([False, True]), num_rows * counts.num_spans)
-    return np.repeat(kinds, lengths.reshape(-1)).reshape(num_rows, -1)[:, : counts.tokens_length]
+    return np.diff(cuts, axis=1).reshape(2, num_rows, counts.num_spans).transpose(1, 2, 0)
 
 
 def corrupt(
-    tokens: np.ndarray, noise_mask: np.ndarray, sentinel_ids: np.ndarray, eos_id: int
+    tokens: np.ndarray, span_lengths: np.ndarray, sentinel_ids: np.ndarray, eos_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Replace each noise span by one sentinel in the inputs, and each non-noise span by one in the targets.
 
     Args:
-        tokens: integers [n, length].
-        noise_mask: bool[n, length]; all rows with the same number of noise tokens and of spans, as rows of one length
-            have. (A single row may have any mask.)
+        tokens: int64[n, length].
+        span_lengths: int64[n, num_spans, 2] as from `random_span_lengths`; all rows with equally many noise tokens.
         sentinel_ids: ids of sentinel 0, 1, ...; T5 numbers them downwards from the end of the vocabulary.
         eos_id: closes both sequences.
 
@@ -191,38 +185,44 @@ def corrupt(
         (inputs, targets): int64[n, inputs_length] and int64[n, targets_length].
 
     Raises:
-        UserError: a mask has more spans than there are sentinels.
-        ValueError: rows whose outputs would differ in length.
+        UserError: more spans than sentinels.
+        ValueError: span lengths that do not add up to the rows of `tokens`, or differ in sum between rows.
     """
-    num_rows, length = tokens.shape
-    shape = (num_rows, length + 1)  # one column more, for EOS, which both sequences keep
-    previous = np.zeros(shape, bool)
-    previous[:, 1:] = noise_mask
-    kept_in_targets, kept_in_inputs = np.ones(shape, bool), np.ones(shape, bool)
-    noise_starts, nonnoise_starts = np.zeros(shape, bool), np.zeros(shape, bool)
-    inner = (slice(None), slice(0, length))
-    np.greater(noise_mask, previous[inner], out=noise_starts[inner])
-    np.less(noise_mask, previous[inner], out=nonnoise_starts[inner])
-    nonnoise_starts[:, 0] = ~noise_mask[:, 0]
-    np.logical_or(noise_mask, nonnoise_starts[inner], out=kept_in_targets[inner])
-    np.logical_or(~noise_mask, noise_starts[inner], out=kept_in_inputs[inner])
-
-    outputs = []
-    for starts, kept in ((noise_starts, kept_in_inputs), (nonnoise_starts, kept_in_targets)):
-        filled = np.empty(shape, np.int64)
-        filled[inner] = tokens
-        filled[:, length] = eos_id
-        positions = np.flatnonzero(starts)
-        num_spans = _per_row(positions.size, num_rows)
-        if num_spans > len(sentinel_ids):
-            raise UserError(f"A noise mask has {num_spans} spans but there are only {len(sentinel_ids)} sentinels.")
-        filled.reshape(-1)[positions] = np.tile(sentinel_ids[:num_spans], num_rows)
-        output = filled.reshape(-1)[np.flatnonzero(kept)]
-        outputs.append(output.reshape(num_rows, _per_row(output.size, num_rows)))
-    return outputs[0], outputs[1]
+    num_spans = span_lengths.shape[1]
+    if num_spans > len(sentinel_ids):
+        raise UserError(f"{num_spans} noise spans were asked for but there are only {len(sentinel_ids)} sentinels.")
+    sums = span_lengths.sum(axis=1)
+    if (sums != sums[0]).any() or sums[0].sum() != tokens.shape[1]:
+        raise ValueError(f"rows of {tokens.shape[1]} tokens cannot have spans that sum to {sums.tolist()}")
+    nonnoise, noise = np.ascontiguousarray(span_lengths[..., 0]), np.ascontiguousarray(span_lengths[..., 1])
+    ends = np.cumsum(nonnoise + noise, axis=1)
+    sentinels = sentinel_ids[:num_spans]
+    # A run is what one span leaves in the output. In the inputs it is non-noise tokens and then the sentinel, in the
+    # place of the first noise token; in the targets the sentinel, in the place of the last non-noise token, comes first.
+    inputs = _copy_runs(tokens, ends - noise - nonnoise, nonnoise, sentinels, True, eos_id)
+    targets = _copy_runs(tokens, ends - noise - 1, noise, sentinels, False, eos_id)
+    return inputs, targets
 
 
-def _per_row(total: int, num_rows: int) -> int:
-    if total % num_rows:
-        raise ValueError(f"{total} tokens in {num_rows} rows: the noise masks of one call must have equal counts.")
-    return total // num_rows
+def _copy_runs(
+    tokens: np.ndarray, begins: np.ndarray, kept: np.ndarray, sentinels: np.ndarray, sentinel_last: bool, eos_id: int
+) -> np.ndarray:
+    """int64[n, length]: for each k, `kept[i, k] + 1` tokens from `begins[i, k]`, one of them made a sentinel; then EOS.
+
+    One flat gather: the source of an output position is that position plus an offset that is constant along a run.
+    """
+    runs = kept + 1
+    output_begins = np.cumsum(runs, axis=1) - runs
+    length = int(output_begins[0, -1] + runs[0, -1]) + 1  # EOS
+    rows = np.arange(len(tokens))[:, None]
+    output_begins += rows * length
+    offsets = begins + rows * tokens.shape[1] - output_begins
+    runs[:, -1] += 1  # the place of EOS
+    sources = np.arange(len(tokens) * length)
+    sources += np.repeat(offsets.reshape(-1), runs.reshape(-1))
+    # Only the place of EOS can lie outside, and is overwritten.
+    output = tokens.reshape(-1).take(sources, mode="clip")
+    output[output_begins + kept if sentinel_last else output_begins] = sentinels
+    output = output.reshape(len(tokens), length)
+    output[:, -1] = eos_id
+    return output

@@ -1,7 +1,7 @@
 """Span corruption equals the `t5` package token for token, given the same noise mask.
 
-The oracle runs in a process of its own: TensorFlow must not be imported beside torch and triton. It writes what t5 made of
-masks that this test drew, and masks and lengths that t5 drew.
+The oracle runs in a process of its own: TensorFlow must not be imported beside torch and triton. It writes what t5
+made of masks that this test drew, and masks and lengths that t5 drew.
 """
 
 import importlib.util
@@ -17,8 +17,8 @@ from lm_experiments_tools.data.order import sample_words
 from lm_experiments_tools.data.span_corruption import (
     corrupt,
     count_spans,
+    random_span_lengths,
     random_spans_lengths,
-    random_spans_noise_mask,
 )
 from lm_experiments_tools.errors import UserError
 
@@ -55,11 +55,11 @@ for k, name in enumerate(["inputs", "targets"]):
     output[name + "_lengths"] = np.array([len(pair[k]) for pair in made])
 
 output["helper"] = np.array([
-    t5.random_spans_helper(int(length), density, mean, 1, 1, verbose=False) for length, density, mean in given["grid"]])
+    t5.random_spans_helper(int(length), density, mean, 1, 1) for length, density, mean in given["grid"]])
 
 def mask_function(density, mean):  # t5 wants these as Python numbers
-    return tf.function(lambda length, seeds: t5.random_spans_noise_mask(length, density, seeds, mean), input_signature=[
-        tf.TensorSpec([], tf.int32), tf.TensorSpec([2, 2], tf.int32)])
+    signature = [tf.TensorSpec([], tf.int32), tf.TensorSpec([2, 2], tf.int32)]
+    return tf.function(lambda length, seeds: t5.random_spans_noise_mask(length, density, seeds, mean), signature)
 
 functions = {}
 
@@ -81,9 +81,17 @@ np.savez(sys.argv[2], **output)
 """
 
 
-def drawn_mask(counts, number, key):
+def drawn_masks(counts, number, key):
+    """Noise masks bool[number, length] of our random spans."""
     rows = np.arange(number)
-    return random_spans_noise_mask(counts, sample_words(key, np.zeros(number), rows, counts.words_per_sample))
+    spans = random_span_lengths(counts, sample_words(key, np.zeros(number), rows, counts.words_per_sample))
+    return np.repeat(np.arange(spans[..., 0].size * 2) % 2 == 1, spans.reshape(-1)).reshape(number, -1)
+
+
+def spans_of(mask):
+    """Span lengths [1, spans, 2] of a mask that starts with non-noise and ends with noise."""
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
+    return np.diff(np.concatenate([[0], edges])).reshape(1, -1, 2)
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +102,9 @@ def oracle(tmp_path_factory):
     for key, (density, mean) in enumerate(SETTINGS):
         for _ in range(EXAMPLES_PER_SETTING):
             counts = count_spans(int(generator.integers(2, 700)), density, mean)
-            masks.append(drawn_mask(counts, 1, key=1000 * key + len(masks))[0])
-    masks += [generator.random(length) < 0.3 for length in generator.integers(1, 60, 40)]  # any mask, also noise first
+            masks.append(drawn_masks(counts, 1, key=1000 * key + len(masks))[0])
+    for length in generator.integers(1, 60, 40):  # also spans that our own draws would not give
+        masks.append(np.concatenate([[False], generator.random(length) < 0.3, [True]]))
     helper_lengths = [3, 4, 5, 8, 17, 64, 100, 127, 128, 190, 256, 350, 390, 511, 512, 513, 670, 1024, 2048]
     grid = [
         (length, density, mean)
@@ -134,7 +143,7 @@ def test_inputs_and_targets_equal_t5_token_for_token(oracle):
     expected_targets = split(made["targets"], made["targets_lengths"])
     assert len(tokens) == 4 * EXAMPLES_PER_SETTING + 40
     for row, mask, inputs, targets in zip(tokens, masks, expected_inputs, expected_targets, strict=True):
-        ours = corrupt(row[None], mask[None], SENTINELS, eos_id=1)
+        ours = corrupt(row[None], spans_of(mask), SENTINELS, eos_id=1)
         np.testing.assert_array_equal(ours[0][0], [*inputs, 1])  # t5 appends EOS in a later step
         np.testing.assert_array_equal(ours[1][0], [*targets, 1])
 
@@ -160,7 +169,7 @@ def test_counts_of_noise_tokens_and_spans_equal_random_spans_noise_mask(oracle):
 def test_noise_masks_have_the_statistics_of_t5(oracle):
     length, density, mean, number = STATISTICS
     drawn, counts = oracle[1]["drawn"], count_spans(length, density, mean)
-    ours = drawn_mask(counts, number, key=5)
+    ours = drawn_masks(counts, number, key=5)
     assert (drawn.sum(axis=1) == counts.num_noise_tokens).all()
     for masks in (drawn, ours):
         assert not masks[:, 0].any() and masks[:, -1].all()

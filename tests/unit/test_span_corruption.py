@@ -10,41 +10,40 @@ from lm_experiments_tools.data.span_corruption import (
     corrupt,
     count_spans,
     plan_spans,
+    random_span_lengths,
     random_spans_lengths,
-    random_spans_noise_mask,
 )
 from lm_experiments_tools.errors import UserError
 
 SENTINELS = np.arange(99, 89, -1)
 
 
-def draw_masks(counts, num_rows, key=1):
+def draw(counts, num_rows, key=1):
     rows = np.arange(num_rows)
-    return random_spans_noise_mask(counts, sample_words(key, np.zeros(num_rows), rows, counts.words_per_sample))
+    return random_span_lengths(counts, sample_words(key, np.zeros(num_rows), rows, counts.words_per_sample))
 
 
-def span_lengths(masks):
-    """Lengths of the spans of every row, int[n, 2 * spans], non-noise and noise in turn."""
-    edges = [np.flatnonzero(np.diff(row.astype(int), prepend=0, append=-1)) for row in masks]
-    return np.array([np.diff(np.concatenate([[0], row])) for row in edges])
+def noise_masks(spans):
+    return np.repeat(np.arange(spans.size) % 2 == 1, spans.reshape(-1)).reshape(len(spans), -1)
 
 
 def test_worked_example_of_the_docstring():
     tokens = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
-    noise_mask = [0, 0, 0, 1, 1, 0, 0, 0, 0, 1]
-    inputs, targets = corrupt(np.array([tokens]), np.array([noise_mask], bool), SENTINELS, eos_id=1)
+    spans = [[3, 2], [4, 1]]
+    assert noise_masks(np.array([spans])).astype(int).tolist() == [[0, 0, 0, 1, 1, 0, 0, 0, 0, 1]]
+    inputs, targets = corrupt(np.array([tokens]), np.array([spans]), SENTINELS, eos_id=1)
     assert inputs.tolist() == [[10, 11, 12, 99, 15, 16, 17, 18, 98, 1]]
     assert targets.tolist() == [[99, 13, 14, 98, 19, 1]]
 
 
 def test_rows_of_a_batch_are_corrupted_independently():
     counts = count_spans(60, 0.3, 3.0)
-    masks = draw_masks(counts, 50)
+    spans = draw(counts, 50)
     tokens = np.random.default_rng(0).integers(200, 300, (50, 60))
-    inputs, targets = corrupt(tokens, masks, SENTINELS, 1)
+    inputs, targets = corrupt(tokens, spans, SENTINELS, 1)
     assert inputs.shape == (50, counts.inputs_length) and targets.shape == (50, counts.targets_length)
     for row in range(50):
-        alone = corrupt(tokens[row : row + 1], masks[row : row + 1], SENTINELS, 1)
+        alone = corrupt(tokens[row : row + 1], spans[row : row + 1], SENTINELS, 1)
         np.testing.assert_array_equal(inputs[row], alone[0][0])
         np.testing.assert_array_equal(targets[row], alone[1][0])
 
@@ -52,7 +51,7 @@ def test_rows_of_a_batch_are_corrupted_independently():
 def test_inputs_and_targets_together_hold_every_token_in_order():
     counts = count_spans(60, 0.3, 3.0)
     tokens = np.random.default_rng(0).integers(200, 300, (20, 60))
-    for row, inputs, targets in zip(tokens, *corrupt(tokens, draw_masks(counts, 20), SENTINELS, 1), strict=True):
+    for row, inputs, targets in zip(tokens, *corrupt(tokens, draw(counts, 20), SENTINELS, 1), strict=True):
         pieces = {}
         for token in targets[:-1].tolist():
             if token < 200:
@@ -96,30 +95,26 @@ def test_planned_segments_always_fit_and_never_waste_more_than_one_place(noise_d
         assert inputs_length - 1 <= counts.inputs_length <= inputs_length
 
 
-def test_masks_have_the_promised_counts_and_ends():
+def test_spans_have_the_promised_counts():
     for length in [2, 3, 7, 14, 50, 568]:
         counts = count_spans(length, 0.15, 3.0)
-        masks = draw_masks(counts, 100)
-        assert masks.shape == (100, length)
-        assert not masks[:, 0].any() and masks[:, -1].all()
-        assert (masks.sum(axis=1) == counts.num_noise_tokens).all()
-        starts = masks[:, 1:] & ~masks[:, :-1]
-        assert (starts.sum(axis=1) == counts.num_spans).all()
+        spans = draw(counts, 100)
+        assert spans.shape == (100, counts.num_spans, 2) and spans.min() >= 1
+        assert (spans.sum(axis=1) == [counts.num_nonnoise_tokens, counts.num_noise_tokens]).all()
 
 
-def test_a_lone_token_is_kept():
+def test_a_lone_token_is_kept_before_an_empty_span():
     counts = count_spans(1, 0.15, 3.0)
-    masks = draw_masks(counts, 2)
-    inputs, targets = corrupt(np.array([[7], [8]]), masks, SENTINELS, 1)
-    assert inputs.tolist() == [[7, 1], [8, 1]] and targets.tolist() == [[99, 1], [99, 1]]
-    assert (counts.inputs_length, counts.targets_length) == (2, 2)
+    inputs, targets = corrupt(np.array([[7], [8]]), draw(counts, 2), SENTINELS, 1)
+    assert inputs.tolist() == [[7, 99, 1], [8, 99, 1]] and targets.tolist() == [[99, 1], [99, 1]]
+    assert (counts.inputs_length, counts.targets_length) == (3, 2)
 
 
 def test_every_composition_is_equally_likely():
     counts = count_spans(10, 0.4, 2.0)  # 4 noise tokens in 2 spans, 6 others in 2: 3 x 5 masks
     assert (counts.num_noise_tokens, counts.num_spans) == (4, 2)
     num_rows = 30_000
-    _, seen = np.unique(draw_masks(counts, num_rows), axis=0, return_counts=True)
+    _, seen = np.unique(draw(counts, num_rows), axis=0, return_counts=True)
     expected = num_rows / (comb(3, 1) * comb(5, 1))
     assert seen.size == 15
     assert ((seen - expected) ** 2 / expected).sum() < 36.1  # chi-square, 14 degrees of freedom, p = 0.001
@@ -128,9 +123,9 @@ def test_every_composition_is_equally_likely():
 def test_span_lengths_follow_the_closed_form():
     """P(a span of k) = C(n-k-1, s-2) / C(n-1, s-1) in a random composition of n into s positive parts."""
     counts, num_rows = count_spans(568, 0.15, 3.0), 4000
-    lengths = span_lengths(draw_masks(counts, num_rows))
+    lengths = draw(counts, num_rows)
     s = counts.num_spans
-    for total, spans in ((counts.num_noise_tokens, lengths[:, 1::2]), (counts.num_nonnoise_tokens, lengths[:, 0::2])):
+    for total, spans in ((counts.num_noise_tokens, lengths[..., 1]), (counts.num_nonnoise_tokens, lengths[..., 0])):
         assert spans.shape == (num_rows, s) and (spans.sum(axis=1) == total).all()
         for k in range(1, 9):
             exact = comb(total - k - 1, s - 2) / comb(total - 1, s - 1)
@@ -143,7 +138,7 @@ def test_span_lengths_follow_the_closed_form():
 
 
 def noise_rate(position, counts):
-    """P(token is noise): over the number of spans j wholly before it, and how its non-noise and noise parts share it."""
+    """P(token is noise), summed over how many noise tokens come before it and which noise span it lies in."""
     n, m, s = counts.num_noise_tokens, counts.num_nonnoise_tokens, counts.num_spans
     ways, favourable = comb(n - 1, s - 1) * comb(m - 1, s - 1), 0
     for before in range(position + 1):  # noise tokens among the first `position`
@@ -171,7 +166,7 @@ def test_rate_of_noise_at_each_position_follows_the_closed_form():
     assert exact[0] == 0 and exact[-1] == 1 and exact.sum() == pytest.approx(counts.num_noise_tokens)
     inner = slice(1, -1)
     error = np.sqrt(exact * (1 - exact) / num_rows)[inner]
-    z = (draw_masks(counts, num_rows).mean(axis=0) - exact)[inner] / error
+    z = (noise_masks(draw(counts, num_rows)).mean(axis=0) - exact)[inner] / error
     assert np.abs(z).max() < 4.5 and 0.7 < np.sqrt((z**2).mean()) < 1.4
 
 
@@ -181,9 +176,8 @@ def test_more_spans_than_sentinels_is_refused_with_the_numbers():
         plan_spans(2048, 0.15, 3.0, num_sentinels=100)
     with pytest.raises(UserError, match="128 noise spans"):
         plan_spans(512, 0.5, 3.0, num_sentinels=100)
-    alternating = np.tile([False, True], 11)[None]
-    with pytest.raises(UserError, match="11 spans but there are only 10 sentinels"):
-        corrupt(np.full((1, 22), 200), alternating, SENTINELS, 1)
+    with pytest.raises(UserError, match="11 noise spans were asked for but there are only 10 sentinels"):
+        corrupt(np.full((1, 22), 200), np.ones((1, 11, 2), int), SENTINELS, 1)
 
 
 def test_settings_that_make_no_sense_are_refused():
@@ -198,7 +192,7 @@ def test_settings_that_make_no_sense_are_refused():
         random_spans_lengths(2, 0.15, 3.0)
 
 
-def test_rows_with_unequal_counts_are_refused():
-    masks = np.array([[0, 1, 0, 1], [0, 0, 0, 1], [0, 0, 0, 1]], bool)
-    with pytest.raises(ValueError, match="equal counts"):
-        corrupt(np.full((3, 4), 200), masks, SENTINELS, 1)
+def test_spans_that_do_not_fit_the_rows_are_refused():
+    for spans in ([[[3, 1]], [[2, 2]]], [[[3, 2]], [[3, 2]]]):
+        with pytest.raises(ValueError, match="rows of 4 tokens"):
+            corrupt(np.full((2, 4), 200), np.array(spans), SENTINELS, 1)
