@@ -161,9 +161,19 @@ class StepBatch:
 
 
 def forward_names(model: nn.Module) -> set[str]:
-    """Names of the arguments a batch may fill; a PEFT wrapper's `*args, **kwargs` stand for its base model's."""
+    """Names of the arguments a batch may fill.
+
+    A forward with `**kwargs` hands them on to its base class's, and a PEFT wrapper's to its base model's.
+    """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return set(inspect.signature(base.forward).parameters)
+    names: set[str] = set()
+    for cls in type(base).__mro__:
+        if "forward" in vars(cls):
+            parameters = inspect.signature(vars(cls)["forward"]).parameters.values()
+            names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+    return names - {"self"}
 
 
 def split_batch(

@@ -210,7 +210,7 @@ class TrainingLoop:
     def _find_resume(self) -> Path | None:
         args = self.args
         if args.resume not in ("auto", "never"):
-            checkpoint.verify(path := Path(args.resume))
+            checkpoint.verify(path := Path(args.resume).resolve())
             return path
         newest = checkpoint.find_newest_valid(self.writer.root, logger) if self.writer else None
         if newest is not None and args.resume == "never":

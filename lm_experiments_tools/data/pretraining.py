@@ -72,7 +72,14 @@ def span_corruption_data(args: T5PretrainingArgs, backend: Backend) -> Pretraini
             text_key=args.text_key,
             max_bad_lines=args.max_bad_lines,
         )
-        return IndexedDataset(prefix)
+        tokens = IndexedDataset(prefix)
+        bad_lines = tokens.meta.get("bad_lines", 0)
+        if str(prefix) != str(path) and bad_lines > args.max_bad_lines:  # tokenized earlier, with more patience
+            raise UserError(
+                f"{path} has {bad_lines} bad lines, listed in {prefix}.bad_lines.jsonl, more than --max_bad_lines "
+                f"{args.max_bad_lines} allows; mend them, or raise the limit"
+            )
+        return tokens
 
     def dataset(tokens: IndexedDataset) -> SpanCorruptionDataset:
         return SpanCorruptionDataset(
