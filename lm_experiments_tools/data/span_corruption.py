@@ -197,8 +197,8 @@ def corrupt(
     nonnoise, noise = np.ascontiguousarray(span_lengths[..., 0]), np.ascontiguousarray(span_lengths[..., 1])
     ends = np.cumsum(nonnoise + noise, axis=1)
     sentinels = sentinel_ids[:num_spans]
-    # A run is what one span leaves in the output. In the inputs it is non-noise tokens and then the sentinel, in the
-    # place of the first noise token; in the targets the sentinel, in the place of the last non-noise token, comes first.
+    # A run is what one span leaves in the output. In the inputs the sentinel comes last, in the place of the first
+    # noise token; in the targets it comes first, in the place of the last non-noise token.
     inputs = _copy_runs(tokens, ends - noise - nonnoise, nonnoise, sentinels, True, eos_id)
     targets = _copy_runs(tokens, ends - noise - 1, noise, sentinels, False, eos_id)
     return inputs, targets
@@ -207,7 +207,7 @@ def corrupt(
 def _copy_runs(
     tokens: np.ndarray, begins: np.ndarray, kept: np.ndarray, sentinels: np.ndarray, sentinel_last: bool, eos_id: int
 ) -> np.ndarray:
-    """int64[n, length]: for each k, `kept[i, k] + 1` tokens from `begins[i, k]`, one of them made a sentinel; then EOS.
+    """For each k, `kept[i, k] + 1` tokens from `begins[i, k]`, one of them a sentinel; then EOS: int64[n, length].
 
     One flat gather: the source of an output position is that position plus an offset that is constant along a run.
     """

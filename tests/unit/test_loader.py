@@ -92,6 +92,14 @@ def test_noise_and_order_change_with_epoch_and_seed():
         assert not equal.any()
 
 
+def test_noise_of_a_row_is_fresh_in_each_epoch():
+    data = dataset(9000, inputs_length=128)
+    epochs = [data.batch(np.arange(len(data)) + epoch * len(data))["input_ids"] >= 9_900 for epoch in range(3)]
+    patterns = [{row.tobytes() for row in epoch} for epoch in epochs]  # where the sentinels stand
+    assert sum(map(len, patterns)) == 3 * len(data)
+    assert len(set.union(*patterns)) == 3 * len(data)
+
+
 def test_full_rows_have_no_padding_and_masks_match():
     data = dataset(1000)
     batch = data.batch(np.arange(len(data)))
