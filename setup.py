@@ -6,7 +6,7 @@ from setuptools import find_namespace_packages, setup
 
 ROOT = Path(__file__).parent
 CORE = [
-    "huggingface_hub",
+    "huggingface_hub>=1",
     "numpy>=2.1,<3",
     "protobuf>=5",
     "psutil>=6.0",
@@ -48,7 +48,7 @@ setup(
     description="Pre-train and fine-tune T5 and BERT, and your own variants of them, on Horovod and Accelerate",
     long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_namespace_packages(

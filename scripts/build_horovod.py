@@ -263,8 +263,9 @@ def check() -> None:
             ) from None
     output = result.stdout + result.stderr
     if result.returncode or any(f"all-reduce right on rank {rank}" not in output for rank in (0, 1)):
-        reasons = [line.strip() for line in output.splitlines() if re.search(r"\w*(Error|Exception)\b.*:", line)]
-        reason = reasons[-1][:300] if reasons else f"exit code {result.returncode}"
+        errors = [line.strip() for line in output.splitlines() if re.search(r"\w(Error|Exception)\b", line)]
+        from_workers = [line for line in errors if re.match(r"\[[01]\]<stderr>:", line)]
+        reason = (from_workers or errors or [f"exit code {result.returncode}"])[-1][:300]
         raise CannotBuild(f"it is installed but two processes could not all-reduce: {reason}.")
 
 
