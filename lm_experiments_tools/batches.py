@@ -1,4 +1,4 @@
-"""Batches for the loop: an endless stream from any loader, at a position that survives a restart, cut in micro-batches.
+"""Batches for the loop: an endless stream from any loader, at a position that survives a restart, in micro-batches.
 
 Two kinds of loaders are read. One that knows its place (`seek(consumed_samples)`, as `data.loader.TrainLoader`) is
 sought in O(1). Any other iterable, such as a torch `DataLoader`, is replayed: its epoch is started again with the

@@ -89,7 +89,7 @@ def show_run(
 
 
 def seed_worker(seed: int, rank: int) -> None:
-    """Seed Python, numpy and torch: each worker draws its own dropout noise. A resumed run restores its states later."""
+    """Seed Python, numpy and torch: each worker draws its own dropout noise (a resumed run goes on with its own)."""
     random.seed(f"{seed}-{rank}")
     np.random.seed((seed * 1000003 + rank) % 2**32)
     torch.manual_seed(seed * 1000003 + rank)
@@ -141,7 +141,7 @@ def _config(args: ExperimentArgs, config_cls: type | None) -> PreTrainedConfig:
     source = Path(args.init_checkpoint)
     if not (source / "config.json").is_file():
         raise UserError(
-            f"--init_checkpoint {source} holds no config.json, so the model's configuration is not known; give --model_cfg"
+            f"--init_checkpoint {source} holds no config.json that would describe the model; give --model_cfg"
         )
     return load_model_config(source / "config.json", config_cls)
 
@@ -154,7 +154,7 @@ def _pretrained_config(name: str, config_cls: type | None, flag: str) -> PreTrai
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UserError(
-            f"{flag} {name}: its configuration cannot be read ({first_line}); give a folder that holds config.json, or "
+            f"{flag} {name}: its configuration cannot be read ({first_line}); give a folder with a config.json, or "
             "--model_cfg"
         ) from error
 

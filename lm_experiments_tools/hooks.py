@@ -86,8 +86,8 @@ class ValidateHook:
     def _value(self, values: dict[str, float]) -> float:
         if self.metric not in values:
             raise UserError(
-                f"--optimize_metric {self.metric} is not produced by validation, which gives {', '.join(sorted(values))}"
-                "; choose one of these (metrics of generated text need --use_generate_on_valid)"
+                f"--optimize_metric {self.metric} is not produced by validation, which gives "
+                f"{', '.join(sorted(values))}; choose one of these (metrics of generated text need --use_generate_on_valid)"
             )
         return values[self.metric]
 

@@ -1,4 +1,4 @@
-"""What a run shows at its end (`--report`): losses before and after, blanks it fills in, its curve, where to look on."""
+"""What a run shows at its end (`--report`): losses before and after, blanks filled in, the curve, where to look on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_BLANKS = 2
 
 
 def write_report(trainer: TrainingLoop, data: PretrainingData) -> None:
-    """Print the report on rank 0 and write it to report.txt and loss.png in the run directory; every worker calls it."""
+    """Print the report on rank 0 and write it to report.txt and loss.png of the run; every worker calls it."""
     folder = Path(trainer.args.model_path)
     lines = [_losses(trainer)]
     for number, (text, truth, guess) in enumerate(fill_in_examples(trainer, data), start=1):

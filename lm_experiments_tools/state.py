@@ -59,8 +59,8 @@ class TrainState:
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise UserError(
-                f"the checkpoint's trainer state has entries this version does not know ({', '.join(unknown)}): it was "
-                "written by a newer one; update lm_experiments_tools"
+                f"the checkpoint's trainer state has entries this version does not know ({', '.join(unknown)}): it "
+                "was written by a newer one; update lm_experiments_tools"
             )
         return cls(**values)
 
@@ -133,7 +133,7 @@ def save_checkpoint(
 
 
 def load_state(path: Path, backend: Backend) -> tuple[TrainState, dict[str, Any] | None]:
-    """Trainer state of a checkpoint, and this worker's own part (None if it was saved by another number of workers)."""
+    """Trainer state of a checkpoint, and this worker's own part (None if another number of workers saved it)."""
     tree = load_tree(path / "trainer_state")
     workers = tree["workers"]
     own = workers[backend.rank] if len(workers) == backend.world_size else None

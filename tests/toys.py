@@ -22,7 +22,7 @@ def tiny_t5(dropout: float = 0.0, seed: int = 0) -> nn.Module:
 
 
 class TinyLabeller(nn.Module):
-    """Guesses each label from the mean of the inputs; needs no transformers, whose import takes a job's longest part."""
+    """Guesses each label from the mean of the inputs; needs no transformers, whose import takes most of a job's time."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class RaggedPairs(Dataset):
 
 
 class SeekableBatches:
-    """An endless loader with the interface of `data.loader.TrainLoader`, over `RaggedPairs` in a fixed shuffled order."""
+    """An endless loader with `data.loader.TrainLoader`'s interface, over `RaggedPairs` in a fixed shuffled order."""
 
     fingerprint = "ragged-pairs"
 

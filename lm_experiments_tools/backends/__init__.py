@@ -10,7 +10,6 @@ from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
     from lm_experiments_tools.args import TrainerArgs
-
     from lm_experiments_tools.backends.backend import Backend
 
 

@@ -108,8 +108,8 @@ class ApexAmp(Precision):
             self.amp = importlib.import_module("apex.amp")
         except ImportError:
             raise UserError(
-                f"--apex_opt_lvl {opt_level} needs NVIDIA apex (built from its own source; the package named 'apex' on "
-                "PyPI is an unrelated one), which is not installed here; leave the flag out to use torch.amp"
+                f"--apex_opt_lvl {opt_level} needs NVIDIA apex (built from its own source; PyPI's package of that "
+                "name is an unrelated one), which is not installed here; leave the flag out to use torch.amp"
             ) from None
         self.opt_level, self.scales = opt_level, {"min_loss_scale": min_scale, "max_loss_scale": max_scale}
 

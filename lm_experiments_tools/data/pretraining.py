@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm_experiments_tools.data.tokenize import ensure_tokenized
-
 from lm_experiments_tools.data.dataset import SpanCorruptionDataset
 from lm_experiments_tools.data.indexed import IndexedDataset
 from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
+from lm_experiments_tools.data.tokenize import ensure_tokenized
 from lm_experiments_tools.data.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.state import on_all, on_main
@@ -48,7 +47,8 @@ class PretrainingData:
         dataset = self.train.dataset
         return (
             f"span corruption, {dataset.tokens_length} tokens -> {dataset.inputs_length} inputs + "
-            f"{dataset.targets_length} targets; {dataset.num_tokens:,} training tokens, vocabulary {self.vocabulary.size:,}"
+            f"{dataset.targets_length} targets; {dataset.num_tokens:,} training tokens, "
+            f"vocabulary {self.vocabulary.size:,}"
         )
 
 

@@ -24,8 +24,8 @@ def digest(state):
 
 def train(folder, steps, resume="auto"):
     args = TrainerArgs(
-        batch_size=2, gradient_accumulation_steps=2, iters=STEPS, log_interval=2, save_interval=1, keep_checkpoints=None,
-        clip_grad_norm=1.0, model_path=str(folder), resume=resume,
+        batch_size=2, gradient_accumulation_steps=2, iters=STEPS, log_interval=2, save_interval=1,
+        keep_checkpoints=None, clip_grad_norm=1.0, model_path=str(folder), resume=resume,
     )  # fmt: skip
     backend = get_backend(args)
     model = tiny_t5(dropout=0.3)

@@ -35,7 +35,8 @@ LAUNCHERS = {
     "horovod": (horovodrun, ("horovod",), {}, "backend horovod, 2 worker(s)"),
     "torchrun": (torchrun, ("accelerate",), CPU, "DistributedDataParallel"),
     "accelerate_ddp": (
-        lambda: accelerate_launch(*ACCELERATE_DDP), ("accelerate",), {**CPU, "MASTER_PORT": "0"}, "DistributedDataParallel"
+        lambda: accelerate_launch(*ACCELERATE_DDP), ("accelerate",), {**CPU, "MASTER_PORT": "0"},
+        "DistributedDataParallel",
     ),
     "fsdp": (lambda: shim("fsdp"), ("accelerate",), {}, "FSDP"),
     "zero2": (lambda: shim("zero2"), ("accelerate", "deepspeed"), {}, "DeepSpeedEngine"),
@@ -62,8 +63,8 @@ def text(tmp_path_factory):
         eos_id=1, unk_id=2, bos_id=-1, hard_vocab_limit=False, minloglevel=2,
     )  # fmt: skip
     config = {
-        "base": str(ROOT / "models_configs" / "t5_configs" / "t5-small.json"), "vocab_size": 1024, "d_model": 32, "d_kv": 8,
-        "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
+        "base": str(ROOT / "models_configs" / "t5_configs" / "t5-small.json"), "vocab_size": 1024, "d_model": 32,
+        "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
     }  # fmt: skip
     (folder.parent / "tiny.json").write_text(json.dumps(config))
     return folder

@@ -20,8 +20,8 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("golden")
     (folder / "text.txt").write_text("\n".join(f"word{i} number{i * 7 % 101} token{i % 13}" for i in range(500)))
     sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text.txt"), model_prefix=str(folder / "vocab"), vocab_size=100, pad_id=0, eos_id=1, unk_id=2,
-        bos_id=-1, hard_vocab_limit=False, minloglevel=2,
+        input=str(folder / "text.txt"), model_prefix=str(folder / "vocab"), vocab_size=100, pad_id=0, eos_id=1,
+        unk_id=2, bos_id=-1, hard_vocab_limit=False, minloglevel=2,
     )  # fmt: skip
     writer = IndexedDatasetWriter(str(folder / "tokens"), np.uint16)
     ranks = np.random.default_rng(0).zipf(1.3, 20_000)
@@ -29,8 +29,8 @@ def data(tmp_path_factory):
     writer.end_document()
     writer.finalize()
     config = {
-        "base": str(ROOT / "models_configs" / "t5_configs" / "t5-small.json"), "vocab_size": 512, "d_model": 32, "d_kv": 8,
-        "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
+        "base": str(ROOT / "models_configs" / "t5_configs" / "t5-small.json"), "vocab_size": 512, "d_model": 32,
+        "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
     }  # fmt: skip
     (folder / "tiny.json").write_text(json.dumps(config))
     return folder
@@ -41,8 +41,8 @@ def test_first_losses(data, tmp_path, monkeypatch, batch_size, accumulation):
     monkeypatch.chdir(os.getcwd())
     main([
         "--data_path", str(data / "tokens"), "--vocab", str(data / "vocab.model"), "--model_path", str(tmp_path),
-        "--model_cfg", str(data / "tiny.json"), "--dropout_rate", "0", "--input_seq_len", "64", "--target_seq_len", "32",
-        "--batch_size", str(batch_size), "--gradient_accumulation_steps", str(accumulation), "--lr", "1e-3",
+        "--model_cfg", str(data / "tiny.json"), "--dropout_rate", "0", "--input_seq_len", "64",
+        "--target_seq_len", "32", "--batch_size", str(batch_size), "--gradient_accumulation_steps", str(accumulation), "--lr", "1e-3",
         "--iters", "4", "--log_interval", "1", "--backend", "local",
     ])  # fmt: skip
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

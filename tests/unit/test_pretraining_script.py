@@ -23,8 +23,8 @@ def vocab(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vocab")
     (folder / "text.txt").write_text("\n".join(f"word{i} number{i * 7 % 101} token{i % 13}" for i in range(500)))
     sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text.txt"), model_prefix=str(folder / "vocab"), vocab_size=120, pad_id=0, eos_id=1, unk_id=2,
-        bos_id=-1, hard_vocab_limit=False, minloglevel=2,
+        input=str(folder / "text.txt"), model_prefix=str(folder / "vocab"), vocab_size=120, pad_id=0, eos_id=1,
+        unk_id=2, bos_id=-1, hard_vocab_limit=False, minloglevel=2,
     )  # fmt: skip
     return folder / "vocab.model"
 
@@ -98,9 +98,7 @@ def test_a_checkpoint_that_is_not_one(work, vocab):
 def test_a_checkpoint_of_another_size(work, vocab):
     start(vocab)
     (work / "wide.json").write_text(json.dumps({**TINY, "d_model": 24}))
-    refused(
-        vocab, "--allow_partial_checkpoint", model_cfg="wide.json", model_path="run2", init_checkpoint="run/last"
-    )
+    refused(vocab, "--allow_partial_checkpoint", model_cfg="wide.json", model_path="run2", init_checkpoint="run/last")
 
 
 def test_an_unknown_schedule_and_optimizer(work, vocab):
@@ -112,7 +110,7 @@ def test_broken_lines_are_put_aside_by_file_and_line(work, vocab, caplog):
     caplog.set_level("INFO")
     good = (work / "text.jsonl").read_text()
     (work / "mixed.jsonl").write_bytes(
-        good.encode() + b'{"text": "cut off\n' + b'{"text": 7}\n' + b'{"text": ""}\n' + b'{"text": "\xff\xfe"}\n' + b"[1]\n"
+        good.encode() + b'{"text": "cut off\n{"text": 7}\n{"text": ""}\n{"text": "\xff\xfe"}\n[1]\n'
     )
     start(vocab, data_path="mixed.jsonl")
     assert "5" in caplog.text and "mixed.jsonl" in caplog.text

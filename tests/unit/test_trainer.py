@@ -287,10 +287,11 @@ def test_a_signal_saves_and_exits_and_the_rest_is_as_if_nothing_had_been(tmp_pat
     whole, whole_loop = run(tmp_path / "whole")
     assert all(torch.equal(whole[n], continued[n]) for n in whole)
     assert loop.state.metrics == whole_loop.state.metrics
-    read = lambda path: [
-        (line["split"], line["step"], line.get("loss"))
-        for line in map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
-    ]
+
+    def read(path):
+        lines = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
+        return [(line["split"], line["step"], line.get("loss")) for line in lines]
+
     assert read(tmp_path / "killed") == read(tmp_path / "whole")
 
 
