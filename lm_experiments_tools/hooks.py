@@ -87,7 +87,8 @@ class ValidateHook:
         if self.metric not in values:
             raise UserError(
                 f"--optimize_metric {self.metric} is not produced by validation, which gives "
-                f"{', '.join(sorted(values))}; choose one of these (metrics of generated text need --use_generate_on_valid)"
+                f"{', '.join(sorted(values))}; choose one of these "
+                "(metrics of generated text need --use_generate_on_valid)"
             )
         return values[self.metric]
 

@@ -243,7 +243,8 @@ class TrainingLoop:
         if self.state.data_fingerprint != here:
             raise UserError(
                 "the training data, its vocabulary, sequence lengths or --seed are not those of the checkpoint, so "
-                "its position in the data has no meaning; restore them, or start a new --model_path with --init_checkpoint"
+                "its position in the data has no meaning; restore them, or start a new --model_path with "
+                "--init_checkpoint"
             )
         if own is None and here is None:
             raise UserError(

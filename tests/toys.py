@@ -22,7 +22,7 @@ def tiny_t5(dropout: float = 0.0, seed: int = 0) -> nn.Module:
 
 
 class TinyLabeller(nn.Module):
-    """Guesses each label from the mean of the inputs; needs no transformers, whose import takes most of a job's time."""
+    """Guesses each label from the mean of the inputs; needs no transformers, whose import takes a job's longest."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()

@@ -42,7 +42,8 @@ def test_first_losses(data, tmp_path, monkeypatch, batch_size, accumulation):
     main([
         "--data_path", str(data / "tokens"), "--vocab", str(data / "vocab.model"), "--model_path", str(tmp_path),
         "--model_cfg", str(data / "tiny.json"), "--dropout_rate", "0", "--input_seq_len", "64",
-        "--target_seq_len", "32", "--batch_size", str(batch_size), "--gradient_accumulation_steps", str(accumulation), "--lr", "1e-3",
+        "--target_seq_len", "32", "--batch_size", str(batch_size), "--gradient_accumulation_steps",
+        str(accumulation), "--lr", "1e-3",
         "--iters", "4", "--log_interval", "1", "--backend", "local",
     ])  # fmt: skip
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
