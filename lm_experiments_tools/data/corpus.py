@@ -15,7 +15,7 @@ import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +48,18 @@ _LARGEST_FILE = 2 << 20
 class CorpusSummary:
     """What build_corpus wrote. Sizes are bytes of UTF-8 text, without the JSON around it."""
 
-    output_dir: Path
-    train_files: list[str]
-    validation_file: str
+    train_path: Path
+    valid_path: Path
     num_train_documents: int
-    num_validation_documents: int
+    num_valid_documents: int
     num_train_bytes: int
-    num_validation_bytes: int
+    num_valid_bytes: int
 
 
 def build_corpus(
-    output_dir: str | os.PathLike,
-    *,
-    max_bytes: int = 20_000_000,
-    validation_share: float = 0.03,
-    shard_bytes: int = 4_000_000,
+    output_dir: str | os.PathLike, *, max_bytes: int = 20_000_000, validation_share: float = 0.03
 ) -> CorpusSummary:
-    """Write train-*.jsonl, validation.jsonl, manifest.json and README.md into `output_dir`.
+    """Write manifest.json, README.md, valid.jsonl and, last, train.jsonl into `output_dir`.
 
     Each line is {"text", "source"}. A document belongs to the validation set by a hash of its text, so another run, or
     an installation with more packages, never moves a document from one set to the other.
@@ -72,88 +67,64 @@ def build_corpus(
     Args:
         max_bytes: stop at this much text; a small installation may hold less.
         validation_share: of documents, in (0, 1).
-        shard_bytes: size of a training file.
 
     Raises:
-        UserError: the folder holds something else than an earlier corpus, or the installation holds no documentation.
+        UserError: a number out of range, the folder holds something else than an earlier corpus, or the installation
+            holds no documentation.
     """
+    if not 0 < validation_share < 1:
+        raise UserError(f"the validation share is {validation_share}; it lies between 0 and 1, for example 0.03")
     output_dir = Path(output_dir)
     _clear(output_dir)
-    train: list[list[str]] = [[]]
-    validation: list[str] = []
-    sizes: Counter[str] = Counter()
+    train: list[str] = []
+    valid: list[str] = []
+    sizes = {"train": 0, "valid": 0}
     packages: Counter[str] = Counter()
-    shard_size = 0
     for text, source in _documents(max_bytes):
-        line = json.dumps({"text": text, "source": source}, ensure_ascii=False) + "\n"
+        name, lines = ("valid", valid) if _hash(text) < validation_share * 2**64 else ("train", train)
+        lines.append(json.dumps({"text": text, "source": source}, ensure_ascii=False) + "\n")
         size = len(text.encode())
+        sizes[name] += size
         packages[source.split("/")[0]] += size
-        if _hash(text) < validation_share * 2**64:
-            validation.append(line)
-            sizes["validation"] += size
-            continue
-        if shard_size > shard_bytes:
-            train.append([])
-            shard_size = 0
-        train[-1].append(line)
-        shard_size += size
-        sizes["train"] += size
-    if not validation or not train[0]:
+    if not valid or not train:
         raise UserError(
-            f"the Python installation at {sysconfig.get_path('stdlib')} holds too little documentation to train on"
+            f"the Python installation at {sysconfig.get_path('stdlib')} gave {len(train)} training and {len(valid)} "
+            f"validation documents, too few to go on with; install its documentation or use text of your own"
         )
-    names = [f"train-{shard:05d}-of-{len(train):05d}.jsonl" for shard in range(len(train))]
-    for name, lines in zip(names, train, strict=True):
-        write_atomic(output_dir / name, "".join(lines))
-    write_atomic(output_dir / "validation.jsonl", "".join(validation))
     summary = CorpusSummary(
-        output_dir,
-        names,
-        "validation.jsonl",
-        sum(map(len, train)),
-        len(validation),
-        sizes["train"],
-        sizes["validation"],
+        output_dir / "train.jsonl", output_dir / "valid.jsonl", len(train), len(valid), sizes["train"], sizes["valid"]
     )
-    _describe(summary, packages)
-    (output_dir / ".building").unlink()
+    _describe(output_dir, summary, packages)
+    write_atomic(summary.valid_path, "".join(valid))
+    write_atomic(summary.train_path, "".join(train))
     return summary
 
 
-def _describe(summary: CorpusSummary, packages: Counter) -> None:
-    """README.md for people, and manifest.json, written last: it says that the corpus is whole."""
+def _describe(output_dir: Path, summary: CorpusSummary, packages: Counter) -> None:
+    """manifest.json for programs and README.md for people."""
+    manifest: dict[str, Any] = asdict(summary) | {
+        "train_path": summary.train_path.name,
+        "valid_path": summary.valid_path.name,
+        "num_bytes_of_package": dict(sorted(packages.items(), key=lambda item: (-item[1], item[0]))),
+    }
+    write_atomic(output_dir / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     write_atomic(
-        summary.output_dir / "README.md",
+        output_dir / "README.md",
         "# Documentation of this Python installation\n\n"
         "English prose from docstrings, `pydoc_data` topics and documents of the installed packages, made by "
         "`lmtools corpus`.\nOne JSON object a line: `text`, and `source` (a file of the installation). The texts are "
         "under the licences of\ntheir packages.\n\n"
-        f"{summary.num_train_documents} training and {summary.num_validation_documents} validation documents, "
-        f"{summary.num_train_bytes / 1e6:.1f} and {summary.num_validation_bytes / 1e6:.1f} MB of text.\n",
+        f"train.jsonl: {summary.num_train_documents} documents, {summary.num_train_bytes / 1e6:.1f} MB of text; "
+        f"valid.jsonl: {summary.num_valid_documents}, {summary.num_valid_bytes / 1e6:.1f} MB.\n",
     )
-    manifest: dict[str, Any] = {
-        "train_files": summary.train_files,
-        "validation_file": summary.validation_file,
-        "num_train_documents": summary.num_train_documents,
-        "num_validation_documents": summary.num_validation_documents,
-        "num_train_bytes": summary.num_train_bytes,
-        "num_validation_bytes": summary.num_validation_bytes,
-        "num_bytes_of_package": dict(sorted(packages.items(), key=lambda item: (-item[1], item[0]))),
-    }
-    write_atomic(summary.output_dir / "manifest.json", json.dumps(manifest, indent=2) + "\n")
 
 
 def _clear(output_dir: Path) -> None:
-    """Make the folder; remove an earlier corpus, and nothing else."""
+    """Make the folder; remove an earlier corpus (its manifest tells), and nothing else."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    earlier = [*output_dir.glob("train-*-of-*.jsonl"), *output_dir.glob("validation.jsonl")]
-    manifest = output_dir / "manifest.json"
-    if earlier and not manifest.is_file() and not (output_dir / ".building").is_file():
-        raise UserError(
-            f"{output_dir} holds {earlier[0].name}, which `lmtools corpus` did not make; give another folder"
-        )
-    (output_dir / ".building").touch()
-    for path in (manifest, *earlier):
+    for path in (output_dir / "train.jsonl", output_dir / "valid.jsonl"):
+        if path.exists() and not (output_dir / "manifest.json").is_file():
+            raise UserError(f"{path} was not made by `lmtools corpus`; give another folder")
         path.unlink(missing_ok=True)
 
 

@@ -50,7 +50,8 @@ _INLINE = [
     (" ", re.compile(r" ([,.;:)])(?=\s|$)"), r"\1"),
 ]
 _BOILERPLATE = re.compile(
-    r"copyright|licen[cs]ed?\b|warrant(?:y|ies)|redistribut|all rights reserved|auto-?generated|do not edit|documented in|see base class|\bTODO\b|\bFIXME\b",
+    r"copyright|licen[cs]ed?\b|warrant(?:y|ies)|redistribut|all rights reserved|auto-?generated|do not edit|"
+    r"documented in|see base class|\bTODO\b|\bFIXME\b",
     re.IGNORECASE,
 )
 _CODE = re.compile(r"[{}=<>|\\_@#$%^~/\[\]]|\(\)|\w\.\w")
@@ -98,7 +99,7 @@ def is_prose(paragraph: str) -> bool:
 
 
 def similarity_key(paragraph: str) -> str:
-    """Equal for paragraphs that differ in names, numbers and punctuation only: boilerplate with another class in it."""
+    """Equal for paragraphs that differ in names and numbers only: boilerplate with another class in it."""
     words = [word.strip(",.;:!?()\"'") for word in paragraph.split()]
     return " ".join(word for word in words[1:] if word.isalpha() and word.islower())
 

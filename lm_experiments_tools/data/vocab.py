@@ -1,6 +1,6 @@
 """Train a SentencePiece vocabulary with T5's layout on a sample of the text.
 
-ids 0, 1, 2 are `<pad>`, `</s>`, `<unk>`; then come the unigram pieces, and last the sentinels, `<extra_id_k>` = size-1-k.
+ids 0, 1, 2 are `<pad>`, `</s>`, `<unk>`; then the unigram pieces; last the sentinels, `<extra_id_k>` = size-1-k.
 As T5's: no bos, normalisation nmt_nfkc (a newline is a space), no byte fallback. Characters outside the coverage are
 `<unk>`, as in T5: bytes would take 256 pieces of a small vocabulary.
 """
@@ -127,8 +127,8 @@ def _train(lines: _Sampler, num_pieces: int, extra_ids: int, character_coverage:
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].rpartition("] ")[2]
         raise UserError(
-            f"a vocabulary of {num_pieces} pieces and {extra_ids} sentinels cannot be trained on {lines.num_bytes} bytes "
-            f"of text: {reason}"
+            f"a vocabulary of {num_pieces} pieces and {extra_ids} sentinels cannot be trained on {lines.num_bytes} "
+            f"bytes of text: {reason}"
         ) from None
     return model.getvalue()
 
