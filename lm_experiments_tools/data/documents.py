@@ -136,9 +136,9 @@ def _boundaries(path: str, kind: str, size: int, piece_bytes: int) -> list[int]:
     with open(path, "rb") as file:
         while bounds[-1] + piece_bytes < size:
             file.seek(bounds[-1] + piece_bytes - 1)
-            line = file.readline()
-            while kind == "text" and line and line.strip():
-                line = file.readline()
+            file.readline()  # the rest of a line: blank or not, the line may not be
+            while kind == "text" and file.readline().strip():
+                pass
             if file.tell() >= size:
                 break
             bounds.append(file.tell())
