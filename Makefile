@@ -53,17 +53,16 @@ horovod-if-possible: $(ENV)
 
 data: $(DATA)/train.idx $(DATA)/valid.idx ## text, vocabulary and tokens made from this Python's documentation
 
-# lmtools writes train.jsonl last, and the .idx of a token file last, each under its final name only when it is whole.
+# The corpus is two files of which train.jsonl is written last, a token file two of which the .idx is; either appears under
+# its name only when it is whole.
 $(DATA)/corpus/train.jsonl: | $(ENV)
 	$(BIN)/lmtools corpus --output $(DATA)/corpus
-
-$(DATA)/corpus/valid.jsonl: $(DATA)/corpus/train.jsonl ;
 
 $(DATA)/vocab.model: $(DATA)/corpus/train.jsonl
 	$(BIN)/lmtools vocab --input $< --size $(VOCAB_SIZE) --output $@
 
-$(DATA)/%.idx: $(DATA)/corpus/%.jsonl $(DATA)/vocab.model
-	$(BIN)/lmtools tokenize --input $< --vocab $(DATA)/vocab.model --output $(DATA)/$*
+$(DATA)/train.idx $(DATA)/valid.idx: $(DATA)/%.idx: $(DATA)/corpus/train.jsonl $(DATA)/vocab.model
+	$(BIN)/lmtools tokenize --input $(DATA)/corpus/$*.jsonl --vocab $(DATA)/vocab.model --output $(DATA)/$*
 
 pretrain: env horovod-if-possible data ## train a small T5 on this machine, about 5 minutes on 2 cores; again: continue
 	$(BIN)/python run_t5_pretraining.py --config examples/pretrain_cpu.yaml $(ARGS)
@@ -78,8 +77,10 @@ lint: env-full ## ruff: style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-bench: env-full ## benchmarks
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done
+bench: env-full data ## the benchmarks of this machine: the loop, the data path, the optimizers
+	$(BIN)/python benchmarks/loop_overhead.py
+	$(BIN)/python benchmarks/data_path.py --corpus $(DATA)/corpus/train.jsonl --vocab $(DATA)/vocab.model
+	$(BIN)/python benchmarks/optimizers.py
 
 clean: ## remove build products and caches; .venv, data and runs stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -16,7 +16,7 @@ CORE = [
     "tensorboard>=2.18",
     "torch>=2.6",
     "tqdm>=4.66",
-    "transformers>=5.23,<6",
+    "transformers>=5.20,<6",
     "tyro>=1.0,<2",
 ]
 EXTRAS = {

@@ -87,7 +87,8 @@ def requirements(name: str) -> dict[str, Requirement]:
     lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
     found = [Requirement(line) for line in lines if line and not line.startswith("-")]
     included = [line.split()[1] for line in lines if line.startswith("-r ")]
-    return {key: r for file in included for key, r in requirements(file).items()} | {r.name.lower(): r for r in found}
+    here = {r.name.lower(): r for r in found if r.marker is None or r.marker.evaluate()}
+    return {key: r for file in included for key, r in requirements(file).items()} | here
 
 
 def setup_requirements() -> dict[str, list[Requirement]]:
