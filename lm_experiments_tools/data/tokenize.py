@@ -361,11 +361,10 @@ class _WorkerPool:
 
     def _ask(self, process: subprocess.Popen, message: dict[str, Any]) -> dict[str, Any]:
         try:
-            process.stdin.write(json.dumps(message) + "\n")
-            process.stdin.flush()
+            process.stdin.write(json.dumps(message).encode() + b"\n")
             answer = process.stdout.readline()
         except BrokenPipeError:
-            answer = ""
+            answer = b""
         if not answer:
             if self._stopped:
                 return {"bad_lines": 0}
@@ -389,7 +388,7 @@ def _start_worker() -> subprocess.Popen:
         [sys.executable, "-m", __name__ if __name__ != "__main__" else __spec__.name],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
+        bufsize=0,  # nothing may be left to flush into the pipe of a worker that died
         env={**os.environ, "PYTHONPATH": path},
     )
 
