@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend
-    from lm_experiments_tools.data.pretraining import span_corruption_data
+    from lm_experiments_tools.data.pretraining import span_corruption_data, span_corruption_metrics
     from lm_experiments_tools.experiment import model_from_args, optimizer_from_args, seed_worker, show_run, start_run
     from lm_experiments_tools.report import write_report
     from lm_experiments_tools.trainer import TrainingLoop
@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         optimizer,
         None if args.validate_only else data.train,
         data.valid,
+        batch_metrics_fn=span_corruption_metrics,
         generate_kwargs={"do_sample": False},
         tokenizer_dir=data.tokenizer_dir,
     )

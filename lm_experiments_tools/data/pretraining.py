@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lm_experiments_tools.batches import IGNORED_LABEL
 from lm_experiments_tools.data.dataset import SpanCorruptionDataset
 from lm_experiments_tools.data.indexed import IndexedDataset
 from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
@@ -50,6 +52,20 @@ class PretrainingData:
             f"{dataset.targets_length} targets; {dataset.num_tokens:,} training tokens, "
             f"vocabulary {self.vocabulary.size:,}"
         )
+
+
+def span_corruption_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A `batch_metrics_fn`: the loss and, with `--use_generate_on_valid`, the part of target tokens generated rightly.
+
+    `generation_accuracy` compares position by position, so one token too many makes all that follow wrong.
+    """
+    values: dict[str, Any] = {"loss": outputs["loss"]}
+    if "generation_outputs" in outputs:
+        labels, generated = batch["labels"], outputs["generation_outputs"][:, 1:]  # without the start token
+        width = min(labels.shape[1], generated.shape[1])
+        right = (generated[:, :width] == labels[:, :width]).sum()
+        values["generation_accuracy"] = (right, (labels != IGNORED_LABEL).sum())
+    return values
 
 
 def span_corruption_data(args: T5PretrainingArgs, backend: Backend) -> PretrainingData:

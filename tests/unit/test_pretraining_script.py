@@ -45,7 +45,7 @@ def start(vocab, **changed):
         "target_seq_len": 16, "batch_size": 4, "lr": 1e-3, "iters": 2, "log_interval": 1, "data_n_workers": 1,
         "backend": "local", **changed,
     }  # fmt: skip
-    main([f"--{name}={value}" for name, value in flags.items() if value is not None])
+    main([f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items() if value is not None])
 
 
 def refused(vocab, sentence, **changed):
@@ -151,6 +151,12 @@ def test_validate_only_gives_the_checkpoints_loss_and_changes_nothing(work, voca
     start(vocab, valid_data_path="text.jsonl", valid_interval=2, validate_only=True)
     assert json.loads((work / "run" / "metrics.json").read_text())["valid"]["loss"] == pytest.approx(trained, rel=1e-6)
     assert sorted(p.name for p in (work / "run" / "checkpoints").iterdir()) == before
+
+
+def test_generation_on_validation_is_measured(work, vocab):
+    start(vocab, valid_data_path="text.jsonl", use_generate_on_valid=True, iters=1)
+    value = json.loads((work / "run" / "metrics.json").read_text())["valid"]["generation_accuracy"]
+    assert 0.0 <= value <= 1.0
 
 
 def test_exit_codes_of_the_real_process(work, vocab):
