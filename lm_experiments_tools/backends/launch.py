@@ -88,11 +88,13 @@ def check_parent(command: Sequence[str]) -> None:
     from accelerate.commands.config import default_config_file, load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 
-    names = [os.path.basename(word) for word in command]
-    starts = [i for i, name in enumerate(names) if name in ("launch", "accelerate-launch", "launch.py")]
-    if not starts or not any("accelerate" in word for word in command[: starts[0] + 1]):
+    words = [os.path.basename(word) for word in command]
+    alone = ("accelerate-launch", "accelerate.commands.launch")
+    pairs = (("accelerate", "launch"), ("accelerate.commands.accelerate_cli", "launch"))
+    starts = [i + 1 for i, word in enumerate(words) if word in alone or (words[i - 1], word) in pairs]
+    if not starts:
         return
-    options, _ = launch_command_parser().parse_known_args(list(command[starts[0] + 1 :]))
+    options, _ = launch_command_parser().parse_known_args(list(command[starts[0] :]))
     wanted, source = options.num_processes, "--num_processes"
     file = options.config_file or (default_config_file if os.path.isfile(default_config_file) else None)
     if wanted is None and file is not None and not (options.config_file is None and options.cpu):

@@ -1,0 +1,241 @@
+"""A run refuses, in one sentence, when the launcher's wish was not fulfilled or settings disagree.
+
+The commands are the silent traps of Accelerate on CPUs: each of them, bare, exits 0 after training as something else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lm_experiments_tools.args import TrainerArgs
+from lm_experiments_tools.backends import deepspeed_config, detect_backend, get_backend
+from lm_experiments_tools.backends.launch import check_device, check_parent, wanted_processes, wanted_sharding
+from lm_experiments_tools.errors import UserError
+from tests.distributed.launch import accelerate_launch, horovodrun, missing, run, torchrun
+
+pytestmark = pytest.mark.distributed
+
+WORKER = Path(__file__).with_name("worker.py")
+MULTI_CPU = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_machines: 1\nnum_processes: 2\n"
+
+
+def one_refusal(folder: Path, launcher: list[str], **environ: str) -> str:
+    """Run the worker; the job must fail, with one and the same sentence on whatever workers there are. Returns it."""
+    job = run(launcher, WORKER, folder, "-", "talked", **environ)
+    said = {json.loads(file.read_text()) for file in folder.glob("refused_*.json")}
+    assert job.returncode not in (0, None), job.output[-2000:]
+    assert len(said) == 1, f"{said} {job.output[-2000:]}"
+    return said.pop()
+
+
+def no_gpu() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("needs a machine without GPU")
+
+
+def test_cpu_flag_with_two_processes_is_refused(tmp_path):
+    no_gpu()
+    said = one_refusal(tmp_path, accelerate_launch("--cpu", "--num_processes", "2"))
+    assert "asked for 2 processes (--num_processes)" in said and "torchrun --nproc_per_node 2" in said
+
+
+def test_a_multi_cpu_file_is_refused(tmp_path):
+    no_gpu()
+    (tmp_path / "cpu.yaml").write_text(MULTI_CPU)
+    said = one_refusal(tmp_path, accelerate_launch("--config_file", str(tmp_path / "cpu.yaml")))
+    assert "asked for 2 processes" in said and "cpu.yaml" in said
+
+
+def test_multi_gpu_without_gpus_is_real_ddp(tmp_path):
+    """Bare Accelerate runs two processes that each believe to be the only one."""
+    no_gpu()
+    options = ("--multi_gpu", "--num_machines", "1", "--num_processes", "2", "--main_process_port", "0")
+    job = run(accelerate_launch(*options), WORKER, tmp_path, "-", "talked")
+    assert job.returncode == 0, job.output[-2000:]
+    for rank in range(2):
+        assert json.loads((tmp_path / f"talked_{rank}.json").read_text())["world_size"] == 2
+
+
+def test_fsdp_on_cpus_is_refused(tmp_path):
+    no_gpu()
+    options = ("--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--main_process_port", "0")
+    said = one_refusal(tmp_path, accelerate_launch(*options), ACCELERATE_USE_CPU="1")
+    assert "asked for FSDP" in said and "no GPU" in said
+
+
+def test_deepspeed_on_cpus_is_refused(tmp_path):
+    no_gpu()
+    if reason := missing("deepspeed"):
+        pytest.skip(reason)
+    options = ("--use_deepspeed", "--zero_stage", "2", "--num_processes", "2", "--main_process_port", "0")
+    said = one_refusal(tmp_path, accelerate_launch(*options))
+    assert "asked for DEEPSPEED" in said and "no GPU" in said
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
+@pytest.mark.parametrize("use_cpu", [True, False])
+def test_sharding_on_cpus_is_refused_however_it_was_asked_for(monkeypatch, kind, use_cpu):
+    no_gpu()
+    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", str(use_cpu))
+    with pytest.raises(UserError, match=f"asked for {kind}.*no GPU.*torchrun --nproc_per_node 2"):
+        check_device(initialized=False)
+
+
+@pytest.mark.parametrize(
+    "asked, words", [("fsdp", "asked for FSDP but Accelerate runs MULTI_CPU"), ("", "group of 1")]
+)
+def test_an_accelerator_of_the_users_own_is_checked_too(tmp_path, asked, words):
+    """FSDP that became DDP, and a group of two that became two lonely processes."""
+    no_gpu()
+    script = tmp_path / "own.py"
+    script.write_text(
+        "from accelerate import Accelerator\n"
+        "from lm_experiments_tools.args import TrainerArgs\n"
+        "from lm_experiments_tools.backends.accelerate import AccelerateBackend\n"
+        f"AccelerateBackend.from_accelerator(Accelerator(cpu={bool(asked)}), TrainerArgs())\n"
+    )
+    job = run(torchrun(), script, **({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if asked else {}))
+    assert job.returncode not in (0, None)
+    assert words in job.output
+
+
+def test_horovod_trainer_under_torchrun_is_refused(tmp_path):
+    if reason := missing("horovod"):
+        pytest.skip(reason)
+    script = tmp_path / "own.py"
+    script.write_text("from lm_experiments_tools.backends.horovod import HorovodBackend as H\nH()\n")
+    job = run(torchrun(), script)
+    assert job.returncode not in (0, None)
+    assert "started 2 workers (WORLD_SIZE) but Horovod sees 1" in job.output
+
+
+def test_the_wrong_backend_for_the_launcher_is_refused(tmp_path):
+    if reason := missing("horovod"):
+        pytest.skip(reason)
+    script = tmp_path / "own.py"
+    script.write_text(
+        "from lm_experiments_tools.args import TrainerArgs\nfrom lm_experiments_tools.backends import get_backend\n"
+        "get_backend(TrainerArgs(backend='accelerate'))\n"
+    )
+    job = run(horovodrun(), script)
+    assert job.returncode not in (0, None)
+    assert "--backend accelerate was asked for" in job.output
+
+
+@pytest.mark.parametrize(
+    "module, statement, words",
+    [
+        ("horovod", "import lm_experiments_tools.backends.horovod", "scripts/build_horovod.py"),
+        (
+            "deepspeed",
+            "from lm_experiments_tools.args import TrainerArgs\n"
+            "from lm_experiments_tools.backends.accelerate import make_deepspeed_plugin\n"
+            "make_deepspeed_plugin(TrainerArgs())",
+            "pip install deepspeed",
+        ),
+        ("accelerate", "import lm_experiments_tools.backends.accelerate", "pip install accelerate"),
+    ],
+)
+def test_an_absent_package_is_one_sentence(tmp_path, module, statement, words):
+    script = tmp_path / "absent.py"
+    script.write_text(f"import sys\nsys.modules['{module}'] = None\n{statement}\n")
+    job = run([sys.executable], script)
+    assert job.returncode == 1
+    last = job.output.strip().splitlines()[-1]
+    assert last.startswith("lm_experiments_tools.errors.UserError") and words in last
+
+
+# ---- without starting anything
+def test_parent_command_lines(tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text(MULTI_CPU)
+    for command in (
+        ["python", "/venv/bin/accelerate", "launch", "--cpu", "--num_processes=2", "script.py", "--iters", "3"],
+        ["/venv/bin/accelerate-launch", "--num_processes", "2", "--cpu", "script.py"],
+        ["accelerate", "launch", "--config_file", str(own), "script.py"],
+        ["python", "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "package.module"],
+    ):
+        with pytest.raises(UserError, match="asked for 2 processes"):
+            check_parent(command)
+    for command in (
+        [],
+        ["bash"],
+        ["accelerate", "launch", "--cpu", "script.py", "--num_processes", "2"],
+        ["python", "/home/accelerate/launch.py", "--num_processes", "2"],
+    ):
+        check_parent(command)
+
+
+def test_what_launchers_tell():
+    assert wanted_processes({"WORLD_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "4"}) == (4, "OMPI_COMM_WORLD_SIZE")
+    assert wanted_processes({}) == (1, "nothing")
+    assert wanted_sharding({"ACCELERATE_USE_FSDP": "true"}) == "FSDP"
+    assert wanted_sharding({"ACCELERATE_USE_FSDP": "false"}) is None
+    with pytest.raises(UserError, match="at once"):
+        wanted_sharding({"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_DEEPSPEED": "true"})
+    assert detect_backend({"HOROVOD_RANK": "0"}) == "horovod"
+    assert detect_backend({"WORLD_SIZE": "2"}) == "accelerate"
+    assert detect_backend({}) == "local"
+
+
+def test_mixed_precision_of_the_launcher_must_agree(monkeypatch):
+    for name in [n for n in os.environ if n.startswith("ACCELERATE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(UserError, match="says mixed_precision bf16 but the arguments say no"):
+        get_backend(TrainerArgs(backend="accelerate"))
+
+
+def deepspeed(**changes: object) -> dict:
+    return {"zero_optimization": {"stage": 2}, **changes}
+
+
+def test_deepspeed_settings_are_filled_from_the_arguments():
+    config = deepspeed(train_batch_size="auto", gradient_clipping="auto", bf16={"enabled": "auto"})
+    args = TrainerArgs(batch_size=4, gradient_accumulation_steps=3, clip_grad_norm=0.5, bf16=True)
+    deepspeed_config.fill_config(config, args, world_size=2, source="zero2.json")
+    assert config["train_micro_batch_size_per_gpu"] == 4
+    assert config["gradient_accumulation_steps"] == 3
+    assert config["train_batch_size"] == 24
+    assert config["gradient_clipping"] == 0.5
+    assert config["bf16"] == {"enabled": True, "check_grad_overflow": True}
+    assert config["fp16"] == {"enabled": False}
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        (deepspeed(train_micro_batch_size_per_gpu=8), r"_gpu = 8, but --batch_size says 4"),
+        (deepspeed(gradient_accumulation_steps=2), r"= 2, but --gradient_accumulation_steps says 3"),
+        (deepspeed(train_batch_size=23), r"= 23, but --batch_size x .* x 2 workers says 24"),
+        (deepspeed(gradient_clipping=1.0), r"= 1.0, but --clip_grad_norm says 0.5"),
+        (deepspeed(fp16={"enabled": True}), r"fp16.enabled = True, but --fp16 says False"),
+        (deepspeed(optimizer={"type": "Adam"}), r"section 'optimizer'"),
+        (deepspeed(scheduler={"type": "WarmupLR"}), r"section 'scheduler'"),
+        ({"zero_optimization": {"stage": 0}}, r"ZeRO stage 0"),
+    ],
+)
+def test_deepspeed_settings_that_disagree_are_refused(config, words):
+    args = TrainerArgs(batch_size=4, gradient_accumulation_steps=3, clip_grad_norm=0.5)
+    with pytest.raises(UserError, match=words):
+        deepspeed_config.fill_config(config, args, world_size=2, source="zero2.json")
+
+
+def test_only_elementwise_optimizers_reach_deepspeed():
+    weights = [torch.nn.Parameter(torch.ones(2, 2))]
+    deepspeed_config.check_optimizer(torch.optim.AdamW(weights))
+    factored = torch.optim.Adafactor(weights)
+    with pytest.raises(UserError, match="Adafactor cannot be trusted"):
+        deepspeed_config.check_optimizer(factored)
+    factored.elementwise = True
+    deepspeed_config.check_optimizer(factored)
+    assert deepspeed_config.has_cpu_version(torch.optim.AdamW(weights))
+    assert not deepspeed_config.has_cpu_version(torch.optim.AdamW(weights, amsgrad=True))
+    assert not deepspeed_config.has_cpu_version(torch.optim.SGD(weights, lr=0.1))
