@@ -16,6 +16,7 @@ _LITERAL_DIRECTIVE = re.compile(
     r"testoutput|doctest|include|literalinclude|toctree|parsed-literal|ipython|only|raw|index|contents|productionlist|_)"
 )
 _DIRECTIVE = re.compile(r"\.\.(?:\s|$)")
+_VERSION = re.compile(r"^\s*(?:\d[\w.]*\s*)?")  # .. versionadded:: 3.2 ...
 _BULLET = re.compile(r"(?:[-*+•]|\(?\d{1,2}[.)]|#\.)\s+")
 _FIELD = re.compile(r":(?:param|parameter|arg|type|rtype|returns?|raises|keyword|ivar|cvar|var)\b[^:]*:\s*")
 _TYPED_NAME = re.compile(r"[\w`*,. \[\]'\"{}|-]{1,60} :\s")  # numpydoc: "x : array_like"
@@ -88,11 +89,12 @@ def is_prose(paragraph: str) -> bool:
         return False
     words = paragraph.split()
     ordinary = sum(map(bool, map(_WORD.match, words)))
-    common = sum(word in _COMMON for word in words)
+    common = [word for word in words if word in _COMMON]
     return (
         len(words) >= 7
         and ordinary >= 0.75 * len(words)
-        and common >= 0.15 * len(words)
+        and len(common) >= 0.15 * len(words)
+        and len(set(common)) >= 2
         and len(_CODE.findall(paragraph)) <= 0.25 * len(words)
         and not _BOILERPLATE.search(paragraph)
     )
@@ -152,7 +154,8 @@ class _Reader:
             if _LITERAL_DIRECTIVE.match(stripped):
                 self.literal = indent
             elif "::" in stripped:
-                yield from self._open(stripped.partition("::")[2].strip(" 0123456789.abrc"), indent, hanging=True)
+                rest = _VERSION.sub("", stripped.partition("::")[2])
+                yield from self._open(rest, indent, hanging=True)
             return
         yield from self._text(stripped, indent)
 

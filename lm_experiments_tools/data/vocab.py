@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lm_experiments_tools.data.documents import Document, no_documents, plan_pieces, read_piece
+from lm_experiments_tools.data.documents import Document, Piece, no_documents, plan_pieces, read_piece
 from lm_experiments_tools.data.vocabulary import DEFAULT_EXTRA_IDS, Vocabulary, sentinel_piece
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import write_atomic
@@ -76,20 +76,19 @@ class _Sampler:
         random.Random(0).shuffle(pieces)
         share = max(self._limit // len(pieces), 1 << 18)  # so that one large compressed file is not all of the sample
         for piece in pieces:
-            taken = 0
-            for item in read_piece(piece, self._text_key):
-                if not isinstance(item, Document):
-                    continue
-                for line in _short_lines(item.text):
-                    taken += len(line)
-                    self.num_bytes += len(line.encode())
-                    yield line
-                if taken > share or self.num_bytes >= self._limit:
+            end = min(self.num_bytes + share, self._limit)
+            for line in self._lines_of(piece):
+                if self.num_bytes >= end:
                     break
-            if self.num_bytes >= self._limit:
-                return
+                self.num_bytes += len(line.encode())
+                yield line
         if not self.num_bytes:
             raise no_documents(self._inputs)
+
+    def _lines_of(self, piece: Piece) -> Iterator[str]:
+        for item in read_piece(piece, self._text_key):
+            if isinstance(item, Document):
+                yield from _short_lines(item.text)
 
 
 def _short_lines(text: str) -> Iterator[str]:
