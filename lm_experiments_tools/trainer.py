@@ -579,4 +579,4 @@ class TrainerAccelerate(TrainingLoop):
     ) -> None:
         from lm_experiments_tools.backends.accelerate import AccelerateBackend
 
-        super().__init__(args, AccelerateBackend(accelerator, args), model, optimizer, *others, **options)
+        super().__init__(args, AccelerateBackend.from_accelerator(accelerator, args), model, optimizer, *others, **options)

@@ -22,12 +22,12 @@ def digest(state):
     return hashlib.sha256(b"".join(state[n].cpu().contiguous().numpy().tobytes() for n in sorted(state))).hexdigest()
 
 
-def train(folder, steps, resume="auto"):
+def train(folder, backend=None, resume="auto"):
     args = TrainerArgs(
         batch_size=2, gradient_accumulation_steps=2, iters=STEPS, log_interval=2, save_interval=1,
         keep_checkpoints=None, clip_grad_norm=1.0, model_path=str(folder), resume=resume,
     )  # fmt: skip
-    backend = get_backend(args)
+    backend = backend or get_backend(args)  # one Accelerator serves a whole process
     model = tiny_t5(dropout=0.3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = SeekableBatches(RaggedPairs(24), 4, backend.rank, backend.world_size)
@@ -55,10 +55,10 @@ def train(folder, steps, resume="auto"):
 def main():
     out, runs = Path(sys.argv[1]), Path(sys.argv[2])
     results = {}
-    results["whole"], backend = train(runs / "whole", STEPS)
+    results["whole"], backend = train(runs / "whole")
     for step in range(1, STEPS):
         checkpoint = runs / "whole" / "checkpoints" / f"step_{step:06d}"
-        results[str(step)], backend = train(runs / f"from_{step}", STEPS, resume=str(checkpoint))
+        results[str(step)], backend = train(runs / f"from_{step}", backend, resume=str(checkpoint))
     if backend.is_main:
         out.write_text(json.dumps(results))
     backend.close()
