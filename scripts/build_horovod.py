@@ -26,6 +26,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import zipfile
 from pathlib import Path
 
 HOROVOD = "0.28.1"
@@ -88,10 +89,11 @@ def find_or_build_wheel(rebuild: bool) -> Path:
         f"log: {folder / 'build.log'}",
         flush=True,
     )
-    # in the cache folder, so that the finished wheel can be renamed into place: there is never half a wheel
-    with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="build-") as scratch:
         built = build(Path(scratch), environment, folder / "build.log")
-        return built.rename(folder / built.name)
+        partial = folder / f"{built.name}.partial"
+        shutil.copyfile(built, partial)
+        return partial.rename(folder / built.name)  # a wheel in the cache is always whole
 
 
 def installed_torch() -> str:
@@ -194,11 +196,13 @@ def find_cmake() -> str:
 
 def build(scratch: Path, environment: dict[str, str], log_path: Path) -> Path:
     """Download and compile in `scratch`; the wheel's path. The whole output goes to `log_path`."""
+    if re.search(r"[^\w/.-]", str(scratch)):
+        # cmake/Utilities.cmake uses the source folder as a regular expression, and so loses the library it has built
+        raise CannotBuild(f"it cannot be built in {scratch}: set TMPDIR to a folder of letters, digits, - and _ only.")
     wrapper = scratch / "c++20"
     wrapper.write_text(COMPILER_WRAPPER.format(compiler=environment["CXX"]))
     wrapper.chmod(0o755)
-    # TMPDIR: pip unpacks and compiles there, about 1 GB, more than some machines have in memory-backed /tmp
-    environment = {**environment, "CXX": str(wrapper), "TMPDIR": str(scratch)}
+    environment = {**environment, "CXX": str(wrapper)}
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     requirement = f"horovod=={HOROVOD}"
     no_isolation = ["--no-deps", "--no-build-isolation"]
@@ -211,7 +215,10 @@ def build(scratch: Path, environment: dict[str, str], log_path: Path) -> Path:
         compile_wheel = [*pip, "wheel", *no_isolation, "--no-index", "-w", str(scratch), *scratch.glob("*.tar.gz")]
         if run_logged(compile_wheel, environment, log):
             raise CannotBuild(f"it did not compile{first_error(log_path)} (log: {log_path}).")
-    return next(scratch.glob("*.whl"))
+    wheel = next(scratch.glob("*.whl"))
+    if not any(name.startswith("horovod/torch/mpi_lib") for name in zipfile.ZipFile(wheel).namelist()):
+        raise CannotBuild(f"the build left out the library for torch{first_error(log_path)} (log: {log_path}).")
+    return wheel
 
 
 def run_logged(command: list, environment: dict[str, str], log) -> int:

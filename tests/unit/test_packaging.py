@@ -307,6 +307,23 @@ def test_failed_compilation_shows_its_first_error_and_the_log(script, monkeypatc
         script.build(tmp_path, {"CXX": "g++"}, tmp_path / "build.log")
 
 
+def test_build_folder_that_horovods_cmake_files_trip_over_is_refused(script, tmp_path):
+    scratch = tmp_path / "torch2.13.0+cpu"
+    scratch.mkdir()
+    with pytest.raises(script.CannotBuild, match="set TMPDIR"):
+        script.build(scratch, {"CXX": "g++"}, tmp_path / "build.log")
+
+
+def test_wheel_without_the_library_for_torch_is_not_taken(script, monkeypatch, tmp_path):
+    def pip_that_builds_an_empty_wheel(command, environment, log):
+        zipfile.ZipFile(tmp_path / "horovod-0.28.1-any.whl", "w").close()
+        return 0
+
+    monkeypatch.setattr(script, "run_logged", pip_that_builds_an_empty_wheel)
+    with pytest.raises(script.CannotBuild, match="left out the library for torch"):
+        script.build(tmp_path, {"CXX": "g++"}, tmp_path / "build.log")
+
+
 def test_compiler_wrapper_asks_for_cxx20_whatever_it_is_told(script, tmp_path):
     wrapper = tmp_path / "c++20"
     wrapper.write_text(script.COMPILER_WRAPPER.format(compiler="printf '%s\\n'"))
@@ -364,4 +381,4 @@ def test_horovod_builds_from_source(script):
     wheel = script.find_or_build_wheel(rebuild=True)
     names = zipfile.ZipFile(wheel).namelist()
     assert any(name.startswith("horovod/torch/mpi_lib") and name.endswith(".so") for name in names)
-    assert [path.name for path in wheel.parent.iterdir() if path.name.startswith("building-")] == []
+    assert sorted(path.name for path in wheel.parent.iterdir()) == sorted(["build.log", wheel.name])
