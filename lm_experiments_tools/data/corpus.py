@@ -40,7 +40,7 @@ _SKIPPED_NAMES = (
 )
 _DOCUMENT_CHARACTERS = 3000  # cut here, between docstrings: ~700 tokens, longer than one training example
 _SHORTEST_DOCUMENT = 300
-_DOCSTRING_SHARE = 0.2  # a source file with less of it in triple quotes is not worth parsing
+_DOCSTRING_SHARE = 0.25  # a source file with less of it in triple quotes is not worth parsing
 _LARGEST_FILE = 2 << 20
 
 
