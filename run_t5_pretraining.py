@@ -29,7 +29,6 @@ from lm_experiments_tools.cli import parse, run_main
 
 def main(argv: Sequence[str] | None = None) -> None:
     args, origins = parse(T5PretrainingArgs, argv, description=__doc__)
-    os.chdir(args.working_dir)
 
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend
@@ -38,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.report import write_report
     from lm_experiments_tools.trainer import TrainingLoop
 
-    backend = get_backend(args)
+    backend = get_backend(args)  # before the folder changes: a launcher's files are named from where it was started
+    os.chdir(args.working_dir)
     run = start_run(args, origins, backend)
     data = span_corruption_data(args, backend)
     model = model_from_args(args, data.vocabulary.size)
