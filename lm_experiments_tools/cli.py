@@ -15,7 +15,7 @@ import signal
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import tyro
@@ -98,8 +98,9 @@ def parse(
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     if "-h" in argv or "--help" in argv:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` is no error
-        _print_help(args_class, description)
+        with _reader_may_leave():
+            _print_help(args_class, description)
+        sys.exit(0)
     own_types = _field_types(args_class)
     written = _read_command_line(argv, own_types | _field_types(ConfigArgs))
     settings: dict[str, Setting] = {}
@@ -114,7 +115,8 @@ def parse(
         raise UserError(_with_origins(str(error), settings)) from None
     origins = {name: settings[name].origin if name in settings else DEFAULT for name in own_types}
     if "print_config" in written and written["print_config"].values == ("True",):
-        print(to_yaml(args, origins), end="")
+        with _reader_may_leave():
+            print(to_yaml(args, origins), end="", flush=True)
         sys.exit(0)
     return args, origins
 
@@ -127,9 +129,8 @@ def to_yaml(args: Any, origins: Mapping[str, str] | None = None) -> str:
         for name in group.__annotations__:
             value = getattr(args, name)
             value = list(value) if isinstance(value, tuple) else value
-            text = yaml.safe_dump({name: value}, default_flow_style=True, width=10**6, allow_unicode=True).strip()[
-                1:-1
-            ]
+            braced = yaml.safe_dump({name: value}, default_flow_style=True, width=10**6, allow_unicode=True)
+            text = braced.strip().removeprefix("{").removesuffix("}")
             origin = origins[name] if origins else DEFAULT
             lines.append(text if origin == DEFAULT else f"{text}  # {origin}")
         lines.append("")
@@ -171,8 +172,18 @@ def _report_crash(kind: type[BaseException], error: BaseException, trace: types.
     print(f"{where}: {kind.__name__}: {reason[0] if reason else 'no message'}", file=sys.stderr, flush=True)
 
 
-def _print_help(args_class: type, description: str | None) -> typing.NoReturn:
-    """Have tyro print the groups as nested dataclasses, which it titles by field name, and exit."""
+@contextlib.contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """`--help | head` is no error."""
+    try:
+        yield
+    except BrokenPipeError:
+        # what is still buffered would fail once more when the interpreter closes stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _print_help(args_class: type, description: str | None) -> None:
+    """Have tyro print the groups as nested dataclasses, which it titles by field name."""
     defaults = {field.name: field.default for cls in (args_class, ConfigArgs) for field in dataclasses.fields(cls)}
     fields = []
     for group in (*help_groups(args_class), ConfigArgs):
@@ -182,8 +193,9 @@ def _print_help(args_class: type, description: str | None) -> typing.NoReturn:
         fields.append((title, group, dataclasses.field(default=group(**values | missing))))
     everything = dataclasses.make_dataclass("Everything", fields, frozen=True)
     options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-    tyro.cli(everything, args=["--help"], description=description, use_underscores=True, config=options)
-    raise AssertionError("tyro printed its help and did not exit")
+    with contextlib.suppress(SystemExit):
+        tyro.cli(everything, args=["--help"], description=description, use_underscores=True, config=options)
+    sys.stdout.flush()
 
 
 # Reading: text and where it stood

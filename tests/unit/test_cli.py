@@ -279,6 +279,17 @@ def test_help_lists_every_flag_in_groups_within_a_second():
     assert " ".join(text.replace("│", " ").split()).count(ModelArgs.__doc__) == 1
 
 
+@pytest.mark.parametrize("flags", [["--help"], [*REQUIRED, "--print_config"]])
+def test_a_reader_that_leaves_early_is_no_error(flags):
+    program = f"from lm_experiments_tools import args, cli\ncli.parse(args.T5PretrainingArgs, {flags})"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()
+    assert process.wait() == 0 and process.stderr.read() == ""
+    process.stderr.close()
+
+
 def test_every_field_has_a_help_line(capsys):
     with pytest.raises(SystemExit):
         cli.parse(T5PretrainingArgs, ["--help"])
