@@ -339,11 +339,13 @@ class LoggingArgs:
 
     log_interval: int = 10
     """Updates between two lines of log."""
+    profile_after: int | None = None
+    """Write a torch profiler trace of the three updates after this one. None: no trace."""
     report: bool = False
     """End with a report: loss before and after, example predictions, the loss curve as a PNG."""
 
     def check(self) -> None:
-        _check_minimum(self, 1, "log_interval")
+        _check_minimum(self, 1, "log_interval", "profile_after")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,7 +363,7 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
         if self.fp16_allreduce and self.backend not in ("auto", "horovod"):
             raise UserError(f"--fp16_allreduce is Horovod's, but --backend is {self.backend}: use --backend horovod.")
         if self.model_path is None:
-            for flag in ("save_interval", "save_best", "report"):
+            for flag in ("save_interval", "save_best", "report", "profile_after"):
                 if getattr(self, flag):
                     raise UserError(f"--{flag} needs --model_path: there is no run directory to write to.")
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from lm_experiments_tools.errors import UserError
 
@@ -75,6 +77,28 @@ def read_old_training_state(path: Path | str, *, allow_pickle: bool = False) -> 
         "metrics": {name: _plain(value) for name, value in (content.get("metrics") or {}).items()},
         "optimizer_state": content.get("optimizer_state_dict"),
     }
+
+
+def regrouped(optimizer_state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """A t5-experiments optimizer state, where all parameters are one group, for an optimizer with groups of its own.
+
+    Both number parameters in the order of their groups, the ancestor's that of `model.parameters()`; only the numbers
+    change. Settings such as the learning rate are those of `optimizer`.
+
+    Raises:
+        UserError: the state is of another number of parameters or groups.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = optimizer_state["param_groups"]
+    if len(groups) != 1 or len(groups[0]["params"]) != len(parameters):
+        raise UserError(
+            f"the checkpoint's optimizer state has {sum(len(g['params']) for g in groups)} parameters in "
+            f"{len(groups)} group(s), the model {len(parameters)} to train; start with --reset_optimizer to take the weights only"
+        )
+    place = {parameter: number for number, parameter in enumerate(parameters)}
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = {i: optimizer_state["state"][place[p]] for i, p in enumerate(own) if place[p] in optimizer_state["state"]}
+    return {"state": states, "param_groups": optimizer.state_dict()["param_groups"]}
 
 
 def state_dict_of(content: Any, path: Path) -> dict[str, torch.Tensor]:

@@ -32,10 +32,10 @@ _EXTRA_KEYS = ("ENV", "MACHINE", "COMMIT", "WORLD_SIZE")
 _ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONPATH")
 # arguments that a continued run may change: they alter neither the model, nor the data, nor the updates made so far
 HARMLESS = frozenset(
-    "allow_partial_checkpoint allow_pickle backend early_stopping_patience init_checkpoint iters keep_checkpoints "
-    "log_interval max_skipped_updates model_path num_workers profile report reset_iteration reset_lr reset_optimizer "
-    "resume save_best save_interval skip_used_data use_generate_on_valid valid_interval validate_only "
-    "working_dir".split()
+    "allow_partial_checkpoint allow_pickle backend data_n_workers early_stopping_patience init_checkpoint iters "
+    "keep_checkpoints log_interval max_bad_lines max_skipped_updates model_path profile_after report reset_iteration "
+    "reset_lr reset_optimizer resume save_best save_interval skip_used_data use_generate_on_valid valid_at_start "
+    "valid_interval validate_only working_dir".split()
 )
 _LAUNCHERS = ("torchrun", "horovodrun", "accelerate", "deepspeed", "mpirun", "mpiexec")
 _LAUNCHER_MODULES = (

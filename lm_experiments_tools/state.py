@@ -122,7 +122,12 @@ def save_checkpoint(
                 save_tree(path / "optimizer", optimizer_state)
             if backend.is_main:
                 checkpoint.save_model(path, backend.unwrap(), state_dict=model_state, tokenizer_dir=tokenizer_dir)
-                tree = {"state": asdict(state), "world_size": backend.world_size, "workers": all_workers}
+                tree = {
+                    "state": asdict(state),
+                    "world_size": backend.world_size,
+                    "optimizer": type(backend.optimizer).__name__,
+                    "workers": all_workers,
+                }
                 save_tree(path / "trainer_state", tree)
 
     on_all(backend, write)
@@ -143,11 +148,28 @@ def load_state(path: Path, backend: Backend) -> tuple[TrainState, dict[str, Any]
 def load_optimizer(path: Path, backend: Backend) -> None:
     """Optimizer and loss-scaler state of a checkpoint, into a backend that is set up."""
     stem = path / (f"optimizer_rank_{backend.rank:05d}" if backend.shards_optimizer else "optimizer")
-    saved_by = load_tree(path / "trainer_state")["world_size"]
+    saved = load_tree(path / "trainer_state")
+    saved_by, kind = saved["world_size"], type(backend.optimizer).__name__
+    if saved["optimizer"] != kind:
+        raise UserError(
+            f"{path} holds the state of the optimizer {saved['optimizer']}, which {kind} cannot continue; choose the "
+            "same --optimizer, or start from it by --init_checkpoint with --reset_optimizer"
+        )
     if not stem.with_suffix(".json").exists() or (backend.shards_optimizer and saved_by != backend.world_size):
         raise UserError(
             f"{path} has no optimizer state for worker {backend.rank} of {backend.world_size}: it was saved by "
             f"{saved_by} worker(s) with another way of sharding; continue with the same launcher and number of "
             "workers, or pass the checkpoint as --init_checkpoint with --reset_optimizer"
         )
-    backend.load_optimizer_state(load_tree(stem))
+    restore_optimizer(backend, load_tree(stem), path)
+
+
+def restore_optimizer(backend: Backend, tree: Any, source: Path) -> None:
+    """`backend.load_optimizer_state`, with what does not fit as a sentence."""
+    try:
+        backend.load_optimizer_state(tree)
+    except ValueError as error:
+        raise UserError(
+            f"the optimizer state of {source} does not fit this model's parameters ({error}); start with "
+            "--reset_optimizer to take the weights only"
+        ) from error

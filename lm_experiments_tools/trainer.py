@@ -37,9 +37,9 @@ from lm_experiments_tools.batches import (
     split_batch,
 )
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.hooks import Hook, LogHook, SaveHook, StepInfo, ValidateHook, is_due
+from lm_experiments_tools.hooks import Hook, LogHook, ProfileHook, SaveHook, StepInfo, ValidateHook, is_due
 from lm_experiments_tools.metrics import KeptOutputs, MetricSums
-from lm_experiments_tools.old_formats import read_old_training_state
+from lm_experiments_tools.old_formats import read_old_training_state, regrouped
 from lm_experiments_tools.schedules import PlateauDrop, get_schedule
 from lm_experiments_tools.signals import StopSignals
 from lm_experiments_tools.state import (
@@ -49,6 +49,7 @@ from lm_experiments_tools.state import (
     load_state,
     on_all,
     on_main,
+    restore_optimizer,
     save_checkpoint,
 )
 from lm_experiments_tools.tracking import Tracker
@@ -166,6 +167,8 @@ class TrainingLoop:
             save_best=args.save_best,
         )
         self.hooks: list[Hook] = [LogHook(args.log_interval), self.validate_hook, SaveHook(args.save_interval), *hooks]
+        if args.profile_after is not None:
+            self.hooks.append(ProfileHook(args.profile_after, Path(args.model_path) / "profile"))
 
     # ---- set-up and restart -----------------------------------------------------------------------------------------
     def _set_up_schedule(self, optimizer: Optimizer | None) -> None:
@@ -264,7 +267,8 @@ class TrainingLoop:
             own, old = None, read_old_training_state(source, allow_pickle=args.allow_pickle)
             loaded = TrainState(step=old["iteration"] + 1 if old else 0)  # the ancestor stores the last update's index
             if not args.reset_optimizer and self.backend.optimizer is not None and old.get("optimizer_state"):
-                self.backend.load_optimizer_state({"optimizer": old["optimizer_state"], "precision": {}})
+                optimizer_state = regrouped(old["optimizer_state"], self.backend.unwrap(), self.backend.optimizer)
+                restore_optimizer(self.backend, {"optimizer": optimizer_state, "precision": {}}, source)
         if not args.reset_iteration:
             self.state.step = loaded.step
         self.state.schedule_start = self.state.step if args.reset_lr else min(loaded.schedule_start, self.state.step)
@@ -579,4 +583,6 @@ class TrainerAccelerate(TrainingLoop):
     ) -> None:
         from lm_experiments_tools.backends.accelerate import AccelerateBackend
 
-        super().__init__(args, AccelerateBackend.from_accelerator(accelerator, args), model, optimizer, *others, **options)
+        super().__init__(
+            args, AccelerateBackend.from_accelerator(accelerator, args), model, optimizer, *others, **options
+        )

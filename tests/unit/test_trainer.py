@@ -15,8 +15,9 @@ from transformers import get_scheduler
 from lm_experiments_tools.args import TrainerArgs
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.optimizers import build_optimizer
 from lm_experiments_tools.trainer import TrainingDiverged, TrainingLoop
-from tests.toys import RaggedPairs, SeekableBatches, tiny_t5, weights_of
+from tests.toys import RaggedPairs, SeekableBatches, TinyLabeller, tiny_t5, weights_of
 
 
 def make_loop(args=None, *, model=None, loader=None, valid=None, optimizer=None, hooks=(), **options):
@@ -358,6 +359,42 @@ def test_fp16_overflow_is_skipped_and_the_loss_scale_recovers():
     assert loop.state.step == 3 and loop.state.skipped_updates > 0
     assert backend.precision.scaler.get_scale() < 2.0**24
     assert math.isfinite(loop.state.metrics["train"]["loss"])
+
+
+def test_an_ancestors_checkpoint_goes_on_with_its_optimizer_state(tmp_path):
+    """t5-experiments: one parameter group over model.parameters(); ours: matrices apart from the rest."""
+    model = tiny_t5()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    make_loop({"iters": 3}, model=model, optimizer=optimizer).train()
+    old = {
+        "model_state_dict": model.state_dict(), "optimizer_state_dict": optimizer.state_dict(), "iteration": 2,
+        "epoch": 0,
+    }  # fmt: skip
+    torch.save(old, tmp_path / "model_2.pth")
+    new = tiny_t5(seed=5)
+    grouped = build_optimizer(new, name="AdamW", lr=1e-2, weight_decay=0.0)
+    args = {"iters": 4, "init_checkpoint": str(tmp_path / "model_2.pth")}
+    loop = make_loop(args, model=new, optimizer=grouped)
+    assert loop.state.step == 3 and len(grouped.param_groups) == 2
+    for ours, theirs in zip(new.parameters(), model.parameters(), strict=True):
+        assert torch.equal(grouped.state[ours]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+        assert torch.equal(ours, theirs)
+    loop.train()
+
+
+def test_another_optimizers_state_is_refused(tmp_path):
+    make_loop({"iters": 2, "model_path": str(tmp_path)}).train()
+    model = tiny_t5()
+    args = {"init_checkpoint": str(tmp_path / "last")}
+    with pytest.raises(UserError, match="AdamW, which SGD cannot continue"):
+        make_loop(args, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_profile_of_three_steps_is_written(tmp_path):
+    make_loop({"iters": 6, "profile_after": 2, "model_path": str(tmp_path)}, model=TinyLabeller()).train()
+    trace = json.loads((tmp_path / "profile" / "steps_3-5_rank_0.json").read_text())
+    steps = [e for e in trace["traceEvents"] if e.get("name") == "Optimizer.step#AdamW.step"]
+    assert len(steps) == 3
 
 
 def test_init_checkpoint_takes_what_the_reset_flags_leave(tmp_path):
