@@ -91,9 +91,10 @@ def regrouped(optimizer_state: dict[str, Any], model: nn.Module, optimizer: Opti
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = optimizer_state["param_groups"]
     if len(groups) != 1 or len(groups[0]["params"]) != len(parameters):
+        count = sum(len(group["params"]) for group in groups)
         raise UserError(
-            f"the checkpoint's optimizer state has {sum(len(g['params']) for g in groups)} parameters in "
-            f"{len(groups)} group(s), the model {len(parameters)} to train; start with --reset_optimizer to take the weights only"
+            f"the checkpoint's optimizer state has {count} parameters in {len(groups)} group(s), the model has "
+            f"{len(parameters)} to train; start with --reset_optimizer to take the weights only"
         )
     place = {parameter: number for number, parameter in enumerate(parameters)}
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
