@@ -39,10 +39,7 @@ def write_report(trainer: TrainingLoop, data: PretrainingData) -> None:
 
 def _losses(trainer: TrainingLoop) -> str:
     metrics, step = trainer.state.metrics, trainer.state.step
-    after = (
-        metrics["valid"] if trainer.state.last_validated_step == step else trainer.validate(trainer.valid_dataloader)
-    )
-    before = metrics.get("start")
+    before, after = metrics.get("start"), metrics["valid"]
     came_from = f"{before['loss']:.3f} before training, " if before else ""
     return f"Loss on held-out text: {came_from}{after['loss']:.3f} after {step} steps"
 

@@ -300,6 +300,7 @@ class TrainingLoop:
                 if self.signals.agreed:
                     break
             self._finish()
+        self.tracker = None
         if self.signals.agreed:
             raise SystemExit(128 + self.signals.agreed)
 
@@ -316,7 +317,10 @@ class TrainingLoop:
         if state.step == 0 and self.args.valid_at_start and "start" not in state.metrics:
             state.metrics["start"] = self.validate(self.valid_dataloader) or {}
         elif is_due(hook, state.step) and state.last_validated_step < state.step and self._saved_at is not None:
-            hook(self, StepInfo(state.step, True, 0.0, 0, 0, 0.0, 0.0))
+            self._validate_now()
+
+    def _validate_now(self) -> None:
+        self.validate_hook(self, StepInfo(self.state.step, True, 0.0, 0, 0, 0.0, 0.0))
 
     def _run_hooks(self, info: StepInfo) -> None:
         for hook in self.hooks:
@@ -413,9 +417,12 @@ class TrainingLoop:
             )
 
     def _finish(self) -> None:
-        """What a run always ends with: the last log line of a part window and a last checkpoint."""
-        if self.window.steps and not self.signals.agreed:
-            self.log_train()
+        """What a run always ends with: the last log line of a part window, a validation and a last checkpoint."""
+        if not self.signals.agreed:
+            if self.window.steps:
+                self.log_train()
+            if self.validate_hook.every and self.state.last_validated_step < self.state.step:
+                self._validate_now()
         self.save()
         self.tracker.hparams(asdict(self.args))
 
