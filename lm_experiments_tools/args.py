@@ -235,7 +235,7 @@ class PrecisionArgs:
     max_loss_scale: float = 2.0**24
     """--fp16: the loss scale never rises above this."""
     fp16_allreduce: bool = False
-    """Horovod: send gradients as float16, half the traffic for some precision."""
+    """Horovod and DDP: send gradients as float16, half the traffic for some precision."""
 
     def check(self) -> None:
         _check_conflict(self, "fp16", "bf16", "choose one number format")
@@ -360,8 +360,8 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
     def check(self) -> None:
         self._check_steps()
         self._check_starting_point()
-        if self.fp16_allreduce and self.backend not in ("auto", "horovod"):
-            raise UserError(f"--fp16_allreduce is Horovod's, but --backend is {self.backend}: use --backend horovod.")
+        if self.fp16_allreduce and self.backend == "local":
+            raise UserError("--fp16_allreduce is about gradients sent between workers, but --backend local has only one.")
         if self.model_path is None:
             for flag in ("save_interval", "save_best", "report", "profile_after"):
                 if getattr(self, flag):
@@ -422,6 +422,8 @@ class T5PretrainingArgs(ExperimentArgs, DataArgs):
     def check(self) -> None:
         if self.valid_data_path is None and self.needs_validation():
             raise UserError(f"--{self.needs_validation()[0]} needs validation data: give --valid_data_path.")
+        if self.valid_data_path is None and self.report:
+            raise UserError("--report shows blanks filled in on held-out text: give --valid_data_path.")
 
 
 def help_groups(args_class: type) -> list[type]:

@@ -46,6 +46,8 @@ def get_backend(args: TrainerArgs) -> Backend:
 
         return AccelerateBackend.from_args(args)
     if name == "local":
+        if args.fp16_allreduce:
+            raise UserError("--fp16_allreduce is about gradients sent between workers, but this run has only one")
         from lm_experiments_tools.backends.backend import LocalBackend
         from lm_experiments_tools.backends.precision import get_precision
 
