@@ -3,18 +3,28 @@
 Sources: the topics of `pydoc_data`, the docstrings of the standard library and of the installed packages (found by
 `ast`; nothing is imported), and the .rst, .md and .txt documents and long descriptions that packages ship. Paragraphs
 that were seen before, exactly or with other names in them, are dropped. No network is used, and one installation
-always gives the same files.
+always gives the same files, whatever the number of processes: those only read files and pick paragraphs, each file on
+its own; what was seen before is decided here, in the order of the files.
+
+As in tokenize.py the workers are subprocesses of this module that end with their stdin, not those of multiprocessing.
 """
 
 import ast
+import gc
 import hashlib
 import inspect
 import json
 import os
+import queue
+import signal
+import subprocess
+import sys
 import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +52,10 @@ _DOCUMENT_CHARACTERS = 3000  # cut here, between docstrings: ~700 tokens, longer
 _SHORTEST_DOCUMENT = 300
 _DOCSTRING_SHARE = 0.25  # a source file with less of it in triple quotes is not worth parsing
 _LARGEST_FILE = 2 << 20
+_TOPICS = "pydoc_data/topics.py"
+_BATCH_FILES = 64  # per message to a worker: some tens of milliseconds of work
+
+_Docstring = list[tuple[str, list[int]]]  # its paragraphs, each with the hashes by which it is known again
 
 
 @dataclass(frozen=True)
@@ -57,7 +71,11 @@ class CorpusSummary:
 
 
 def build_corpus(
-    output_dir: str | os.PathLike, *, max_bytes: int = 20_000_000, validation_share: float = 0.03
+    output_dir: str | os.PathLike,
+    *,
+    max_bytes: int = 20_000_000,
+    validation_share: float = 0.03,
+    workers: int | None = None,
 ) -> CorpusSummary:
     """Write manifest.json, README.md, valid.jsonl and, last, train.jsonl into `output_dir`.
 
@@ -67,6 +85,7 @@ def build_corpus(
     Args:
         max_bytes: stop at this much text; a small installation may hold less.
         validation_share: of documents, in (0, 1).
+        workers: processes that read files; None takes one for each CPU this process may use. The result is the same.
 
     Raises:
         UserError: a number out of range, the folder holds something else than an earlier corpus, or the installation
@@ -74,18 +93,21 @@ def build_corpus(
     """
     if not 0 < validation_share < 1:
         raise UserError(f"the validation share is {validation_share}; it lies between 0 and 1, for example 0.03")
+    if workers is not None and workers < 1:
+        raise UserError(f"workers is {workers}; at least one process has to do the work")
     output_dir = Path(output_dir)
     _clear(output_dir)
     train: list[str] = []
     valid: list[str] = []
     sizes = {"train": 0, "valid": 0}
     packages: Counter[str] = Counter()
-    for text, source in _documents(max_bytes):
-        name, lines = ("valid", valid) if _hash(text) < validation_share * 2**64 else ("train", train)
-        lines.append(json.dumps({"text": text, "source": source}, ensure_ascii=False) + "\n")
-        size = len(text.encode())
-        sizes[name] += size
-        packages[source.split("/")[0]] += size
+    with closing(_documents(max_bytes, workers or len(os.sched_getaffinity(0)))) as documents:
+        for text, source in documents:
+            name, lines = ("valid", valid) if _hash(text) < validation_share * 2**64 else ("train", train)
+            lines.append(json.dumps({"text": text, "source": source}, ensure_ascii=False) + "\n")
+            size = len(text.encode())
+            sizes[name] += size
+            packages[source.split("/")[0]] += size
     if not valid or not train:
         raise UserError(
             f"the Python installation at {sysconfig.get_path('stdlib')} gave {len(train)} training and {len(valid)} "
@@ -128,31 +150,29 @@ def _clear(output_dir: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _documents(max_bytes: int) -> Iterator[tuple[str, str]]:
+def _documents(max_bytes: int, workers: int) -> Iterator[tuple[str, str]]:
     """(text, source) until `max_bytes`: documents first, then source files in the order of the hash of their names."""
     seen: set[int] = set()
     total = 0
-    for source, docstrings in _texts():
-        for text in _cut(docstrings, seen):
-            yield text, source
-            total += len(text.encode())
-        if total >= max_bytes:
-            return
+    files = _files()
+    with closing(_read_all([path for _, path in files], workers)) as contents:
+        for (source, _), docstrings in zip(files, contents, strict=True):
+            for text in _cut(docstrings, seen):
+                yield text, source
+                total += len(text.encode())
+            if total >= max_bytes:
+                return
 
 
-def _cut(docstrings: list[str], seen: set[int]) -> Iterator[str]:
+def _cut(docstrings: list[_Docstring], seen: set[int]) -> Iterator[str]:
     """Join what is new in the docstrings of one file into documents."""
     lines: list[str] = []
     size = 0
     for docstring in docstrings:
-        for paragraph in paragraphs(docstring):
-            # Two keys: the first also catches short paragraphs, whose second one would be too little to compare.
-            keys = {_hash(paragraph)}
-            if len(key := similarity_key(paragraph)) > 30:
-                keys.add(_hash(key))
-            if keys & seen:
+        for paragraph, keys in docstring:
+            if not seen.isdisjoint(keys):
                 continue
-            seen |= keys
+            seen.update(keys)
             lines.append(paragraph)
             size += len(paragraph)
         if size > _DOCUMENT_CHARACTERS:
@@ -166,18 +186,15 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def _texts() -> Iterator[tuple[str, list[str]]]:
-    """(source, texts in the order of the file) for everything the installation has."""
+def _files() -> list[tuple[str, str]]:
+    """(source, path) of everything the installation has, in the order in which it is used."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     roots = dict.fromkeys([stdlib, Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib"))])
-    files = [(root, path) for root in roots for path in _walk(root)]
-    yield "pydoc_data/topics.py", _topics(stdlib / "pydoc_data" / "topics.py")
-    for root, path in files:
-        if path.suffix != ".py":
-            yield path.relative_to(root).as_posix(), [_read_document(path)]
-    sources = [(path.relative_to(root).as_posix(), path) for root, path in files if path.suffix == ".py"]
-    for source, path in sorted(sources, key=lambda item: (_hash(item[0]), item[0])):
-        yield source, _docstrings(path)
+    files = [(path.relative_to(root).as_posix(), str(path)) for root in roots for path in _walk(root)]
+    documents = [file for file in files if not file[1].endswith(".py")]
+    modules = [file for file in files if file[1].endswith(".py") and file[0] != _TOPICS]
+    modules.sort(key=lambda file: (_hash(file[0]), file[0]))
+    return [(_TOPICS, str(stdlib / _TOPICS)), *documents, *modules]
 
 
 def _walk(root: Path) -> Iterator[Path]:
@@ -198,9 +215,26 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _read_document(path: Path) -> str:
+def _read_paragraphs(path: str) -> list[_Docstring]:
+    """The prose of one file, in its order."""
+    return [
+        [(paragraph, _keys(paragraph)) for paragraph in found]
+        for text in _texts(Path(path))
+        if (found := paragraphs(text))
+    ]
+
+
+def _keys(paragraph: str) -> list[int]:
+    # Two keys: the first also catches short paragraphs, whose second one would be too little to compare.
+    key = similarity_key(paragraph)
+    return [_hash(paragraph), _hash(key)] if len(key) > 30 else [_hash(paragraph)]
+
+
+def _texts(path: Path) -> list[str]:
+    if path.suffix == ".py":
+        return _topics(path) if path.as_posix().endswith(_TOPICS) else _docstrings(path)
     text = _read(path)
-    return text.partition("\n\n")[2] if path.name == "METADATA" else text
+    return [text.partition("\n\n")[2] if path.name == "METADATA" else text]
 
 
 def _topics(path: Path) -> list[str]:
@@ -217,13 +251,17 @@ def _docstrings(path: Path) -> list[str]:
     quoted = sum(map(len, source.split('"""')[1::2]))
     if quoted < max(_SHORTEST_DOCUMENT, _DOCSTRING_SHARE * len(source)):
         return []
+    collects = gc.isenabled()
+    gc.disable()  # a syntax tree has no cycles, and looking for them takes a quarter of the time of parsing
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in other people's strings
-            tree = ast.parse(source)
+            return list(_docstrings_of(ast.parse(source)))
     except (SyntaxError, ValueError, RecursionError):
         return []
-    return list(_docstrings_of(tree))
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _docstrings_of(node: ast.AST) -> Iterator[str]:
@@ -234,3 +272,72 @@ def _docstrings_of(node: ast.AST) -> Iterator[str]:
     for child in body:
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield from _docstrings_of(child)
+
+
+# ---- processes ----
+
+
+def _read_all(paths: list[str], workers: int) -> Iterator[list[_Docstring]]:
+    """_read_paragraphs of each file, in order, by as many worker processes as there is work for."""
+    batches = [paths[i : i + _BATCH_FILES] for i in range(0, len(paths), _BATCH_FILES)]
+    workers = min(workers, len(batches))
+    if workers <= 1:
+        yield from map(_read_paragraphs, paths)
+        return
+    processes = [_start_worker() for _ in range(workers)]
+    idle: queue.SimpleQueue = queue.SimpleQueue()  # never empty for long: there are as many threads as workers
+    for process in processes:
+        idle.put(process)
+
+    def read(batch: list[str]) -> list[list[_Docstring]]:
+        process = idle.get()
+        try:
+            return _ask(process, batch)
+        finally:
+            idle.put(process)
+
+    try:
+        # Closing `answers`, which also an exception here does, drops the batches that nobody began.
+        with ThreadPoolExecutor(workers) as threads, closing(threads.map(read, batches)) as answers:
+            for answer in answers:
+                yield from answer
+    finally:
+        for process in processes:
+            process.communicate()  # closes stdin, with which the worker ends, and waits for it
+
+
+def _ask(process: subprocess.Popen, batch: list[str]) -> list[list[_Docstring]]:
+    try:
+        process.stdin.write(json.dumps(batch).encode() + b"\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
+    except BrokenPipeError:
+        answer = b""
+    if not answer.endswith(b"\n"):
+        raise UserError(
+            f"a process that reads documentation ended with exit code {process.wait()} (-9: killed, often for want of "
+            f"memory) between {batch[0]} and {batch[-1]}; try again with fewer workers"
+        )
+    return json.loads(answer)
+
+
+def _start_worker() -> subprocess.Popen:
+    package_root = str(Path(__file__).parents[2])  # also where the package is used from a folder, not installed
+    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def _worker_main() -> None:
+    """Answer one JSON line on stdout for each on stdin; ends with stdin."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    for line in iter(sys.stdin.readline, ""):
+        print(json.dumps([_read_paragraphs(path) for path in json.loads(line)]), flush=True)
+
+
+if __name__ == "__main__":
+    _worker_main()

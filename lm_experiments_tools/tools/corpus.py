@@ -14,6 +14,8 @@ class CorpusArgs:
     """Stop at this much text; a small installation holds less."""
     validation_share: float = 0.03
     """Share of the documents that go to valid.jsonl."""
+    workers: int | None = None
+    """Processes. None: one per core. The files are the same for any number."""
 
 
 def run(args: CorpusArgs) -> None:
@@ -22,7 +24,10 @@ def run(args: CorpusArgs) -> None:
 
     start = time.perf_counter()
     summary = build_corpus(
-        args.output, max_bytes=int(args.max_megabytes * 1e6), validation_share=args.validation_share
+        args.output,
+        max_bytes=int(args.max_megabytes * 1e6),
+        validation_share=args.validation_share,
+        workers=args.workers,
     )
     print(
         f"{summary.num_train_documents:,} training and {summary.num_valid_documents:,} validation documents, "

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import subprocess
 import sys
 import sysconfig
 from collections import Counter
@@ -159,6 +160,49 @@ def test_corpus_is_the_same_again_and_nothing_moves_between_the_sets(installatio
     assert part[0] < whole[0] and part[1] <= whole[1]
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+def test_corpus_is_the_same_for_any_number_of_workers(installation, tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(module, "_BATCH_FILES", 1)  # the files are few
+    real, processes = module._start_worker, []
+    monkeypatch.setattr(module, "_start_worker", lambda: processes.append(real()) or processes[-1])
+    for max_bytes in (20_000_000, 20_000):  # all, and where most of the files are left
+        build_corpus(tmp_path / "one", max_bytes=max_bytes, validation_share=0.5, workers=1)
+        assert not processes
+        build_corpus(tmp_path / "many", max_bytes=max_bytes, validation_share=0.5, workers=workers)
+        assert [process.returncode for process in processes] == [0] * workers
+        processes.clear()
+        for name in ("train.jsonl", "valid.jsonl", "manifest.json", "README.md"):
+            assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "many" / name).read_bytes()
+
+
+def test_a_worker_that_dies_is_one_sentence_and_its_mates_end(installation, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_BATCH_FILES", 1)
+    real, processes = module._start_worker, []
+
+    def start():
+        processes.append(real())
+        if len(processes) == 1:
+            processes[0].kill()
+        return processes[-1]
+
+    monkeypatch.setattr(module, "_start_worker", start)
+    with pytest.raises(UserError, match=r"exit code -9 .* try again with fewer workers"):
+        build_corpus(tmp_path / "out", workers=2)
+    assert [process.returncode for process in processes] == [-9, 0]
+    assert not (tmp_path / "out" / "train.jsonl").exists()
+
+
+def test_workers_import_neither_torch_nor_transformers(installation):
+    code = (
+        "import runpy, sys\nrunpy.run_module('lm_experiments_tools.data.corpus', run_name='__main__')\n"
+        "assert not {'torch', 'transformers', 'numpy', 'sentencepiece'} & set(sys.modules)"
+    )
+    request = json.dumps([str(installation / "stdlib" / "mod0.py")]) + "\n"
+    run = subprocess.run([sys.executable, "-c", code], input=request, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert len(json.loads(run.stdout)[0]) == 61
+
+
 def test_corpus_refuses_what_is_not_its_own_and_an_empty_installation(installation, tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "train.jsonl").write_text("precious")
@@ -167,6 +211,8 @@ def test_corpus_refuses_what_is_not_its_own_and_an_empty_installation(installati
     assert (tmp_path / "mine" / "train.jsonl").read_text() == "precious"
     with pytest.raises(UserError, match=r"validation share is 1\.5"):
         build_corpus(tmp_path / "out", validation_share=1.5)
+    with pytest.raises(UserError, match="workers is 0"):
+        build_corpus(tmp_path / "out", workers=0)
     (tmp_path / "none" / "pydoc_data").mkdir(parents=True)
     (tmp_path / "none" / "pydoc_data" / "topics.py").write_text("topics = {}")
     monkeypatch.setattr(module.sysconfig, "get_path", lambda name: str(tmp_path / "none"))
@@ -179,7 +225,7 @@ def test_real_installation_gives_real_prose_without_network_or_imports(tmp_path,
     purelib = sysconfig.get_path("stdlib")  # the standard library alone: the same on every machine, and quick
     monkeypatch.setattr(module.sysconfig, "get_path", lambda name: purelib)
     before = set(sys.modules)
-    summary = build_corpus(tmp_path / "out", max_bytes=600_000)
+    summary = build_corpus(tmp_path / "out", max_bytes=600_000, workers=1)  # one: all of it here, in view
     assert not {name for name in set(sys.modules) - before if name.startswith(("idlelib", "tkinter", "asyncio."))}
     assert (
         summary.num_train_bytes > 400_000 and 0.005 < summary.num_valid_documents / summary.num_train_documents < 0.1
