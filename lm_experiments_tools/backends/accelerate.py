@@ -40,15 +40,21 @@ class AccelerateBackend(LocalBackend):
     """One worker of an Accelerate job with DDP, or the only one; the base of FSDP and DeepSpeed.
 
     Make one with `from_args`, or `from_accelerator` around a user's Accelerator.
+
+    Args:
+        precision: forward autocast and loss scaling.
+        fp16_allreduce: send gradients as fp16, half the traffic, rounded to 11 bits of mantissa.
     """
 
     name = "accelerate"
     wrapping = "DDP"
 
-    def __init__(self, accelerator: Accelerator, precision: Precision | None = None) -> None:
+    def __init__(
+        self, accelerator: Accelerator, precision: Precision | None = None, *, fp16_allreduce: bool = False
+    ) -> None:
         launch.check_accelerator(accelerator)
         super().__init__(precision, accelerator.device)
-        self.accelerator = accelerator
+        self.accelerator, self.fp16_allreduce = accelerator, fp16_allreduce
         self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
         self.local_rank = accelerator.local_process_index
         # Accelerate's way of trading communication for memory: reduce in every micro-batch.
@@ -72,13 +78,18 @@ class AccelerateBackend(LocalBackend):
         kind = str(accelerator.distributed_type.value)
         if kind == "DEEPSPEED":
             return DeepSpeedBackend(accelerator, args)
-        backend = FullyShardedBackend if kind == "FSDP" else AccelerateBackend
-        return backend(accelerator, get_precision(**args.precision_options()))
+        precision = get_precision(**args.precision_options())
+        if kind == "FSDP":
+            return FullyShardedBackend(accelerator, precision)
+        return AccelerateBackend(accelerator, precision, fp16_allreduce=args.fp16_allreduce)
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         check_unprepared(model, optimizer)
         super().setup(model, optimizer)
         self.model = self.accelerator.prepare_model(self.model, evaluation_mode=optimizer is None)
+        if self.fp16_allreduce and optimizer is not None and self.world_size > 1:
+            # torch's own hook in C++; Accelerate's calls back into Python for every bucket.
+            self.model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
         self._unused_checked = optimizer is None or self.world_size == 1
 
     def accumulate(self, sync: bool) -> AbstractContextManager[None]:
@@ -128,6 +139,10 @@ class AccelerateBackend(LocalBackend):
         self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
+        # DDP first, which holds the group from C++: a gloo group freed through it keeps the GIL while it waits for a
+        # thread that may want it, and then the process never ends.
+        self.model = getattr(self, "_inner", None)
+        self.accelerator.free_memory()
         PartialState().destroy_process_group()
 
     def _broadcast_tensors(self, tensors: list[Tensor]) -> None:
@@ -385,8 +400,7 @@ def make_accelerator(args: TrainerArgs) -> Accelerator:
         )
     handlers = [InitProcessGroupKwargs(timeout=TIMEOUT)]
     if sharding is None:
-        hook = DDPCommunicationHookType.FP16 if args.fp16_allreduce else DDPCommunicationHookType.NO
-        handlers.append(DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook=hook))
+        handlers.append(DistributedDataParallelKwargs(gradient_as_bucket_view=True))
     if sharding == "DEEPSPEED":
         plugin = make_deepspeed_plugin(args)
         return Accelerator(mixed_precision=ours, deepspeed_plugin=plugin, kwargs_handlers=handlers)
@@ -426,12 +440,9 @@ def check_agreement(accelerator: Accelerator, args: TrainerArgs) -> None:
             f"the Accelerator says gradient_accumulation_steps {steps} but --gradient_accumulation_steps is "
             f"{args.gradient_accumulation_steps}: leave it out of the Accelerator"
         )
-    hook = getattr(accelerator.ddp_handler, "comm_hook", None)
-    if args.fp16_allreduce and (kind in ("FSDP", "DEEPSPEED") or hook != DDPCommunicationHookType.FP16):
-        raise UserError(
-            "--fp16_allreduce works with Horovod and DDP; an Accelerator of your own needs "
-            "DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16) for it"
-        )
+    hook = getattr(accelerator.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
+    if args.fp16_allreduce and (kind in ("FSDP", "DEEPSPEED") or hook != DDPCommunicationHookType.NO):
+        raise UserError("--fp16_allreduce works with Horovod, and with DDP where the Accelerator sets no comm_hook")
     if kind != "DEEPSPEED":
         return
     if args.apex_opt_lvl:

@@ -79,21 +79,25 @@ def check_accelerator(accelerator: Accelerator) -> None:
         )
     if kind not in SUPPORTED_TYPES:
         raise UserError(f"distributed_type {kind} is not supported: choose DDP, FSDP (version 2) or DeepSpeed")
+    if accelerator.parallelism_config is not None:
+        raise UserError(
+            "the Accelerator has a parallelism_config, but tensor and context parallelism are not supported"
+        )
     if found == 1:
         check_parent(_parent_command())
 
 
 def check_parent(command: Sequence[str]) -> None:
     """One process found: was it `accelerate launch` without GPUs, which drops --num_processes without a word?"""
-    from accelerate.commands.config import default_config_file, load_config_from_file
-    from accelerate.commands.launch import launch_command_parser
-
     words = [os.path.basename(word) for word in command]
     alone = ("accelerate-launch", "accelerate.commands.launch")
     pairs = (("accelerate", "launch"), ("accelerate.commands.accelerate_cli", "launch"))
     starts = [i + 1 for i, word in enumerate(words) if word in alone or (words[i - 1], word) in pairs]
     if not starts:
         return
+    from accelerate.commands.config import default_config_file, load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
     options, _ = launch_command_parser().parse_known_args(list(command[starts[0] :]))
     wanted, source = options.num_processes, "--num_processes"
     file = options.config_file or (default_config_file if os.path.isfile(default_config_file) else None)

@@ -23,7 +23,6 @@ def set_environment(mode: str) -> None:
     if mode == "fsdp":
         os.environ["ACCELERATE_USE_FSDP"] = "true"
         os.environ.update(FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP")
-        os.environ.setdefault("FSDP_TRANSFORMER_CLS_TO_WRAP", "T5Block")
     elif mode in ZERO_STAGES:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = ZERO_STAGES[mode]

@@ -50,6 +50,12 @@ def accelerate_launch(*options: str) -> list[str]:
     return [sys.executable, "-m", "accelerate.commands.launch", *options]
 
 
+def shipped(name: str) -> list[str]:
+    """accelerate launch with a file of accelerate_configs/, on CPUs."""
+    file = ROOT / "accelerate_configs" / f"{name}.yaml"
+    return [*accelerate_launch("--config_file", str(file), "--main_process_port", "0"), str(SHIM), "launched"]
+
+
 def shim(mode: str, workers: int = 2) -> list[str]:
     """FSDP2 or ZeRO on CPUs, see cpu_shim.py."""
     return [*torchrun(workers), str(SHIM), mode]

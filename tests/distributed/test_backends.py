@@ -1,6 +1,7 @@
 """Every backend trains the same T5 to the same weights as one process alone, and says what it really is.
 
-Each backend runs worker.py in two real jobs (train, then resume in new processes); tests read the files of its ranks.
+FSDP and DeepSpeed start from the files in accelerate_configs/. Each backend runs worker.py in two real jobs (train,
+then resume in new processes); tests read the files of its ranks.
 Tolerances: Horovod and DDP are bitwise equal for two workers; sums in another order move fp32 weights by about 1e-7.
 """
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.launch import Job, horovodrun, missing, run, shim, torchrun
+from tests.distributed.launch import Job, horovodrun, missing, run, shipped, torchrun
 from tests.distributed.worker import BROKEN, SAVED_AT, STEPS
 
 pytestmark = pytest.mark.distributed
@@ -50,10 +51,10 @@ KINDS = {
         torchrun(), [*PLAIN, "unused", "compressed"], "DistributedDataParallel",
         ["backend accelerate, 2 worker", "MULTI_CPU (DDP)"],
     ),
-    "fsdp": Kind(shim("fsdp"), PLAIN, "FSDPT5ForConditionalGeneration", ["2 worker", "FSDP (FSDP2)"]),
-    "zero1": Kind(shim("zero1"), ZERO, "DeepSpeedEngine", ["2 worker", "ZeRO stage 1"], ["deepspeed"]),
-    "zero2": Kind(shim("zero2"), [*ZERO, "zero_16bit"], "DeepSpeedEngine", ["2 worker", "stage 2"], ["deepspeed"]),
-    "zero3": Kind(shim("zero3"), [*ZERO, "zero_16bit"], "DeepSpeedEngine", ["2 worker", "stage 3"], ["deepspeed"]),
+    "fsdp": Kind(shipped("fsdp"), PLAIN, "FSDPT5ForConditionalGeneration", ["2 worker", "FSDP (FSDP2)"]),
+    "zero1": Kind(shipped("zero1"), ZERO, "DeepSpeedEngine", ["2 worker", "ZeRO stage 1"], ["deepspeed"]),
+    "zero2": Kind(shipped("zero2"), [*ZERO, "zero_16bit"], "DeepSpeedEngine", ["2 worker", "stage 2"], ["deepspeed"]),
+    "zero3": Kind(shipped("zero3"), [*ZERO, "zero_16bit"], "DeepSpeedEngine", ["2 worker", "stage 3"], ["deepspeed"]),
 }  # fmt: skip
 OTHERS = [name for name in KINDS if name != "local"]
 SHARDED = [name for name in KINDS if name.startswith("zero")]
@@ -271,7 +272,7 @@ def test_zero3_offload_with_cpu_adam(results):
         pytest.skip(reason)
     folder = results.folder / "offload"
     folder.mkdir()
-    job = run(shim("zero3_offload"), Path(__file__).with_name("worker.py"), folder, "-", "trained", timeout=600)
+    job = run(shipped("zero3_offload"), Path(__file__).with_name("worker.py"), folder, "-", "trained", timeout=600)
     assert job.returncode == 0, job.output[-3000:]
     trained = load_file(folder / "trained.safetensors")
     assert largest_difference(results.weights("local", "trained"), trained) < 1e-4

@@ -17,7 +17,7 @@ from lm_experiments_tools.args import TrainerArgs
 from lm_experiments_tools.backends import deepspeed_config, detect_backend, get_backend
 from lm_experiments_tools.backends.launch import check_device, check_parent, wanted_processes, wanted_sharding
 from lm_experiments_tools.errors import UserError
-from tests.distributed.launch import accelerate_launch, horovodrun, missing, run, torchrun
+from tests.distributed.launch import ROOT, accelerate_launch, horovodrun, missing, run, torchrun
 
 pytestmark = pytest.mark.distributed
 
@@ -55,7 +55,7 @@ def test_a_multi_cpu_file_is_refused(tmp_path):
 def test_multi_gpu_without_gpus_is_real_ddp(tmp_path):
     """Bare Accelerate runs two processes that each believe to be the only one."""
     no_gpu()
-    options = ("--multi_gpu", "--num_machines", "1", "--num_processes", "2", "--main_process_port", "0")
+    options = ("--config_file", str(ROOT / "accelerate_configs" / "ddp.yaml"), "--main_process_port", "0")
     job = run(accelerate_launch(*options), WORKER, tmp_path, "-", "talked")
     assert job.returncode == 0, job.output[-2000:]
     for rank in range(2):

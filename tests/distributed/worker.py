@@ -8,6 +8,7 @@ RESUME_FROM is "-" or the OUT of an earlier job, whose saved state the scenario 
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import os
@@ -243,13 +244,8 @@ def scenario_bf16(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
 
 def scenario_compressed(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     """Gradients sent as fp16."""
-    if backend.name == "horovod":
-        compressed = type(backend)(fp16_allreduce=True)
-    else:
-        from accelerate.utils import DDPCommunicationHookType
-
-        compressed = backend
-        backend.accelerator.ddp_handler.comm_hook = DDPCommunicationHookType.FP16
+    group = () if backend.name == "horovod" else (backend.accelerator,)
+    compressed = type(backend)(*group, fp16_allreduce=True)
     setup(compressed)
     steps = [train_step(compressed, step, max_norm=0.5) for step in range(SAVED_AT)]
     save_weights(compressed, out, "compressed")
@@ -311,6 +307,7 @@ def scenario_zero_refusals(backend: Backend, out: Path, _: Path) -> dict[str, An
 
 
 def main() -> None:
+    faulthandler.dump_traceback_later(130, exit=True)  # a worker that hangs says where, before launch.run kills it
     out, earlier, names = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
     try:
         backend = get_backend(TrainerArgs(**ARGS))
