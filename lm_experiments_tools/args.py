@@ -361,7 +361,7 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
         self._check_steps()
         self._check_starting_point()
         if self.fp16_allreduce and self.backend == "local":
-            raise UserError("--fp16_allreduce is about gradients sent between workers, but --backend local has only one.")
+            raise UserError("--fp16_allreduce is about gradients between workers, and --backend local has one.")
         if self.model_path is None:
             for flag in ("save_interval", "save_best", "report", "profile_after"):
                 if getattr(self, flag):
