@@ -6,6 +6,8 @@ VENV ?= .venv
 DATA ?= data/default
 VOCAB_SIZE ?= 8000
 ARGS ?=
+# Of training: half of the logical processors, which are the cores of most machines.
+THREADS ?= $(shell $(PYTHON) -c 'import os; print(((os.cpu_count() or 1) + 1) // 2)')
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -65,7 +67,7 @@ $(DATA)/train.idx $(DATA)/valid.idx: $(DATA)/%.idx: $(DATA)/corpus/train.jsonl $
 	$(BIN)/lmtools tokenize --input $(DATA)/corpus/$*.jsonl --vocab $(DATA)/vocab.model --output $(DATA)/$*
 
 pretrain: env horovod-if-possible data ## train a small T5 on this machine, about 5 minutes on 2 cores; again: continue
-	$(BIN)/python run_t5_pretraining.py --config examples/pretrain_cpu.yaml $(ARGS)
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python run_t5_pretraining.py --config examples/pretrain_cpu.yaml $(ARGS)
 
 test: env-full horovod-if-possible ## the test suite, without what takes minutes or needs a GPU
 	@$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
