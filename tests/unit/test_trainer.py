@@ -237,6 +237,8 @@ def test_early_stopping_waits_for_patience_and_keeps_the_best(tmp_path):
     assert loop.state.step == len(losses) == best + 1 + 3 < 40
     assert loop.state.best_step == best + 1 and loop.state.best_metric == losses[best]
     assert (tmp_path / "best").resolve().name == f"step_{best + 1:06d}"
+    loop.load(tmp_path / "best")
+    assert validate(loop.valid_dataloader)["loss"] == losses[best]
 
 
 def test_lr_drops_when_validation_stops_improving():
