@@ -55,7 +55,7 @@ _BOILERPLATE = re.compile(
     r"documented in|see base class|\bTODO\b|\bFIXME\b",
     re.IGNORECASE,
 )
-# Each match has one of these in it: finding them is 20 times as fast as a search for the pattern.
+# Each match has one of these in it: looking for them is 7 times as fast as searching for the pattern.
 _BOILERPLATE_PARTS = (
     "copyright", "licen", "warrant", "redistribut", "all rights reserved", "generated", "do not edit",
     "documented in", "see base class", "todo", "fixme",
