@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lm_experiments_tools.plots import plot_curve
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 NUM_EXAMPLES = 3
 WINDOW = 48  # tokens of text in an example
 NUM_BLANKS = 2
+NUM_OTHERS = 3  # next best first pieces to show
 
 
 def write_report(trainer: TrainingLoop, data: PretrainingData) -> None:
@@ -58,9 +61,10 @@ def fill_in_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tuple
         ids = torch.from_numpy(np.append(inputs, vocabulary.eos_id))[None].to(trainer.backend.device)
         with torch.no_grad():
             output = model.generate(
-                ids, max_new_tokens=12 * NUM_BLANKS, do_sample=False, synced_gpus=trainer.backend.shards_model
-            )
-        guesses = split_at_sentinels(output[0].tolist(), vocabulary)
+                ids, max_new_tokens=12 * NUM_BLANKS, do_sample=False, synced_gpus=trainer.backend.shards_model,
+                output_scores=True, return_dict_in_generate=True,
+            )  # fmt: skip
+        guesses = read_guesses(output.sequences[0].tolist(), output.scores, vocabulary)
         examples.append((
             _numbered(vocabulary.decode(inputs.tolist())),
             "  ".join(f"[{i + 1}] {vocabulary.decode(span.tolist())}" for i, span in enumerate(spans)),
@@ -90,23 +94,36 @@ def hide_words(window: np.ndarray, vocabulary: Vocabulary) -> tuple[np.ndarray, 
 
 
 def _is_word(text: str) -> bool:
-    """Letters only, and more than a stop word's few: nobody learns much from a model that guesses a comma."""
-    return text.isalpha() and len(text) > 3
+    """Letters only: nobody learns much from a model that guesses a comma."""
+    return text.isalpha() and len(text) > 1
 
 
-def split_at_sentinels(ids: list[int], vocabulary: Vocabulary) -> dict[int, str]:
-    """The text that follows each sentinel in a generated target, up to the next one or the end."""
+def read_guesses(ids: list[int], scores: Sequence[Tensor], vocabulary: Vocabulary) -> dict[int, str]:
+    """What a generated target says for each blank, and what else its first piece might have been.
+
+    Args:
+        ids: the target, with its start token.
+        scores: float[1, vocabulary] before each of ids[1:].
+    """
     number = {int(sentinel): i for i, sentinel in enumerate(vocabulary.sentinel_ids)}
-    found: dict[int, list[int]] = {}
-    current: list[int] | None = None
-    for token in ids:
-        if token in number:
-            current = found.setdefault(number[token], [])
-        elif token == vocabulary.eos_id:
+    pieces: dict[int, list[int]] = {}
+    others: dict[int, list[str]] = {}
+    blank = None
+    for token, score in zip(ids[1:], scores, strict=False):
+        if token == vocabulary.eos_id:
             break
-        elif current is not None and token != vocabulary.pad_id:
-            current.append(token)
-    return {i: vocabulary.decode(tokens) or "(nothing)" for i, tokens in found.items()}
+        if token in number:
+            blank = number[token]
+            pieces.setdefault(blank, [])
+        elif blank is not None:
+            if not pieces[blank]:
+                likely = [i for i in score[0].topk(NUM_OTHERS + 1).indices.tolist() if i != token]
+                others[blank] = [vocabulary.decode([i]) for i in likely[:NUM_OTHERS]]
+            pieces[blank].append(token)
+    return {
+        i: f"{vocabulary.decode(found)} (or: {' | '.join(others[i])})" if found else "(nothing)"
+        for i, found in pieces.items()
+    }
 
 
 def _numbered(text: str) -> str:
