@@ -39,12 +39,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     backend = get_backend(args)  # before the folder changes: a launcher's files are named from where it was started
     os.chdir(args.working_dir)
-    run = start_run(args, origins, backend)
+    run = start_run(args, backend)
     data = span_corruption_data(args, backend)
     model = model_from_args(args, data.vocabulary.size)
     optimizer = None if args.validate_only else optimizer_from_args(args, model)
     seed_worker(args.seed, backend.rank)
-    show_run(args, run, backend, model, data.train.samples_per_epoch, data.describe())
     trainer = TrainingLoop(
         args,
         backend,
@@ -56,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         generate_kwargs={"do_sample": False},
         tokenizer_dir=data.tokenizer_dir,
     )
+    show_run(args, origins, run, backend, backend.unwrap(), data.train.samples_per_epoch, data.describe())
     if args.validate_only:
         trainer.validate(data.valid)
     else:

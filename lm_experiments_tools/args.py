@@ -41,7 +41,7 @@ class DataArgs:
     data_n_workers: int | None = None
     """Processes that tokenize raw text. None: one per core."""
     valid_samples: int | None = None
-    """Validation examples to use, counted from the first. None: all."""
+    """Validation examples to use, the same random ones each time. None: all."""
 
     def check(self) -> None:
         if self.task != "span_corruption":
@@ -62,7 +62,7 @@ class ModelArgs:
     model_cfg: str | None = None
     """Configuration of a new model, as a JSON file, for example models_configs/t5_configs/t5-small.json."""
     base_model: str | None = None
-    """Hugging Face name or folder of a pre-trained model to start from."""
+    """Hugging Face name or folder whose configuration is used; the weights are random (see --init_checkpoint)."""
     dropout_rate: float | None = None
     """Dropout probability, instead of the configuration's."""
     gradient_checkpointing: bool = False
@@ -71,9 +71,7 @@ class ModelArgs:
     """Run the model through torch.compile."""
 
     def check(self) -> None:
-        _check_conflict(
-            self, "model_cfg", "base_model", "the first builds a new model, the second loads a trained one"
-        )
+        _check_conflict(self, "model_cfg", "base_model", "both give the model's configuration")
         if ":" not in self.model_cls:
             raise UserError(
                 f"--model_cls {self.model_cls} must be module:Class, for example {ModelArgs.model_cls} or "
@@ -314,7 +312,7 @@ class CheckpointArgs:
     reset_optimizer: bool = False
     """--init_checkpoint: take the weights, start the optimizer afresh."""
     reset_lr: bool = False
-    """--init_checkpoint: use this run's learning rate and schedule, not the checkpoint's."""
+    """--init_checkpoint: start the learning-rate schedule (and --use_lr_drop) afresh, not where the checkpoint was."""
     reset_iteration: bool = False
     """--init_checkpoint: count updates from 0."""
     skip_used_data: bool = False
@@ -359,6 +357,12 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
 
     def check(self) -> None:
         self._check_steps()
+        if self.profile_after is not None and self.profile_after + 3 > self.iters:
+            raise UserError(
+                f"--profile_after {self.profile_after} traces the three updates after it, but --iters is {self.iters}."
+            )
+        if self.validate_only and self.report:
+            raise UserError("--report is about a training run, and --validate_only makes none: choose one of them.")
         self._check_starting_point()
         if self.fp16_allreduce and self.backend == "local":
             raise UserError("--fp16_allreduce is about gradients between workers, and --backend local has one.")

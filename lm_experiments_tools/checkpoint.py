@@ -280,7 +280,7 @@ def find_newest_valid(root: Path | str, log: logging.Logger | Callable[[str], No
         return None
     raise UserError(
         f"none of the {len(reasons)} checkpoints in {root} can be used ({'; '.join(reasons)}): restore one from "
-        "a copy, or start afresh with --resume never (or another --model_path)."
+        "a copy, or start afresh with another --model_path."
     )
 
 

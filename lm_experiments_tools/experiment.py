@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def start_run(args: TrainerArgs, origins: Mapping[str, str], backend: Backend) -> RunDirectory | None:
-    """Set up logging, and record this start in the run directory (None without `--model_path`, and beside rank 0).
+def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
+    """Set up logging and open the run directory (None without `--model_path`, and beside rank 0).
 
     Raises:
         UserError: the directory holds a run with other settings.
@@ -47,25 +47,24 @@ def start_run(args: TrainerArgs, origins: Mapping[str, str], backend: Backend) -
     if args.model_path is None:
         return None
 
-    def record() -> RunDirectory:
-        run, values = RunDirectory(args.model_path, backend.rank), asdict(args)
-        continued = args.resume_path() is not None
-        run.check_compatible(values, resume=continued, world_size=backend.world_size)
-        run.write_start(values, origins, sys.argv, world_size=backend.world_size)
+    def open_directory() -> RunDirectory:
+        run = RunDirectory(args.model_path, backend.rank)
+        run.check_compatible(asdict(args), resume=args.resume_path() is not None, world_size=backend.world_size)
         return run
 
-    return on_all(backend, record, only_main=True)
+    return on_all(backend, open_directory, only_main=True)
 
 
 def show_run(
     args: ExperimentArgs,
+    origins: Mapping[str, str],
     run: RunDirectory | None,
     backend: Backend,
     model: nn.Module,
     samples_per_epoch: int,
     objective: str,
 ) -> None:
-    """The run at a glance, before its first step; the model's configuration goes into the run directory."""
+    """The run at a glance, and its record in the run directory; for when all is set up and nothing can be refused."""
     if not backend.is_main:
         return
     count = num_parameters(model)
@@ -81,8 +80,8 @@ def show_run(
     }
     if run is not None:
         panel["run"] = f"{run.path} (tensorboard --logdir {run.path})"
-        if hasattr(model, "config"):
-            run.write_model_config(model.config.to_dict())
+        model_config = model.config.to_dict() if hasattr(model, "config") else None
+        run.write_start(asdict(args), origins, sys.argv, model_config, world_size=backend.world_size)
     width = max(map(len, panel))
     for name, value in panel.items():
         logger.info("%-*s  %s", width, name, value)

@@ -69,6 +69,8 @@ class ValidateHook:
         values = loop.validate(loop.valid_dataloader)
         if values is None:  # cut short by a signal; the restarted run makes up for it
             return
+        if self.metric not in values:
+            loop.save()  # a mistyped name must not cost the updates made so far
         value, state = self._value(values), loop.state
         state.last_validated_step = state.step
         improved = self._improves(state.best_metric, value)

@@ -96,6 +96,11 @@ def regrouped(optimizer_state: dict[str, Any], model: nn.Module, optimizer: Opti
             f"the checkpoint's optimizer state has {count} parameters in {len(groups)} group(s), the model has "
             f"{len(parameters)} to train; start with --reset_optimizer to take the weights only"
         )
+    if unknown := sorted(set(groups[0]) - {"params", "initial_lr"} - set(optimizer.param_groups[0])):
+        raise UserError(
+            f"the checkpoint's optimizer has settings ({', '.join(unknown)}) that {type(optimizer).__name__} does not "
+            "know, so it was another one; choose the same --optimizer, or start with --reset_optimizer"
+        )
     place = {parameter: number for number, parameter in enumerate(parameters)}
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = {i: optimizer_state["state"][place[p]] for i, p in enumerate(own) if place[p] in optimizer_state["state"]}

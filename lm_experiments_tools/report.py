@@ -60,6 +60,8 @@ def fill_in_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tuple
         inputs, spans = hide_words(window, vocabulary)
         ids = torch.from_numpy(np.append(inputs, vocabulary.eos_id))[None].to(trainer.backend.device)
         with torch.no_grad():
+            if trainer.backend.shards_model:  # FSDP gathers what generate reads in a forward pass of the whole
+                trainer.backend.model(input_ids=ids, labels=ids[:, :1])
             output = model.generate(
                 ids, max_new_tokens=12 * NUM_BLANKS, do_sample=False, synced_gpus=trainer.backend.shards_model,
                 output_scores=True, return_dict_in_generate=True,

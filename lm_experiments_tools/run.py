@@ -3,7 +3,7 @@
 runs/name/config.json config.yaml cmd.sh git.diff git_status.txt env.json model_config.json  (first start)
           config.1.json config.1.yaml ...  (second start)
           logs/rank0.log ...   metrics.jsonl  metrics.json  events.out.tfevents.*
-          checkpoints/step_000500/  checkpoints/best -> step_...  checkpoints/last -> step_...
+          checkpoints/step_000500/   best -> checkpoints/step_...   last -> checkpoints/step_...
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class RunDirectory:
         if differing and not resume:
             raise UserError(
                 f"{self.path} holds a run with other settings: {shown}; choose another --model_path, or pass --resume "
-                f"{self.checkpoints / 'last'} to continue that run with the new ones."
+                f"{self.path / 'last'} to continue that run with the new ones."
             )
         if differing:
             logger.warning("continuing %s with other settings: %s", self.path, shown)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+SETTINGS = ("weight_decay", "scale_parameter", "relative_step", "warmup_init")  # flags, whatever a checkpoint says
 
 
 @dataclass
@@ -165,7 +166,9 @@ def load_optimizer(path: Path, backend: Backend) -> None:
 
 
 def restore_optimizer(backend: Backend, tree: Any, source: Path) -> None:
-    """`backend.load_optimizer_state`, with what does not fit as a sentence."""
+    """`backend.load_optimizer_state`, keeping this run's settings, with what does not fit as a sentence."""
+    groups = backend.optimizer.param_groups
+    chosen = [{name: group[name] for name in SETTINGS if name in group} for group in groups]
     try:
         backend.load_optimizer_state(tree)
     except ValueError as error:
@@ -173,3 +176,5 @@ def restore_optimizer(backend: Backend, tree: Any, source: Path) -> None:
             f"the optimizer state of {source} does not fit this model's parameters ({error}); start with "
             "--reset_optimizer to take the weights only"
         ) from error
+    for group, settings in zip(backend.optimizer.param_groups, chosen, strict=True):
+        group.update(settings)

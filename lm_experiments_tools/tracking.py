@@ -50,7 +50,8 @@ class Tracker:
 
     Args:
         run_dir: where the files go; None reports to the console only.
-        start_step: updates already applied when this process starts; later records in `run_dir` are superseded.
+        start_step: updates already applied when this process starts; later records in `run_dir` are superseded (all
+            of them by -1: a run from its beginning).
         total_steps: of the whole run, for the console's eta and bar; None shows neither.
         stream: of the bar; the console lines go through `logging`.
     """
@@ -71,7 +72,7 @@ class Tracker:
         self.console: ConsoleLine | None = None
         if not self.active:
             return
-        self.console = ConsoleLine(total_steps, start_step=start_step, stream=stream)
+        self.console = ConsoleLine(total_steps, start_step=max(start_step, 0), stream=stream)
         if run_dir is None:
             return
         directory = Path(run_dir)

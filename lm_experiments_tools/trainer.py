@@ -150,6 +150,8 @@ class TrainingLoop:
         self.keep_for_metrics_fn, self.metrics_fn = keep_for_metrics_fn, metrics_fn
         self.forward_kwargs, self.generate_kwargs = dict(forward_kwargs or {}), dict(generate_kwargs or {})
         self.forward_names = forward_names(model)
+        if "use_cache" in self.forward_names:  # keys and values of every layer, held until the step's end for nobody
+            self.forward_kwargs.setdefault("use_cache", False)
         self.has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
         self.state, self.window = TrainState(), Window()
@@ -203,6 +205,11 @@ class TrainingLoop:
                 model, source, allow_partial=args.allow_partial_checkpoint, allow_pickle=args.allow_pickle
             )
             self.say(f"weights from {source}: {report}")
+        elif args.validate_only:
+            raise UserError(
+                "--validate_only has nothing to validate: no checkpoint in --model_path and no --init_checkpoint, so "
+                "the weights would be random"
+            )
         backend.setup(model, optimizer)
         self.say(backend.describe())
         if resume_from is not None:
@@ -215,13 +222,14 @@ class TrainingLoop:
         if args.resume not in ("auto", "never"):
             checkpoint.verify(path := Path(args.resume).resolve())
             return path
-        newest = checkpoint.find_newest_valid(self.writer.root, logger) if self.writer else None
-        if newest is not None and args.resume == "never":
+        if self.writer is None:
+            return None
+        if args.resume == "never" and any(self.writer.root.glob("step_*")):
             raise UserError(
-                f"{args.model_path} already holds checkpoints (newest {newest.name}) and --resume never would mix two "
-                "runs in it; choose another --model_path, or remove the folder"
+                f"{args.model_path} already holds checkpoints and --resume never would mix two runs in it; choose "
+                "another --model_path, or remove the folder"
             )
-        return newest
+        return checkpoint.find_newest_valid(self.writer.root, logger)
 
     def _resume(self, path: Path) -> None:
         """Continue exactly where the checkpoint was taken."""
@@ -236,7 +244,8 @@ class TrainingLoop:
         else:
             logger.warning("%s was saved by another number of workers: dropout draws other noise from here on", path)
         self._seek(own)
-        self._saved_at = (self.state.step, self.state.consumed_samples)
+        if self.writer is not None and path.parent == self.writer.root.resolve():
+            self._saved_at = (self.state.step, self.state.consumed_samples)
         self.say(f"resumed from {path}: step {self.state.step}, {self.state.consumed_samples} samples consumed")
 
     def _seek(self, own: Mapping[str, Any] | None) -> None:
@@ -272,6 +281,8 @@ class TrainingLoop:
         if not args.reset_iteration:
             self.state.step = loaded.step
         self.state.schedule_start = self.state.step if args.reset_lr else min(loaded.schedule_start, self.state.step)
+        if self.plateau is not None and loaded.plateau and not args.reset_lr:
+            self.plateau.load_state_dict(loaded.plateau)
         if args.skip_used_data:
             self.state.consumed_samples, self.state.consumed_tokens = loaded.consumed_samples, loaded.consumed_tokens
             self.state.data_fingerprint = loaded.data_fingerprint
@@ -286,23 +297,36 @@ class TrainingLoop:
             TrainingDiverged: `args.max_skipped_updates` updates in a row were not finite.
             SystemExit: with 128 + signal number, after everything has been saved (143 for SIGTERM).
         """
-        self.state.data_fingerprint = getattr(self.stream.loader, "fingerprint", None)
+        self._fix_data()
         with failures_located(self.state), self.signals, self._tracking():
             self._validate_before()
             self.backend.model.train()
             batches = self._timed_batches()
-            while not self._finished():
+            while not self.signals.agreed and not self._finished():
                 batch, data_seconds = next(batches)
                 info = self.train_step(batch, data_seconds)
                 if info.applied:
                     self._run_hooks(info)
                     self.tracker.advance(info.step)
-                if self.signals.agreed:
-                    break
             self._finish()
         self.tracker = None
         if self.signals.agreed:
             raise SystemExit(128 + self.signals.agreed)
+
+    def _fix_data(self) -> None:
+        """Note what data this is; workers that read copies of their own must read the same.
+
+        Raises:
+            UserError: they do not.
+        """
+        self.state.data_fingerprint = getattr(self.stream.loader, "fingerprint", None)
+        fingerprints = self.backend.gather(self.state.data_fingerprint)
+        if len(set(fingerprints)) > 1:
+            other = next(rank for rank, f in enumerate(fingerprints) if f != fingerprints[0])
+            raise UserError(
+                f"worker {other} reads other training data than worker 0: copy the same files to every machine, or "
+                "train from a shared folder"
+            )
 
     def _finished(self) -> bool:
         patience = self.args.early_stopping_patience
@@ -315,7 +339,9 @@ class TrainingLoop:
         """The validation of the untrained model (`--valid_at_start`), or one that a signal cut short."""
         state, hook = self.state, self.validate_hook
         if state.step == 0 and self.args.valid_at_start and "start" not in state.metrics:
-            state.metrics["start"] = self.validate(self.valid_dataloader) or {}
+            values = self.validate(self.valid_dataloader)
+            if values is not None:  # else a signal cut it short, and the restarted run does it
+                state.metrics["start"] = values
         elif is_due(hook, state.step) and state.last_validated_step < state.step and self._saved_at is not None:
             self._validate_now()
 
@@ -359,6 +385,7 @@ class TrainingLoop:
             if micro_batch.weight:
                 sums.add(self.batch_metrics_fn(micro_batch.batch, outputs), micro_batch.weight)
                 self.kept.add(micro_batch.batch, outputs)
+            del outputs  # logits would otherwise live on through the update and the next forward pass
         grad_norm, applied = backend.update(self.args.clip_grad_norm, self.args.clip_grad_value)
         state.step += int(applied)
         state.consumed_samples += samples
@@ -421,8 +448,10 @@ class TrainingLoop:
         if not self.signals.agreed:
             if self.window.steps:
                 self.log_train()
+                self._saved_at = None  # what a checkpoint of this step holds has changed
             if self.validate_hook.every and self.state.last_validated_step < self.state.step:
                 self._validate_now()
+                self._saved_at = None
         self.save()
         self.tracker.hparams(asdict(self.args))
 
@@ -489,7 +518,10 @@ class TrainingLoop:
 
     def _tracking(self) -> Tracker:
         path = Path(self.args.model_path) if self.args.model_path else None
-        self.tracker = Tracker(path, rank=self.backend.rank, start_step=self.state.step, total_steps=self.args.iters)
+        resumed = self._saved_at is not None  # else nothing that an earlier start has logged here is of this run
+        self.tracker = Tracker(
+            path, rank=self.backend.rank, start_step=self.state.step if resumed else -1, total_steps=self.args.iters
+        )
         return self.tracker
 
     def log_train(self) -> None:
@@ -536,6 +568,7 @@ class TrainingLoop:
             return
         if self.plateau is not None:
             self.state.plateau = self.plateau.state_dict()
+        is_best = is_best or (self.args.save_best and self.state.best_step == self.state.step)
         own = {
             "random_state": random_state() if self._random_state is None else self._random_state,
             "stream": self.stream.state_dict(),

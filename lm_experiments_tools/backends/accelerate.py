@@ -404,7 +404,7 @@ def make_accelerator(args: TrainerArgs) -> Accelerator:
     if sharding == "DEEPSPEED":
         plugin = make_deepspeed_plugin(args)
         return Accelerator(mixed_precision=ours, deepspeed_plugin=plugin, kwargs_handlers=handlers)
-    cpu = not torch.accelerator.is_available() and not started
+    cpu = launch.cpu_asked() or (not torch.accelerator.is_available() and not started)
     return Accelerator(mixed_precision="no", cpu=cpu, kwargs_handlers=handlers)
 
 

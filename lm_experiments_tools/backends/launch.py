@@ -35,6 +35,11 @@ def wanted_processes(environ: Mapping[str, str] = os.environ) -> tuple[int, str]
     return max(told or [(1, "nothing")], key=lambda pair: pair[0])
 
 
+def cpu_asked(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the user wants CPUs though there may be GPUs (ACCELERATE_USE_CPU, as Accelerate reads it)."""
+    return environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
+
+
 def check_device(initialized: bool) -> None:
     """Before an Accelerator is made: sharding needs an accelerator device, and a GPU serves one worker.
 
@@ -50,7 +55,7 @@ def check_device(initialized: bool) -> None:
             f"something else; {CPU_FORM.format(n=max(count, 2))}"
         )
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if torch.cuda.is_available() and local > torch.cuda.device_count():
+    if torch.cuda.is_available() and not cpu_asked() and local > torch.cuda.device_count():
         raise UserError(
             f"{local} workers on this machine but {torch.cuda.device_count()} GPU(s): start at most one worker per "
             "GPU, or set ACCELERATE_USE_CPU=1 to train on CPUs"

@@ -126,9 +126,8 @@ class TrainLoader:
 class ValidLoader:
     """Each validation sample exactly once over all workers, the same samples with the same noise at every pass.
 
-    All ranks yield the same number of batches of the same shape, so that collective calls stay aligned. Rows beyond
-    the last sample repeat a sample's inputs with labels that are all -100: they weigh nothing in a token-weighted
-    loss, and can be told from samples by their labels.
+    All ranks yield the same number of batches. A rank without a sample in the last one yields one row with labels that
+    are all -100: it weighs nothing in a token-weighted loss.
 
     Args:
         dataset: samples by global number; epoch 0 is read.
@@ -159,10 +158,12 @@ class ValidLoader:
         return ceil(self.num_samples / (self.rows_per_batch * self.world_size))
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Tensors int64[rows_per_batch, length]."""
+        """Tensors int64[rows_per_batch, length], fewer rows in the last batch."""
         for number in range(len(self)):
             rows = number * self.rows_per_batch + np.arange(self.rows_per_batch, dtype=np.int64)
             samples = rows * self.world_size + self.rank
-            batch = self.dataset.batch(np.minimum(samples, self.num_samples - 1))
-            batch["labels"][samples >= self.num_samples] = IGNORED_LABEL
+            real = samples[samples < self.num_samples]
+            batch = self.dataset.batch(real if real.size else np.array([self.num_samples - 1]))
+            if not real.size:
+                batch["labels"][:] = IGNORED_LABEL
             yield _to_torch(batch)

@@ -136,8 +136,8 @@ class Vocabulary:
         """
         try:
             from transformers import T5Tokenizer
-        except ImportError:
-            raise UserError("saving a tokenizer needs the transformers package: pip install transformers") from None
+        except ImportError as error:
+            raise UserError(f"saving a tokenizer needs transformers, which cannot be imported ({error})") from None
         if not np.array_equal(self.sentinel_ids, self.size - 1 - np.arange(self.num_sentinels)):
             raise UserError(
                 f"vocabulary {self.path} has its sentinels elsewhere than at its last {self.num_sentinels} ids, "

@@ -223,7 +223,7 @@ def test_too_many_skipped_updates_in_a_row_end_the_run():
 def test_early_stopping_waits_for_patience_and_keeps_the_best(tmp_path):
     data = RaggedPairs(8)
     model = tiny_t5()
-    optimizer = torch.optim.SGD(model.parameters(), lr=50.0)  # too large: validation gets worse after a while
+    optimizer = torch.optim.SGD(model.parameters(), lr=5.0)  # too large: validation gets worse after a while
     args = {
         "iters": 40, "model_path": str(tmp_path), "valid_interval": 1, "early_stopping_patience": 3, "save_best": True,
     }  # fmt: skip
