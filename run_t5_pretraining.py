@@ -20,7 +20,6 @@ tokenized first. The same command again continues an interrupted run. `--config 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from lm_experiments_tools.args import T5PretrainingArgs
@@ -37,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.report import write_report
     from lm_experiments_tools.trainer import TrainingLoop
 
-    backend = get_backend(args)  # before the folder changes: a launcher's files are named from where it was started
-    os.chdir(args.working_dir)
+    backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = start_run(args, backend)
     data = span_corruption_data(args, backend)
     model = model_from_args(args, data.vocabulary.size)

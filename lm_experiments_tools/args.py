@@ -132,7 +132,8 @@ class RunArgs:
 
     def check(self) -> None:
         _check_minimum(self, 1, "iters")
-        _check_minimum(self, 0, "seed")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"--seed is {self.seed}: it must lie between 0 and {2**32 - 1}.")
 
     def resume_path(self) -> str | None:
         """The checkpoint named by `--resume PATH`, or None for auto and never."""

@@ -165,9 +165,13 @@ def forward_names(model: nn.Module) -> set[str]:
 
     A forward with `**kwargs` hands them on to its base class's, and a PEFT wrapper's to its base model's.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return forward_names_of(type(model.get_base_model() if hasattr(model, "get_base_model") else model))
+
+
+def forward_names_of(model_cls: type) -> set[str]:
+    """`forward_names` of a model class."""
     names: set[str] = set()
-    for cls in type(base).__mro__:
+    for cls in model_cls.__mro__:
         if "forward" in vars(cls):
             parameters = inspect.signature(vars(cls)["forward"]).parameters.values()
             names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

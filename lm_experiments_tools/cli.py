@@ -22,7 +22,7 @@ import tyro
 import yaml
 
 from lm_experiments_tools.args import help_groups
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import RunError, UserError
 
 Args = TypeVar("Args")
 
@@ -140,9 +140,9 @@ def to_yaml(args: Any, origins: Mapping[str, str] | None = None) -> str:
 def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
     """Run an entry point and exit with its code.
 
-    UserError: its sentence on stderr, code 2. Ctrl-C: code 130. Any other exception keeps its traceback, code 1, and a
-    last line repeats rank, step (where the exception carries one as `step`), type and reason, because the traceback of
-    one rank drowns in the output of the others.
+    UserError: its sentence on stderr, code 2. RunError: its sentence with rank and step, code 1. Ctrl-C: code 130. Any
+    other exception keeps its traceback, code 1, and a last line repeats rank, step (where the exception carries one as
+    `step`), type and reason, because the traceback of one rank drowns in the output of the others.
     """
     sys.excepthook = _report_crash
     try:
@@ -150,6 +150,11 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except RunError as error:
+        step = getattr(error, "step", None)
+        where = f"rank {launcher_rank()}" + ("" if step is None else f" step {step}")
+        print(f"error: {where}: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(128 + signal.SIGINT)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lm_experiments_tools.batches import forward_names_of
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models import (
     build_model,
@@ -38,12 +39,15 @@ logger = logging.getLogger(__name__)
 
 
 def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
-    """Set up logging and open the run directory (None without `--model_path`, and beside rank 0).
+    """Enter the working directory, set up logging, open the run directory (None on other ranks or without one).
 
     Raises:
         UserError: the directory holds a run with other settings.
     """
-    setup_logging(args.model_path, backend.rank)
+    if not os.path.isdir(args.working_dir):
+        raise UserError(f"--working_dir {args.working_dir} is not a folder")
+    os.chdir(args.working_dir)
+    on_all(backend, lambda: setup_logging(args.model_path, backend.rank))
     if args.model_path is None:
         return None
 
@@ -109,6 +113,11 @@ def model_from_args(args: ExperimentArgs, vocabulary_size: int) -> nn.Module:
     if args.dropout_rate is not None:
         _set_dropout(config, args.dropout_rate)
     check_vocabulary(config, vocabulary_size)
+    if "labels" not in forward_names_of(model_cls):
+        raise UserError(
+            f"--model_cls {args.model_cls}: its forward takes no labels and so gives no loss; choose a class "
+            "such as transformers:T5ForConditionalGeneration"
+        )
     model = build_model(model_cls, config, seed=args.seed)
     if args.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):

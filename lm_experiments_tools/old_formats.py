@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import struct
 import warnings
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,17 @@ def read_pickle(path: Path, *, allow_pickle: bool = False) -> Any:
                 "ignore"
             )  # torch warns about the pickle protocol of old files; they are what we read
             return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+    except (
+        OSError,
+        EOFError,
+        RuntimeError,
+        struct.error,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ImportError,
+    ) as error:
         raise _corrupt(path, error) from error
     except pickle.UnpicklingError as error:
         refused = re.search(r"GLOBAL (\S+)|`add_safe_globals`,? but got (.+)", str(error))
@@ -72,7 +83,7 @@ def read_old_training_state(path: Path | str, *, allow_pickle: bool = False) -> 
     if not isinstance(content, dict) or "model_state_dict" not in content:
         return {}
     return {
-        "iteration": int(content.get("iteration", 0)),
+        "iteration": int(content.get("iteration", -1)),  # -1: none was made
         "epoch": int(content.get("epoch", 0)),
         "metrics": {name: _plain(value) for name, value in (content.get("metrics") or {}).items()},
         "optimizer_state": content.get("optimizer_state_dict"),

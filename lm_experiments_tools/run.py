@@ -35,7 +35,7 @@ HARMLESS = frozenset(
     "allow_partial_checkpoint allow_pickle backend data_n_workers early_stopping_patience init_checkpoint iters "
     "keep_checkpoints log_interval max_bad_lines max_skipped_updates model_path profile_after report reset_iteration "
     "reset_lr reset_optimizer resume save_best save_interval skip_used_data use_generate_on_valid valid_at_start "
-    "valid_interval validate_only working_dir".split()
+    "valid_data_path valid_interval valid_samples validate_only working_dir".split()
 )
 _LAUNCHERS = ("torchrun", "horovodrun", "accelerate", "deepspeed", "mpirun", "mpiexec")
 _LAUNCHER_MODULES = (

@@ -12,8 +12,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch import Tensor
+
 from lm_experiments_tools import checkpoint
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.tree import load_tree, save_tree
 
 if TYPE_CHECKING:
@@ -88,11 +90,11 @@ def on_all(backend: Backend, function: Callable[[], T], *, only_main: bool = Fal
         except UserError as error:
             failure = (True, str(error))
         except OSError as error:
-            failure = (False, f"{type(error).__name__}: {error}")
+            failure = (False, str(error))
     failures = [f for f in backend.gather(failure) if f is not None]
     if failures:
         by_user, message = failures[0]
-        raise UserError(message) if by_user else OSError(message)
+        raise UserError(message) if by_user else RunError(message)
     return result
 
 
@@ -178,3 +180,10 @@ def restore_optimizer(backend: Backend, tree: Any, source: Path) -> None:
         ) from error
     for group, settings in zip(backend.optimizer.param_groups, chosen, strict=True):
         group.update(settings)
+    for parameter, values in getattr(backend.optimizer, "state", {}).items():
+        for name, value in values.items() if isinstance(parameter, Tensor) else ():
+            if isinstance(value, Tensor) and value.dim() == parameter.dim() and value.shape != parameter.shape:
+                raise UserError(
+                    f"the optimizer state of {source} does not fit this model: {name} has shape {tuple(value.shape)}, "
+                    f"its parameter {tuple(parameter.shape)}; start with --reset_optimizer to take the weights only"
+                )

@@ -36,7 +36,7 @@ from lm_experiments_tools.batches import (
     set_random_state,
     split_batch,
 )
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.hooks import Hook, LogHook, ProfileHook, SaveHook, StepInfo, ValidateHook, is_due
 from lm_experiments_tools.metrics import KeptOutputs, MetricSums
 from lm_experiments_tools.old_formats import read_old_training_state, regrouped
@@ -63,13 +63,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class TrainingDiverged(RuntimeError):
+class TrainingDiverged(RunError):
     """Too many updates in a row had a gradient that was not finite."""
 
 
 def model_loss(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Tensor]:
     """The default `batch_metrics_fn`: the model's own loss."""
     return {"loss": outputs["loss"]}
+
+
+def _loss_of(outputs: Any) -> Tensor:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+    if loss is None:
+        raise UserError(
+            "the model's forward gave no loss: a model to train takes labels and returns a mapping with the key loss, "
+            "as transformers' ...ForConditionalGeneration classes do (--model_cls)"
+        )
+    return loss
 
 
 class Window:
@@ -220,7 +230,11 @@ class TrainingLoop:
     def _find_resume(self) -> Path | None:
         args = self.args
         if args.resume not in ("auto", "never"):
-            checkpoint.verify(path := Path(args.resume).resolve())
+            if not (path := Path(args.resume).resolve()).exists():
+                raise UserError(f"--resume {args.resume}: no such checkpoint; give its folder, or auto, or never")
+            if not (path / "manifest.json").exists() and (path / "last").exists():
+                path = (path / "last").resolve()  # a run directory was named
+            checkpoint.verify(path)
             return path
         if self.writer is None:
             return None
@@ -274,7 +288,7 @@ class TrainingLoop:
                 load_optimizer(source, self.backend)
         else:
             own, old = None, read_old_training_state(source, allow_pickle=args.allow_pickle)
-            loaded = TrainState(step=old["iteration"] + 1 if old else 0)  # the ancestor stores the last update's index
+            loaded = TrainState(step=old.get("iteration", -1) + 1)  # the ancestor stores the last update's index
             if not args.reset_optimizer and self.backend.optimizer is not None and old.get("optimizer_state"):
                 optimizer_state = regrouped(old["optimizer_state"], self.backend.unwrap(), self.backend.optimizer)
                 restore_optimizer(self.backend, {"optimizer": optimizer_state, "precision": {}}, source)
@@ -288,6 +302,11 @@ class TrainingLoop:
             self.state.data_fingerprint = loaded.data_fingerprint
             self._seek(own)
         self.say(f"initialized from {source}: starting at step {self.state.step}")
+        if self.state.step >= args.iters and not args.validate_only:
+            raise UserError(
+                f"--init_checkpoint {source} is at step {self.state.step} and --iters is {args.iters}, so nothing is "
+                "left to train; raise --iters, or count from 0 with --reset_iteration"
+            )
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
     def train(self) -> None:
@@ -298,6 +317,8 @@ class TrainingLoop:
             SystemExit: with 128 + signal number, after everything has been saved (143 for SIGTERM).
         """
         self._fix_data()
+        if self.state.step >= self.args.iters:
+            self.say(f"all {self.args.iters} updates have been made; raise --iters to go on")
         with failures_located(self.state), self.signals, self._tracking():
             self._validate_before()
             self.backend.model.train()
@@ -381,7 +402,7 @@ class TrainingLoop:
             with backend.accumulate(sync=i == len(micro_batches) - 1):
                 with backend.autocast():
                     outputs = backend.model(**micro_batch.inputs, **self.forward_kwargs)
-                backend.backward(outputs["loss"] * (micro_batch.weight * backend.world_size / max(weight, 1)))
+                backend.backward(_loss_of(outputs) * (micro_batch.weight * backend.world_size / max(weight, 1)))
             if micro_batch.weight:
                 sums.add(self.batch_metrics_fn(micro_batch.batch, outputs), micro_batch.weight)
                 self.kept.add(micro_batch.batch, outputs)

@@ -119,7 +119,8 @@ def _resolve(item: str) -> list[tuple[str, str]]:
         if not _kind(item):
             raise UserError(f"{item} is none of {', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)}; rename or convert it")
         return [(item, _kind(item))]
-    if _kind(item) or not _DATASET_NAME.fullmatch(item):
+    looks_local = item.startswith((".", "/", "~")) or os.path.isdir(os.path.dirname(item) or "\0")
+    if looks_local or _kind(item) or not _DATASET_NAME.fullmatch(item):
         raise UserError(f"{item} does not exist")
     return [(item, "dataset")]
 

@@ -128,12 +128,19 @@ def _vocab_path(args: T5PretrainingArgs) -> Path:
     if args.vocab is not None:
         return Path(args.vocab)
     sidecar = Path(f"{args.data_path}.json")
+    if not sidecar.is_file() and not Path(args.data_path).exists() and not Path(f"{args.data_path}.idx").exists():
+        raise UserError(
+            f"--data_path {args.data_path}: there is neither a token prefix (.idx, .bin) nor text of this name"
+        )
     if not sidecar.is_file():
         raise UserError(
             f"--vocab is missing, and {args.data_path} is not a token prefix that records one ({sidecar} does not "
             "exist); give a SentencePiece .model file, for example one trained by `lmtools vocab`"
         )
-    recorded = json.loads(sidecar.read_text(encoding="utf-8")).get("vocab_file")
+    try:
+        recorded = json.loads(sidecar.read_text(encoding="utf-8"))["vocab_file"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{sidecar} is damaged ({error}), so the vocabulary is not known; give --vocab") from error
     candidates = [Path(recorded), sidecar.parent / Path(recorded).name] if recorded else []
     for candidate in candidates:
         if candidate.is_file():

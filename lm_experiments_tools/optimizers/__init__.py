@@ -23,6 +23,7 @@ APEX = ("FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "Fu
 # Optimizers in name only: the abstract class, one that needs a closure, transformers' placeholder.
 UNUSABLE = {
     "Optimizer": "it is the abstract base class",
+    "SparseAdam": "it takes sparse gradients only, which these models do not have",
     "LBFGS": "it re-evaluates the loss several times a step, which the training loop does not offer",
     "LayerWiseDummyOptimizer": "it updates nothing",
 }

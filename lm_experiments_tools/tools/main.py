@@ -22,7 +22,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `lmtools`; returns the exit code: 0, 2 for a mistake the user can mend, 130 after Ctrl-C."""
+    """Run `lmtools`; returns 0, 2 for a mistake the user can mend, 1 for a disk that refuses, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         if not argv or argv[0] in ("-h", "--help"):
@@ -32,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

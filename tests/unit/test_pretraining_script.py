@@ -153,6 +153,52 @@ def test_validate_only_gives_the_checkpoints_loss_and_changes_nothing(work, voca
     assert sorted(p.name for p in (work / "run" / "checkpoints").iterdir()) == before
 
 
+def test_a_base_may_be_a_preset_from_any_folder(work, vocab):
+    (work / "mine.json").write_text(json.dumps({**TINY, "base": "t5-small.json"}))
+    start(vocab, model_cfg="mine.json")
+
+
+def test_a_refused_start_leaves_no_trace_in_the_run_directory(work, vocab):
+    start(vocab)
+    refused(vocab, "no such checkpoint", resume="nowhere", lr=5e-3)
+    start(vocab)  # the first command still goes on
+    assert not (work / "run" / "config.2.json").exists()
+
+
+def test_the_way_out_that_a_refusal_names_works(work, vocab):
+    start(vocab)
+    with pytest.raises(UserError) as error:
+        start(vocab, lr=5e-3, iters=4)
+    way_out = str(error.value).split("--resume ")[1].split()[0]
+    start(vocab, lr=5e-3, iters=4, resume=way_out)
+    assert (work / "run" / "last").resolve().name == "step_000004"
+
+
+def test_nothing_left_to_train_is_said(work, vocab):
+    start(vocab)
+    refused(vocab, "nothing is left to train", init_checkpoint="run/last", model_path="run2")
+
+
+def test_optimizer_state_of_other_shapes_is_refused(work, vocab):
+    start(vocab)
+    (work / "wide.json").write_text(json.dumps({**TINY, "d_model": 24}))
+    changed = {"model_cfg": "wide.json", "model_path": "run2", "init_checkpoint": "run/last", "iters": 4}
+    refused(vocab, "--reset_optimizer", allow_partial_checkpoint=True, **changed)
+    start(vocab, allow_partial_checkpoint=True, reset_optimizer=True, **changed)
+
+
+def test_a_model_without_loss_is_refused(work, vocab):
+    refused(vocab, "takes no labels", model_cls="transformers:T5Model")
+
+
+def test_validating_random_weights_is_refused(work, vocab):
+    refused(vocab, "weights would be random", valid_data_path="text.jsonl", validate_only=True)
+
+
+def test_a_working_directory_that_is_none(work, vocab):
+    refused(vocab, "--working_dir", working_dir="nowhere")
+
+
 def test_generation_on_validation_is_measured(work, vocab):
     start(vocab, valid_data_path="text.jsonl", use_generate_on_valid=True, iters=1)
     value = json.loads((work / "run" / "metrics.json").read_text())["valid"]["generation_accuracy"]

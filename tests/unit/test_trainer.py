@@ -403,6 +403,26 @@ def test_a_run_ends_with_a_validation_and_can_be_validated_further(tmp_path):
     assert json.loads((tmp_path / "metrics.json").read_text())["test"] == at_the_end
 
 
+def test_a_finished_run_started_again_logs_nothing_twice(tmp_path):
+    """10 steps, logged every 3, validated every 4, saved every 5: the last save comes before the last log."""
+    valid = DataLoader(RaggedPairs(4), batch_size=4)
+    args = {"iters": 10, "log_interval": 3, "valid_interval": 4, "save_interval": 5, "model_path": str(tmp_path)}
+    make_loop(args, model=TinyLabeller(), valid=valid).train()
+    first = (tmp_path / "metrics.jsonl").read_text()
+    again = make_loop(args, model=TinyLabeller(), valid=valid)
+    assert again.state.last_validated_step == 10
+    again.train()
+    assert (tmp_path / "metrics.jsonl").read_text() == first
+
+
+def test_weight_decay_is_this_runs_not_the_checkpoints(tmp_path):
+    make_loop({"iters": 2, "model_path": str(tmp_path)}).train()
+    model = tiny_t5()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
+    make_loop({"iters": 4, "init_checkpoint": str(tmp_path / "last")}, model=model, optimizer=optimizer)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5 and optimizer.state
+
+
 def test_a_profile_of_three_steps_is_written(tmp_path):
     make_loop({"iters": 6, "profile_after": 2, "model_path": str(tmp_path)}, model=TinyLabeller()).train()
     trace = json.loads((tmp_path / "profile" / "steps_3-5_rank_0.json").read_text())
