@@ -20,12 +20,13 @@ def job(launcher, mode, folder):
     started = time.monotonic()
     ended = run(launch(), WORKER, mode, folder, timeout=120, **extra)
     assert ended.returncode is not None, "the job hung:\n" + ended.output[-3000:]
-    return ended, time.monotonic() - started
+    assert time.monotonic() - started < 90, "start-up takes most of it; a dead peer is noticed within seconds"
+    return ended
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_an_exception_on_one_rank_ends_the_job_and_names_rank_and_step(launcher, tmp_path):
-    ended, _ = job(launcher, "crash", tmp_path)
+    ended = job(launcher, "crash", tmp_path)
     assert ended.returncode != 0
     assert "rank 1 step 3: ZeroDivisionError: a deliberate failure" in ended.output
     verify(tmp_path / "checkpoints" / "step_000002")
@@ -33,14 +34,14 @@ def test_an_exception_on_one_rank_ends_the_job_and_names_rank_and_step(launcher,
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_killed_rank_ends_the_job(launcher, tmp_path):
-    ended, _ = job(launcher, "kill", tmp_path)
+    ended = job(launcher, "kill", tmp_path)
     assert ended.returncode != 0
     verify(tmp_path / "checkpoints" / "step_000002")
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_sigterm_on_one_rank_saves_on_all_and_stops_all(launcher, tmp_path):
-    ended, _ = job(launcher, "sigterm", tmp_path)
+    ended = job(launcher, "sigterm", tmp_path)
     assert ended.returncode != 0
     assert "SIGTERM: saving a checkpoint and stopping" in ended.output
     newest = (tmp_path / "last").resolve()
@@ -50,7 +51,7 @@ def test_sigterm_on_one_rank_saves_on_all_and_stops_all(launcher, tmp_path):
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_full_disk_on_rank_0_is_an_error_on_every_rank_not_a_hang(launcher, tmp_path):
-    ended, _ = job(launcher, "full_disk", tmp_path)
+    ended = job(launcher, "full_disk", tmp_path)
     assert ended.returncode != 0
     assert "No space left on device" in ended.output
     assert not list((tmp_path / "checkpoints").glob("step_*"))
