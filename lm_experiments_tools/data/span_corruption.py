@@ -88,7 +88,7 @@ def random_spans_lengths(
             non-noise tokens to keep them apart.
     """
     if inputs_length < 3:
-        raise UserError(f"inputs_length is {inputs_length}, but a token, a sentinel and EOS need 3.")
+        raise UserError(f"inputs_length (--input_seq_len) is {inputs_length}, but a token, a sentinel and EOS need 3.")
 
     def inputs_and_targets(tokens: int) -> tuple[int, int]:
         # Python's float64 rounding, unlike the mask's float32: t5 mixes the two, and equality with it needs both.

@@ -4,6 +4,8 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
+from lm_experiments_tools.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeArgs:
@@ -31,6 +33,10 @@ def run(args: TokenizeArgs) -> None:
     """Tokenize and say what came out."""
     from lm_experiments_tools.data.tokenize import tokenize_corpus
 
+    if args.output.endswith(("/", ".bin", ".idx", ".json")):
+        raise UserError(
+            f"--output {args.output} must be a prefix, such as tokens/train: .bin, .idx and .json are added"
+        )
     start = time.perf_counter()
     meta = tokenize_corpus(
         args.input,
