@@ -109,8 +109,8 @@ class SpanCorruptionDataset:
             return needed
         if targets_length < needed:
             raise UserError(
-                f"targets_length {targets_length} (--target_seq_len) would cut the targets, which are {needed} long for inputs_length "
-                f"{self.inputs_length}, noise_density {self.noise_density} and mean_noise_span_length "
+                f"targets_length {targets_length} (--target_seq_len) would cut the targets, which are {needed} long for "
+                f"inputs_length {self.inputs_length}, noise_density {self.noise_density} and mean_noise_span_length "
                 f"{self.mean_noise_span_length}: set it to {needed}, or leave it out."
             )
         if targets_length > needed and trim:
