@@ -109,7 +109,7 @@ class SpanCorruptionDataset:
             return needed
         if targets_length < needed:
             raise UserError(
-                f"targets_length {targets_length} (--target_seq_len) would cut the targets, which are {needed} long for "
+                f"targets_length {targets_length} (--target_seq_len) would cut the targets, {needed} long for "
                 f"inputs_length {self.inputs_length}, noise_density {self.noise_density} and mean_noise_span_length "
                 f"{self.mean_noise_span_length}: set it to {needed}, or leave it out."
             )

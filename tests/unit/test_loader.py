@@ -122,9 +122,7 @@ def test_targets_length_is_a_cap_that_is_trimmed_or_padded(caplog):
     padded = dataset(5000, 512, targets_length=192, trim_targets=False).batch(np.arange(3))
     assert padded["labels"].shape == (3, 192) and (padded["labels"][:, 114:] == -100).all()
     np.testing.assert_array_equal(padded["labels"][:, :114], exact.batch(np.arange(3))["labels"])
-    with pytest.raises(
-        UserError, match="targets_length 113 .--target_seq_len. would cut the targets, which are 114 long"
-    ):
+    with pytest.raises(UserError, match="targets_length 113 .--target_seq_len. would cut the targets, 114 long"):
         dataset(5000, 512, targets_length=113)
 
 
