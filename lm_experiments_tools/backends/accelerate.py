@@ -253,14 +253,17 @@ class DeepSpeedBackend(AccelerateBackend):
         self.wrapping = f"ZeRO stage {self.stage}"
         self.shards_model = self.stage == 3
         self.scales = (args.min_loss_scale or 0.0, args.max_loss_scale or math.inf)
+        self.dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         check_unprepared(model, optimizer)
         self._inner = model
         if optimizer is None:
-            # ZeRO 1 and 2 shard nothing that evaluation needs; ZeRO 3 shards the weights, optimizer or not.
+            # ZeRO 1 and 2 shard nothing that evaluation needs; ZeRO 3 shards the weights, optimizer or not. The engine
+            # would cast the model, so without one we do.
             self.optimizer = None
-            self.model = self.accelerator.prepare(model) if self.stage == 3 else model.to(self.device)
+            whole = self.stage < 3
+            self.model = model.to(self.device, self.dtype) if whole else self.accelerator.prepare(model)
             return
         deepspeed_config.check_optimizer(optimizer)
         config = self.accelerator.state.deepspeed_plugin.deepspeed_config
