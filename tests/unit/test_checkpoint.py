@@ -585,7 +585,7 @@ def test_damage_is_named_and_the_previous_checkpoint_used(tmp_path, kind):
     assert len(warnings) == 1 and "step_" in warnings[0], warnings
     assert re.search(reason, warnings[0]), warnings[0]
     shutil.rmtree(tmp_path / "step_000100")
-    with pytest.raises(UserError, match=r"none of the 1 checkpoints .*--resume never"):
+    with pytest.raises(UserError, match=r"none of the 1 checkpoints .*another --model_path"):
         find_newest_valid(tmp_path, warnings.append)
 
 

@@ -290,7 +290,8 @@ def test_a_reader_that_leaves_early_is_no_error(flags):
     process.stderr.close()
 
 
-def test_every_field_has_a_help_line(capsys):
+def test_every_field_has_a_help_line(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")  # one column of groups, in which a flag and its help follow each other
     with pytest.raises(SystemExit):
         cli.parse(T5PretrainingArgs, ["--help"])
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())

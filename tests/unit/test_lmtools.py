@@ -101,6 +101,7 @@ def test_ctrl_c_while_tokenizing_keeps_the_finished_pieces(tmp_path):
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n"
          "from lm_experiments_tools.tools.main import main; sys.exit(main())", *command],
         cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )  # fmt: skip
     while not list((tmp_path / "t.pieces").glob("*.idx")):
         assert process.poll() is None, process.stderr.read()
