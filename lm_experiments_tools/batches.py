@@ -221,3 +221,22 @@ def split_batch(
 
 def _has_rows(value: Any, num_rows: int) -> bool:
     return isinstance(value, (Tensor, list, tuple, np.ndarray)) and len(value) == num_rows
+
+
+def padded(micro_batches: list[MicroBatch], number: int) -> Iterator[MicroBatch]:
+    """`number` micro-batches: every worker makes equally many passes (sharding needs that), spare ones weigh 0."""
+    for micro_batch in micro_batches:
+        yield micro_batch if micro_batch.weight else micro_batch.without_weight()
+    for _ in range(number - len(micro_batches)):
+        yield micro_batches[-1].without_weight()
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """The loss in a model's outputs; UserError where there is none."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+    if loss is None:
+        raise UserError(
+            "the model's forward gave no loss: a model to train takes labels and returns a mapping with the key loss, "
+            "as transformers' ...ForConditionalGeneration classes do (--model_cls)"
+        )
+    return loss

@@ -16,6 +16,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.hooks import StepInfo
 
 Value = "Tensor | float | tuple[Tensor | float, Tensor | float]"
 
@@ -115,3 +116,30 @@ def _join(pieces: list[Any]) -> Any:
     if all(p.shape[1:] == pieces[0].shape[1:] for p in pieces):
         return torch.cat(pieces)
     return list(chain.from_iterable(p.tolist() for p in pieces))
+
+
+class Window:
+    """What has been added up since the last log line."""
+
+    def __init__(self) -> None:
+        self.sums = MetricSums()
+        self.grad_norm_sum, self.steps, self.tokens = 0.0, 0, 0
+        self.seconds = self.data_seconds = 0.0
+
+    def add(self, sums: MetricSums, info: StepInfo) -> None:
+        self.seconds += info.seconds + info.data_seconds
+        self.data_seconds += info.data_seconds
+        self.tokens += info.tokens
+        if info.applied:  # a non-finite step is counted and named, never averaged into the others
+            self.sums.merge(sums)
+            self.grad_norm_sum += info.grad_norm
+            self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**vars(self), "sums": self.sums.state_dict()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Window:
+        window = cls()
+        vars(window).update(state, sums=MetricSums.from_state(state["sums"]))
+        return window

@@ -14,7 +14,6 @@ so any split of the same rows into micro-batches, accumulation steps and workers
 from __future__ import annotations
 
 import logging
-import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -31,6 +30,8 @@ from lm_experiments_tools.batches import (
     MicroBatch,
     StepBatch,
     forward_names,
+    loss_of,
+    padded,
     preserved_random_state,
     random_state,
     set_random_state,
@@ -38,7 +39,7 @@ from lm_experiments_tools.batches import (
 )
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.hooks import Hook, LogHook, ProfileHook, SaveHook, StepInfo, ValidateHook, is_due
-from lm_experiments_tools.metrics import KeptOutputs, MetricSums
+from lm_experiments_tools.metrics import KeptOutputs, MetricSums, Window
 from lm_experiments_tools.old_formats import read_old_training_state, regrouped
 from lm_experiments_tools.schedules import PlateauDrop, get_schedule
 from lm_experiments_tools.signals import StopSignals
@@ -70,43 +71,6 @@ class TrainingDiverged(RunError):
 def model_loss(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Tensor]:
     """The default `batch_metrics_fn`: the model's own loss."""
     return {"loss": outputs["loss"]}
-
-
-def _loss_of(outputs: Any) -> Tensor:
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
-    if loss is None:
-        raise UserError(
-            "the model's forward gave no loss: a model to train takes labels and returns a mapping with the key loss, "
-            "as transformers' ...ForConditionalGeneration classes do (--model_cls)"
-        )
-    return loss
-
-
-class Window:
-    """What has been added up since the last log line."""
-
-    def __init__(self) -> None:
-        self.sums = MetricSums()
-        self.grad_norm_sum, self.steps, self.tokens = 0.0, 0, 0
-        self.seconds = self.data_seconds = 0.0
-
-    def add(self, sums: MetricSums, info: StepInfo) -> None:
-        self.seconds += info.seconds + info.data_seconds
-        self.data_seconds += info.data_seconds
-        self.tokens += info.tokens
-        if info.applied:  # a non-finite step is counted and named, never averaged into the others
-            self.sums.merge(sums)
-            self.grad_norm_sum += info.grad_norm
-            self.steps += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**vars(self), "sums": self.sums.state_dict()}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Window:
-        window = cls()
-        vars(window).update(state, sums=MetricSums.from_state(state["sums"]))
-        return window
 
 
 class TrainingLoop:
@@ -396,13 +360,13 @@ class TrainingLoop:
         self._set_lr()
         part = self._split(batch)
         weight, samples, tokens, num_micro_batches = self._agree(part)
-        micro_batches = list(self._padded(part.micro_batches, num_micro_batches))
+        micro_batches = list(padded(part.micro_batches, num_micro_batches))
         sums = MetricSums()
         for i, micro_batch in enumerate(micro_batches):
             with backend.accumulate(sync=i == len(micro_batches) - 1):
                 with backend.autocast():
                     outputs = backend.model(**micro_batch.inputs, **self.forward_kwargs)
-                backend.backward(_loss_of(outputs) * (micro_batch.weight * backend.world_size / max(weight, 1)))
+                backend.backward(loss_of(outputs) * (micro_batch.weight * backend.world_size / max(weight, 1)))
             if micro_batch.weight:
                 sums.add(self.batch_metrics_fn(micro_batch.batch, outputs), micro_batch.weight)
                 self.kept.add(micro_batch.batch, outputs)
@@ -429,14 +393,6 @@ class TrainingLoop:
         totals = self.backend.sum(torch.tensor(counts)).tolist()
         self.signals.agree(totals[3:5])
         return totals[0], totals[1], totals[2], max(totals[5:])
-
-    @staticmethod
-    def _padded(micro_batches: list[MicroBatch], number: int) -> Iterator[MicroBatch]:
-        """Every worker makes equally many passes (sharding backends need that); those to spare weigh nothing."""
-        for micro_batch in micro_batches:
-            yield micro_batch if micro_batch.weight else micro_batch.without_weight()
-        for _ in range(number - len(micro_batches)):
-            yield micro_batches[-1].without_weight()
 
     def _set_lr(self) -> None:
         factor = 1.0 if self.schedule is None else self.schedule(self.state.step - self.state.schedule_start)
@@ -559,7 +515,7 @@ class TrainingLoop:
             seconds_per_step=seconds / steps,
             tokens_per_second=window.tokens / seconds,
             data_wait_fraction=window.data_seconds / seconds,
-            memory_mib=self._peak_memory_mib(),
+            memory_mib=self.backend.peak_memory_mib(),
             skipped_updates=self.state.skipped_updates,
             param_groups=[
                 {k: float(group[k]) for k in ("lr", "scaled_lr") if group.get(k) is not None}
@@ -576,11 +532,6 @@ class TrainingLoop:
             self.tracker.log(split, state.step, state.consumed_samples, state.consumed_tokens, values, extra=extra)
         elif values:
             self.say(f"{split}: " + ", ".join(f"{k} {v:.4f}" for k, v in values.items() if isinstance(v, float)))
-
-    def _peak_memory_mib(self) -> float:
-        if self.backend.device.type == "cuda":
-            return torch.cuda.max_memory_allocated() / 2**20
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
     def save(self, is_best: bool = False) -> None:
         """Write a checkpoint of this very moment, unless there is one; every worker calls it."""

@@ -20,6 +20,7 @@ Gradients are averaged over workers, so a loss that is to be summed over workers
 from __future__ import annotations
 
 import math
+import resource
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -120,6 +121,12 @@ class Backend(ABC):
     def weights_norm(self) -> float:
         """Global L2 norm of the weights, for the log; collective where weights are sharded."""
         return float(total_norm([p.detach() for p in self.unwrap().parameters()]))
+
+    def peak_memory_mib(self) -> float:
+        """This worker's largest memory so far, MiB: of tensors on its GPU, or of the whole process on a CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated() / 2**20
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
     def describe(self) -> str:
         """One line for the log: what is really running."""
