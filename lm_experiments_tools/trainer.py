@@ -222,7 +222,7 @@ class TrainingLoop:
         else:
             logger.warning("%s was saved by another number of workers: dropout draws other noise from here on", path)
         self._seek(own)
-        if self.writer is not None and path.parent == self.writer.root.resolve():
+        if self.writer is not None and path.resolve().parent == self.writer.root.resolve():
             self._saved_at = (self.state.step, self.state.consumed_samples)
         self.say(f"resumed from {path}: step {self.state.step}, {self.state.consumed_samples} samples consumed")
 

@@ -153,6 +153,15 @@ def test_validate_only_gives_the_checkpoints_loss_and_changes_nothing(work, voca
     assert sorted(p.name for p in (work / "run" / "checkpoints").iterdir()) == before
 
 
+def test_the_record_of_a_continued_run_is_whole(work, vocab):
+    """--model_path is relative here, as users write it."""
+    start(vocab, iters=2)
+    start(vocab, iters=4)
+    lines = map(json.loads, (work / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert not (work / "run" / "metrics.superseded.jsonl").exists()
+
+
 def test_a_base_may_be_a_preset_from_any_folder(work, vocab):
     (work / "mine.json").write_text(json.dumps({**TINY, "base": "t5-small.json"}))
     start(vocab, model_cfg="mine.json")
