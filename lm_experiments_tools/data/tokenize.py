@@ -212,6 +212,14 @@ def _is_finished(prefix: str) -> bool:
         return False
 
 
+def _is_named(descriptor: int, path: Path) -> bool:
+    """Whether `path` is this open file now; asked in one look, because others may remove it between two."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock; waits while another process has it. The lock ends with its holder, however that ends."""
@@ -220,7 +228,7 @@ def _locked(path: Path) -> Iterator[None]:
         with open(path, "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             # The holder before us may have removed the file we waited for: then lock the one that has its name now.
-            if not path.exists() or not os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+            if not _is_named(file.fileno(), path):
                 continue
             try:
                 yield
