@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lm_experiments_tools.args import T5PretrainingArgs
 from lm_experiments_tools.cli import parse, run_main
+from lm_experiments_tools.pretraining_args import T5PretrainingArgs
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -31,14 +31,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend
-    from lm_experiments_tools.data.pretraining import span_corruption_data, span_corruption_metrics
+    from lm_experiments_tools.data.pretraining import pretraining_data, span_corruption_metrics
     from lm_experiments_tools.experiment import model_from_args, optimizer_from_args, seed_worker, show_run, start_run
     from lm_experiments_tools.report import write_report
     from lm_experiments_tools.trainer import TrainingLoop
 
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = start_run(args, backend)
-    data = span_corruption_data(args, backend)
+    data = pretraining_data(args, backend)
     model = model_from_args(args, data.vocabulary.size)
     optimizer = None if args.validate_only else optimizer_from_args(args, model)
     seed_worker(args.seed, backend.rank)
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         generate_kwargs={"do_sample": False},
         tokenizer_dir=data.tokenizer_dir,
     )
-    show_run(args, origins, run, backend, backend.unwrap(), data.train.samples_per_epoch, data.describe())
+    show_run(args, origins, run, backend, backend.unwrap(), data.train.samples_per_epoch, data.objective)
     if args.validate_only:
         trainer.validate(data.valid)
     else:

@@ -15,45 +15,6 @@ from lm_experiments_tools.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataArgs:
-    """Text, vocabulary and the span-corruption objective."""
-
-    data_path: str
-    """Token prefix of `lmtools tokenize`, or raw text (.jsonl, .jsonl.gz, .txt, a folder), tokenized once, cached."""
-    valid_data_path: str | None = None
-    """Validation data, in any form --data_path takes."""
-    vocab: str | None = None
-    """SentencePiece .model file. None: the one recorded beside a token prefix."""
-    task: str = "span_corruption"
-    """Training objective."""
-    text_key: str = "text"
-    """Key of a .jsonl line that holds the text."""
-    input_seq_len: int = 128
-    """Encoder length, in tokens, eos included."""
-    target_seq_len: int = 128
-    """Longest decoder length, in tokens, eos included; the length that span corruption needs must fit in it."""
-    noise_density: float = 0.15
-    """Fraction of tokens that span corruption removes, between 0 and 1."""
-    mean_noise_span_length: float = 3.0
-    """Mean length of a removed span, in tokens."""
-    max_bad_lines: int = 100
-    """Unreadable lines of raw text to set aside (file and line are reported) before the run refuses to go on."""
-    data_n_workers: int | None = None
-    """Processes that tokenize raw text. None: one per core."""
-    valid_samples: int | None = None
-    """Validation examples to use, the same random ones each time. None: all."""
-
-    def check(self) -> None:
-        if self.task != "span_corruption":
-            raise UserError(f"--task {self.task} does not exist: the only task so far is span_corruption.")
-        _check_minimum(self, 1, "input_seq_len", "target_seq_len", "data_n_workers", "valid_samples")
-        _check_minimum(self, 0, "max_bad_lines")
-        _check_minimum(self, 1.0, "mean_noise_span_length")
-        if not 0.0 < self.noise_density < 1.0:
-            raise UserError(f"--noise_density is {self.noise_density}: it must lie between 0 and 1, for example 0.15.")
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelArgs:
     """The model: its class, its configuration, how it is run."""
 
@@ -71,7 +32,7 @@ class ModelArgs:
     """Run the model through torch.compile."""
 
     def check(self) -> None:
-        _check_conflict(self, "model_cfg", "base_model", "both give the model's configuration")
+        check_conflict(self, "model_cfg", "base_model", "both give the model's configuration")
         if ":" not in self.model_cls:
             raise UserError(
                 f"--model_cls {self.model_cls} must be module:Class, for example {ModelArgs.model_cls} or "
@@ -101,14 +62,14 @@ class OptimizerArgs:
     def check(self) -> None:
         if self.lr is not None and not (self.lr > 0.0 and math.isfinite(self.lr)):
             raise UserError(f"--lr is {self.lr}: it must be above 0 and finite, for example 1e-3.")
-        _check_minimum(self, 0.0, "weight_decay")
+        check_minimum(self, 0.0, "weight_decay")
         adafactor = self.optimizer.replace(".", ":").rsplit(":", 1)[-1] == "Adafactor"
         for flag in ("scale_parameter", "relative_step", "warmup_init"):
             if getattr(self, flag) and not adafactor:
                 raise UserError(f"--{flag} belongs to --optimizer Adafactor, but --optimizer is {self.optimizer}.")
         if self.warmup_init and not self.relative_step:
             raise UserError("--warmup_init needs --relative_step: it is the warm-up of Adafactor's own learning rate.")
-        _check_conflict(self, "relative_step", "lr", "Adafactor then computes its own learning rate")
+        check_conflict(self, "relative_step", "lr", "Adafactor then computes its own learning rate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +92,7 @@ class RunArgs:
     """Validate once and stop, without training."""
 
     def check(self) -> None:
-        _check_minimum(self, 1, "iters")
+        check_minimum(self, 1, "iters")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"--seed is {self.seed}: it must lie between 0 and {2**32 - 1}.")
 
@@ -170,10 +131,10 @@ class ScheduleArgs:
     """--use_lr_drop: smallest reduction worth making."""
 
     def check(self) -> None:
-        _check_conflict(self, "use_lr_drop", "lr_scheduler", "only one of them can set the learning rate")
-        _check_minimum(self, 0, "num_warmup_steps", "lr_drop_patience", "lr_drop_cooldown")
-        _check_minimum(self, 0.0, "lr_drop_threshold", "lr_drop_min_lr", "lr_drop_eps")
-        _check_minimum(self, 1, "num_training_steps")
+        check_conflict(self, "use_lr_drop", "lr_scheduler", "only one of them can set the learning rate")
+        check_minimum(self, 0, "num_warmup_steps", "lr_drop_patience", "lr_drop_cooldown")
+        check_minimum(self, 0.0, "lr_drop_threshold", "lr_drop_min_lr", "lr_drop_eps")
+        check_minimum(self, 1, "num_training_steps")
         if not 0.0 <= self.lr_min_ratio <= 1.0:
             raise UserError(f"--lr_min_ratio is {self.lr_min_ratio}: it is a fraction of --lr, from 0 to 1.")
         if not 0.0 < self.lr_drop_factor < 1.0:
@@ -206,9 +167,9 @@ class BatchArgs:
     """Updates in a row that may be skipped for a non-finite gradient before the run stops."""
 
     def check(self) -> None:
-        _check_minimum(self, 1, "batch_size", "gradient_accumulation_steps", "max_skipped_updates")
-        _check_minimum(self, 0.0, "clip_grad_norm", "clip_grad_value")
-        _check_conflict(self, "clip_grad_norm", "clip_grad_value", "choose one way of clipping")
+        check_minimum(self, 1, "batch_size", "gradient_accumulation_steps", "max_skipped_updates")
+        check_minimum(self, 0.0, "clip_grad_norm", "clip_grad_value")
+        check_conflict(self, "clip_grad_norm", "clip_grad_value", "choose one way of clipping")
 
     def rows_per_worker(self) -> int:
         """Examples that one worker reads for one optimizer update."""
@@ -237,7 +198,7 @@ class PrecisionArgs:
     """Horovod and DDP: send gradients as float16, half the traffic for some precision."""
 
     def check(self) -> None:
-        _check_conflict(self, "fp16", "bf16", "choose one number format")
+        check_conflict(self, "fp16", "bf16", "choose one number format")
         for flag in ("min_loss_scale", "max_loss_scale"):
             value = getattr(self, flag)
             if value is not None and not (value > 0.0 and math.isfinite(value)):
@@ -276,7 +237,7 @@ class ValidationArgs:
     """Validations without improvement after which the run stops. -1: never."""
 
     def check(self) -> None:
-        _check_minimum(self, 1, "valid_interval")
+        check_minimum(self, 1, "valid_interval")
         if self.early_stopping_patience != -1 and self.early_stopping_patience < 1:
             raise UserError(
                 f"--early_stopping_patience is {self.early_stopping_patience}: it must be at least 1, or -1 for never."
@@ -324,7 +285,7 @@ class CheckpointArgs:
     """Read checkpoint files in pickle format, which can run any code: only for files you trust."""
 
     def check(self) -> None:
-        _check_minimum(self, 1, "save_interval", "keep_checkpoints")
+        check_minimum(self, 1, "save_interval", "keep_checkpoints")
 
     def resets(self) -> tuple[str, ...]:
         """Names of the flags in use that change what is taken from a checkpoint."""
@@ -344,7 +305,7 @@ class LoggingArgs:
     """End with a report: loss before and after, example predictions, the loss curve as a PNG."""
 
     def check(self) -> None:
-        _check_minimum(self, 1, "log_interval", "profile_after")
+        check_minimum(self, 1, "log_interval", "profile_after")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,19 +377,8 @@ class ExperimentArgs(TrainerArgs, OptimizerArgs, ModelArgs):
             raise UserError(
                 f"--lr is missing: --optimizer {self.optimizer} needs a learning rate, for example --lr 1e-3."
             )
-        _check_conflict(self, "relative_step", "lr_scheduler", "Adafactor then computes its own learning rate")
-        _check_conflict(self, "relative_step", "use_lr_drop", "Adafactor then computes its own learning rate")
-
-
-@dataclass(frozen=True, kw_only=True)
-class T5PretrainingArgs(ExperimentArgs, DataArgs):
-    """All arguments of run_t5_pretraining.py."""
-
-    def check(self) -> None:
-        if self.valid_data_path is None and self.needs_validation():
-            raise UserError(f"--{self.needs_validation()[0]} needs validation data: give --valid_data_path.")
-        if self.valid_data_path is None and self.report:
-            raise UserError("--report shows blanks filled in on held-out text: give --valid_data_path.")
+        check_conflict(self, "relative_step", "lr_scheduler", "Adafactor then computes its own learning rate")
+        check_conflict(self, "relative_step", "use_lr_drop", "Adafactor then computes its own learning rate")
 
 
 def help_groups(args_class: type) -> list[type]:
@@ -444,7 +394,7 @@ def _fields_with_prefix(group: type, prefix: str) -> list[str]:
     return [name for name in group.__annotations__ if name.startswith(prefix)]
 
 
-def _check_minimum(args: object, minimum: float, *flags: str) -> None:
+def check_minimum(args: object, minimum: float, *flags: str) -> None:
     """Refuse a flag below `minimum`, NaN or infinite; None passes."""
     for flag in flags:
         value = getattr(args, flag)
@@ -452,6 +402,6 @@ def _check_minimum(args: object, minimum: float, *flags: str) -> None:
             raise UserError(f"--{flag} is {value}: it must be at least {minimum:g}.")
 
 
-def _check_conflict(args: object, first: str, second: str, reason: str) -> None:
+def check_conflict(args: object, first: str, second: str, reason: str) -> None:
     if getattr(args, first) and getattr(args, second):
         raise UserError(f"--{first} and --{second} exclude each other: {reason}.")

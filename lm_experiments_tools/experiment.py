@@ -65,7 +65,7 @@ def show_run(
     run: RunDirectory | None,
     backend: Backend,
     model: nn.Module,
-    samples_per_epoch: int,
+    samples_per_epoch: int | None,
     objective: str,
 ) -> None:
     """The run at a glance, and its record in the run directory; for when all is set up and nothing can be refused."""
@@ -78,7 +78,12 @@ def show_run(
         "objective": objective,
         "batch": f"{args.batch_size} rows x {args.gradient_accumulation_steps} accumulated x {backend.world_size} "
         f"worker(s) = {rows} rows a step",
-        "steps": f"{args.iters} updates = {args.iters * rows / samples_per_epoch:.2f} epochs of {samples_per_epoch:,}",
+        "steps": f"{args.iters} updates, {args.iters * rows:,} examples"
+        + (
+            f" = {args.iters * rows / samples_per_epoch:.2f} epochs of {samples_per_epoch:,}"
+            if samples_per_epoch
+            else ""
+        ),
         "optimizer": f"{args.optimizer}, lr {args.lr}, schedule {args.lr_scheduler or 'constant'}",
         "precision": "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
     }
@@ -89,6 +94,13 @@ def show_run(
     width = max(map(len, panel))
     for name, value in panel.items():
         logger.info("%-*s  %s", width, name, value)
+
+
+def _amount(samples: int, samples_per_epoch: int | None) -> str:
+    """That many samples in words: epochs where an epoch has a known size."""
+    if samples_per_epoch is None:
+        return f"{samples:,} examples"
+    return f"{samples / samples_per_epoch:.2f} epochs of {samples_per_epoch:,}"
 
 
 def seed_worker(seed: int, rank: int) -> None:

@@ -136,6 +136,13 @@ class SpanCorruptionDataset:
         """Samples in an epoch, the same in each."""
         return self._num_samples
 
+    def describe(self) -> str:
+        """The objective and the size of the data, for the log."""
+        return (
+            f"span corruption, {self.tokens_length} tokens -> {self.inputs_length} inputs + {self.targets_length} "
+            f"targets; {self.num_tokens:,} training tokens"
+        )
+
     @property
     def fingerprint(self) -> str:
         """sha256 over data, objective and seed: equal fingerprints give equal samples for equal numbers."""

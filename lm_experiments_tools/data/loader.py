@@ -28,6 +28,41 @@ class SampleDataset(Protocol):
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]: ...
 
+    def describe(self) -> str: ...
+
+
+class TrainSource(Protocol):
+    """What the loop and the scripts need of a `TrainLoader`: endless batches of this worker, at a known position.
+
+    `samples_per_epoch` is None where nobody knows before the end.
+    """
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def samples_per_epoch(self) -> int | None: ...
+
+    @property
+    def consumed_samples(self) -> int: ...
+
+    def seek(self, consumed_samples: int) -> None: ...
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]: ...
+
+    def close(self) -> None: ...
+
+
+class ValidSource(Protocol):
+    """What is needed of a `ValidLoader`: the same finite batches at every pass, as many on each rank."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]: ...
+
 
 def _check_rank(rows: int, rank: int, world_size: int) -> None:
     if rows < 1:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lm_experiments_tools.batches import IGNORED_LABEL
-from lm_experiments_tools.data.dataset import SpanCorruptionDataset
-from lm_experiments_tools.data.indexed import IndexedDataset
-from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
+from lm_experiments_tools.data.indexed import IndexedDataset, dataset_exists
+from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
+from lm_experiments_tools.data.objectives import objective_dataset
 from lm_experiments_tools.data.tokenize import ensure_tokenized
 from lm_experiments_tools.data.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.pretraining_args import SEQIO_TASKS
 from lm_experiments_tools.state import on_all, on_main
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.args import T5PretrainingArgs
     from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.pretraining_args import T5PretrainingArgs
 
 logger = logging.getLogger(__name__)
 
@@ -36,22 +39,15 @@ class PretrainingData:
         valid, valid_tokens: this worker's part of the validation examples, and the documents they are cut from; None
             without `--valid_data_path`.
         tokenizer_dir: Hugging Face tokenizer files of the vocabulary; None for a run that saves nothing.
+        objective: the objective and the size of the data, for the log.
     """
 
     vocabulary: Vocabulary
-    train: TrainLoader
-    valid: ValidLoader | None
+    train: TrainSource
+    valid: ValidSource | None
     valid_tokens: IndexedDataset | None
     tokenizer_dir: Path | None
-
-    def describe(self) -> str:
-        """The objective and the size of the data, for the log."""
-        dataset = self.train.dataset
-        return (
-            f"span corruption, {dataset.tokens_length} tokens -> {dataset.inputs_length} inputs + "
-            f"{dataset.targets_length} targets; {dataset.num_tokens:,} training tokens, "
-            f"vocabulary {self.vocabulary.size:,}"
-        )
+    objective: str
 
 
 def span_corruption_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +64,7 @@ def span_corruption_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]
     return values
 
 
-def span_corruption_data(args: T5PretrainingArgs, backend: Backend) -> PretrainingData:
+def pretraining_data(args: T5PretrainingArgs, backend: Backend) -> PretrainingData:
     """Open (and where it is raw text, first tokenize) training and validation data.
 
     Every worker calls it; text is tokenized once, by the first of each machine, while the others wait.
@@ -78,63 +74,99 @@ def span_corruption_data(args: T5PretrainingArgs, backend: Backend) -> Pretraini
     """
     vocab_path = _vocab_path(args)
     vocabulary = Vocabulary.load(vocab_path)
-
-    def open_tokens(path: str) -> IndexedDataset:
-        prefix = ensure_tokenized(
-            path,
-            vocab_path,
-            CACHE,
-            workers=args.data_n_workers,
-            text_key=args.text_key,
-            max_bad_lines=args.max_bad_lines,
-        )
-        tokens = IndexedDataset(prefix)
-        bad_lines = tokens.meta.get("bad_lines", 0)
-        if str(prefix) != str(path) and bad_lines > args.max_bad_lines:  # tokenized earlier, with more patience
-            raise UserError(
-                f"{path} has {bad_lines} bad lines, listed in {prefix}.bad_lines.jsonl, more than --max_bad_lines "
-                f"{args.max_bad_lines} allows; mend them, or raise the limit"
-            )
-        return tokens
-
-    def dataset(tokens: IndexedDataset) -> SpanCorruptionDataset:
-        return SpanCorruptionDataset(
-            tokens,
-            args.input_seq_len,
-            args.target_seq_len,
-            sentinel_ids=vocabulary.sentinel_ids,
-            eos_id=vocabulary.eos_id,
-            pad_id=vocabulary.pad_id,
-            vocab_size=vocabulary.size,
-            noise_density=args.noise_density,
-            mean_noise_span_length=args.mean_noise_span_length,
-            seed=args.seed,
-        )
-
-    where = (backend.rank, backend.world_size)
-    train = on_all(backend, lambda: TrainLoader(dataset(open_tokens(args.data_path)), args.rows_per_worker(), *where))
-    valid = valid_tokens = None
+    valid: ValidSource | None = None
+    valid_tokens = None
     if args.valid_data_path is not None:
-        valid_tokens = on_all(backend, lambda: open_tokens(args.valid_data_path))
-        valid = ValidLoader(dataset(valid_tokens), args.rows_per_worker(), *where, num_samples=args.valid_samples)
+        valid_tokens = on_all(backend, lambda: open_tokens(args.valid_data_path, vocab_path, args))
+    pipeline = choose_pipeline(args)
+    if pipeline == "seqio":
+        from lm_experiments_tools.data.seqio_data import seqio_data
+
+        train, valid, objective = seqio_data(args, backend, vocabulary, vocab_path)
+    elif args.streaming:
+        from lm_experiments_tools.data.streaming import streaming_data
+
+        train, objective = streaming_data(args, backend, vocabulary, vocab_path)
+    else:
+        train = on_all(backend, lambda: _train_loader(args, backend, vocabulary, vocab_path))
+        objective = train.dataset.describe()
+    if valid_tokens is not None and valid is None:
+        valid = on_all(backend, lambda: _valid_loader(args, backend, vocabulary, valid_tokens))
     tokenizer_dir = Path(args.model_path) / "tokenizer" if args.model_path else None
     if tokenizer_dir is not None:
         on_main(backend, lambda: vocabulary.save_tokenizer(tokenizer_dir))
-    return PretrainingData(vocabulary, train, valid, valid_tokens, tokenizer_dir)
+    objective = f"{objective}, vocabulary {vocabulary.size:,}"
+    return PretrainingData(vocabulary, train, valid, valid_tokens, tokenizer_dir, objective)
+
+
+def choose_pipeline(args: T5PretrainingArgs) -> Literal["native", "seqio"]:
+    """`--data_pipeline`, with auto decided: seqio for raw text and for registered tasks, native for all else."""
+    if args.data_pipeline != "auto":
+        return args.data_pipeline
+    if ":" in args.task:
+        return "seqio"
+    if args.streaming or len(args.data_path) > 1 or args.task not in SEQIO_TASKS:
+        return "native"
+    path = args.data_path[0].removesuffix(".bin").removesuffix(".idx")
+    if dataset_exists(path) or not os.path.exists(path):
+        return "native"
+    if importlib.util.find_spec("seqio") is None:
+        logger.info("seqio is not installed, so the text is tokenized once and read natively (--data_pipeline native)")
+        return "native"
+    logger.info(
+        "reading raw text through seqio (--data_pipeline seqio); tokenized once by `lmtools tokenize --input %s "
+        "--vocab %s --output PREFIX` it is read about 50 times faster and resumed at once",
+        *(path, args.vocab),
+    )
+    return "seqio"
+
+
+def open_tokens(path: str, vocab_path: Path, args: T5PretrainingArgs) -> IndexedDataset:
+    """The token file of `path`, tokenized first (once, cached) where it is text."""
+    prefix = ensure_tokenized(
+        path,
+        vocab_path,
+        CACHE,
+        workers=args.data_n_workers,
+        text_key=args.text_key,
+        max_bad_lines=args.max_bad_lines,
+    )
+    tokens = IndexedDataset(prefix)
+    bad_lines = tokens.meta.get("bad_lines", 0)
+    if str(prefix) != str(path) and bad_lines > args.max_bad_lines:  # tokenized earlier, with more patience
+        raise UserError(
+            f"{path} has {bad_lines} bad lines, listed in {prefix}.bad_lines.jsonl, more than --max_bad_lines "
+            f"{args.max_bad_lines} allows; mend them, or raise the limit"
+        )
+    return tokens
+
+
+def _train_loader(args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, vocab_path: Path) -> TrainLoader:
+    if len(args.data_path) > 1:
+        raise UserError("several --data_path are not mixed yet: give one")  # MixtureDataset goes here
+    dataset = objective_dataset(args, open_tokens(args.data_path[0], vocab_path, args), vocabulary, seed=args.seed)
+    return TrainLoader(dataset, args.rows_per_worker(), backend.rank, backend.world_size)
+
+
+def _valid_loader(
+    args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, tokens: IndexedDataset
+) -> ValidLoader:
+    dataset = objective_dataset(args, tokens, vocabulary, seed=args.seed)
+    where = (backend.rank, backend.world_size)
+    return ValidLoader(dataset, args.rows_per_worker(), *where, num_samples=args.valid_samples)
 
 
 def _vocab_path(args: T5PretrainingArgs) -> Path:
     """`--vocab`, or the file that made the token prefix `--data_path`."""
     if args.vocab is not None:
         return Path(args.vocab)
-    sidecar = Path(f"{args.data_path}.json")
-    if not sidecar.is_file() and not Path(args.data_path).exists() and not Path(f"{args.data_path}.idx").exists():
-        raise UserError(
-            f"--data_path {args.data_path}: there is neither a token prefix (.idx, .bin) nor text of this name"
-        )
+    data_path = args.data_path[0]
+    sidecar = Path(f"{data_path}.json")
+    if not any(path.exists() for path in (sidecar, Path(data_path), Path(f"{data_path}.idx"))):
+        raise UserError(f"--data_path {data_path}: there is neither a token prefix (.idx, .bin) nor text of this name")
     if not sidecar.is_file():
         raise UserError(
-            f"--vocab is missing, and {args.data_path} is not a token prefix that records one ({sidecar} does not "
+            f"--vocab is missing, and {data_path} is not a token prefix that records one ({sidecar} does not "
             "exist); give a SentencePiece .model file, for example one trained by `lmtools vocab`"
         )
     try:

@@ -5,8 +5,9 @@ import math
 
 import pytest
 
-from lm_experiments_tools.args import PrecisionArgs, T5PretrainingArgs, TrainerArgs, help_groups
+from lm_experiments_tools.args import PrecisionArgs, TrainerArgs, help_groups
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.pretraining_args import T5PretrainingArgs
 
 
 def t5_args(**changes) -> T5PretrainingArgs:
@@ -54,7 +55,7 @@ CONFLICTS = [
     ({"base_model": "t5-base"}, ["--model_cfg", "--base_model"]),
     ({"model_cls": "T5ForConditionalGeneration"}, ["--model_cls", "module:Class"]),
     ({"lr": None}, ["--lr", "AdamW"]),
-    ({"task": "ul2"}, ["--task ul2", "span_corruption"]),
+    ({"task": "ul3"}, ["--task ul3", "span_corruption"]),
 ]
 OUT_OF_RANGE = [
     *[

@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from lm_experiments_tools import cli
-from lm_experiments_tools.args import ModelArgs, T5PretrainingArgs
+from lm_experiments_tools.args import ModelArgs
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.pretraining_args import T5PretrainingArgs
 
 REQUIRED = ["--data_path", "tokens", "--model_cfg", "t5-small", "--lr", "1e-3"]
 
@@ -254,7 +255,7 @@ def test_changed_default_of_a_script_is_shown_and_used(capsys):
 HELP = """
 import sys
 from lm_experiments_tools import cli
-from lm_experiments_tools.args import T5PretrainingArgs
+from lm_experiments_tools.pretraining_args import T5PretrainingArgs
 try:
     cli.parse(T5PretrainingArgs, ["--help"], description="Pre-train a T5.")
 finally:
@@ -281,7 +282,9 @@ def test_help_lists_every_flag_in_groups_within_a_second():
 
 @pytest.mark.parametrize("flags", [["--help"], [*REQUIRED, "--print_config"]])
 def test_a_reader_that_leaves_early_is_no_error(flags):
-    program = f"from lm_experiments_tools import args, cli\ncli.parse(args.T5PretrainingArgs, {flags})"
+    program = (
+        f"from lm_experiments_tools import pretraining_args as args, cli\ncli.parse(args.T5PretrainingArgs, {flags})"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -303,7 +306,7 @@ def test_every_field_has_a_help_line(capsys, monkeypatch):
 MAIN = """
 import sys
 from lm_experiments_tools.cli import parse, run_main
-from lm_experiments_tools.args import T5PretrainingArgs
+from lm_experiments_tools.pretraining_args import T5PretrainingArgs
 from lm_experiments_tools.errors import UserError
 
 def main():

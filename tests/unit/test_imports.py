@@ -42,13 +42,16 @@ CORE = {
     "yaml",
 }
 # What an extra of setup.py brings; imported where it is used.
-EXTRAS = {"apex", "datasets", "matplotlib", "peft", "rouge_score", "sacrebleu", "triton", "megatron"}
+EXTRAS = {
+    "apex", "datasets", "matplotlib", "megatron", "nupunkt", "peft", "rouge_score", "sacrebleu", "sentencex", "triton"
+}  # fmt: skip
 OURS = {"lm_experiments_tools", "modeling_t5", "modeling_bert", "megatron"}
 # The command line answers before anything heavy is loaded.
 INSTANT = {
     "lm_experiments_tools/__init__.py": set(),
     "lm_experiments_tools/errors.py": set(),
     "lm_experiments_tools/args.py": set(),
+    "lm_experiments_tools/pretraining_args.py": set(),
     "lm_experiments_tools/cli.py": {"tyro", "yaml"},
 }
 

@@ -16,7 +16,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from lm_experiments_tools import cli
-from lm_experiments_tools.args import T5PretrainingArgs
+from lm_experiments_tools.pretraining_args import T5PretrainingArgs
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("lm_experiments_tools", "modeling_t5", "modeling_bert", "megatron")

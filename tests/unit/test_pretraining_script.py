@@ -43,7 +43,7 @@ def start(vocab, **changed):
     flags = {
         "data_path": "text.jsonl", "vocab": vocab, "model_path": "run", "model_cfg": "tiny.json", "input_seq_len": 32,
         "target_seq_len": 16, "batch_size": 4, "lr": 1e-3, "iters": 2, "log_interval": 1, "data_n_workers": 1,
-        "backend": "local", **changed,
+        "backend": "local", "data_pipeline": "native", **changed,
     }  # fmt: skip
     main([f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items() if value is not None])
 

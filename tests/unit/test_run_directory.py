@@ -226,8 +226,8 @@ def test_yaml_floats_stay_numbers():
 
 
 def test_recorded_yaml_gives_the_same_arguments_back(tmp_path):
-    from lm_experiments_tools.args import T5PretrainingArgs
     from lm_experiments_tools.cli import parse
+    from lm_experiments_tools.pretraining_args import T5PretrainingArgs
 
     given = ["--data_path", "d", "--model_path", str(tmp_path), "--lr", "1e-5", "--model_cfg", "m.json", "--bf16"]
     given += ["--vocab", "v.model"]

@@ -1,0 +1,93 @@
+"""Arguments of pre-training on text: where it comes from and what is asked of the model.
+
+As in args.py: a class that declares fields is a group of `--help`, the line under a field is its help text. Standard
+library only.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lm_experiments_tools.args import ExperimentArgs, check_minimum
+from lm_experiments_tools.errors import UserError
+
+NATIVE_TASKS = ("span_corruption", "prefix_lm", "ul2", "causal_lm", "mlm")
+SEQIO_TASKS = ("span_corruption", "prefix_lm")  # besides any registered one, module:name
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataArgs:
+    """Where text and vocabulary come from."""
+
+    data_path: tuple[str, ...]
+    """Token prefix of `lmtools tokenize`, text (.jsonl, .jsonl.gz, .txt, a folder) or a Hugging Face dataset
+    (name[:config][:split]); several are mixed."""
+    data_weights: tuple[float, ...] = ()
+    """Weight of each --data_path. Empty: 1 for each."""
+    data_blending: Literal["proportional", "megatron"] = "proportional"
+    """proportional: weight 2 takes each sample of a source twice an epoch; megatron: weights are shares of it."""
+    valid_data_path: str | None = None
+    """Validation data, in any form --data_path takes."""
+    vocab: str | None = None
+    """SentencePiece .model file. None: the one recorded beside a token prefix."""
+    data_pipeline: Literal["auto", "native", "seqio"] = "auto"
+    """native: token files, O(1) resume; seqio: Google's t5/seqio on text, in a process of its own;
+    auto: seqio for raw text where seqio is installed, else native."""
+    streaming: bool = False
+    """Tokenize while training, from the first document on, instead of before it."""
+    text_key: str = "text"
+    """Key of a .jsonl line that holds the text."""
+    max_bad_lines: int = 100
+    """Unreadable lines of raw text to set aside (file and line are reported) before the run refuses to go on."""
+    data_n_workers: int | None = None
+    """Processes that tokenize raw text. None: one per core."""
+    valid_samples: int | None = None
+    """Validation examples to use, the same random ones each time. None: all."""
+
+    def check(self) -> None:
+        check_minimum(self, 1, "data_n_workers", "valid_samples")
+        check_minimum(self, 0, "max_bad_lines")
+        if self.data_weights and len(self.data_weights) != len(self.data_path):
+            raise UserError(
+                f"--data_weights has {len(self.data_weights)} numbers for {len(self.data_path)} of --data_path: give "
+                "one for each, or leave it out."
+            )
+        if any(not weight > 0.0 or weight == float("inf") for weight in self.data_weights):
+            raise UserError(f"--data_weights {self.data_weights}: each must be above 0 and finite.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveArgs:
+    """The training objective."""
+
+    task: str = "span_corruption"
+    """span_corruption, prefix_lm, ul2, causal_lm, mlm; or module:name, a seqio Task or Mixture in that module."""
+    input_seq_len: int = 128
+    """Encoder length, in tokens, eos included."""
+    target_seq_len: int = 128
+    """Longest decoder length, in tokens, eos included; the length that span corruption needs must fit in it."""
+    noise_density: float = 0.15
+    """Fraction of tokens that span corruption removes, between 0 and 1."""
+    mean_noise_span_length: float = 3.0
+    """Mean length of a removed span, in tokens."""
+
+    def check(self) -> None:
+        if self.task not in NATIVE_TASKS and ":" not in self.task:
+            raise UserError(
+                f"--task {self.task} does not exist: there are {', '.join(NATIVE_TASKS)}, and seqio's registered "
+                "tasks as module:name."
+            )
+        check_minimum(self, 1, "input_seq_len", "target_seq_len")
+        check_minimum(self, 1.0, "mean_noise_span_length")
+        if not 0.0 < self.noise_density < 1.0:
+            raise UserError(f"--noise_density is {self.noise_density}: it must lie between 0 and 1, for example 0.15.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5PretrainingArgs(ExperimentArgs, ObjectiveArgs, DataArgs):
+    """All arguments of run_t5_pretraining.py."""
+
+    def check(self) -> None:
+        if self.valid_data_path is None and self.needs_validation():
+            raise UserError(f"--{self.needs_validation()[0]} needs validation data: give --valid_data_path.")
+        if self.valid_data_path is None and self.report:
+            raise UserError("--report shows blanks filled in on held-out text: give --valid_data_path.")
