@@ -72,7 +72,7 @@ def pretraining_data(args: T5PretrainingArgs, backend: Backend) -> PretrainingDa
     Raises:
         UserError: data or vocabulary that is missing, empty, damaged or of another vocabulary.
     """
-    vocab_path = _vocab_path(args)
+    vocab_path = vocabulary_path(args)
     vocabulary = Vocabulary.load(vocab_path)
     valid: ValidSource | None = None
     valid_tokens = None
@@ -156,7 +156,7 @@ def _valid_loader(
     return ValidLoader(dataset, args.rows_per_worker(), *where, num_samples=args.valid_samples)
 
 
-def _vocab_path(args: T5PretrainingArgs) -> Path:
+def vocabulary_path(args: T5PretrainingArgs) -> Path:
     """`--vocab`, or the file that made the token prefix `--data_path`."""
     if args.vocab is not None:
         return Path(args.vocab)

@@ -119,6 +119,12 @@ class Vocabulary:
         starts_word = self._processor.id_to_piece(ids[0]).startswith("\u2581")  # decode() drops that space
         return (" " if starts_word and leading_space else "") + self._processor.decode(ids)
 
+    def piece(self, index: int) -> str:
+        """The piece of an id as the vocabulary writes it, the space before a word as \u2581."""
+        if index in self._sentinel_number:
+            return sentinel_piece(self._sentinel_number[index])
+        return self._processor.id_to_piece(index)
+
     def starts_word(self, index: int) -> bool:
         """Whether a piece begins a word: it carries the space before it."""
         return index < self.num_pieces and self._processor.id_to_piece(index).startswith("\u2581")
