@@ -1,0 +1,167 @@
+"""Mixtures: Megatron's order of members, no sample repeated early, any position reached at once."""
+
+import importlib.util
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
+from lm_experiments_tools.data.mixture import MixtureDataset, blending_order
+from lm_experiments_tools.errors import UserError
+
+
+class Numbers:
+    """Sample g is the row [member, g], so that a sample can be recognised wherever it turns up."""
+
+    def __init__(self, member, length, width=2, **extra):
+        self.member, self.length, self.width, self.extra = member, length, width, extra
+        self.fingerprint = f"{member}/{length}/{width}"
+
+    def __len__(self):
+        return self.length
+
+    def describe(self):
+        return f"numbers of {self.member}"
+
+    def batch(self, samples):
+        rows = np.repeat(np.asarray(samples)[:, None], self.width, axis=1)
+        rows[:, 0] = self.member
+        return {"input_ids": rows, "attention_mask": np.ones_like(rows), "labels": rows + 1000, **self.extra}
+
+
+@pytest.fixture(scope="module")
+def megatron_helpers():
+    spec = importlib.util.find_spec("megatron")
+    files = [
+        path for folder in spec.submodule_search_locations for path in Path(folder).glob("core/datasets/*cpp*.so")
+    ]
+    if not files:
+        pytest.skip("megatron-core is not installed")
+    spec = importlib.util.spec_from_file_location("helpers_cpp", files[0])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def megatron_order(helpers, weights, size, quotas=None):
+    order, numbers = np.zeros(size, np.int16), np.zeros(size, np.int64)
+    if quotas is None:
+        helpers.build_blending_indices(order, numbers, weights, len(weights), size, False)
+    else:
+        helpers.build_exhaustive_blending_indices(order, numbers, quotas, len(quotas))
+    return order, numbers
+
+
+@pytest.mark.parametrize("kind", ["random", "equal", "small integers", "one rare", "lengths"])
+def test_order_is_megatrons(megatron_helpers, kind):
+    rng = np.random.default_rng(len(kind))
+    for members in (1, 2, 3, 5, 9):
+        size = int(rng.integers(1, 20_000))
+        weights = {
+            "random": rng.random(members),
+            "equal": np.ones(members),  # ties at every turn
+            "small integers": rng.integers(1, 5, members).astype(float),
+            "one rare": np.append(rng.random(members - 1), 1e-3),
+            "lengths": rng.integers(1, 2000, members).astype(float),
+        }[kind]
+        weights /= weights.sum()
+        np.testing.assert_array_equal(
+            blending_order(weights, size), megatron_order(megatron_helpers, weights, size)[0]
+        )
+        quotas = rng.integers(1, rng.choice([10, 4000]), members).astype(np.int64)
+        quotas[0] *= rng.choice([1, 20])
+        size = int(quotas.sum())
+        expected, _ = megatron_order(megatron_helpers, None, size, quotas)
+        np.testing.assert_array_equal(blending_order(quotas / size, size, quotas), expected)
+
+
+def test_a_mixture_reads_what_megatrons_indices_say(megatron_helpers):
+    mixture = MixtureDataset([Numbers(0, 700), Numbers(1, 300), Numbers(2, 411)], [1, 3, 0.5], "megatron")
+    assert len(mixture) == 700 + 300 + 411
+    order, numbers = megatron_order(megatron_helpers, np.array([1, 3, 0.5]) / 4.5, len(mixture))
+    rows = mixture.batch(np.arange(len(mixture)))["input_ids"]
+    np.testing.assert_array_equal(rows, np.stack([order, numbers], axis=1))
+
+
+def test_the_worked_example():
+    members = [Numbers(0, 2), Numbers(1, 4)]
+    assert MixtureDataset(members).locate(np.arange(6))[0].tolist() == [1, 0, 1, 0, 1, 1]
+    shares = MixtureDataset(members, blending="megatron")
+    assert shares.locate(np.arange(6))[0].tolist() == [0, 1, 0, 1, 0, 1]
+    assert blending_order(np.array([0.6, 0.4]), 6).tolist() == [0, 1, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("weights", [None, [1, 2, 0.5], [0.3, 0.1, 7]])
+def test_an_epoch_takes_ceil_of_weight_times_length_of_each(weights):
+    lengths = [1500, 40, 333]
+    mixture = MixtureDataset([Numbers(k, n) for k, n in enumerate(lengths)], weights)
+    quotas = [int(np.ceil(w * n)) for w, n in zip(weights or [1, 1, 1], lengths, strict=True)]
+    assert len(mixture) == sum(quotas) and mixture.samples_per_epoch.tolist() == quotas
+    for epoch in range(3):
+        members, numbers = mixture.locate(np.arange(len(mixture)) + epoch * len(mixture))
+        for member, quota in enumerate(quotas):
+            taken = numbers[members == member]
+            # from where the epoch before stopped, in the member's own order
+            assert taken.tolist() == list(range(epoch * quota, (epoch + 1) * quota))
+
+
+def test_a_sample_does_not_depend_on_its_batch():
+    mixture = MixtureDataset([Numbers(0, 1000), Numbers(1, 210)], [1, 2.5])
+    whole = mixture.batch(np.arange(3 * len(mixture)))["input_ids"]
+    some = np.random.default_rng(0).integers(0, 3 * len(mixture), 300)
+    np.testing.assert_array_equal(mixture.batch(some)["input_ids"], whole[some])
+
+
+def test_loaders_read_a_mixture_the_same_on_any_number_of_workers_and_resume():
+    mixture = MixtureDataset([Numbers(0, 50), Numbers(1, 21)], [1, 2])
+    one = TrainLoader(mixture, 8)
+    expected = [next(one)["input_ids"] for _ in range(20)]
+    ranks = [TrainLoader(mixture, 4, rank, 2, consumed_samples=40) for rank in range(2)]
+    for batch in expected[5:]:
+        parts = [next(loader)["input_ids"] for loader in ranks]
+        assert torch.equal(torch.stack(parts, dim=1).flatten(0, 1), batch)
+    seen = Counter(tuple(row) for batch in ValidLoader(mixture, 8) for row in batch["input_ids"].tolist())
+    assert set(seen.values()) == {1} and len(seen) == len(mixture)
+
+
+def test_shorter_members_are_padded():
+    mixture = MixtureDataset([Numbers(0, 4, width=2), Numbers(1, 4, width=3)], pad_id=9)
+    batch = mixture.batch(np.array([0, 1]))
+    assert batch["input_ids"].tolist() == [[0, 0, 9], [1, 0, 0]]
+    assert batch["labels"].tolist() == [[1000, 1000, -100], [1001, 1000, 1000]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert mixture.batch(np.array([0]))["input_ids"].shape == (1, 3)  # whatever stands beside it
+
+
+def test_fingerprint_names_members_weights_and_blending():
+    def fingerprint(length=4, **settings):
+        return MixtureDataset([Numbers(0, length), Numbers(1, 4)], **settings).fingerprint
+
+    changes = [{}, {"length": 5}, {"weights": [1, 2]}, {"blending": "megatron"}, {"pad_id": 1}]
+    prints = [fingerprint(**change) for change in changes]
+    assert len(set(prints)) == len(prints) and prints[0] == fingerprint(weights=[1, 1])
+    assert (
+        "8 of 4 samples (weight 2) of numbers of 1"
+        in MixtureDataset([Numbers(0, 4), Numbers(1, 4)], [1, 2]).describe()
+    )
+
+
+@pytest.mark.parametrize(
+    ("datasets", "settings", "sentence"),
+    [
+        ([], {}, "mixture of 0 datasets"),
+        ([Numbers(0, 1)] * 256, {}, "mixture of 256 datasets .* 1 to 255"),
+        ([Numbers(0, 4), Numbers(1, 0)], {}, "Dataset 1 of the mixture has no samples"),
+        ([Numbers(0, 4)], {"weights": [1, 2]}, "2 weights for 1 datasets"),
+        ([Numbers(0, 4)], {"weights": [0]}, "weight of dataset 0 is 0.0"),
+        ([Numbers(0, 4)], {"weights": [float("nan")]}, "weight of dataset 0 is nan"),
+        ([Numbers(0, 4)], {"blending": "greedy"}, "blending 'greedy' does not exist"),
+        ([Numbers(0, 4), Numbers(1, 4, position_ids=np.zeros((1, 2)))], {}, "do not go together: .* position_ids"),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused(datasets, settings, sentence):
+    with pytest.raises(UserError, match=sentence):
+        MixtureDataset(datasets, **settings)
