@@ -1,0 +1,215 @@
+"""Position biases that depend on the distance of key and query alone, kept as a short table, not an N x N matrix.
+
+A T5 bias has one value per head for each distance, and the same value for all distances beyond some point; ALiBi is a
+line. Both are therefore Toeplitz matrices, made from a vector of 2 * s + 1 numbers per head: `table`. Kernels read the
+table, or tiles of it; whoever wants the matrix gets it from `dense` at the cost of one copy. All of it is
+differentiable, and each gradient is summed in one order: equal inputs give equal bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lm_experiments_tools.errors import UserError
+
+
+class DistanceBias(Protocol):
+    """A bias of attention scores that is a function of key position - query position, per head."""
+
+    @property
+    def num_heads(self) -> int:
+        """Heads that the bias has values for."""
+
+    def table(self, length: int) -> Tensor:
+        """Values [num_heads, 2 * s + 1] for distances -s..s; all within -length < distance < length are covered,
+        those beyond s by the value at s (and by that at -s to the left)."""
+
+
+def t5_bucket(relative_position: Tensor, bidirectional: bool, num_buckets: int, max_distance: int) -> Tensor:
+    """Bucket of each distance (Raffel et al. 2020, section 2.1), in the arithmetic of transformers' T5: float32.
+
+    Half of the buckets hold one distance each, the others logarithmically growing ranges up to `max_distance`; all
+    larger distances share the last bucket. Bidirectional splits the buckets between the past and the future;
+    otherwise the future is bucket 0.
+
+    Args:
+        relative_position: key position - query position, any shape, int64.
+
+    Returns:
+        int64, same shape, in [0, num_buckets).
+    """
+    buckets = torch.zeros_like(relative_position)
+    if bidirectional:
+        num_buckets //= 2
+        buckets = buckets + (relative_position > 0) * num_buckets
+        distance = relative_position.abs()
+    else:
+        distance = (-relative_position).clamp(min=0)
+    num_exact = num_buckets // 2
+    logarithm = torch.log(distance.clamp(min=1).float() / num_exact) / math.log(max_distance / num_exact)
+    far = num_exact + (logarithm * (num_buckets - num_exact)).long()
+    return buckets + torch.where(distance < num_exact, distance, far.clamp(max=num_buckets - 1))
+
+
+@lru_cache(maxsize=64)
+def _table_buckets(bidirectional: bool, num_buckets: int, max_distance: int) -> Tensor:
+    """Buckets of distances -s..s, int64[2 * s + 1], where s is the smallest beyond which nothing changes."""
+    reach = torch.arange(-max_distance - 1, max_distance + 2)
+    buckets = t5_bucket(reach, bidirectional, num_buckets, max_distance)
+    changes = (
+        (buckets[1:] != buckets[:-1]).nonzero().flatten() - max_distance - 1
+    )  # between this distance and the next
+    saturation = int(max(-changes[0], changes[-1] + 1))
+    return t5_bucket(torch.arange(-saturation, saturation + 1), bidirectional, num_buckets, max_distance)
+
+
+@dataclass(eq=False)
+class T5Bias:
+    """The relative attention bias of T5: one learned number per head and bucket of distances.
+
+    Args:
+        weight: [num_buckets, heads], as in `relative_attention_bias.weight`; gets exact gradients if it wants them.
+        bidirectional: True in an encoder, False in a decoder.
+        num_buckets: rows of `weight`.
+        max_distance: distance from which on all share the last bucket.
+
+    Raises:
+        UserError: weight of another shape than [num_buckets, heads], or buckets without a logarithmic part.
+    """
+
+    weight: Tensor
+    bidirectional: bool = True
+    num_buckets: int = 32
+    max_distance: int = 128
+
+    def __post_init__(self) -> None:
+        if self.weight.dim() != 2 or self.weight.shape[0] != self.num_buckets:
+            raise UserError(
+                f"T5Bias: weight has shape {list(self.weight.shape)}, but num_buckets={self.num_buckets} needs "
+                f"[{self.num_buckets}, heads]."
+            )
+        num_exact = self.num_buckets // (4 if self.bidirectional else 2)
+        if num_exact < 1 or self.max_distance <= num_exact:
+            raise UserError(
+                f"T5Bias: num_buckets={self.num_buckets} keeps {num_exact} distances apart, so max_distance="
+                f"{self.max_distance} must be larger than that, and num_buckets at least "
+                f"{4 if self.bidirectional else 2}."
+            )
+
+    @property
+    def num_heads(self) -> int:
+        return self.weight.shape[1]
+
+    def table(self, length: int | None = None) -> Tensor:
+        """Values [heads, 2 * s + 1] for distances -s..s, the same for every length (s = 91 for T5's encoder)."""
+        buckets = _table_buckets(self.bidirectional, self.num_buckets, self.max_distance)
+        return self.weight[buckets.to(self.weight.device)].t()
+
+    def dense(self, query_length: int, key_length: int) -> Tensor:
+        """The whole bias, [1, heads, query_length, key_length]."""
+        return dense_bias(self, query_length, key_length)
+
+
+@dataclass(eq=False)
+class AlibiBias:
+    """Attention with linear biases (Press et al. 2022): -slope * |key position - query position|.
+
+    Args:
+        slopes: [heads], as from `alibi_slopes`; may be learned.
+    """
+
+    slopes: Tensor
+
+    def __post_init__(self) -> None:
+        if self.slopes.dim() != 1:
+            raise UserError(f"AlibiBias: slopes has shape {list(self.slopes.shape)}, not [heads].")
+
+    @property
+    def num_heads(self) -> int:
+        return self.slopes.shape[0]
+
+    def table(self, length: int) -> Tensor:
+        """Values [heads, 2 * length - 1] for distances -(length - 1)..length - 1."""
+        distance = torch.arange(1 - length, length, device=self.slopes.device).abs()
+        return -self.slopes[:, None] * distance.to(self.slopes.dtype)
+
+    def dense(self, query_length: int, key_length: int) -> Tensor:
+        """The whole bias, [1, heads, query_length, key_length]."""
+        return dense_bias(self, query_length, key_length)
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """The slopes of the ALiBi paper: 2^(-8/n), 2^(-16/n), ... for n a power of two, interleaved from 2n otherwise."""
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
+    slopes += [2 ** (-4 * (2 * head + 1) / power) for head in range(num_heads - power)]
+    return torch.tensor(slopes)
+
+
+class _Toeplitz(torch.autograd.Function):
+    """[..., rows + columns - 1] -> [..., rows, columns], where element (r, c) is vector[c - r + rows - 1]."""
+
+    @staticmethod
+    def forward(ctx, vector: Tensor, rows: int, columns: int) -> Tensor:
+        ctx.rows = rows
+        return vector.unfold(-1, columns, 1).flip(-2)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return sum_diagonals(grad), None, None
+
+
+def toeplitz(vector: Tensor, rows: int, columns: int) -> Tensor:
+    """The matrices [..., rows, columns] whose diagonals are `vector` [..., rows + columns - 1], bottom left first."""
+    return _Toeplitz.apply(vector, rows, columns)
+
+
+def sum_diagonals(matrices: Tensor) -> Tensor:
+    """Sums along each diagonal: [..., rows, columns] -> [..., rows + columns - 1], bottom left first.
+
+    Each row is moved right by its distance from the last, by padding it and cutting the same numbers into rows that
+    are one shorter; then columns are summed, in one order.
+    """
+    rows, columns = matrices.shape[-2:]
+    width = rows + columns - 1
+    padded = torch.nn.functional.pad(matrices.flip(-2), (0, rows))  # rows of width + 1
+    skewed = padded.flatten(-2)[..., : rows * width].unflatten(-1, (rows, width))
+    return skewed.sum(-2)
+
+
+def extend(table: Tensor, low: int, high: int) -> Tensor:
+    """Values [heads, high - low + 1] for distances low..high, low <= 0 <= high, of a table of distances -s..s."""
+    saturation = table.shape[-1] // 2
+    inner = table[:, max(0, low + saturation) : high + saturation + 1]
+    left, right = max(0, -saturation - low), max(0, high - saturation)
+    return torch.cat([table[:, :1].expand(-1, left), inner, table[:, -1:].expand(-1, right)], dim=1)
+
+
+def dense_bias(bias: DistanceBias, query_length: int, key_length: int, dtype: torch.dtype | None = None) -> Tensor:
+    """The matrix of a distance bias, [1, heads, query_length, key_length], in `dtype` (its own if None)."""
+    vector = extend(bias.table(max(query_length, key_length)), 1 - query_length, key_length - 1)
+    return toeplitz(vector.to(dtype or vector.dtype), query_length, key_length).unsqueeze(0)
+
+
+def distance_tiles(table: Tensor, block: int) -> Tensor:
+    """Tiles of the bias matrix for each difference m of key block and query block, beyond which they are constant.
+
+    Args:
+        table: [heads, 2 * s + 1] as of `DistanceBias.table`.
+        block: rows and columns of a tile.
+
+    Returns:
+        [heads, 2 * M + 1, block, block] for m = -M..M, M = ceil((s + block - 1) / block); dimension 2 is the key's
+        place in its block, dimension 3 the query's.
+    """
+    reach = -(-(table.shape[-1] // 2 + block - 1) // block)
+    vector = extend(table, -reach * block - block + 1, reach * block + block - 1)
+    # Each tile is the Toeplitz matrix of 2 * block - 1 values; reversed, because keys are rows here.
+    return toeplitz(vector.unfold(-1, 2 * block - 1, block).flip(-1), block, block)
