@@ -18,9 +18,9 @@ SEQIO_TASKS = ("span_corruption", "prefix_lm")  # besides any registered one, mo
 class DataArgs:
     """Where text and vocabulary come from."""
 
-    data_path: tuple[str, ...]
+    data_path: tuple[str, ...] = ()
     """Token prefix of `lmtools tokenize`, text (.jsonl, .jsonl.gz, .txt, a folder) or a Hugging Face dataset
-    (name[:config][:split]); several are mixed."""
+    (name[:config][:split]); several are mixed. Needed unless --task module:name brings data of its own."""
     data_weights: tuple[float, ...] = ()
     """Weight of each --data_path. Empty: 1 for each."""
     data_blending: Literal["proportional", "megatron"] = "proportional"
@@ -46,6 +46,8 @@ class DataArgs:
     def check(self) -> None:
         check_minimum(self, 1, "data_n_workers", "valid_samples")
         check_minimum(self, 0, "max_bad_lines")
+        if not self.data_path and ":" not in getattr(self, "task", ""):
+            raise UserError("--data_path is missing: --help says what it takes.")
         if self.data_weights and len(self.data_weights) != len(self.data_path):
             raise UserError(
                 f"--data_weights has {len(self.data_weights)} numbers for {len(self.data_path)} of --data_path: give "
@@ -87,7 +89,35 @@ class T5PretrainingArgs(ExperimentArgs, ObjectiveArgs, DataArgs):
     """All arguments of run_t5_pretraining.py."""
 
     def check(self) -> None:
+        if ":" in self.task:
+            self._check_registered_task()
+            return
+        if self.data_pipeline == "seqio":
+            self._check_seqio_on_text()
         if self.valid_data_path is None and self.needs_validation():
             raise UserError(f"--{self.needs_validation()[0]} needs validation data: give --valid_data_path.")
         if self.valid_data_path is None and self.report:
             raise UserError("--report shows blanks filled in on held-out text: give --valid_data_path.")
+
+    def _check_registered_task(self) -> None:
+        """A Task or Mixture of seqio's registry has data and splits of its own."""
+        if self.data_pipeline == "native" or self.streaming:
+            flag = "--streaming" if self.streaming else "--data_pipeline native"
+            raise UserError(f"{flag} reads text by itself, but --task {self.task} is a task of seqio: leave it out.")
+        for flag in ("data_path", "valid_data_path"):
+            if getattr(self, flag):
+                raise UserError(f"--{flag} is not read by --task {self.task}, which has its own data: leave it out.")
+        if self.vocab is None:
+            raise UserError(f"--task {self.task} needs --vocab: the SentencePiece .model file of its features.")
+        if self.report:
+            raise UserError(f"--report fills in blanks of held-out text, which --task {self.task} has none of.")
+
+    def _check_seqio_on_text(self) -> None:
+        if self.task not in SEQIO_TASKS:
+            raise UserError(
+                f"--data_pipeline seqio has no --task {self.task}: it has {', '.join(SEQIO_TASKS)} and registered "
+                "ones, module:name; choose --data_pipeline native."
+            )
+        if self.streaming or self.data_weights:
+            flag = "--streaming" if self.streaming else "--data_weights"
+            raise UserError(f"{flag} is of --data_pipeline native: leave it out, or leave out --data_pipeline seqio.")
