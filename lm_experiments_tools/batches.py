@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -134,20 +134,33 @@ class MicroBatch:
     Attributes:
         inputs: arguments of the model's forward, first dimension at most `batch_size`.
         batch: all entries of the batch, for the metrics functions.
-        weight: valid target tokens (labels that are not -100); rows where there are no labels.
+        weights: name of a label entry -> its valid labels (those that are not -100), or rows where it is absent.
     """
 
     inputs: dict[str, Any]
     batch: dict[str, Any]
-    weight: int
+    weights: dict[str, int]
+
+    @property
+    def weight(self) -> int:
+        """Valid entries of the first labels, for metrics that are a mean over them."""
+        return next(iter(self.weights.values()))
+
+    def counts(self) -> bool:
+        """False where nothing in it is to be learned or measured."""
+        return any(self.weights.values())
 
     def without_weight(self) -> MicroBatch:
-        """The same shapes with one valid label, to be multiplied by zero: a mean over no token would be NaN."""
+        """The same shapes, to be multiplied by zero."""
+        return MicroBatch(self.inputs, self.batch, dict.fromkeys(self.weights, 0)).computable()
+
+    def computable(self) -> MicroBatch:
+        """One valid label, to be multiplied by zero, wherever there is none: a mean over no label would be NaN."""
         inputs = dict(self.inputs)
-        if (labels := inputs.get("labels")) is not None:
-            inputs["labels"] = labels.clone()
-            inputs["labels"].view(-1)[0] = 0
-        return MicroBatch(inputs, self.batch, 0)
+        for name in (name for name, weight in self.weights.items() if weight == 0 and name in inputs):
+            inputs[name] = inputs[name].clone()
+            inputs[name].view(-1)[0] = 0
+        return MicroBatch(inputs, self.batch, self.weights)
 
 
 @dataclass
@@ -156,8 +169,13 @@ class StepBatch:
 
     micro_batches: list[MicroBatch]
     rows: int
-    weight: int
+    weights: dict[str, int]
     tokens: int
+
+    @classmethod
+    def nothing(cls, label_names: Sequence[str]) -> StepBatch:
+        """The part of a worker that has no batch any more."""
+        return cls([], 0, dict.fromkeys(label_names, 0), 0)
 
 
 def forward_names(model: nn.Module) -> set[str]:
@@ -181,7 +199,12 @@ def forward_names_of(model_cls: type) -> set[str]:
 
 
 def split_batch(
-    batch: Mapping[str, Any], batch_size: int, names: set[str], device: torch.device, has_decoder: bool = False
+    batch: Mapping[str, Any],
+    batch_size: int,
+    names: set[str],
+    device: torch.device,
+    has_decoder: bool = False,
+    label_names: Sequence[str] = ("labels",),
 ) -> StepBatch:
     """Cut a worker's batch into micro-batches of at most `batch_size` rows and count what it weighs.
 
@@ -189,6 +212,7 @@ def split_batch(
         batch: tensors with equal first dimension (rows); anything else is handed on whole.
         names: the model's forward arguments; other entries reach only the metrics functions.
         has_decoder: labels are a sequence of their own and count as tokens beside the inputs.
+        label_names: entries whose valid labels are counted.
 
     Raises:
         UserError: a batch without rows, or with entries of different lengths.
@@ -202,21 +226,21 @@ def split_batch(
     num_rows = next(iter(rows.values()))
     if len(set(rows.values())) > 1 or num_rows == 0:
         raise UserError(f"the entries of a batch must have the same, positive number of rows, but they have {rows}")
-    labels, mask, ids = batch.get("labels"), batch.get("attention_mask"), batch.get("input_ids")
+    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
     tokens = int(mask.sum()) if mask is not None else (ids.numel() if ids is not None else 0)
     cut = {k for k, v in batch.items() if _has_rows(v, num_rows)}
+    labels = {name: batch.get(name) for name in label_names}  # the loader's: counting is no wait for the device
     batch = {k: v.to(device, non_blocking=True) if k in rows else v for k, v in batch.items()}
     micro_batches = []
     for start in range(0, num_rows, batch_size):
         span = slice(start, start + batch_size)
         part = {k: v[span] if k in cut else v for k, v in batch.items()}
-        weight = min(batch_size, num_rows - start)
-        if labels is not None:
-            weight = int((labels[span] != IGNORED_LABEL).sum())  # of the loader's labels: not a wait for the device
+        here = min(batch_size, num_rows - start)
+        weights = {k: here if v is None else int((v[span] != IGNORED_LABEL).sum()) for k, v in labels.items()}
         inputs = {k: v for k, v in part.items() if k in names}
-        micro_batches.append(MicroBatch(inputs, part, weight))
-    weight = sum(m.weight for m in micro_batches)
-    return StepBatch(micro_batches, num_rows, weight, tokens + (weight if has_decoder else 0))
+        micro_batches.append(MicroBatch(inputs, part, weights))
+    weights = {name: sum(m.weights[name] for m in micro_batches) for name in label_names}
+    return StepBatch(micro_batches, num_rows, weights, tokens + (weights["labels"] if has_decoder else 0))
 
 
 def _has_rows(value: Any, num_rows: int) -> bool:
@@ -226,17 +250,6 @@ def _has_rows(value: Any, num_rows: int) -> bool:
 def padded(micro_batches: list[MicroBatch], number: int) -> Iterator[MicroBatch]:
     """`number` micro-batches: every worker makes equally many passes (sharding needs that), spare ones weigh 0."""
     for micro_batch in micro_batches:
-        yield micro_batch if micro_batch.weight else micro_batch.without_weight()
+        yield micro_batch.computable()
     for _ in range(number - len(micro_batches)):
         yield micro_batches[-1].without_weight()
-
-
-def loss_of(outputs: Any) -> Tensor:
-    """The loss in a model's outputs; UserError where there is none."""
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
-    if loss is None:
-        raise UserError(
-            "the model's forward gave no loss: a model to train takes labels and returns a mapping with the key loss, "
-            "as transformers' ...ForConditionalGeneration classes do (--model_cls)"
-        )
-    return loss

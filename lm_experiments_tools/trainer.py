@@ -6,7 +6,7 @@
 What a step is::
 
     global step = sum over workers of `gradient_accumulation_steps` micro-batches of `batch_size` rows
-    loss        = sum of losses of its valid target tokens / number of its valid target tokens
+    loss        = sum of losses of its valid target tokens / number of its valid target tokens (see losses.py)
 
 so any split of the same rows into micro-batches, accumulation steps and workers has the same gradient.
 """
@@ -30,7 +30,6 @@ from lm_experiments_tools.batches import (
     MicroBatch,
     StepBatch,
     forward_names,
-    loss_of,
     padded,
     preserved_random_state,
     random_state,
@@ -39,6 +38,7 @@ from lm_experiments_tools.batches import (
 )
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.hooks import Hook, LogHook, ProfileHook, SaveHook, StepInfo, ValidateHook, is_due
+from lm_experiments_tools.losses import MODEL_LOSS, Loss
 from lm_experiments_tools.metrics import KeptOutputs, MetricSums, Window
 from lm_experiments_tools.old_formats import read_old_training_state, regrouped
 from lm_experiments_tools.schedules import PlateauDrop, get_schedule
@@ -53,7 +53,7 @@ from lm_experiments_tools.state import (
     restore_optimizer,
     save_checkpoint,
 )
-from lm_experiments_tools.tracking import Tracker
+from lm_experiments_tools.tracking import Tracker, save_metrics
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -66,11 +66,6 @@ logger = logging.getLogger(__name__)
 
 class TrainingDiverged(RunError):
     """Too many updates in a row had a gradient that was not finite."""
-
-
-def model_loss(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The default `batch_metrics_fn`: the model's own loss."""
-    return {"loss": outputs["loss"]}
 
 
 class TrainingLoop:
@@ -87,12 +82,13 @@ class TrainingLoop:
         valid_dataloader: this worker's part of the validation set; parts may differ in length.
         train_sampler: its `set_epoch` is called before each epoch.
         batch_transform_fn: f(batch) -> batch with the model's argument names.
-        batch_metrics_fn: f(batch, outputs) -> {name: mean over the micro-batch, or (sum, count)}.
+        batch_metrics_fn: f(batch, outputs) -> {name: mean over the micro-batch, or (sum, count)}, besides the loss.
         keep_for_metrics_fn, metrics_fn: f(batch, outputs) -> {name: tensor or list} to keep, and f(all that was kept,
             from all workers) -> {name: value}.
         forward_kwargs, generate_kwargs: passed to every forward pass, and to `generate` on validation.
         hooks: more things to do every n steps.
         tokenizer_dir: folder whose tokenizer files are put into every checkpoint.
+        loss: the terms of the loss, each with labels of its own.
 
     Raises:
         UserError: arguments, data or a checkpoint that cannot work.
@@ -108,7 +104,7 @@ class TrainingLoop:
         valid_dataloader: Iterable | None = None,
         train_sampler: Any = None,
         batch_transform_fn: Callable | None = None,
-        batch_metrics_fn: Callable = model_loss,
+        batch_metrics_fn: Callable = lambda batch, outputs: {},
         keep_for_metrics_fn: Callable | None = None,
         metrics_fn: Callable | None = None,
         forward_kwargs: Mapping[str, Any] | None = None,
@@ -116,8 +112,9 @@ class TrainingLoop:
         *,
         hooks: Sequence[Hook] = (),
         tokenizer_dir: Path | None = None,
+        loss: Loss = MODEL_LOSS,
     ) -> None:
-        self.args, self.backend, self.tokenizer_dir = args, backend, tokenizer_dir
+        self.args, self.backend, self.tokenizer_dir, self.loss = args, backend, tokenizer_dir, loss
         self.stream = BatchStream(train_dataloader, train_sampler) if train_dataloader is not None else None
         self.valid_dataloader = valid_dataloader
         self.batch_transform_fn, self.batch_metrics_fn = batch_transform_fn, batch_metrics_fn
@@ -359,18 +356,17 @@ class TrainingLoop:
         backend, state = self.backend, self.state
         self._set_lr()
         part = self._split(batch)
-        weight, samples, tokens, num_micro_batches = self._agree(part)
+        weights, samples, tokens, num_micro_batches = self._agree(part)
         micro_batches = list(padded(part.micro_batches, num_micro_batches))
         sums = MetricSums()
         for i, micro_batch in enumerate(micro_batches):
             with backend.accumulate(sync=i == len(micro_batches) - 1):
                 with backend.autocast():
                     outputs = backend.model(**micro_batch.inputs, **self.forward_kwargs)
-                backend.backward(loss_of(outputs) * (micro_batch.weight * backend.world_size / max(weight, 1)))
-            if micro_batch.weight:
-                sums.add(self.batch_metrics_fn(micro_batch.batch, outputs), micro_batch.weight)
-                self.kept.add(micro_batch.batch, outputs)
-            del outputs  # logits would otherwise live on through the update and the next forward pass
+                means = self.loss.means(micro_batch.inputs, outputs)
+                backend.backward(self.loss.part(means, micro_batch.weights, weights) * backend.world_size)
+            self._measure(micro_batch, means, outputs, sums, self.kept)
+            del outputs, means  # logits would otherwise live on through the update and the next forward pass
         grad_norm, applied = backend.update(self.args.clip_grad_norm, self.args.clip_grad_value)
         state.step += int(applied)
         state.consumed_samples += samples
@@ -383,16 +379,26 @@ class TrainingLoop:
 
     def _split(self, batch: Mapping[str, Any]) -> StepBatch:
         batch = self.batch_transform_fn(batch) if self.batch_transform_fn else batch
-        return split_batch(batch, self.args.batch_size, self.forward_names, self.backend.device, self.has_decoder)
+        names, labels = self.forward_names, self.loss.label_names()
+        return split_batch(batch, self.args.batch_size, names, self.backend.device, self.has_decoder, labels)
 
-    def _agree(self, part: StepBatch) -> tuple[int, int, int, int]:
-        """Global weight, samples and tokens, the largest number of micro-batches, and any signal: one collective."""
-        passes = [0] * self.backend.world_size
-        passes[self.backend.rank] = len(part.micro_batches)
-        counts = [part.weight, part.rows, part.tokens, *self.signals.pending, *passes]
+    def _agree(self, part: StepBatch) -> tuple[dict[str, int], int, int, int]:
+        """Global weights, samples and tokens, the largest number of micro-batches, and any signal: one collective."""
+        passes = [len(part.micro_batches) * (rank == self.backend.rank) for rank in range(self.backend.world_size)]
+        counts = [part.rows, part.tokens, *self.signals.pending, *part.weights.values(), *passes]
         totals = self.backend.sum(torch.tensor(counts)).tolist()
-        self.signals.agree(totals[3:5])
-        return totals[0], totals[1], totals[2], max(totals[5:])
+        self.signals.agree(totals[2:4])
+        weights = dict(zip(part.weights, totals[4 : -len(passes)], strict=True))
+        return weights, totals[0], totals[1], max(totals[-len(passes) :])
+
+    def _measure(self, part: MicroBatch, means: dict, outputs: Any, sums: MetricSums, kept: KeptOutputs) -> None:
+        """Add a micro-batch's losses and metrics to the sums, unless it is there only to fill up."""
+        if part.counts():
+            values = self.batch_metrics_fn(part.batch, outputs)
+            for term in self.loss.labels.keys() - values.keys():
+                sums.add({term: means[term]}, part.weights[self.loss.labels[term]])
+            sums.add(values, part.weight)
+            kept.add(part.batch, outputs)
 
     def _set_lr(self) -> None:
         factor = 1.0 if self.schedule is None else self.schedule(self.state.step - self.state.schedule_start)
@@ -448,12 +454,10 @@ class TrainingLoop:
                         outputs = self.backend.model(**micro_batch.inputs, **self.forward_kwargs)
                         if self.args.use_generate_on_valid:
                             outputs["generation_outputs"] = self._generate(micro_batch)
-                    if micro_batch.weight:
-                        sums.add(self.batch_metrics_fn(micro_batch.batch, outputs), micro_batch.weight)
-                        kept.add(micro_batch.batch, outputs)
+                    self._measure(micro_batch, self.loss.means(micro_batch.inputs, outputs), outputs, sums, kept)
         if self.signals.agreed:
             return None
-        values = {**sums.reduce(self.backend), **kept.reduce(self.backend)}
+        values = self.loss.with_total({**sums.reduce(self.backend), **kept.reduce(self.backend)})
         if not values:
             raise UserError(f"the {split} data gave no batch to evaluate; check its path")
         self.state.metrics[split] = values
@@ -465,7 +469,7 @@ class TrainingLoop:
         batches, last = iter(dataloader), None
         while True:
             batch = next(batches, None)
-            part = self._split(batch) if batch is not None else StepBatch([], 0, 0, 0)
+            part = self._split(batch) if batch is not None else StepBatch.nothing(self.loss.label_names())
             _, rows, _, number = self._agree(part)
             if rows == 0 or self.signals.agreed:
                 return
@@ -476,7 +480,7 @@ class TrainingLoop:
                     f"smaller than the number of workers ({self.backend.world_size})"
                 )
             spare = [last.without_weight()] * (number - len(part.micro_batches))
-            yield [m if m.weight else m.without_weight() for m in part.micro_batches] + spare
+            yield [m.computable() for m in part.micro_batches] + spare
 
     def _generate(self, micro_batch: MicroBatch) -> Tensor:
         inputs, options = micro_batch.inputs, dict(self.generate_kwargs)
@@ -494,17 +498,15 @@ class TrainingLoop:
             logger.info(message)
 
     def _tracking(self) -> Tracker:
-        path = Path(self.args.model_path) if self.args.model_path else None
-        resumed = self._saved_at is not None  # else nothing that an earlier start has logged here is of this run
-        self.tracker = Tracker(
-            path, rank=self.backend.rank, start_step=self.state.step if resumed else -1, total_steps=self.args.iters
-        )
+        path = self.args.model_path or None
+        start = -1 if self._saved_at is None else self.state.step  # -1: nothing logged here before is of this run
+        self.tracker = Tracker(path, rank=self.backend.rank, start_step=start, total_steps=self.args.iters)
         return self.tracker
 
     def log_train(self) -> None:
         """Reduce and write what has been added up since the last log line; every worker calls it."""
         window, self.window = self.window, Window()
-        values = {**window.sums.reduce(self.backend), **self.kept.reduce(self.backend)}
+        values = self.loss.with_total({**window.sums.reduce(self.backend), **self.kept.reduce(self.backend)})
         self.state.metrics["train"] = values
         steps, seconds = max(window.steps, 1), max(window.seconds, 1e-9)
         self._log(
@@ -565,8 +567,6 @@ class TrainingLoop:
     def save_metrics(self, save_path: str | Path | None) -> None:
         """Write the last metrics of every split to `save_path`/metrics.json."""
         if save_path is not None and self.backend.is_main:
-            from lm_experiments_tools.tracking import save_metrics
-
             save_metrics(Path(save_path) / "metrics.json", self.state.metrics)
 
 

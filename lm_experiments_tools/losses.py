@@ -1,0 +1,128 @@
+"""What the loss of a step is made of: a sum of terms, each a mean over the valid entries of labels of its own.
+
+T5 has one term, over target tokens. BERT has two, over masked tokens and over pairs of sentences, and the number of
+masked tokens differs from row to row; so the loss of a micro-batch, which is the sum of two means, cannot be weighted
+right by any one number. The loop weights each term by its own count over the whole global step::
+
+    loss = sum over terms of (sum of the term over its valid labels / their number), whatever the split
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from lm_experiments_tools.errors import UserError
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The terms of a loss.
+
+    Attributes:
+        labels: name of each term -> entry of the batch whose valid entries (not -100) it is a mean over.
+        means: f(the model's inputs, its outputs) -> {term: its mean over the micro-batch}.
+    """
+
+    labels: Mapping[str, str]
+    means: Callable[[Mapping[str, Any], Any], dict[str, Tensor]]
+
+    def label_names(self) -> tuple[str, ...]:
+        """The entries of a batch that are counted."""
+        return tuple(self.labels.values())
+
+    def part(self, means: Mapping[str, Tensor], weights: Mapping[str, int], totals: Mapping[str, int]) -> Tensor:
+        """What a micro-batch adds to the loss of the step.
+
+        Args:
+            means: of the micro-batch, by term.
+            weights, totals: valid entries of the micro-batch and of the global step, by label name.
+        """
+        return sum(means[term] * (weights[name] / max(totals[name], 1)) for term, name in self.labels.items())
+
+    def with_total(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of a split, with the `loss` that its terms add up to in front."""
+        return {"loss": sum(metrics[term] for term in self.labels), **metrics} if metrics else {}
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """The loss in a model's outputs; UserError where there is none."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+    if loss is None:
+        raise UserError(
+            "the model's forward gave no loss: a model to train takes labels and returns a mapping with the key loss, "
+            "as transformers' ...ForConditionalGeneration classes do (--model_cls)"
+        )
+    return loss
+
+
+MODEL_LOSS = Loss({"loss": "labels"}, lambda inputs, outputs: {"loss": loss_of(outputs)})
+
+
+def bert_loss(use_nsp: bool) -> Loss:
+    """BERT's loss: the mean over masked tokens, plus the mean over sentence pairs where these are judged.
+
+    Read from what the model returns, in this order: `loss_mlm` (or `mlm_loss`) and `loss_nsp` (`nsp_loss`) apart; the
+    summed `loss` of transformers' ...ForPreTraining classes, from which the pairs' part is taken off again, exactly,
+    by means of `seq_relationship_logits`; `prediction_logits`, where that class was asked for masked tokens alone and
+    then gives no loss at all.
+    """
+    labels = {"loss_mlm": "labels", "loss_nsp": "next_sentence_label"}
+    return Loss(labels, _BothTasks()) if use_nsp else Loss({"loss_mlm": "labels"}, _masked_tokens_alone)
+
+
+def _masked_tokens_alone(inputs: Mapping[str, Any], outputs: Any) -> dict[str, Tensor]:
+    mlm = _first(outputs, "loss_mlm", "mlm_loss", "loss")
+    if mlm is None and "prediction_logits" in outputs:
+        mlm = cross_entropy(outputs["prediction_logits"].float().flatten(0, -2), inputs["labels"].flatten())
+    if mlm is None:
+        mlm = loss_of(outputs)
+    if "seq_relationship_logits" in outputs:  # so that the head nobody asks has a gradient, of zeros: DDP waits for it
+        mlm = mlm + 0.0 * outputs["seq_relationship_logits"].float().sum()
+    return {"loss_mlm": mlm}
+
+
+class _BothTasks:
+    def __init__(self) -> None:
+        self._checked = False
+
+    def __call__(self, inputs: Mapping[str, Any], outputs: Any) -> dict[str, Tensor]:
+        mlm, nsp = _first(outputs, "loss_mlm", "mlm_loss"), _first(outputs, "loss_nsp", "nsp_loss")
+        if mlm is not None and nsp is not None:
+            self._check_sum(outputs, mlm + nsp)
+            return {"loss_mlm": mlm, "loss_nsp": nsp}
+        total = loss_of(outputs)
+        if mlm is not None:
+            nsp = total - mlm
+        elif nsp is None:
+            if "seq_relationship_logits" not in outputs:
+                raise UserError(
+                    "the model's forward gives one loss for its two tasks, which cannot be weighted right for masked "
+                    "tokens and for sentence pairs at once: return loss_mlm and loss_nsp beside it, or train without "
+                    "pairs (--use_nsp 0)"
+                )
+            logits, label = outputs["seq_relationship_logits"], inputs["next_sentence_label"]
+            nsp = cross_entropy(logits.float().flatten(0, -2), label.flatten())
+        return {"loss_mlm": total - nsp if mlm is None else mlm, "loss_nsp": nsp}
+
+    def _check_sum(self, outputs: Any, total: Tensor) -> None:
+        """Once: a part of the model's loss that is neither of the two would be left out in silence."""
+        if self._checked or outputs.get("loss") is None:
+            return
+        whole, total = outputs["loss"].item(), total.item()
+        if not math.isclose(whole, total, rel_tol=1e-2):
+            raise UserError(
+                f"the model's loss is {whole:.4f}, but its loss_mlm and loss_nsp add up to {total:.4f}: training "
+                "minimises the sum of the two, so whatever else is in the loss would be left out; return them scaled "
+                "so that they add up to it"
+            )
+        self._checked = True
+
+
+def _first(outputs: Any, *names: str) -> Tensor | None:
+    return next((outputs[name] for name in names if outputs.get(name) is not None), None)
