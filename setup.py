@@ -14,6 +14,7 @@ CORE = [
     "safetensors>=0.5",
     "sentencepiece>=0.2.3",
     "tensorboard>=2.18",
+    "tokenizers>=0.22",
     "torch>=2.6",
     "tqdm>=4.66",
     "transformers>=5.20,<6",
@@ -26,6 +27,8 @@ EXTRAS = {
     "accelerate": ["accelerate>=1.15"],
     "deepspeed": ["accelerate>=1.15", "deepspeed>=0.19", "ninja"],
     "seqio": ["seqio==0.0.20", "t5==0.9.4", "tensorflow>=2.20", "tensorflow-text>=2.20"],
+    # sentence splitters of megatron/preprocess_data.py
+    "bert": ['nupunkt>=0.8; python_version >= "3.11"', "sentencex>=1.0.32"],
     "peft": ["peft>=0.21"],
     "metrics": ["rouge-score>=0.1.2", "sacrebleu>=2.5"],
     "plots": ["matplotlib>=3.9"],
@@ -57,7 +60,7 @@ setup(
             "modeling_t5*",
             "modeling_bert*",
             # without an __init__.py of its own, so that NVIDIA's megatron.core can be installed beside it
-            "megatron.*",
+            "megatron*",
             "models_configs*",
         ]
     ),

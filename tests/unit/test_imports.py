@@ -35,6 +35,7 @@ CORE = {
     "safetensors",
     "sentencepiece",
     "tensorboard",
+    "tokenizers",
     "torch",
     "tqdm",
     "transformers",

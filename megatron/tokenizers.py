@@ -1,0 +1,334 @@
+"""The tokenizers of the BERT pipeline: WordPiece from a vocab.txt, or any fast Hugging Face tokenizer.
+
+| `tokenizer_type` | from | is |
+|---|---|---|
+| `BertWordPieceLowerCase` | `vocab_file`, one piece a line | BERT's uncased tokenizer: lower case, no accents |
+| `BertWordPieceCase` | `vocab_file` | BERT's cased tokenizer |
+| `HFTokenizer` | `name_or_path`, a folder or a name on the hub | what AutoTokenizer makes of it |
+
+Text cannot forge a special token: a literal "[MASK]" in it is the pieces `[`, `mask`, `]`, as in Google's BERT (in
+transformers this is `split_special_tokens=True`). Apart from that, ids equal those of transformers' tokenizers.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from lm_experiments_tools.data.indexed import IndexedDataset
+from lm_experiments_tools.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+WORDPIECE_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase")
+TOKENIZER_TYPES = ("HFTokenizer", *WORDPIECE_TYPES)
+_BERT_ROLES = {"unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
+_ROLES = ("cls", "sep", "mask", "pad")
+_BYTE_LEVEL_SPACE = "\u0120"  # "Ġ", how byte-level BPE writes a space
+
+
+def build_tokenizer(
+    tokenizer_type: str,
+    *,
+    vocab_file: str | os.PathLike | None = None,
+    name_or_path: str | os.PathLike | None = None,
+) -> "BertDataTokenizer":
+    """The tokenizer of a type (table above), from its file, folder or name.
+
+    `vocab_file` may also be a folder with a vocab.txt in it.
+
+    Raises:
+        UserError: an unknown type, a file that is missing or no vocabulary, a name that cannot be loaded, or a
+            tokenizer without one of the special tokens that BERT needs.
+    """
+    if tokenizer_type in WORDPIECE_TYPES:
+        if vocab_file is None:
+            raise UserError(
+                f"--tokenizer-type {tokenizer_type} needs --vocab-file, a vocab.txt with one piece a line "
+                f"(`lmtools vocab --type wordpiece` makes one)"
+            )
+        return _from_vocab_file(Path(vocab_file), lowercase=tokenizer_type == "BertWordPieceLowerCase")
+    if tokenizer_type == "HFTokenizer":
+        if name_or_path is None:
+            raise UserError("--tokenizer-type HFTokenizer needs --tokenizer-name-or-path, a folder or a hub name")
+        return _from_pretrained(os.fspath(name_or_path))
+    if tokenizer_type == "GPT2BPETokenizer":
+        raise UserError(
+            "--tokenizer-type GPT2BPETokenizer has no [CLS], [SEP] and [MASK], which BERT's samples are made with; "
+            f"use one of {', '.join(TOKENIZER_TYPES)}"
+        )
+    raise UserError(f"--tokenizer-type {tokenizer_type} is none of {', '.join(TOKENIZER_TYPES)}")
+
+
+def check_tokenizer(data: IndexedDataset, tokenizer: "BertDataTokenizer") -> None:
+    """Refuse token files made with another tokenizer, by the fingerprint in PREFIX.json.
+
+    Files without one (written by another program) pass: their ids are checked where they are read.
+    """
+    made_with = data.meta.get("vocab_sha256")
+    if made_with is not None and made_with != tokenizer.fingerprint:
+        raise UserError(
+            f"the tokens {data.prefix} were made with the tokenizer {data.meta.get('vocab_file')} (fingerprint "
+            f"{made_with[:12]}, {data.meta.get('vocab_size')} ids), not with {tokenizer.name} (fingerprint "
+            f"{tokenizer.fingerprint[:12]}, {tokenizer.vocab_size} ids); give that tokenizer or run "
+            f"megatron/preprocess_data.py again"
+        )
+
+
+class BertDataTokenizer:
+    """Encode, decode, and the ids and word starts that masking needs. Make one with `build_tokenizer`.
+
+    Attributes:
+        name: the file, folder or hub name it came from.
+        vocab_size: every id is below this (a vocabulary may have unused ids).
+        cls, sep, mask, pad: ids of the special tokens.
+        eod: what ends a document: the tokenizer's end-of-sequence token, or `sep` where it has none, as BERT's.
+        special_ids: int64, sorted: all special tokens, which masking leaves alone.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, special: dict[str, int], name: str, pretrained: Any = None):
+        """`special` maps cls, sep, mask, pad, eod to ids; `pretrained` is the transformers tokenizer, if any."""
+        self.name = name
+        self._backend = backend
+        self._pretrained = pretrained
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True  # as ordinary text
+        self._pieces = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(self._pieces.values()) + 1
+        self.cls, self.sep, self.mask, self.pad = (special[role] for role in _ROLES)
+        self.eod = special["eod"]
+        self._special = special
+        self._settings = json.loads(backend.to_str())
+        added = [token for token in self._settings["added_tokens"] if token["special"]]
+        self.special_ids = np.array(sorted({token["id"] for token in added} | set(special.values())), np.int64)
+        self._words = _WordTable(backend) if self._encodes_words_apart else None
+
+    @property
+    def _encodes_words_apart(self) -> bool:
+        """Whether the ids of a text are those of its words, found between spaces, one after the other.
+
+        BERT's normalizer, pre-tokenizer and model look at no more than a word; other tokenizers, and added tokens that
+        are ordinary text, may look across a space.
+        """
+        kinds = [(self._settings[part] or {}).get("type") for part in ("normalizer", "pre_tokenizer", "model")]
+        only_special = all(token["special"] for token in self._settings["added_tokens"])
+        return kinds == ["BertNormalizer", "BertPreTokenizer", "WordPiece"] and only_special
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of a text, without special tokens."""
+        return self.tokenize_batch([text])[0]
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`tokenize` for many texts."""
+        ids, lengths = self.tokenize_arrays(texts)
+        return [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])] if len(texts) else []
+
+    def tokenize_arrays(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int32[total], lengths int64[len(texts)]): the ids of all texts, one after the other."""
+        if self._words is not None:
+            return self._words.encode(texts)
+        return _encode(self._backend, texts)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`, special tokens included."""
+        return self._backend.decode([int(index) for index in ids], skip_special_tokens=False)
+
+    @cached_property
+    def starts_word(self) -> np.ndarray:
+        """bool[vocab_size]: True where a piece begins a word, and for special tokens and unused ids.
+
+        WordPiece marks the other pieces with "##"; SentencePiece and byte-level BPE mark the beginnings with the space
+        before them (so the first word of a text may have no mark). Raises UserError for a tokenizer that does neither.
+        """
+        model, marker = self._settings["model"], self._word_marker
+        starts = np.ones(self.vocab_size, bool)
+        prefix = model.get("continuing_subword_prefix")
+        for piece, index in self._pieces.items():
+            if model["type"] == "WordPiece":
+                starts[index] = not piece.startswith(prefix)
+            else:
+                starts[index] = piece.startswith(marker)
+        starts[self.special_ids] = True
+        return starts
+
+    @property
+    def _word_marker(self) -> str:
+        """The character that stands for the space before a word."""
+        if self._settings["model"]["type"] == "WordPiece":
+            return ""
+        parts = list(_components(self._settings["normalizer"])) + list(_components(self._settings["pre_tokenizer"]))
+        for part in parts:
+            if part["type"] == "Metaspace":
+                return part["replacement"]
+            if part["type"] == "ByteLevel":
+                return _BYTE_LEVEL_SPACE
+            if part["type"] == "Prepend":
+                return part["prepend"]
+        raise UserError(
+            f"the tokenizer {self.name} ({self._settings['model']['type']}) does not mark where words begin, so whole "
+            f"words cannot be masked; use a WordPiece, SentencePiece or byte-level BPE tokenizer"
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 of all that decides the ids: pieces and their ids, normalization, model, special tokens."""
+        parts = {part: self._settings[part] for part in ("normalizer", "pre_tokenizer", "model")}
+        if isinstance(parts["model"].get("vocab"), dict):  # in an order of its own; the pieces are listed below
+            parts["model"] = {key: value for key, value in parts["model"].items() if key != "vocab"}
+        pieces = sorted(self._pieces.items(), key=lambda item: (item[1], item[0]))
+        content = json.dumps([_without_nulls(parts), pieces, sorted(self._special.items())], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Write the files from which AutoTokenizer, and our `HFTokenizer`, give the same ids."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        if self._pretrained is not None:
+            self._pretrained.save_pretrained(str(directory))
+            return
+        from transformers import BertTokenizer
+
+        vocab = self._backend.get_vocab(with_added_tokens=False)
+        BertTokenizer(vocab=vocab, do_lower_case=self._settings["normalizer"]["lowercase"]).save_pretrained(directory)
+        pieces = dict(zip(vocab.values(), vocab, strict=True))
+        lines = [pieces.get(index, f"[unused-line-{index}]") for index in range(self.vocab_size)]
+        (directory / "vocab.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+
+class _WordTable:
+    """The ids of each word met so far, so that a word is encoded once: ten times faster than encoding the text.
+
+    A table in compressed rows: word number k has the ids table[starts[k] : starts[k + 1]]. It is emptied when it has
+    grown to tens of megabytes; the frequent words are back in it after the next few texts.
+    """
+
+    MAX_CHARACTERS = 8_000_000
+
+    def __init__(self, backend: tokenizers.Tokenizer):
+        self._backend = backend
+        self._reset()
+
+    def _reset(self) -> None:
+        self._number: dict[str, int] = {}
+        self._table = np.empty(0, np.int32)
+        self._starts = np.zeros(1, np.int64)
+        self._num_characters = 0
+
+    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int32[total], lengths int64[len(texts)])."""
+        words: list[str] = []
+        num_words = np.empty(len(texts), np.int64)
+        for index, text in enumerate(texts):
+            # Not split(): it takes more characters for spaces than BERT, which deletes \x1c and the like.
+            found = text.replace("\n", " ").replace("\t", " ").replace("\r", " ").split(" ")
+            num_words[index] = len(found)
+            words += found
+        self._add(set(words).difference(self._number))
+        numbers = np.fromiter(map(self._number.__getitem__, words), np.int64, len(words))
+        starts = self._starts[numbers]
+        word_ends = np.cumsum(self._starts[numbers + 1] - starts)
+        word_starts = np.concatenate([[0], word_ends[:-1]]) if len(words) else word_ends
+        positions = np.repeat(starts - word_starts, word_ends - word_starts)
+        positions += np.arange(len(positions))
+        ids = self._table[positions]
+        text_ends = np.concatenate([[0], word_ends])[np.cumsum(num_words)]
+        if self._num_characters > self.MAX_CHARACTERS:
+            self._reset()
+        return ids, np.diff(text_ends, prepend=0)
+
+    def _add(self, words: set[str]) -> None:
+        new = list(words)
+        ids, lengths = _encode(self._backend, new)
+        self._number.update(zip(new, range(len(self._number), len(self._number) + len(new)), strict=True))
+        self._table = np.concatenate([self._table, ids])
+        self._starts = np.concatenate([self._starts, self._starts[-1] + np.cumsum(lengths)])
+        self._num_characters += sum(map(len, new)) + 50 * len(new)  # a word costs that much beside its characters
+
+
+def _encode(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    encoded = [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+    lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+    return np.fromiter(chain.from_iterable(encoded), np.int32, int(lengths.sum())), lengths
+
+
+def _from_vocab_file(path: Path, lowercase: bool) -> BertDataTokenizer:
+    path = path / "vocab.txt" if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(f"--vocab-file {path} does not exist; `lmtools vocab --type wordpiece` makes one from text")
+    try:
+        lines = path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"--vocab-file {path} is not UTF-8 text (byte {error.start}); give a vocab.txt") from None
+    pieces = [line.removesuffix("\r") for line in lines]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    missing = [piece for piece in _BERT_ROLES.values() if piece not in vocab]
+    if missing:
+        raise UserError(
+            f"--vocab-file {path} ({len(pieces)} lines) has no {', '.join(missing)}: it is no BERT vocabulary, or "
+            f"another tokenizer's file"
+        )
+    if len(vocab) < len(pieces):
+        twice = next(piece for index, piece in enumerate(pieces) if vocab[piece] != index)
+        logger.warning("%s names %r twice; the last line counts, as in transformers", path, twice)
+    backend = tokenizers.BertWordPieceTokenizer(vocab=vocab, lowercase=lowercase)._tokenizer
+    special = {role: vocab[_BERT_ROLES[role]] for role in _ROLES}
+    return BertDataTokenizer(backend, {**special, "eod": special["sep"]}, str(path))
+
+
+def _from_pretrained(name: str) -> BertDataTokenizer:
+    from transformers import AutoTokenizer
+
+    try:
+        pretrained = AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        # `tokenizers` raises plain Exception for a damaged tokenizer.json
+        if not isinstance(error, (OSError, ValueError)) and type(error) is not Exception:
+            raise
+        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        raise UserError(f"--tokenizer-name-or-path {name} cannot be loaded: {reason}") from None
+    if not pretrained.is_fast:
+        raise UserError(
+            f"--tokenizer-name-or-path {name} is a {type(pretrained).__name__}, which runs in Python alone and is too "
+            f"slow for a corpus; give a tokenizer that has a tokenizer.json"
+        )
+    special = {role: getattr(pretrained, f"{role}_token_id") for role in _ROLES}
+    missing = [f"{role}_token" for role in _ROLES if special[role] is None]
+    if missing:
+        raise UserError(
+            f"--tokenizer-name-or-path {name} has no {', '.join(missing)}, which BERT's samples are made with; give a "
+            f"BERT-like tokenizer (for T5 there is `lmtools tokenize`)"
+        )
+    eos = pretrained.eos_token_id
+    special["eod"] = special["sep"] if eos is None else eos
+    backend = tokenizers.Tokenizer.from_str(pretrained.backend_tokenizer.to_str())
+    return BertDataTokenizer(backend, special, name, pretrained)
+
+
+def _components(settings: dict[str, Any] | None) -> Iterable[dict[str, Any]]:
+    """A normalizer or pre-tokenizer, or the parts of a sequence of them."""
+    if settings is None:
+        return
+    if settings["type"] == "Sequence":
+        for part in settings.get("normalizers", settings.get("pretokenizers")):
+            yield from _components(part)
+    else:
+        yield settings
+
+
+def _without_nulls(value: Any) -> Any:
+    """Settings that are not set are left out, so that a release that knows more of them changes no fingerprint."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
