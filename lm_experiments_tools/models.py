@@ -23,6 +23,22 @@ PRESET_FOLDER = Path(__file__).resolve().parent.parent / "models_configs"
 HUB_KEYS = {"_name_or_path", "architectures", "model_type", "n_positions", "output_past", "task_specific_params"}
 # What every PreTrainedConfig takes though its dataclass has no field for it.
 GENERAL_KEYS = {"bos_token_id", "decoder_start_token_id", "dtype", "tie_word_embeddings", "torch_dtype"}
+# Keys of the Hub's older files that transformers has given up, with the one value that changes nothing.
+INERT_VALUES = {"gradient_checkpointing": False, "position_embedding_type": "absolute"}
+# What only a class of our own varies.
+OWN_KEYS = {
+    "modeling_bert.modeling_bert:BertForPreTraining": {
+        "last_layer_norm",
+        "position_embedding_type",
+        "pre_layer_norm",
+        "relative_attention_num_buckets",
+        "relative_last_bucket_distance",
+        "rotary_base",
+        "rotary_dim",
+        "sparse_attention",
+        "sparse_config_cls",
+    }
+}
 
 
 def get_cls_by_name(name: str, base: type = nn.Module) -> type:
@@ -79,13 +95,15 @@ def load_model_config(path_or_preset: str | Path, config_cls: type | None = None
     kinds = [getattr(cls, "model_type", None) for cls in config_cls.__mro__]
     if values.get("model_type", kinds[0]) not in kinds:
         raise UserError(
-            f"{path} describes a '{values['model_type']}' model, but {config_cls.__name__} is a '{kinds[0]}'."
+            f"{path} describes a '{values['model_type']}' model, but {config_cls.__name__} is a '{kinds[0]}'"
+            f"{_class_for(values['model_type'])}."
         )
-
     known = _known_keys(config_cls)
+    inert = {key for key, value in INERT_VALUES.items() if key not in known and values.get(key) == value}
+    values = {key: value for key, value in values.items() if key not in inert}
     for key in values:
         if key not in known:
-            raise UserError(f"{path}: {config_cls.__name__} has no '{key}'{_nearest(key, known)}.")
+            raise UserError(f"{path}: {config_cls.__name__} has no '{key}'{_who_knows(key, known)}.")
 
     from huggingface_hub.errors import StrictDataclassError
 
@@ -175,6 +193,24 @@ def num_parameters(model: nn.Module) -> ParameterCount:
 def _nearest(word: str, known: object) -> str:
     near = difflib.get_close_matches(word, [str(key) for key in known], n=1)
     return f"; did you mean '{near[0]}'" if near else ""
+
+
+def _who_knows(key: str, known: set[str]) -> str:
+    """Where an unknown key of a configuration belongs: to a model class of our own, or to a mistyped name."""
+    for model_cls, keys in OWN_KEYS.items():
+        if key in keys:
+            return f", which --model_cls {model_cls} understands"
+    return _nearest(key, known)
+
+
+def _class_for(model_type: str) -> str:
+    """The class of transformers that pre-trains models of this kind, as advice."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_PRETRAINING_MAPPING
+
+    if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_PRETRAINING_MAPPING:
+        return ""
+    model_cls = MODEL_FOR_PRETRAINING_MAPPING[CONFIG_MAPPING[model_type]]
+    return f"; --model_cls transformers:{model_cls.__name__} takes it"
 
 
 def _find_config(path_or_preset: str | Path) -> Path:
