@@ -291,7 +291,7 @@ class Quarantine:
         """Record one bad line; UserError where it is one too many (it is written first)."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115 (open until close)
+            self._file = open(self.path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 (open until close)
         self.count += 1
         self._first = self._first or f"{file}:{bad.line}: {bad.reason}"
         self._file.write(
