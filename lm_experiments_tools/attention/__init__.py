@@ -6,13 +6,24 @@ The public names below are imported on first use; Triton, transformers and matpl
 import importlib
 
 _HOMES = {
-    "AlibiBias": "lm_experiments_tools.attention.bias",
-    "Layout": "lm_experiments_tools.attention.plan",
-    "T5Bias": "lm_experiments_tools.attention.bias",
     "alibi_slopes": "lm_experiments_tools.attention.bias",
+    "AlibiBias": "lm_experiments_tools.attention.bias",
     "attention_probabilities": "lm_experiments_tools.attention.reference",
+    "BigBirdSparsityConfig": "lm_experiments_tools.attention.layouts",
     "block_sparse_attention": "lm_experiments_tools.attention.functional",
+    "BSLongformerSparsityConfig": "lm_experiments_tools.attention.layouts",
+    "DenseSparsityConfig": "lm_experiments_tools.attention.layouts",
+    "enable": "lm_experiments_tools.attention.huggingface",
     "explain": "lm_experiments_tools.attention.functional",
+    "FixedSparsityConfig": "lm_experiments_tools.attention.layouts",
+    "get_sparsity_config": "lm_experiments_tools.attention.layouts",
+    "Layout": "lm_experiments_tools.attention.plan",
+    "LocalSlidingWindowSparsityConfig": "lm_experiments_tools.attention.layouts",
+    "register": "lm_experiments_tools.attention.huggingface",
+    "SparseSelfAttention": "lm_experiments_tools.attention.sparse_self_attention",
+    "SparsityConfig": "lm_experiments_tools.attention.layouts",
+    "T5Bias": "lm_experiments_tools.attention.bias",
+    "VariableSparsityConfig": "lm_experiments_tools.attention.layouts",
 }
 
 __all__ = list(_HOMES)

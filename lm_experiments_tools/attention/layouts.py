@@ -1,0 +1,519 @@
+"""Block-sparse layouts: which blocks of keys each block of queries attends to, under DeepSpeed's names and arguments.
+
+DeepSpeed removed its `sparsity_config.py` in 0.19.7. The classes here take the same arguments with the same defaults
+and return the same tensors, int64 [num_heads, blocks, blocks], for every pattern without a random part. Where it was
+wrong or could not be repeated they differ, unless `compat="deepspeed"` asks for its layouts bit for bit:
+
+- Random blocks come from (seed, layer_idx, head, row) alone, not from Python's global generator: a configuration is a
+  layout, on every worker and machine, and saving the one saves the other.
+- "unidirectional" lets no block attend to a later one. DeepSpeed's Variable layout draws random blocks from the
+  future, and its global blocks see later ones of their own group.
+- Inputs too short for the window, global or random blocks asked for attend to all there is, instead of an error.
+
+A layout says what blocks may do. "unidirectional" keeps blocks in order, but tokens of one block still see each other;
+for a causal model pass `causal=True` to the attention as well, which is exact for any layout.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from hashlib import blake2b
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm_experiments_tools.errors import UserError
+
+TYPE_KEY = "sparse_config_cls"
+_DIRECTIONS = "bidirectional", "unidirectional"
+_MODULES = "deepspeed.ops.sparse_attention", "lm_experiments_tools.attention"
+
+
+@dataclass
+class SparsityConfig:
+    """What all layouts share; subclass it and write `blocks` (or `make_layout`) for a layout of your own.
+
+    Args:
+        num_heads: heads of the attention layer.
+        block: tokens of a block.
+        different_layout_per_head: draw a layout for each head instead of one for all.
+        seed: of the random blocks.
+        layer_idx: gives layers with the same seed random blocks of their own.
+        max_seq_length: if given, a shorter input gets the corner of this length's layout, as in DeepSpeed, instead of
+            a layout made for its own length. Truncation keeps what a trained model knows of each position but loses
+            the random blocks beyond the input: 7 of 8 at an eighth of the length.
+        compat: "deepspeed" for its layouts bit for bit, future leaks and refusals included. Random blocks are then
+            those it draws after `random.seed(seed)` when it makes the layouts of layers 0, 1, ... in turn.
+
+    Raises:
+        UserError: a setting out of range, or settings that exclude each other.
+    """
+
+    num_heads: int
+    block: int = 16
+    different_layout_per_head: bool = False
+    seed: int = field(default=0, kw_only=True)
+    layer_idx: int = field(default=0, kw_only=True)
+    max_seq_length: int | None = field(default=None, kw_only=True)
+    compat: str | None = field(default=None, kw_only=True)
+
+    attention: ClassVar[str] = "bidirectional"
+    uses_random_blocks: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self._check_minimum(1, "num_heads", "block")
+        if self.attention not in _DIRECTIONS:
+            raise self._error(f"attention={self.attention!r} is neither {' nor '.join(map(repr, _DIRECTIONS))}")
+        if self.compat not in (None, "deepspeed"):
+            raise self._error(f'compat={self.compat!r} is neither None nor "deepspeed"')
+        if self.max_seq_length is not None and self.max_seq_length % self.block:
+            raise self._error(f"max_seq_length={self.max_seq_length} is not a multiple of block={self.block}")
+
+    @property
+    def num_layout_heads(self) -> int:
+        """Layouts drawn: one, or one for each head."""
+        return self.num_heads if self.different_layout_per_head else 1
+
+    @property
+    def _unidirectional(self) -> bool:
+        return self.attention == "unidirectional"
+
+    def make_layout(self, seq_len: int) -> Tensor:
+        """The layout of inputs of `seq_len` tokens.
+
+        Returns:
+            int64 [num_heads, seq_len / block, seq_len / block], 1 where a query block (row) attends to a key block.
+
+        Raises:
+            UserError: seq_len is no multiple of `block`, is beyond max_seq_length, or with compat="deepspeed" is too
+                short for the pattern.
+        """
+        num_blocks = self._num_blocks(seq_len)
+        whole = num_blocks if self.max_seq_length is None else self.max_seq_length // self.block
+        layout = self.blocks(whole)
+        if self._unidirectional and self.compat is None:
+            layout = layout.tril()
+        layout = layout[:, :num_blocks, :num_blocks].long()
+        return layout.repeat(self.num_heads // layout.shape[0], 1, 1)
+
+    def blocks(self, num_blocks: int) -> Tensor:
+        """The pattern itself: bool [num_layout_heads, num_blocks, num_blocks]; later blocks are cut off afterwards
+        from one that is unidirectional."""
+        raise NotImplementedError(f"{type(self).__name__} has no pattern: write its method `blocks`")
+
+    def density(self, seq_len: int) -> float:
+        """Fraction of blocks attended to in inputs of `seq_len` tokens."""
+        return self.make_layout(seq_len).float().mean().item()
+
+    def setup_layout(self, seq_len: int) -> Tensor:
+        """An empty layout for classes written for DeepSpeed: zeros, int64 [num_heads, blocks, blocks]."""
+        num_blocks = self._num_blocks(seq_len)
+        return torch.zeros(self.num_heads, num_blocks, num_blocks, dtype=torch.int64)
+
+    def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
+        """Copy head 0's layout to all heads, unless they differ; for classes written for DeepSpeed."""
+        if not self.different_layout_per_head:
+            layout[1:] = layout[:1]
+        return layout
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings as JSON values, the class under "sparse_config_cls"; `from_dict` is the inverse."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {TYPE_KEY: _name_of(type(self)), **values}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> SparsityConfig:
+        """The configuration that `to_dict` described.
+
+        Raises:
+            UserError: no class named, an unknown one, or settings it does not have.
+        """
+        values = dict(values)
+        if TYPE_KEY not in values or "num_heads" not in values:
+            raise UserError(f"A sparsity configuration needs {TYPE_KEY!r} and 'num_heads', but has {sorted(values)}.")
+        return get_sparsity_config(values.pop(TYPE_KEY), values.pop("num_heads"), **values)
+
+    def _num_blocks(self, seq_len: int) -> int:
+        if seq_len < 1 or seq_len % self.block:
+            raise self._error(f"a length of {seq_len} is not a positive multiple of block={self.block}")
+        if self.max_seq_length is not None and seq_len > self.max_seq_length:
+            raise self._error(f"a length of {seq_len} is beyond max_seq_length={self.max_seq_length}")
+        return seq_len // self.block
+
+    def _fits(self, num_blocks: int, *names: str) -> None:
+        """DeepSpeed's refusal of inputs that are too short."""
+        for name in names:
+            if self.compat and getattr(self, name) > num_blocks:
+                raise self._error(f"{name}={getattr(self, name)} is more than the {num_blocks} blocks of the input")
+
+    def _check_minimum(self, minimum: int, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) < minimum:
+                raise self._error(f"{name}={getattr(self, name)} must be at least {minimum}")
+
+    def _error(self, problem: str) -> UserError:
+        return UserError(f"{type(self).__name__}: {problem}.")
+
+    def _empty(self, num_blocks: int) -> Tensor:
+        return torch.zeros(1, num_blocks, num_blocks, dtype=torch.bool)
+
+    def _window(self, num_blocks: int, width: int) -> Tensor:
+        """|row - column| <= width // 2, so that an even width counts as the next odd one: [1, blocks, blocks]."""
+        rows, columns = _grid(num_blocks)
+        return ((rows - columns).abs() <= width // 2)[None]
+
+    def _random(self, num_blocks: int, count: int, past_only: bool) -> Tensor:
+        """`count` random blocks in each row, drawn without replacement: [num_layout_heads, blocks, blocks]."""
+        draw = self._deepspeed_columns if self.compat else self._columns
+        columns = draw(num_blocks, count, past_only)
+        layout = torch.zeros(self.num_layout_heads, num_blocks, num_blocks + 1, dtype=torch.bool)
+        return layout.scatter_(2, columns, True)[..., :num_blocks]  # the last column takes what was not drawn
+
+    def _columns(self, num_blocks: int, count: int, past_only: bool) -> Tensor:
+        """Columns drawn in each row, int64 [num_layout_heads, blocks, count]; `num_blocks` stands for none.
+
+        Floyd's algorithm (Bentley and Floyd, "A sample of brilliance", CACM 1987) for all rows at once. Words depend
+        on the row and not on the number of rows, so unidirectional layouts of two lengths agree where both exist.
+        """
+        words = np.stack([self._words(head, num_blocks * count) for head in range(self.num_layout_heads)])
+        words = words.reshape(self.num_layout_heads, num_blocks, count)
+        population = np.arange(1, num_blocks + 1) if past_only else np.full(num_blocks, num_blocks)
+        drawn = np.full(words.shape, num_blocks, dtype=np.int64)
+        for step in range(count):
+            last = population - count + step
+            column = (words[..., step] % np.maximum(last + 1, 1).astype(np.uint64)).astype(np.int64)
+            taken = (drawn[..., :step] == column[..., None]).any(-1)
+            drawn[..., step] = np.where(last < 0, num_blocks, np.where(taken, last, column))
+        return torch.from_numpy(drawn)
+
+    def _words(self, head: int, count: int) -> np.ndarray:
+        """64-bit random words of a head; the bit stream of Philox is the same in every release of numpy."""
+        name = f"sparse attention/{self.seed}/{self.layer_idx}/{head}"
+        key = int.from_bytes(blake2b(name.encode(), digest_size=16).digest(), "little")
+        return np.random.Philox(key=key).random_raw(count)
+
+    def _deepspeed_columns(self, num_blocks: int, count: int, past_only: bool) -> Tensor:
+        """What DeepSpeed draws from Python's generator: head by head, row by row, layer by layer."""
+        if past_only and count > 1:
+            raise self._error(f"the first block has no {count} blocks before it to draw: leave out compat='deepspeed'")
+        generator = random.Random(self.seed)
+        for _ in range(self.layer_idx + 1):
+            columns = [
+                [generator.sample(range(row + 1 if past_only else num_blocks), count) for row in range(num_blocks)]
+                for _ in range(self.num_layout_heads)
+            ]
+        return torch.tensor(columns, dtype=torch.int64).view(self.num_layout_heads, num_blocks, count)
+
+
+@dataclass
+class DenseSparsityConfig(SparsityConfig):
+    """Every block attends to every block: exact attention, and the yardstick of the others."""
+
+    def blocks(self, num_blocks: int) -> Tensor:
+        return ~self._empty(num_blocks)
+
+
+@dataclass
+class FixedSparsityConfig(SparsityConfig):
+    """Disjoint local windows, and in each some blocks that all others attend to (Child et al. 2019, arXiv 1904.10509).
+
+    Args:
+        num_local_blocks: blocks of a local window.
+        num_global_blocks: consecutive blocks of each window that are global, its last ones in the first pattern.
+        attention: "bidirectional", or "unidirectional" for blocks that attend to earlier ones alone.
+        horizontal_global_attention: let global blocks attend to all blocks too; bidirectional only.
+        num_different_global_patterns: patterns that heads take in turn, each with other blocks of the window global;
+            more than one needs different_layout_per_head.
+    """
+
+    num_local_blocks: int = 4
+    num_global_blocks: int = 1
+    attention: str = "bidirectional"
+    horizontal_global_attention: bool = False
+    num_different_global_patterns: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_minimum(1, "num_local_blocks", "num_global_blocks", "num_different_global_patterns")
+        local, patterns = self.num_local_blocks, self.num_different_global_patterns
+        if local % self.num_global_blocks:
+            raise self._error(
+                f"num_local_blocks={local} is not a multiple of num_global_blocks={self.num_global_blocks}"
+            )
+        _check_horizontal(self)
+        if patterns > 1 and not self.different_layout_per_head:
+            raise self._error(f"num_different_global_patterns={patterns} needs different_layout_per_head=True")
+        if patterns > local // self.num_global_blocks:
+            raise self._error(
+                f"num_different_global_patterns={patterns} is more than num_local_blocks={local} divided by "
+                f"num_global_blocks={self.num_global_blocks}"
+            )
+
+    def blocks(self, num_blocks: int) -> Tensor:
+        rows, columns = _grid(num_blocks)
+        local = rows // self.num_local_blocks == columns // self.num_local_blocks
+        if self._unidirectional:
+            local = local & (columns <= rows)
+        patterns = range(min(self.num_different_global_patterns, self.num_layout_heads))
+        layouts = torch.stack([local | self._global(num_blocks, pattern) for pattern in patterns])
+        return layouts[torch.arange(self.num_layout_heads) % len(patterns)]
+
+    def _global(self, num_blocks: int, pattern: int) -> Tensor:
+        """Global columns (and rows) of one pattern: [blocks, blocks]."""
+        rows, _ = _grid(num_blocks)
+        local, width = self.num_local_blocks, self.num_global_blocks
+        offset = local - (1 + pattern) * width
+        first = torch.full((num_blocks,), num_blocks)  # of each global column's group, beyond all rows if not global
+        whole = num_blocks - num_blocks % local
+        columns = torch.tensor(range(offset, whole, local), dtype=torch.int64)[:, None] + torch.arange(width)
+        first[columns] = columns[:, :1].expand_as(columns)
+        if whole < num_blocks:  # a last window cut short has its global blocks as far to the right as they would be
+            start = min(whole + offset, num_blocks - width)
+            if self.compat is None:
+                start = max(0, start)
+            # An input of fewer blocks than `width` starts at a negative number, which DeepSpeed counts from the end.
+            first[start : start + width].clamp_(max=start % num_blocks if start > -num_blocks else 0)
+        is_global = first < num_blocks
+        if self._unidirectional:
+            return rows >= first
+        return is_global[None, :] | (is_global[:, None] if self.horizontal_global_attention else is_global[None, :])
+
+
+@dataclass
+class VariableSparsityConfig(SparsityConfig):
+    """Fixed with windows of several sizes, global blocks by number, and random blocks.
+
+    Args:
+        num_random_blocks: random blocks in each row.
+        local_window_blocks: blocks of the first window, the second, ...; the last number holds for all others.
+        global_block_indices: blocks that all others attend to; negative ones count from the end.
+        global_block_end_indices: if given, groups of global blocks go from each index to this one, exclusive.
+        attention: as in FixedSparsityConfig.
+        horizontal_global_attention: as in FixedSparsityConfig.
+    """
+
+    num_random_blocks: int = 0
+    local_window_blocks: Sequence[int] = (4,)
+    global_block_indices: Sequence[int] = (0,)
+    global_block_end_indices: Sequence[int] | None = None
+    attention: str = "bidirectional"
+    horizontal_global_attention: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_minimum(0, "num_random_blocks")
+        self.local_window_blocks = tuple(self.local_window_blocks)
+        if min(self.local_window_blocks, default=0) < 1:
+            raise self._error(f"local_window_blocks={list(self.local_window_blocks)} must be numbers of at least 1")
+        _check_global_indices(self)
+        _check_horizontal(self)
+
+    @property
+    def uses_random_blocks(self) -> bool:
+        return self.num_random_blocks > 0
+
+    def blocks(self, num_blocks: int) -> Tensor:
+        self._fits(num_blocks, "num_random_blocks")
+        rows, columns = _grid(num_blocks)
+        sizes = list(self.local_window_blocks)
+        sizes += [sizes[-1]] * (max(0, num_blocks - sum(sizes)) // sizes[-1] + 1)
+        window = torch.searchsorted(torch.tensor(sizes).cumsum(0), torch.arange(num_blocks), right=True)
+        local = window[:, None] == window[None, :]
+        if self._unidirectional:
+            local = local & (columns <= rows)
+        layout = local[None] | self._random(
+            num_blocks, self.num_random_blocks, past_only=self._unidirectional and self.compat is None
+        )
+        for start, end in _global_slices(self, num_blocks):
+            if self.horizontal_global_attention:
+                layout[:, start:end] = True
+            layout[:, start if self._unidirectional else 0 :, start:end] = True
+        return layout
+
+
+@dataclass
+class BigBirdSparsityConfig(SparsityConfig):
+    """Sliding window, global blocks at the start, random blocks (Zaheer et al. 2020, arXiv 2007.14062, ITC).
+
+    Args:
+        num_random_blocks: random blocks in each row; they may fall on the window or on global blocks.
+        num_sliding_window_blocks: blocks of the window around each block; an even number counts as the next odd one.
+        num_global_blocks: first blocks that attend to all and that all attend to.
+        attention: as in FixedSparsityConfig.
+    """
+
+    num_random_blocks: int = 1
+    num_sliding_window_blocks: int = 3
+    num_global_blocks: int = 1
+    attention: str = "bidirectional"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_minimum(0, "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks")
+
+    @property
+    def uses_random_blocks(self) -> bool:
+        return self.num_random_blocks > 0
+
+    def blocks(self, num_blocks: int) -> Tensor:
+        self._fits(num_blocks, "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks")
+        random_blocks = self._random(num_blocks, self.num_random_blocks, past_only=self._unidirectional)
+        layout = random_blocks | self._window(num_blocks, self.num_sliding_window_blocks)
+        layout[:, : self.num_global_blocks] = True
+        layout[:, :, : self.num_global_blocks] = True
+        return layout.tril() if self._unidirectional else layout
+
+
+@dataclass
+class BSLongformerSparsityConfig(SparsityConfig):
+    """Sliding window and global blocks (Beltagy et al. 2020, arXiv 2004.05150), in blocks.
+
+    Args:
+        num_sliding_window_blocks: as in BigBirdSparsityConfig.
+        global_block_indices: blocks that attend to all and that all attend to; negative ones count from the end.
+        global_block_end_indices: as in VariableSparsityConfig.
+        attention: as in FixedSparsityConfig.
+    """
+
+    num_sliding_window_blocks: int = 3
+    global_block_indices: Sequence[int] = (0,)
+    global_block_end_indices: Sequence[int] | None = None
+    attention: str = "bidirectional"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_minimum(0, "num_sliding_window_blocks")
+        _check_global_indices(self)
+
+    def blocks(self, num_blocks: int) -> Tensor:
+        self._fits(num_blocks, "num_sliding_window_blocks")
+        layout = self._window(num_blocks, self.num_sliding_window_blocks)
+        for start, end in _global_slices(self, num_blocks):
+            layout[:, start:end] = True
+            layout[:, :, start:end] = True
+        return layout.tril() if self._unidirectional else layout
+
+
+@dataclass
+class LocalSlidingWindowSparsityConfig(SparsityConfig):
+    """A sliding window and nothing else; unidirectional unless told otherwise.
+
+    Args:
+        num_sliding_window_blocks: as in BigBirdSparsityConfig; unidirectional keeps the half before each block.
+        attention: as in FixedSparsityConfig.
+    """
+
+    different_layout_per_head: bool = field(default=False, init=False)
+    num_sliding_window_blocks: int = 3
+    attention: str = "unidirectional"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_minimum(0, "num_sliding_window_blocks")
+
+    def blocks(self, num_blocks: int) -> Tensor:
+        self._fits(num_blocks, "num_sliding_window_blocks")
+        layout = self._window(num_blocks, self.num_sliding_window_blocks)
+        return layout.tril() if self._unidirectional else layout
+
+
+SPARSITY_CONFIGS: dict[str, type[SparsityConfig]] = {
+    config.__name__: config
+    for config in (
+        DenseSparsityConfig,
+        FixedSparsityConfig,
+        VariableSparsityConfig,
+        BigBirdSparsityConfig,
+        BSLongformerSparsityConfig,
+        LocalSlidingWindowSparsityConfig,
+    )
+}
+
+
+def get_sparsity_config(name: str, num_heads: int, **settings: Any) -> SparsityConfig:
+    """A layout by name.
+
+    Args:
+        name: "BigBirdSparsityConfig", "BigBird" or "bigbird" (DeepSpeed's `mode`), its old home
+            "deepspeed.ops.sparse_attention:BigBirdSparsityConfig", or "module:Class" for a class of yours.
+        num_heads: heads of the attention layer.
+        settings: arguments of the class.
+
+    Raises:
+        UserError: no such class, or settings that it does not have or refuses.
+    """
+    config_cls = _config_class(name)
+    known = [f.name for f in fields(config_cls) if f.init]
+    for key in settings:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}."
+            raise UserError(f"{config_cls.__name__} has no setting {key!r}: {hint}")
+    return config_cls(num_heads, **settings)
+
+
+def _config_class(name: str) -> type[SparsityConfig]:
+    module, _, bare = name.replace(":", ".").rpartition(".")
+    if not module or module.startswith(_MODULES):
+        short = {key.removesuffix("SparsityConfig").lower(): config for key, config in SPARSITY_CONFIGS.items()}
+        wanted = bare.lower().replace("_", "").removesuffix("sparsityconfig")
+        if wanted in short:
+            return short[wanted]
+        near = difflib.get_close_matches(wanted, short, n=1)
+        known = f"did you mean {short[near[0]].__name__}?" if near else f"there are {', '.join(SPARSITY_CONFIGS)}."
+        raise UserError(f"There is no sparsity configuration {name!r}: {known}")
+    try:
+        found = getattr(importlib.import_module(module), bare)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"The sparsity configuration {name!r} cannot be imported: {error}.") from error
+    if not (isinstance(found, type) and issubclass(found, SparsityConfig)):
+        raise UserError(f"{name!r} is not a subclass of lm_experiments_tools.attention.SparsityConfig.")
+    return found
+
+
+def _name_of(config_cls: type[SparsityConfig]) -> str:
+    ours = SPARSITY_CONFIGS.get(config_cls.__name__) is config_cls
+    return config_cls.__name__ if ours else f"{config_cls.__module__}:{config_cls.__qualname__}"
+
+
+def _grid(num_blocks: int) -> tuple[Tensor, Tensor]:
+    """Row numbers [blocks, 1] and column numbers [1, blocks]."""
+    numbers = torch.arange(num_blocks)
+    return numbers[:, None], numbers[None, :]
+
+
+def _check_horizontal(config: FixedSparsityConfig | VariableSparsityConfig) -> None:
+    if config.horizontal_global_attention and config.attention != "bidirectional":
+        raise config._error("horizontal_global_attention lets blocks attend to later ones: it needs bidirectional")
+
+
+def _check_global_indices(config: VariableSparsityConfig | BSLongformerSparsityConfig) -> None:
+    starts = config.global_block_indices = tuple(config.global_block_indices)
+    if config.global_block_end_indices is None:
+        return
+    ends = config.global_block_end_indices = tuple(config.global_block_end_indices)
+    if len(starts) != len(ends) or any(start >= end for start, end in zip(starts, ends, strict=True)):
+        raise config._error(
+            f"global_block_end_indices={list(ends)} must be as many as global_block_indices={list(starts)} and each "
+            "larger than its start"
+        )
+
+
+def _global_slices(
+    config: VariableSparsityConfig | BSLongformerSparsityConfig, num_blocks: int
+) -> list[tuple[int, int | None]]:
+    """Groups of global blocks as slices of the blocks there are; those wholly beyond either end are left out."""
+    if config.global_block_end_indices is not None:
+        pairs = zip(config.global_block_indices, config.global_block_end_indices, strict=True)
+        return [(start, min(end, num_blocks)) for start, end in pairs if start < num_blocks]
+    inside = [index % num_blocks for index in config.global_block_indices if -num_blocks <= index < num_blocks]
+    if config.compat and min(config.global_block_indices, default=0) < -num_blocks:
+        raise config._error(f"global_block_indices={list(config.global_block_indices)} of {num_blocks} blocks")
+    return [(index, index + 1) for index in inside]
