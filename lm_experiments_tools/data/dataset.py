@@ -1,49 +1,145 @@
-"""Span-corrupted examples straight from a flat stream of tokens: random access, nothing to shuffle or to store."""
+"""Denoising examples straight from a flat stream of tokens: random access, nothing to shuffle or to store."""
 
-import hashlib
-import json
+from __future__ import annotations
+
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.order import epoch_shift, permute, sample_words, stream_key
-from lm_experiments_tools.data.span_corruption import (
-    SpanCounts,
-    corrupt,
-    count_spans,
-    plan_spans,
-    random_span_lengths,
-)
+from lm_experiments_tools.data.denoisers import Denoiser, PrefixDenoiser, SpanDenoiser
+from lm_experiments_tools.data.order import sample_words, stream_key
+from lm_experiments_tools.data.span_corruption import plan_spans
+from lm_experiments_tools.data.tape import BLOCK, TapeDataset, TokenSource
 from lm_experiments_tools.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-IGNORED_LABEL = -100
-_VERSION = 1  # of the mapping (seed, sample) -> example; part of the fingerprint
-_BLOCK = 64  # rows corrupted at once: few enough for the caches, enough to spread the cost of numpy's calls
-_CHECKED_AT_START = 1 << 20  # tokens of each source compared with the vocabulary before the first step
+
+class DenoisingDataset(TapeDataset):
+    """Inputs and targets made of rows of a tape by one denoiser, or by several in turn.
+
+    The noise of a row is keyed by (seed, epoch, row).
+
+    Args:
+        tokens: an `IndexedDataset` or several, read one after the other.
+        denoisers: each reads rows of its own length.
+        turn: the denoiser of each row, over and over; None is the first for all.
+        pad_id: fills inputs; labels are filled with -100.
+        vocab_size: ids at or above it are refused.
+        seed: fixes order, cut points and noise.
+        targets_length: width of the labels; None is that of the longest targets.
+
+    Raises:
+        UserError: no tokens, or a token id outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenSource | Sequence[TokenSource],
+        denoisers: Sequence[Denoiser],
+        turn: Sequence[int] | np.ndarray = (0,),
+        *,
+        pad_id: int,
+        vocab_size: int,
+        seed: int,
+        targets_length: int | None = None,
+    ) -> None:
+        self.denoisers, self._turn = list(denoisers), np.asarray(turn, np.int64)
+        super().__init__(tokens, vocab_size, [self.denoisers[k].tokens_length for k in self._turn.tolist()], seed)
+        self.pad_id = pad_id
+        self.inputs_length = max(denoiser.inputs_length for denoiser in self.denoisers)
+        self.targets_length = targets_length or max(denoiser.targets_length for denoiser in self.denoisers)
+        self._noise_key = stream_key(seed, "noise")
+        self._last = self.denoisers[self._kinds(np.array([len(self) - 1]))[0]].for_length(self.last_row_length)
+        if len(self) == 1 and self.last_row_is_short:
+            logger.warning(
+                "the data has %d tokens, fewer than one segment of %d: each epoch is one padded example",
+                *(self.num_tokens, self.denoisers[self._turn[0]].tokens_length),
+            )
+
+    @property
+    def varies(self) -> bool:
+        """Whether examples differ in length, other than the short last one."""
+        first = self.denoisers[0]
+        sizes = {(denoiser.inputs_length, denoiser.targets_length) for denoiser in self.denoisers}
+        return first.varies or len(sizes) > 1
+
+    def _kinds(self, rows: np.ndarray) -> np.ndarray:
+        return self._turn[rows % len(self._turn)]
+
+    def _parts(self, rows: np.ndarray) -> list[tuple[Denoiser, slice | np.ndarray]]:
+        """Which denoiser makes which of `rows`; for all of one kind a slice, which numpy indexes faster."""
+        kinds = self._kinds(rows)
+        parts: list[tuple[Denoiser, slice | np.ndarray]] = [(self.denoisers[0], slice(0, len(rows)))]
+        if len(self.denoisers) > 1:
+            parts = [(denoiser, np.flatnonzero(kinds == k)) for k, denoiser in enumerate(self.denoisers)]
+        short = np.flatnonzero(self.is_short(rows))
+        if short.size:  # once more, over what the denoiser of full rows made of it
+            parts.append((self._last, short))
+        return parts
+
+    def lengths(self, samples: np.ndarray) -> np.ndarray:
+        """Tokens of inputs and of targets, int64[2, n], of global sample numbers, without making the samples."""
+        epochs, rows = self.rows_of(samples)
+        lengths = np.empty((2, len(rows)), np.int64)
+        for denoiser, part in self._parts(rows):
+            if not denoiser.varies:
+                lengths[:, part] = [[denoiser.inputs_length], [denoiser.targets_length]]
+                continue
+            words = sample_words(self._noise_key, epochs[part], rows[part], denoiser.words_per_sample)
+            lengths[0, part], lengths[1, part] = denoiser.lengths(denoiser.draw(words))
+        return lengths
+
+    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Examples of global sample numbers.
+
+        Args:
+            samples: int64[n], any order, any epochs.
+
+        Returns:
+            `input_ids` and `attention_mask` int64[n, inputs_length], `labels` int64[n, targets_length].
+
+        Raises:
+            UserError: a token id outside the vocabulary.
+        """
+        epochs, rows = self.rows_of(samples)
+        starts = self.starts_of(epochs, rows)
+        batch = {
+            "input_ids": np.empty((len(rows), self.inputs_length), np.int64),
+            "attention_mask": np.empty((len(rows), self.inputs_length), np.int64),
+            "labels": np.empty((len(rows), self.targets_length), np.int64),
+        }
+        for denoiser, part in self._parts(rows):
+            words = sample_words(self._noise_key, epochs[part], rows[part], denoiser.words_per_sample)
+            self._fill(batch, part, denoiser, starts[part], denoiser.draw(words))
+        return batch
+
+    def _fill(
+        self,
+        batch: dict[str, np.ndarray],
+        part: slice | np.ndarray,
+        denoiser: Denoiser,
+        starts: np.ndarray,
+        drawn: np.ndarray,
+    ) -> None:
+        """Write the examples cut at `starts` into some rows of the batch."""
+        whole = isinstance(part, slice)
+        made = batch if whole else {name: np.empty((len(starts), v.shape[1]), v.dtype) for name, v in batch.items()}
+        for begin in range(0, len(starts), BLOCK):
+            here = slice(begin, begin + BLOCK)
+            tokens = self.tape.read(starts[here], denoiser.tokens_length)
+            denoiser.write(
+                tokens, drawn[here], made["input_ids"][here], made["attention_mask"][here], made["labels"][here]
+            )
+        if not whole:
+            for name, values in made.items():
+                batch[name][part] = values
 
 
-class TokenSource(Protocol):
-    """What is needed of an `IndexedDataset`."""
-
-    tokens: np.ndarray
-    fingerprint: str
-
-
-class SpanCorruptionDataset:
-    """T5 pre-training examples addressed by a global sample number.
-
-    The sources are read as one endless tape, end joined to beginning. Epoch e starts at a token drawn from (seed, e)
-    and cuts the tape into `len(self)` consecutive segments of `tokens_length` tokens, so that cut points differ
-    between epochs while every token is read exactly once in each. If the number of tokens is not a multiple of
-    `tokens_length`, the epoch's last segment is shorter and padded; nothing is dropped. One segment per epoch spans
-    the join of the end with the beginning, as others span the border of two documents.
-
-    Global sample g is row permutation(seed, e)(i) of epoch e with e, i = divmod(g, len(self)); its noise is keyed by
-    (seed, e, row). An example is therefore a pure function of (seed, g), whatever batch it is asked for in.
+class SpanCorruptionDataset(DenoisingDataset):
+    """T5 pre-training examples.
 
     Args:
         tokens: an `IndexedDataset` or several, read one after the other.
@@ -78,30 +174,20 @@ class SpanCorruptionDataset:
         seed: int = 0,
         trim_targets: bool = True,
     ) -> None:
-        self.sources = list(tokens) if isinstance(tokens, Sequence) else [tokens]
-        # Plain arrays: a memmap's own slicing costs more than the copy of a row.
-        self._parts = [part for part in (np.asarray(source.tokens) for source in self.sources) if part.size]
-        sizes = np.array([part.size for part in self._parts], np.int64)
-        self._ends = np.cumsum(sizes)
-        self._begins = self._ends - sizes
-        if not self._parts:
-            raise UserError(
-                f"The token data is empty ({len(self.sources)} file(s), 0 tokens): check the path and that "
-                "tokenization found text."
-            )
-        self.num_tokens = int(self._ends[-1])
         self.sentinel_ids = np.asarray(sentinel_ids, np.int64)
-        self.eos_id, self.pad_id, self.vocab_size, self.seed = eos_id, pad_id, vocab_size, seed
         self.noise_density, self.mean_noise_span_length = noise_density, mean_noise_span_length
-        self.inputs_length = inputs_length
         self.counts = plan_spans(inputs_length, noise_density, mean_noise_span_length, len(self.sentinel_ids))
-        self.tokens_length = self.counts.tokens_length
-        self.targets_length = self._fit_targets(targets_length, trim_targets)
-        self._num_samples = -(-self.num_tokens // self.tokens_length)
-        self._last_counts = self._counts_of_last_segment()
-        self._noise_key = stream_key(seed, "noise")
-        for part in self._parts:
-            self._check_ids(part[:_CHECKED_AT_START])
+        denoiser = SpanDenoiser(
+            self.counts, noise_density, mean_noise_span_length, self.sentinel_ids, eos_id, pad_id, None
+        )
+        self.eos_id, self._asked = eos_id, inputs_length
+        width = self._fit_targets(targets_length, trim_targets)
+        super().__init__(tokens, [denoiser], pad_id=pad_id, vocab_size=vocab_size, seed=seed, targets_length=width)
+        self.inputs_length = inputs_length
+
+    @property
+    def tokens_length(self) -> int:
+        return self.counts.tokens_length
 
     def _fit_targets(self, targets_length: int | None, trim: bool) -> int:
         needed = self.counts.targets_length
@@ -110,31 +196,16 @@ class SpanCorruptionDataset:
         if targets_length < needed:
             raise UserError(
                 f"targets_length {targets_length} (--target_seq_len) would cut the targets, {needed} long for "
-                f"inputs_length {self.inputs_length}, noise_density {self.noise_density} and mean_noise_span_length "
+                f"inputs_length {self._asked}, noise_density {self.noise_density} and mean_noise_span_length "
                 f"{self.mean_noise_span_length}: set it to {needed}, or leave it out."
             )
         if targets_length > needed and trim:
             logger.info(
                 "targets are %d tokens long, not %d: the rest would be padding (inputs_length %d, noise_density %s)",
-                *(needed, targets_length, self.inputs_length, self.noise_density),
+                *(needed, targets_length, self._asked, self.noise_density),
             )
             return needed
         return targets_length
-
-    def _counts_of_last_segment(self) -> SpanCounts:
-        length = self.num_tokens - (self._num_samples - 1) * self.tokens_length
-        if length == self.tokens_length:
-            return self.counts
-        if self._num_samples == 1:
-            logger.warning(
-                "the data has %d tokens, fewer than one segment of %d: each epoch is one padded example",
-                *(self.num_tokens, self.tokens_length),
-            )
-        return count_spans(length, self.noise_density, self.mean_noise_span_length)
-
-    def __len__(self) -> int:
-        """Samples in an epoch, the same in each."""
-        return self._num_samples
 
     def describe(self) -> str:
         """The objective and the size of the data, for the log."""
@@ -143,91 +214,65 @@ class SpanCorruptionDataset:
             f"targets; {self.num_tokens:,} training tokens"
         )
 
-    @property
-    def fingerprint(self) -> str:
-        """sha256 over data, objective and seed: equal fingerprints give equal samples for equal numbers."""
-        parts = {
-            "version": _VERSION,
-            "sources": [source.fingerprint for source in self.sources],
+    def settings(self) -> dict[str, Any]:
+        return {
             "lengths": [self.inputs_length, self.targets_length],
             "noise": [self.noise_density, self.mean_noise_span_length],
             "ids": [self.sentinel_ids.tolist(), self.eos_id, self.pad_id],
-            "seed": self.seed,
         }
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
-    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Examples of global sample numbers.
 
-        Args:
-            samples: int64[n], any order, any epochs.
+class PrefixLMDataset(DenoisingDataset):
+    """Prefix LM (Raffel et al., 2020, section 3.1.4): the beginning of a row is the input, the rest the target.
 
-        Returns:
-            `input_ids` and `attention_mask` int64[n, inputs_length], `labels` int64[n, targets_length].
+    Rows have `inputs_length - 1` tokens, as t5's pieces of documents, but out of the flat stream: none is short. The
+    worked example of denoisers.py, with inputs and targets of 6 and rows hence of 5 tokens:
 
-        Raises:
-            UserError: a token id outside the vocabulary.
-        """
-        samples = np.asarray(samples, np.int64)
-        epochs, indices = np.divmod(samples, self._num_samples)
-        rows = permute(indices, self._num_samples, self.seed, epochs)
-        shifts = np.array([epoch_shift(self.seed, epoch, self.num_tokens) for epoch in epochs.tolist()], np.int64)
-        starts = (shifts + rows * self.tokens_length) % self.num_tokens
-        words = sample_words(self._noise_key, epochs, rows, self.counts.words_per_sample)
+        tokens     10 11 12 13 14
+        inputs     10 11 12  1  0
+        targets    13 14  1 -100 -100
 
-        batch = {
-            "input_ids": np.empty((len(samples), self.inputs_length), np.int64),
-            "attention_mask": np.empty((len(samples), self.inputs_length), np.int64),
-            "labels": np.empty((len(samples), self.targets_length), np.int64),
-        }
-        self._fill(batch, slice(0, len(samples)), self.counts, starts, words)
-        if self._last_counts is not self.counts:
-            for row in np.flatnonzero(rows == self._num_samples - 1).tolist():
-                here = slice(row, row + 1)
-                self._fill(batch, here, self._last_counts, starts[here], words[:, here])
-        return batch
+    Args:
+        tokens, eos_id, pad_id, vocab_size, seed: as `SpanCorruptionDataset`.
+        inputs_length: tokens of an input, EOS included.
+        targets_length: longest target, EOS included. Shorter than `inputs_length - 1`: prefixes are longer, so that
+            the rest fits.
 
-    def _fill(
-        self, batch: dict[str, np.ndarray], rows: slice, counts: SpanCounts, starts: np.ndarray, words: np.ndarray
+    Raises:
+        UserError: no tokens, a token id outside the vocabulary, or lengths without room for one token.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenSource | Sequence[TokenSource],
+        inputs_length: int,
+        targets_length: int,
+        *,
+        eos_id: int,
+        pad_id: int,
+        vocab_size: int,
+        seed: int = 0,
     ) -> None:
-        """Write the examples cut at `starts` into rows of the batch."""
-        span_lengths = random_span_lengths(counts, words[: counts.words_per_sample])
-        inputs_end, targets_end = counts.inputs_length, counts.targets_length
-        for begin in range(0, len(starts), _BLOCK):
-            block = slice(begin, min(begin + _BLOCK, len(starts)))
-            here = slice(rows.start + block.start, rows.start + block.stop)
-            tokens = self._read(starts[block], counts.tokens_length)
-            batch["input_ids"][here, :inputs_end], batch["labels"][here, :targets_end] = corrupt(
-                tokens, span_lengths[block], self.sentinel_ids, self.eos_id
-            )
-        batch["input_ids"][rows, inputs_end:] = self.pad_id
-        batch["labels"][rows, targets_end:] = IGNORED_LABEL
-        batch["attention_mask"][rows, :inputs_end] = 1
-        batch["attention_mask"][rows, inputs_end:] = 0
-
-    def _read(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Tokens [n, length] of the tape from each of `starts`, going round from the end to the beginning."""
-        tokens = np.empty((len(starts), length), np.int64)
-        part_of = np.searchsorted(self._ends, starts, side="right")
-        offsets = starts - self._begins[part_of]
-        for row, part, offset in zip(tokens, part_of.tolist(), offsets.tolist(), strict=True):
-            piece = self._parts[part][offset : offset + length]
-            filled = piece.size
-            row[:filled] = piece
-            while filled < length:
-                part = (part + 1) % len(self._parts)
-                piece = self._parts[part][: length - filled]
-                row[filled : filled + piece.size] = piece
-                filled += piece.size
-        self._check_ids(tokens)
-        return tokens
-
-    def _check_ids(self, tokens: np.ndarray) -> None:
-        worst = int(tokens.max())
-        if worst < self.vocab_size and tokens.dtype.kind == "i":
-            worst = min(worst, int(tokens.min()))
-        if not 0 <= worst < self.vocab_size:
+        if inputs_length < 3 or targets_length < 2:
             raise UserError(
-                f"The token data holds id {worst}, but the vocabulary has ids 0 to {self.vocab_size - 1}: it was "
-                "tokenized with another vocabulary; give that one, or tokenize again."
+                f"prefix LM with inputs of {inputs_length} (--input_seq_len) and targets of {targets_length} "
+                "(--target_seq_len) has no room for a token and EOS on either side: they need 3 and 2."
             )
+        self.denoiser = PrefixDenoiser(inputs_length - 1, 0.5, targets_length, eos_id, pad_id)
+        super().__init__(tokens, [self.denoiser], pad_id=pad_id, vocab_size=vocab_size, seed=seed)
+
+    def describe(self) -> str:
+        """The objective and the size of the data, for the log."""
+        longest = self.denoiser.tokens_length - 1
+        return (
+            f"prefix LM, {longest + 1} tokens -> a prefix of {self.denoiser.shortest} to {longest} and the rest; "
+            f"{self.num_tokens:,} training tokens"
+        )
+
+    def settings(self) -> dict[str, Any]:
+        denoiser = self.denoiser
+        return {
+            "task": "prefix_lm",
+            "lengths": [denoiser.tokens_length, denoiser.shortest],
+            "ids": [denoiser.eos_id, self.pad_id],
+        }
