@@ -1,0 +1,140 @@
+"""Text -> sentences, by a splitter of one's choice; nothing of the text is changed, and nothing but white space lost.
+
+| `--sentence-splitter` | splits |
+|---|---|
+| `nupunkt` | English, as nltk's punkt, with a trained model that comes with the package; a newline is a space |
+| `sentencex`, `sentencex:de` | 300 languages (two-letter code, English by default); a blank line ends a sentence |
+| `newline` | a line is a sentence |
+| `module:callable` | as the callable says: it gets a text and returns its sentences, strings |
+
+Line breaks inside a sentence stay: text wrapped at 80 columns is not unwrapped. One worked example, the text
+"One. Two\\ngoes on.\\n\\nThree" under `nupunkt`: ["One.", "Two\\ngoes on.", "Three"], and with keep_newlines
+["One. ", "Two\\ngoes on.\\n\\n", "Three"].
+"""
+
+import importlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from lm_experiments_tools.errors import UserError
+
+
+class SentenceSplitter:
+    """Callable text -> list of sentences.
+
+    A sentence is given without the white space around it; with `keep_newlines` it keeps what follows it (and the first
+    what stands before it), so that the sentences joined are the text. Both ways give the same number of sentences,
+    none of them blank.
+
+    Raises:
+        UserError: at once for a splitter that does not exist or whose package is not installed; for a text on which
+            the splitter fails, or returns anything but its pieces in order with only white space left out.
+    """
+
+    def __init__(self, name: str = "nupunkt", keep_newlines: bool = False):
+        self.name = name
+        self.keep_newlines = keep_newlines
+        self._starts = _build(name)
+
+    def __call__(self, text: str) -> list[str]:
+        spans = self.spans(text)
+        if self.keep_newlines:
+            return [text[start:end] for start, end in spans]
+        return [text[start:end].strip() for start, end in spans]
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """(start, end) of each sentence with the white space after it: they cover the text without gaps."""
+        spans: list[tuple[int, int]] = []
+        start = 0
+        for end in (*self._starts(text), len(text)):
+            if text[start:end].strip():
+                spans.append((start, end))
+                start = end
+            elif spans:  # white space alone belongs to the sentence before it, at the beginning to the one after it
+                spans[-1] = (spans[-1][0], end)
+                start = end
+        return spans
+
+
+# A splitter of this module is a function text -> where its sentences start, in increasing order.
+
+
+def _nupunkt() -> Callable[[str], Iterable[int]]:
+    try:
+        from nupunkt import sent_spans
+    except ImportError:
+        raise UserError(
+            "--sentence-splitter nupunkt needs the nupunkt package: pip install nupunkt (for Python 3.11 or newer), "
+            "or choose --sentence-splitter sentencex"
+        ) from None
+    return lambda text: [start for start, _ in sent_spans(text)]
+
+
+def _sentencex(language: str = "en") -> Callable[[str], Iterable[int]]:
+    try:
+        from sentencex import segment
+    except ImportError:
+        raise UserError("--sentence-splitter sentencex needs the sentencex package: pip install sentencex") from None
+
+    def starts(text: str) -> Iterator[int]:
+        try:
+            sentences = segment(language, text)
+        except BaseException as error:
+            # What a panic of Rust becomes has no importable name and derives from BaseException; 1.0.32 panics where
+            # wide white space follows an initial.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise UserError(f"--sentence-splitter sentencex fails on the text: {error}") from None
+        return _locate(text, sentences, "sentencex")
+
+    return starts
+
+
+def _newline() -> Callable[[str], Iterable[int]]:
+    return lambda text: (match.end() for match in re.finditer("\n", text))
+
+
+_BUILDERS = {"nupunkt": _nupunkt, "sentencex": _sentencex, "newline": _newline}
+
+
+def _build(name: str) -> Callable[[str], Iterable[int]]:
+    module_name, colon, path = name.partition(":")
+    if not colon and name in _BUILDERS:
+        return _BUILDERS[name]()
+    if module_name == "sentencex" and path:
+        return _sentencex(path)
+    if not (module_name and path):
+        raise UserError(
+            f"--sentence-splitter {name} does not exist; it can be {', '.join(_BUILDERS)}, or module:callable for a "
+            f"function of your own"
+        )
+    try:
+        split: Any = importlib.import_module(module_name)
+        for part in path.split("."):
+            split = getattr(split, part)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"--sentence-splitter {name} cannot be imported: {error}") from None
+    if not callable(split):
+        raise UserError(f"--sentence-splitter {name} is a {type(split).__name__}, which cannot be called with a text")
+    return lambda text: _locate(text, split(text), name)
+
+
+def _locate(text: str, sentences: Iterable[str], name: str) -> Iterator[int]:
+    """Where each sentence stands in the text; UserError unless they are the text but for white space."""
+    end = 0
+    for number, sentence in enumerate(sentences, 1):
+        if not isinstance(sentence, str):
+            raise UserError(
+                f"--sentence-splitter {name} returned a {type(sentence).__name__} as sentence {number}, not a string"
+            )
+        start = text.find(sentence, end)
+        if start < 0 or text[end:start].strip():
+            raise UserError(
+                f"--sentence-splitter {name} changed the text: its sentence {number}, {sentence[:60]!r}, does not "
+                f"follow {text[:end][-60:]!r} there; a splitter may leave out white space between sentences, nothing else"
+            )
+        yield start
+        end = start + len(sentence)
+    if text[end:].strip():
+        raise UserError(f"--sentence-splitter {name} lost the end of a text: {text[end:].strip()[:60]!r}")
