@@ -132,7 +132,7 @@ def _locate(text: str, sentences: Iterable[str], name: str) -> Iterator[int]:
         if start < 0 or text[end:start].strip():
             raise UserError(
                 f"--sentence-splitter {name} changed the text: its sentence {number}, {sentence[:60]!r}, does not "
-                f"follow {text[:end][-60:]!r} there; a splitter may leave out white space between sentences, nothing else"
+                f"follow {text[:end][-60:]!r} there; only white space may be left out"
             )
         yield start
         end = start + len(sentence)
