@@ -3,7 +3,7 @@
     PREFIX.bin   the token ids of all sequences, little endian, one after the other, no header
     PREFIX.idx   b"MMIDIDX\\0\\0" | u64 version = 1 | u8 dtype code | u64 n = sequences | u64 d = documents + 1
                  | i32 lengths[n] | i64 byte pointers[n] | i64 document_indices[d] | optional i8 modes[n]
-    PREFIX.json  ours: where the tokens came from (vocabulary, counts); other readers ignore it
+    PREFIX.json  ours: where the tokens came from (vocabulary, counts), sha256 of the .bin; other readers ignore it
 
 Document j holds the sequences document_indices[j] : document_indices[j + 1]. One worked example: the documents
 [[5, 6], [7]] and [[8, 9]] (a document is a list of sequences) give tokens 5 6 7 8 9, lengths [2, 1, 2], pointers
@@ -16,8 +16,9 @@ import hashlib
 import json
 import os
 import struct
+import tempfile
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,53 @@ def dataset_exists(prefix: str | os.PathLike) -> bool:
     return bin_path.is_file() and idx_path.is_file()
 
 
+class _SpilledIntegers:
+    """Integers in the order of arrival; all but the last block of them lie in an unnamed temporary file."""
+
+    def __init__(self, typecode: str, folder: Path):
+        self._block, self._folder = array(typecode), folder
+        self._file: Any = None
+        self._num_spilled = 0
+        self.last = 0
+
+    def __len__(self) -> int:
+        return self._num_spilled + len(self._block)
+
+    def append(self, value: int) -> None:
+        self._block.append(value)
+        self.last = value
+        if len(self._block) >= _CHECK_BLOCK:
+            self._spill()
+
+    def extend(self, values: np.ndarray) -> None:
+        """Append all of `values`; not more than a block of them at a time."""
+        self._block.frombytes(values.astype(self._block.typecode).tobytes())
+        self.last = self._block[-1] if len(self._block) else self.last
+        if len(self._block) >= _CHECK_BLOCK:
+            self._spill()
+
+    def _spill(self) -> None:
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (open until close)
+        self._block.tofile(self._file)
+        self._num_spilled += len(self._block)
+        del self._block[:]
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """All of them, in arrays of bounded size."""
+        if self._file is not None:
+            self._file.seek(0)
+            while content := self._file.read(_CHECK_BLOCK * self._block.itemsize):
+                yield np.frombuffer(content, self._block.typecode)
+        yield np.array(self._block, self._block.typecode)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
 class IndexedDatasetWriter:
-    """Writes PREFIX.bin and PREFIX.idx, visible under their names only after `finalize`.
+    """Writes PREFIX.bin and PREFIX.idx, visible under their names only after `finalize`; memory does not grow.
 
     Used as a context manager it finalizes on success and leaves nothing behind on an exception.
     """
@@ -68,13 +114,24 @@ class IndexedDatasetWriter:
         self.bin_path.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = {path: path.with_name(f"{path.name}.tmp{os.getpid()}") for path in self._paths}
         self._bin = open(self._temporary[self.bin_path], "wb")  # noqa: SIM115 (open until finalize or abort)
-        self._lengths = array("i")
-        self._document_indices = array("q", [0])
+        self._lengths = _SpilledIntegers("i", self.bin_path.parent)
+        self._document_indices = _SpilledIntegers("q", self.bin_path.parent)
+        self._document_indices.append(0)
+        self._digest = hashlib.sha256()
         self.num_tokens = 0
 
     @property
     def _paths(self) -> tuple[Path, Path, Path]:
         return self.bin_path, self.idx_path, self.meta_path
+
+    @property
+    def bin_sha256(self) -> str:
+        """sha256 of the tokens so far, as they lie in the .bin; recorded in PREFIX.json it becomes their identity."""
+        return self._digest.hexdigest()
+
+    def _write_tokens(self, content: bytes) -> None:
+        self._bin.write(content)
+        self._digest.update(content)
 
     def add_sequence(self, ids: Iterable[int]) -> None:
         """Append one sequence to the current document; ValueError where an id does not fit the dtype."""
@@ -85,7 +142,7 @@ class IndexedDatasetWriter:
                 raise ValueError(f"a sequence is a flat list of integers, got shape {ids.shape} of {ids.dtype}")
             if int(ids.min()) < limits.min or int(ids.max()) > limits.max:
                 raise ValueError(f"ids from {ids.min()} to {ids.max()} do not fit {self.dtype}")
-        self._bin.write(ids.astype(self.dtype.newbyteorder("<")).tobytes())
+        self._write_tokens(ids.astype(self.dtype.newbyteorder("<")).tobytes())
         self._lengths.append(ids.size)
         self.num_tokens += ids.size
 
@@ -99,14 +156,16 @@ class IndexedDatasetWriter:
             raise ValueError(f"{dataset.prefix} holds {dataset.dtype}, not {self.dtype}")
         first = len(self._lengths)
         for start in range(0, dataset.num_tokens, _CHECK_BLOCK):
-            self._bin.write(dataset.tokens[start : start + _CHECK_BLOCK].tobytes())
-        self._lengths.frombytes(np.ascontiguousarray(dataset.sequence_lengths, np.int32).tobytes())
-        self._document_indices.frombytes((dataset.document_indices[1:] + first).astype(np.int64).tobytes())
+            self._write_tokens(dataset.tokens[start : start + _CHECK_BLOCK].tobytes())
+        for start in range(0, len(dataset), _CHECK_BLOCK):
+            self._lengths.extend(dataset.sequence_lengths[start : start + _CHECK_BLOCK])
+        for start in range(1, dataset.num_documents + 1, _CHECK_BLOCK):
+            self._document_indices.extend(dataset.document_indices[start : start + _CHECK_BLOCK] + first)
         self.num_tokens += dataset.num_tokens
 
     def finalize(self, meta: dict[str, Any] | None = None) -> None:
         """Write the index (and `meta` as PREFIX.json) and publish: an index is never beside other tokens."""
-        if self._document_indices[-1] != len(self._lengths):
+        if self._document_indices.last != len(self._lengths):
             raise ValueError("the last document is not ended: call end_document() before finalize()")
         _sync_and_close(self._bin)
         with open(self._temporary[self.idx_path], "wb") as file:
@@ -125,20 +184,25 @@ class IndexedDatasetWriter:
             os.replace(self._temporary[path], path)
 
     def _write_index(self, file: Any) -> None:
-        lengths = np.frombuffer(self._lengths, np.int32)
-        documents = np.frombuffer(self._document_indices, np.int64)
-        file.write(_HEADER.pack(MAGIC, VERSION, _CODES[self.dtype], len(lengths), len(documents)))
-        file.write(lengths.astype("<i4").tobytes())
+        num_sequences, num_indices = len(self._lengths), len(self._document_indices)
+        file.write(_HEADER.pack(MAGIC, VERSION, _CODES[self.dtype], num_sequences, num_indices))
+        for lengths in self._lengths.blocks():
+            file.write(lengths.astype("<i4").tobytes())
         pointer = 0
-        for start in range(0, len(lengths), _CHECK_BLOCK):
-            ends = pointer + np.cumsum(lengths[start : start + _CHECK_BLOCK], dtype=np.int64) * self.dtype.itemsize
-            file.write(np.concatenate([[pointer], ends[:-1]]).astype("<i8").tobytes())
-            pointer = int(ends[-1])
-        file.write(documents.astype("<i8").tobytes())
+        for lengths in self._lengths.blocks():
+            ends = pointer + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+            file.write(np.concatenate([[pointer], ends])[:-1].astype("<i8").tobytes())
+            pointer = int(ends[-1]) if ends.size else pointer
+        for indices in self._document_indices.blocks():
+            file.write(indices.astype("<i8").tobytes())
+        self._lengths.close()
+        self._document_indices.close()
 
     def abort(self) -> None:
         """Close and remove the unfinished files."""
         self._bin.close()
+        self._lengths.close()
+        self._document_indices.close()
         for path in self._temporary.values():
             path.unlink(missing_ok=True)
 
@@ -158,6 +222,12 @@ def _sync_and_close(file: Any) -> None:
     file.close()
 
 
+def _update_from_file(digest: Any, path: Path) -> None:
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+
+
 class IndexedDataset:
     """Random access to a `.bin` / `.idx` pair through memory maps; the whole index is checked on opening.
 
@@ -167,7 +237,7 @@ class IndexedDataset:
         sequence_pointers: int64[n], byte offset of each sequence in the .bin.
         document_indices: int64[num_documents + 1], first sequence of each document.
         dtype, num_tokens, num_documents.
-        fingerprint: sha256 of the index and the size of the .bin.
+        fingerprint: sha256 over the index, the size of the .bin and, where PREFIX.json records it, its content.
         meta: what PREFIX.json holds, or {}.
 
     Raises UserError where a file is missing, cut short, of another format, or its numbers contradict each other.
@@ -274,12 +344,30 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
+        """Equal for equal documents and tokens, wherever the files lie.
+
+        The recorded sha256 of the .bin is believed as long as the .bin is not newer than its record, else checked
+        (1 s/GB), and UserError raised where it is not that of the tokens. Files without a record are identified by
+        index and size.
+        """
         digest = hashlib.sha256()
-        with open(self.idx_path, "rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        _update_from_file(digest, self.idx_path)
         digest.update(str(self.bin_path.stat().st_size).encode())
+        recorded = self.meta.get("bin_sha256")
+        if recorded is not None:
+            if self.bin_path.stat().st_mtime_ns > self.meta_path.stat().st_mtime_ns:
+                self._check_content(recorded)
+            digest.update(str(recorded).encode())
         return digest.hexdigest()
+
+    def _check_content(self, recorded: str) -> None:
+        content = hashlib.sha256()
+        _update_from_file(content, self.bin_path)
+        if content.hexdigest() != recorded:
+            raise UserError(
+                f"{self.bin_path} was changed after it was written: its sha256 is {content.hexdigest()[:12]}, "
+                f"{self.meta_path} records {str(recorded)[:12]}; copy both again or tokenize again"
+            )
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
