@@ -76,7 +76,7 @@ def _rounded_shares(weights: np.ndarray, positions: np.ndarray, limits: np.ndarr
 def _advance(
     weights: np.ndarray, limits: np.ndarray, positions: np.ndarray, counts: np.ndarray, steps: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`steps[r]` times the rule from (positions[r], counts[:, r]): counts float64[k, n], choices uint8[n, max steps]."""
+    """`steps[r]` times the rule from (positions[r], counts[:, r]): counts [k, n], choices uint8[n, max steps]."""
     counts, rows = counts.copy(), np.arange(len(positions))
     choices = np.empty((len(positions), int(steps.max(initial=0))), np.uint8)
     for step in range(choices.shape[1]):

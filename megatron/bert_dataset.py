@@ -1,0 +1,338 @@
+"""BERT pre-training samples from a Megatron data file of sentences: pairs, whole-word n-gram masking, random access.
+
+One worked example: one document with the sentences [[10, 11], [12], [20, 21, 22]], max_seq_length 10, [CLS] 101,
+[SEP] 102, [MASK] 103, [PAD] 0; 11, 21 and 22 continue a word. All three sentences fit in one sample. Split after the
+second, not swapped, with one prediction (15 % of 9 tokens), 12:
+
+    input_ids            [101, 10, 11, 103, 102, 20, 21, 22, 102, 0]
+    token_type_ids       [  0,  0,  0,   0,   0,  1,  1,  1,   1, 0]
+    attention_mask       [  1,  1,  1,   1,   1,  1,  1,  1,   1, 0]
+    labels               [-100, -100, -100, 12, -100, -100, -100, -100, -100, -100]
+    next_sentence_label  0
+
+Swapped (label 1), 20 21 22 comes first. What is Megatron's and what is not:
+
+    packing              Megatron's (sample_mapping.py), fixed by the seed; split, swap, cuts and masks are drawn anew
+                         in each epoch. Megatron draws them once for each of the samples it generates in advance.
+    split                Megatron's: after a uniformly drawn sentence.
+    nsp "swap"           Megatron's: half of the pairs are exchanged (label 1).
+    nsp "random"         BERT's: half of the pairs get a B from another document, grown by whole sentences until A and
+                         B fill the sample. BERT draws a document, then a sentence of it; here the sentence is uniform
+                         over all other documents. The B that was replaced is read in other epochs, not put back.
+    too long pairs       Megatron's: the longer side (B, if equal) loses its first or last token, by a coin, until all
+                         fits.
+    one segment          (binary_head False) max_seq_length - 2 tokens of text; Megatron leaves room for a third
+                         special token all the same.
+    predictions          max(1, round(masked_lm_prob * tokens, [CLS] and [SEP] counted)), BERT's; Megatron's is one
+                         less for some lengths, being also limited to masked_lm_prob * target.
+    masking              Megatron's rule (masking.py), except that a word never continues over a separator: a B that
+                         was cut within a word starts with a word of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from dataclasses import asdict
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from lm_experiments_tools.data.indexed import IndexedDataset
+from lm_experiments_tools.data.order import permute, sample_words, stream_key
+from lm_experiments_tools.errors import UserError
+from megatron.masking import choose_masked, ngram_probabilities, replace_masked, word_starts
+from megatron.sample_mapping import MappingSettings, load_mapping
+from megatron.tokenizers import BertDataTokenizer, check_tokenizer
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 1  # of the mapping (seed, sample) -> example; part of the fingerprint
+_BLOCK = 64  # rows made at once: few enough for the caches, enough to spread the cost of numpy's calls
+_CHECKED_AT_START = 1 << 20  # tokens compared with the vocabulary before the first step
+_32 = np.uint64(32)
+
+
+class _Segments(NamedTuple):
+    """Text of samples: token ranges of A and of B (empty without one) in the file, int64[n]; 1 where B is wrong."""
+
+    a_start: np.ndarray
+    a_length: np.ndarray
+    b_start: np.ndarray
+    b_length: np.ndarray
+    label: np.ndarray
+
+
+def truncated_lengths(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths after taking tokens one by one from the longer side, from B if equal, until a + b <= total."""
+    over = a + b > total
+    short_a = np.minimum(a, np.maximum(total - b, (total + 1) // 2))
+    return np.where(over, short_a, a), np.where(over, total - short_a, b)
+
+
+class BertDataset:
+    """BERT samples addressed by a global sample number.
+
+    Global sample g is row permutation(seed, e)(i) of epoch e with e, i = divmod(g, len(self)); all its random choices
+    are keyed by (seed, e, row), so that it is a pure function of (seed, g), whatever batch it is asked for in.
+
+    Args:
+        tokens: data whose sequences are sentences (documents are enough where `binary_head` is False).
+        tokenizer: that the data was made with.
+        max_seq_length: length of a row, special tokens included.
+        masked_lm_prob: part of the tokens to predict.
+        short_seq_prob: probability of a shorter sample.
+        binary_head: pairs with a `next_sentence_label`; False gives single segments.
+        nsp: what a wrong pair is: "swap" exchanges A and B, "random" takes B from another document.
+        num_epochs, max_num_samples: as many passes over the documents make one epoch of the dataset, each with its own
+            short samples: num_epochs, or fewer when max_num_samples are reached. Both None is one pass. Nothing needs
+            to be generated in advance: later epochs draw everything but the packing anew.
+        mask_label_id: label of tokens that are not predicted.
+        whole_word: mask words, not pieces.
+        max_ngram, favor_longer_ngram, geometric: lengths of masked spans in words, see `ngram_probabilities`.
+        max_sentence_length: documents with a longer sentence are left out, as in Megatron; None keeps them.
+        seed: fixes packing, order and noise.
+        cache_dir: folder of the sample mapping; None is beside the data.
+
+    Raises:
+        UserError: data of another tokenizer, without pairs of sentences, or empty; settings out of range.
+    """
+
+    def __init__(
+        self,
+        tokens: IndexedDataset,
+        tokenizer: BertDataTokenizer,
+        *,
+        max_seq_length: int,
+        masked_lm_prob: float = 0.15,
+        short_seq_prob: float = 0.1,
+        binary_head: bool = True,
+        nsp: Literal["swap", "random"] = "swap",
+        num_epochs: int | None = None,
+        max_num_samples: int | None = None,
+        mask_label_id: int = -100,
+        whole_word: bool = True,
+        max_ngram: int = 3,
+        favor_longer_ngram: bool = False,
+        geometric: bool = False,
+        max_sentence_length: int | None = 512,
+        seed: int = 0,
+        cache_dir: str | os.PathLike | None = None,
+    ) -> None:
+        self.tokens, self.tokenizer, self.seed = tokens, tokenizer, seed
+        self.max_seq_length, self.masked_lm_prob = max_seq_length, masked_lm_prob
+        self.binary_head, self.nsp, self.mask_label_id, self.whole_word = binary_head, nsp, mask_label_id, whole_word
+        self._check_settings(short_seq_prob, num_epochs, max_num_samples, max_ngram)
+        self._check_data()
+        self.ngram_probabilities = ngram_probabilities(max_ngram, favor_longer_ngram, geometric)
+        passes = 1 if num_epochs is None and max_num_samples is None else num_epochs or np.iinfo(np.int32).max
+        self.settings = MappingSettings(
+            max_length=max_seq_length - 2 - binary_head,
+            min_sentences=1 + binary_head,
+            short_seq_prob=short_seq_prob,
+            max_sentence_length=max_sentence_length,
+            seed=seed,
+            num_epochs=passes,
+            max_num_samples=max_num_samples,
+        )
+        self.mapping = load_mapping(tokens, self.settings, cache_dir)
+        self._check_mapping()
+        special = [*tokenizer.special_ids, tokenizer.cls, tokenizer.sep, tokenizer.mask, tokenizer.pad]
+        self._is_text = np.ones(tokenizer.vocab_size, bool)
+        self._is_text[special] = False
+        self._starts_word = tokenizer.starts_word if whole_word else np.ones(tokenizer.vocab_size, bool)
+        self._keys = {purpose: stream_key(seed, f"bert {purpose}") for purpose in ("pair", "cut", "mask", "replace")}
+
+    def _check_settings(
+        self, short_seq_prob: float, num_epochs: int | None, max_num_samples: int | None, max_ngram: int
+    ) -> None:
+        if self.max_seq_length < 5:
+            raise UserError(f"max_seq_length is {self.max_seq_length}: with special tokens it must be at least 5.")
+        if not 0 < self.masked_lm_prob < 1:
+            raise UserError(f"masked_lm_prob is {self.masked_lm_prob}: it must lie between 0 and 1, for example 0.15.")
+        if not 0 <= short_seq_prob <= 1:
+            raise UserError(f"short_seq_prob is {short_seq_prob}: it must lie between 0 and 1, for example 0.1.")
+        if self.nsp not in ("swap", "random"):
+            raise UserError(f"nsp {self.nsp!r} does not exist: there are swap (Megatron's) and random (BERT's).")
+        for name, value in (
+            ("num_epochs", num_epochs),
+            ("max_num_samples", max_num_samples),
+            ("max_ngram", max_ngram),
+        ):
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value}: it must be at least 1.")
+
+    def _check_data(self) -> None:
+        tokens, prefix = self.tokens, self.tokens.prefix
+        if tokens.num_tokens == 0:
+            raise UserError(f"{prefix} has no tokens: check that preprocessing found text.")
+        check_tokenizer(tokens, self.tokenizer)
+        self._check_ids(np.asarray(tokens.tokens[:_CHECKED_AT_START]))
+        if self.binary_head and int(np.diff(tokens.document_indices).max()) < 2:
+            raise UserError(
+                f"{prefix} holds {tokens.num_documents:,} documents of one sequence each, so there are no sentences "
+                "to pair: preprocess the text with --split-sentences, or leave out next sentence prediction."
+            )
+        if self.binary_head and self.nsp == "random" and np.count_nonzero(np.diff(tokens.document_indices)) < 2:
+            raise UserError(f"{prefix} holds one document, but nsp random takes sentences of another: use swap.")
+
+    def _check_mapping(self) -> None:
+        if len(self.mapping.rows) == 0:
+            raise UserError(f"{self.tokens.prefix} gives no sample: {self.mapping.counts.describe()}.")
+        counts = self.mapping.counts
+        left_out = counts.few_sentences_documents + counts.long_sentence_documents
+        level = logging.WARNING if left_out else logging.INFO
+        logger.log(level, "%s: %d samples; %s", self.tokens.prefix, len(self), counts.describe())
+
+    def _check_ids(self, ids: np.ndarray) -> None:
+        lowest, highest = int(ids.min()), int(ids.max())
+        if lowest < 0 or highest >= self.tokenizer.vocab_size:
+            raise UserError(
+                f"{self.tokens.prefix} holds token id {lowest if lowest < 0 else highest}, but the tokenizer has ids "
+                f"0 to {self.tokenizer.vocab_size - 1}: give the tokenizer it was made with, or preprocess again."
+            )
+
+    def __len__(self) -> int:
+        """Samples in an epoch, the same in each."""
+        return len(self.mapping.rows)
+
+    def describe(self) -> str:
+        """The objective and the size of the data, for the log."""
+        pairs = {"swap": "B before A", "random": "B from another document"}[self.nsp]
+        segments = f"sentence pairs, half of them wrong ({pairs})" if self.binary_head else "single segments"
+        unit = f"1 to {len(self.ngram_probabilities)} {'words' if self.whole_word else 'pieces'}"
+        return (
+            f"BERT, {segments}, of {self.max_seq_length} tokens, {self.masked_lm_prob:.0%} masked by {unit}; "
+            f"{len(self):,} samples of {self.tokens.num_tokens:,} training tokens"
+        )
+
+    @property
+    def pad_id(self) -> int:
+        return self.tokenizer.pad
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over data, tokenizer and settings: equal fingerprints give equal samples for equal numbers."""
+        parts = {
+            "version": _VERSION,
+            "tokens": self.tokens.fingerprint,
+            "tokenizer": self.tokenizer.fingerprint,
+            "mapping": asdict(self.settings),
+            "pairs": [self.binary_head, self.nsp],
+            "masking": [self.masked_lm_prob, self.whole_word, *self.ngram_probabilities.tolist()],
+            "mask_label_id": self.mask_label_id,
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Examples of global sample numbers, as Hugging Face's BERT takes them.
+
+        Args:
+            samples: int64[n], any order, any epochs.
+
+        Returns:
+            `input_ids`, `token_type_ids`, `attention_mask`, `labels` int64[n, max_seq_length], and with `binary_head`
+            `next_sentence_label` int64[n], 1 for a wrong pair.
+
+        Raises:
+            UserError: a token id outside the vocabulary.
+        """
+        samples = np.asarray(samples, np.int64)
+        epochs, indices = np.divmod(samples, len(self))
+        rows = permute(indices, len(self), self.seed, epochs)
+        shape = (len(samples), self.max_seq_length)
+        names = ("input_ids", "token_type_ids", "attention_mask", "labels")
+        batch = {name: np.empty(shape, np.int64) for name in names}
+        batch["next_sentence_label"] = np.empty(len(samples), np.int64)
+        for begin in range(0, len(samples), _BLOCK):
+            block = slice(begin, begin + _BLOCK)
+            self._fill({name: values[block] for name, values in batch.items()}, epochs[block], rows[block])
+        if not self.binary_head:
+            del batch["next_sentence_label"]
+        return batch
+
+    def _fill(self, batch: dict[str, np.ndarray], epochs: np.ndarray, rows: np.ndarray) -> None:
+        """Write the examples of (epoch, row) into a block of the batch."""
+        segments = self._segments(epochs, rows)
+        ids = self._read(segments)
+        end_a = segments.a_length[:, None] + 2
+        end_b = (
+            end_a + np.where(segments.b_length > 0, segments.b_length + 1, 0)[:, None] if self.binary_head else end_a
+        )
+        column = np.arange(self.max_seq_length)
+        batch["attention_mask"][:] = column < end_b
+        batch["token_type_ids"][:] = batch["attention_mask"]
+        batch["token_type_ids"][column < end_a] = 0
+        batch["next_sentence_label"][:] = segments.label
+
+        maskable = self._is_text[ids]
+        starts = word_starts(ids, maskable, self._starts_word)
+        num_predictions = np.maximum(1, np.rint(self.masked_lm_prob * end_b[:, 0]).astype(np.int64))
+        most_words = int(starts.sum(axis=1).max())
+        words = sample_words(self._keys["mask"], epochs, rows, most_words)
+        masked = choose_masked(maskable, starts, num_predictions, words, self.ngram_probabilities)
+        batch["labels"][:] = np.where(masked, ids, self.mask_label_id)
+        words = sample_words(self._keys["replace"], epochs, rows, int(num_predictions.max()))
+        batch["input_ids"][:] = replace_masked(ids, masked, words, self.tokenizer.mask, self.tokenizer.vocab_size)
+
+    def _segments(self, epochs: np.ndarray, rows: np.ndarray) -> _Segments:
+        first, end, target = self.mapping.rows[rows].astype(np.int64).T
+        words = sample_words(self._keys["pair"], epochs, rows, 4)
+        if self.binary_head:
+            split = first + 1 + (words[0] * (end - first - 1).astype(np.uint64) >> _32).astype(np.int64)
+            wrong = words[1] < np.uint64(1 << 31)
+        else:
+            split, wrong = end, np.zeros(len(rows), bool)
+        first_token, split_token, end_token = (self._offsets(sentence) for sentence in (first, split, end))
+        starts, stops = np.stack([first_token, split_token]), np.stack([split_token, end_token])
+        if self.nsp == "swap":
+            starts, stops = np.where(wrong, starts[::-1], starts), np.where(wrong, stops[::-1], stops)
+        elif wrong.any():
+            room = np.maximum(target - (split_token - first_token), 0)[wrong]
+            starts[1, wrong], stops[1, wrong] = self._elsewhere(first[wrong], room, words[2:, wrong])
+        a, b = stops[0] - starts[0], stops[1] - starts[1]
+        a_length, b_length = truncated_lengths(a, b, target)
+        cut_a, cut_b = self._cuts(epochs, rows, np.stack([a - a_length, b - b_length]))
+        return _Segments(starts[0] + cut_a, a_length, starts[1] + cut_b, b_length, wrong.astype(np.int64))
+
+    def _elsewhere(self, sentence: np.ndarray, room: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Token ranges that start at a random sentence of another document and fill `room`, or end with it."""
+        documents, num_sentences = self.tokens.document_indices, len(self.tokens)
+        own = np.searchsorted(documents, sentence, side="right")
+        others = num_sentences - (documents[own] - documents[own - 1])
+        drawn = (words[0] << _32 | words[1]) % others.astype(np.uint64)
+        first = (documents[own] + drawn.astype(np.int64)) % num_sentences
+        last = documents[np.searchsorted(documents, first, side="right")]
+        start = self._offsets(first)
+        end = np.searchsorted(self.tokens.sequence_pointers, (start + room) * self.tokens.dtype.itemsize)
+        return start, self._offsets(np.clip(end, first + 1, last))
+
+    def _offsets(self, sentences: np.ndarray) -> np.ndarray:
+        """Where sentences begin in the file, in tokens; the number of sentences stands for its end."""
+        inside = np.minimum(sentences, len(self.tokens) - 1)
+        offsets = np.asarray(self.tokens.sequence_pointers[inside]) // self.tokens.dtype.itemsize
+        return np.where(sentences == inside, offsets, self.tokens.num_tokens)
+
+    def _cuts(self, epochs: np.ndarray, rows: np.ndarray, removed: np.ndarray) -> np.ndarray:
+        """How many of `removed` int64[2, n] tokens go from the front, by a coin each: one bit of a random word."""
+        num_words = -(-int(removed.max()) // 32)
+        words = sample_words(self._keys["cut"], epochs, rows, 2 * num_words).reshape(num_words, 2, len(rows))
+        bits = np.clip(removed - 32 * np.arange(num_words)[:, None, None], 0, 32).astype(np.uint64)
+        return np.bitwise_count(words & ((np.uint64(1) << bits) - np.uint64(1))).sum(axis=0, dtype=np.int64)
+
+    def _read(self, segments: _Segments) -> np.ndarray:
+        """Rows [CLS] A [SEP] B [SEP], padded: int64[n, max_seq_length]."""
+        tokenizer, tokens = self.tokenizer, np.asarray(self.tokens.tokens)
+        ids = np.full((len(segments.label), self.max_seq_length), tokenizer.pad, np.int64)
+        ids[:, 0] = tokenizer.cls
+        for row, a_start, a_length, b_start, b_length in zip(ids, *(x.tolist() for x in segments[:4]), strict=True):
+            end = a_length + 1
+            row[1:end] = tokens[a_start : a_start + a_length]
+            row[end] = tokenizer.sep
+            if b_length:
+                row[end + 1 : end + 1 + b_length] = tokens[b_start : b_start + b_length]
+                row[end + 1 + b_length] = tokenizer.sep
+        self._check_ids(ids)
+        return ids

@@ -1,0 +1,289 @@
+"""Which sentences make one BERT sample: Megatron's packing of consecutive sentences, vectorised, and kept on disk.
+
+Sentences of one document are packed until they reach a target length, document after document:
+
+    target      `max_length`, or with probability `short_seq_prob` uniform on 2 ... max_length (the model should also
+                meet short inputs)
+    sample      ends at the first sentence with which it has its target, at least `min_sentences` sentences, and more
+                than one sentence is left over; otherwise it ends with the document
+    left out    documents with fewer than `min_sentences` sentences, and documents of several sentences one of which
+                is longer than `max_sentence_length` (Megatron's 512: rarely prose). They are counted and logged.
+
+One worked example, max_length 10, min_sentences 2, no short targets: two documents with sentences of 4 3 5 6 2 and
+7 8 tokens give the rows [first sentence, end, target]
+
+    [0, 3, 10]   4 + 3 + 5 = 12 reaches 10, two sentences are left
+    [3, 5, 10]   the rest
+    [5, 7, 10]
+
+With short_seq_prob 0 the rows are those of `build_mapping` in megatron/core/datasets/helpers.cpp. Otherwise the draws
+differ: they are keyed by (seed, pass, document, sample), so that documents are independent and computed side by side,
+the probability is not rounded to 1 / integer, and the short length is independent of the coin (Megatron takes both
+from one number: with the usual 0.1 and 125, short targets are only 2, 7, 12, ...). Megatron shuffles the rows; here
+the reader permutes them anew in each epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import uuid
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from lm_experiments_tools.data.indexed import IndexedDataset
+from lm_experiments_tools.data.order import sample_words, stream_key
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 1  # of the rows that settings and data give; part of the cache's name
+_CHUNK = 1 << 20  # sentences looked at together: bounds the memory of building
+_HASH_BLOCK = 1 << 24
+
+
+@dataclass(frozen=True)
+class MappingSettings:
+    """What decides the rows besides the data.
+
+    Attributes:
+        max_length: most tokens of text in a sample, special tokens not counted; at least 2.
+        min_sentences: fewest sentences of a sample: 2 where it is split in a pair.
+        short_seq_prob: probability of a shorter target.
+        max_sentence_length: documents with a longer sentence are left out; None keeps them.
+        seed: of the short targets.
+        num_epochs: passes over the documents, each with its own short targets.
+        max_num_samples: start no further pass when there are as many; None sets no limit.
+    """
+
+    max_length: int
+    min_sentences: int = 2
+    short_seq_prob: float = 0.1
+    max_sentence_length: int | None = 512
+    seed: int = 0
+    num_epochs: int = 1
+    max_num_samples: int | None = None
+
+
+@dataclass
+class MappingCounts:
+    """What one pass over the documents used and left out."""
+
+    documents: int = 0
+    tokens: int = 0
+    empty_documents: int = 0
+    few_sentences_documents: int = 0
+    few_sentences_tokens: int = 0
+    long_sentence_documents: int = 0
+    long_sentence_tokens: int = 0
+    truncated_tokens: int = 0
+
+    def describe(self) -> str:
+        """One line for the log: what is not read, and why."""
+
+        def part(number: int) -> str:
+            return f"{number:,} tokens ({100 * number / max(self.tokens, 1):.2g} %)"
+
+        return (
+            f"of {self.documents:,} documents with {self.tokens:,} tokens, left out: {self.empty_documents:,} empty; "
+            f"{self.few_sentences_documents:,} with too few sentences, {part(self.few_sentences_tokens)}; "
+            f"{self.long_sentence_documents:,} with a sentence that is too long, {part(self.long_sentence_tokens)}; "
+            f"cut off where sentences overshoot a target: {part(self.truncated_tokens)}"
+        )
+
+
+@dataclass
+class SampleMapping:
+    """Rows [first sentence, end sentence, target length] of all samples, and what was left out.
+
+    `path` is the file that `rows` is mapped from, None where they are in memory.
+    """
+
+    rows: np.ndarray
+    counts: MappingCounts = field(default_factory=MappingCounts)
+    path: Path | None = None
+
+
+def build_mapping(
+    document_indices: np.ndarray, sequence_lengths: np.ndarray, settings: MappingSettings
+) -> SampleMapping:
+    """Pack sentences into samples.
+
+    Args:
+        document_indices: int64[documents + 1], first sentence of each document.
+        sequence_lengths: int32[sentences], in tokens.
+        settings: the rules.
+
+    Returns:
+        Rows uint32[n, 3], uint64 where there are more than 2**32 sentences; in the order of the text, pass by pass.
+    """
+    dtype = np.uint32 if len(sequence_lengths) < 1 << 32 else np.uint64
+    counts = MappingCounts()
+    parts = [np.empty((0, 3), dtype)]
+    enough = np.inf if settings.max_num_samples is None else settings.max_num_samples
+    for number in range(settings.num_epochs):
+        for first, last in _chunks(document_indices):
+            bounds = np.asarray(document_indices[first : last + 1], np.int64)
+            offset = int(bounds[0])
+            lengths = np.asarray(sequence_lengths[offset : int(bounds[-1])], np.int64)
+            if number == 0:
+                counts.documents += last - first
+                counts.tokens += int(lengths.sum())
+            documents, starts, ends = _usable(bounds - offset, lengths, settings, counts if number == 0 else None)
+            rows, truncated = _pack(first + documents, starts, ends, lengths, settings, number)
+            counts.truncated_tokens += truncated if number == 0 else 0
+            parts.append((rows + [offset, offset, 0]).astype(dtype))
+        num_samples = sum(map(len, parts))
+        if num_samples == 0 or num_samples >= enough:
+            break
+    return SampleMapping(np.concatenate(parts), counts)
+
+
+def _chunks(document_indices: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Runs of documents [first, last) with about `_CHUNK` sentences each."""
+    first, end = 0, len(document_indices) - 1
+    while first < end:
+        last = int(np.searchsorted(document_indices, document_indices[first] + _CHUNK, side="right")) - 1
+        last = min(max(last, first + 1), first + _CHUNK, end)
+        yield first, last
+        first = last
+
+
+def _usable(
+    bounds: np.ndarray, lengths: np.ndarray, settings: MappingSettings, counts: MappingCounts | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Numbers and sentence ranges (starts, ends) of the documents to pack; the others are counted."""
+    numbers = np.flatnonzero(np.diff(bounds))
+    starts, ends = bounds[numbers], bounds[numbers + 1]
+    few = ends - starts < settings.min_sentences
+    long = np.zeros_like(few)
+    if settings.max_sentence_length is not None and starts.size:
+        longest = np.maximum.reduceat(lengths, starts)
+        long = ~few & (ends - starts > 1) & (longest > settings.max_sentence_length)
+    if counts is not None and starts.size:
+        tokens = np.add.reduceat(lengths, starts)
+        counts.few_sentences_documents += int(few.sum())
+        counts.few_sentences_tokens += int(tokens[few].sum())
+        counts.long_sentence_documents += int(long.sum())
+        counts.long_sentence_tokens += int(tokens[long].sum())
+    if counts is not None:
+        counts.empty_documents += len(bounds) - 1 - len(numbers)
+    kept = ~few & ~long
+    return numbers[kept], starts[kept], ends[kept]
+
+
+def _pack(
+    documents: np.ndarray,
+    positions: np.ndarray,
+    ends: np.ndarray,
+    lengths: np.ndarray,
+    settings: MappingSettings,
+    number: int,
+) -> tuple[np.ndarray, int]:
+    """Rows int64[n, 3] of pass `number` over documents, and the tokens beyond their targets.
+
+    All documents advance together: turn k makes the k-th sample of each that has one.
+    """
+    offsets = np.concatenate([[0], np.cumsum(lengths)])  # of each sentence, in tokens
+    rows, truncated, turn = [np.empty((0, 3), np.int64)], 0, 0
+    words = column = np.empty((0, 0), np.uint64)  # a document's words are those of its column
+    while documents.size:
+        targets = np.full(documents.size, settings.max_length)
+        if settings.short_seq_prob > 0:
+            if 2 * turn == len(words):  # enough words for as many turns again
+                key = stream_key(settings.seed, "short sequences")
+                words = sample_words(key, np.full_like(documents, number), documents, max(4, 4 * turn))
+                column = np.arange(documents.size)
+            coin, length = words[2 * turn, column], words[2 * turn + 1, column]
+            short = coin < np.uint64(settings.short_seq_prob * 2**32)
+            lengths_of_short = 2 + (length * np.uint64(settings.max_length - 1) >> np.uint64(32)).astype(np.int64)
+            targets = np.where(short, lengths_of_short, targets)
+        stops = np.searchsorted(offsets, offsets[positions] + targets)
+        stops = np.maximum(stops, positions + settings.min_sentences)
+        stops = np.where(ends - stops > 1, stops, ends)
+        rows.append(np.stack([positions, stops, targets], axis=1))
+        truncated += int(np.maximum(offsets[stops] - offsets[positions] - targets, 0).sum())
+        going = stops < ends
+        documents, positions, ends = documents[going], stops[going], ends[going]
+        column = column[going] if settings.short_seq_prob > 0 else column
+        turn += 1
+    joined = np.concatenate(rows)
+    return joined[joined[:, 0].argsort(kind="stable")], truncated
+
+
+def load_mapping(
+    tokens: IndexedDataset, settings: MappingSettings, cache_dir: str | os.PathLike | None = None
+) -> SampleMapping:
+    """The mapping of a data file, from the cache where it is there and whole, else built and left there.
+
+    The cache is NAME.npy and NAME.json (counts, size, checksum) in `cache_dir`, by default beside the data; NAME holds
+    a hash of data and settings. Each file is written under a name of its own and renamed, the .json last. Equal names
+    have equal contents, so any number of processes on any machines may do this at once without waiting for each
+    other. Where nothing can be written, the mapping is kept in memory and a warning says so.
+    """
+    key = json.dumps([_VERSION, tokens.fingerprint, asdict(settings)], sort_keys=True)
+    name = f"{Path(tokens.prefix).name}_samples_{settings.max_length}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    folder = Path(tokens.prefix).parent if cache_dir is None else Path(cache_dir)
+    path = folder / f"{name}.npy"
+    mapping = _read(path)
+    if mapping is None:
+        mapping = build_mapping(tokens.document_indices, tokens.sequence_lengths, settings)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            mapping = _read(path) or _write(path, mapping)
+        except OSError as error:
+            logger.warning(
+                "the sample mapping of %s cannot be kept in %s (%s), so each start builds it again: give another "
+                "cache directory",
+                *(tokens.prefix, folder, error.strerror),
+            )
+    return mapping
+
+
+def _read(path: Path) -> SampleMapping | None:
+    """A mapping from its files; None where there is none, or (with a warning) a damaged one."""
+    record = path.with_suffix(".json")
+    if not record.is_file():
+        return None
+    try:
+        known = json.loads(record.read_bytes())
+        rows = np.load(path, mmap_mode="r", allow_pickle=False)
+        if known["rows"] != len(rows) or known["crc32"] != _checksum(rows):
+            raise ValueError("its checksum differs")
+        return SampleMapping(rows, MappingCounts(**known["counts"]), path)
+    except (OSError, ValueError, EOFError, LookupError, TypeError) as error:
+        logger.warning("%s is damaged (%s) and is built again", path, error)
+        return None
+
+
+def _write(path: Path, mapping: SampleMapping) -> SampleMapping:
+    record = {"rows": len(mapping.rows), "crc32": _checksum(mapping.rows), "counts": asdict(mapping.counts)}
+    _publish(path, lambda file: np.save(file, mapping.rows))
+    _publish(path.with_suffix(".json"), lambda file: file.write(json.dumps(record).encode()))
+    return SampleMapping(np.load(path, mmap_mode="r"), mapping.counts, path)
+
+
+def _publish(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+    """Write a file completely before it has its name; the name it has until then is nobody else's."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _checksum(rows: np.ndarray) -> int:
+    content, crc = np.ascontiguousarray(rows).reshape(-1).view(np.uint8), 0
+    for start in range(0, content.size, _HASH_BLOCK):
+        crc = zlib.crc32(content[start : start + _HASH_BLOCK], crc)
+    return crc
