@@ -21,7 +21,7 @@ class ModelArgs:
     model_cls: str = "transformers:T5ForConditionalGeneration"
     """Model class, as module:Class."""
     model_cfg: str | None = None
-    """Configuration of a new model, as a JSON file, for example models_configs/t5_configs/t5-small.json."""
+    """Configuration of a new model: a JSON file, or the name of one below models_configs, for example t5-small."""
     base_model: str | None = None
     """Hugging Face name or folder whose configuration is used; the weights are random (see --init_checkpoint)."""
     dropout_rate: float | None = None
@@ -370,8 +370,8 @@ class ExperimentArgs(TrainerArgs, OptimizerArgs, ModelArgs):
     def check(self) -> None:
         if self.model_cfg is None and self.base_model is None and self.init_checkpoint is None:
             raise UserError(
-                "no model is named: give --model_cfg FILE.json for a new one, for example "
-                "models_configs/t5_configs/t5-small.json, or --base_model NAME for a pre-trained one."
+                "no model is named: give --model_cfg for a new one, a file or a preset such as t5-small or "
+                "bert_base_uncased, or --base_model NAME for a pre-trained one."
             )
         if self.lr is None and not self.relative_step and not self.validate_only:
             raise UserError(

@@ -128,7 +128,7 @@ def model_from_args(args: ExperimentArgs, vocabulary_size: int) -> nn.Module:
     if "labels" not in forward_names_of(model_cls):
         raise UserError(
             f"--model_cls {args.model_cls}: its forward takes no labels and so gives no loss; choose a class "
-            "such as transformers:T5ForConditionalGeneration"
+            f"such as {type(args).model_cls}"
         )
     model = build_model(model_cls, config, seed=args.seed)
     if args.gradient_checkpointing:

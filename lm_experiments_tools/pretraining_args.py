@@ -4,7 +4,9 @@ As in args.py: a class that declares fields is a group of `--help`, the line und
 library only.
 """
 
+import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from lm_experiments_tools.args import ExperimentArgs, check_minimum
@@ -12,6 +14,18 @@ from lm_experiments_tools.errors import UserError
 
 NATIVE_TASKS = ("span_corruption", "prefix_lm", "ul2", "causal_lm", "mlm")
 SEQIO_TASKS = ("span_corruption", "prefix_lm")  # besides any registered one, module:name
+PAPER_DENOISERS = ("R:3:0.15", "R:8:0.15", "X:3:0.5", "X:8:0.5", "X:64:0.15", "X:64:0.5", "S:0.25@1.5")
+
+# What only some objectives read; registered tasks of seqio have settings of their own and read the lengths.
+_READ_BY = {
+    "target_seq_len": ("span_corruption", "prefix_lm", "ul2"),
+    "noise_density": ("span_corruption",),
+    "mean_noise_span_length": ("span_corruption",),
+    "denoisers": ("ul2",),
+    "mode_tokens": ("ul2",),
+    "mlm_probability": ("mlm",),
+    "bucket_rows": ("prefix_lm", "ul2"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +62,69 @@ class DataArgs:
         check_minimum(self, 0, "max_bad_lines")
         if not self.data_path and ":" not in getattr(self, "task", ""):
             raise UserError("--data_path is missing: --help says what it takes.")
-        if self.data_weights and len(self.data_weights) != len(self.data_path):
+        check_weights(self)
+
+
+def check_weights(args: "DataArgs") -> None:
+    """One weight for each `data_path`, or none at all."""
+    if args.data_weights and len(args.data_weights) != len(args.data_path):
+        raise UserError(
+            f"--data_weights has {len(args.data_weights)} numbers for {len(args.data_path)} of --data_path: give one "
+            "for each, or leave it out."
+        )
+    if any(not weight > 0.0 or weight == float("inf") for weight in args.data_weights):
+        raise UserError(f"--data_weights {args.data_weights}: each must be above 0 and finite.")
+
+
+@dataclass(frozen=True)
+class DenoiserSpec:
+    """One denoiser of UL2's mixture.
+
+    Attributes:
+        mode: R, X or S, which picks the mode token.
+        mean_noise_span_length: in tokens; None for prefix LM (S).
+        noise_density: fraction of the tokens that the targets hold.
+        weight: of its rows among all.
+    """
+
+    mode: str
+    mean_noise_span_length: float | None
+    noise_density: float
+    weight: Fraction = Fraction(1)
+
+    def __str__(self) -> str:
+        mean = "" if self.mean_noise_span_length is None else f":{self.mean_noise_span_length:g}"
+        return f"{self.mode}{mean}:{self.noise_density:g}"
+
+    @classmethod
+    def parse(cls, text: str) -> "DenoiserSpec":
+        """Read R:3:0.15, X:64:0.5@2 or S:0.25.
+
+        Raises:
+            UserError: not of this form, or a number out of its range.
+        """
+        number = r"(\d+\.?\d*|\.\d+)"
+        match = re.fullmatch(rf"(?:([RX]):{number}:{number}|(S):{number})(?:@{number})?", text)
+        if match is None:
             raise UserError(
-                f"--data_weights has {len(self.data_weights)} numbers for {len(self.data_path)} of --data_path: give "
-                "one for each, or leave it out."
+                f"--denoisers: {text!r} is no denoiser; write R:3:0.15 or X:64:0.5 (mean span length, fraction of "
+                "tokens) or S:0.25 (fraction), with a weight as in R:3:0.15@2 where it is not 1."
             )
-        if any(not weight > 0.0 or weight == float("inf") for weight in self.data_weights):
-            raise UserError(f"--data_weights {self.data_weights}: each must be above 0 and finite.")
+        mode, mean, density, prefix, prefix_density, weight = match.groups()
+        spec = cls(
+            mode or prefix,
+            None if prefix else float(mean),
+            float(density or prefix_density),
+            Fraction(weight or "1"),
+        )
+        if not 0.0 < spec.noise_density < 1.0 or (prefix and spec.noise_density > 0.5):
+            most = "at most 0.5" if prefix else "below 1"
+            raise UserError(f"--denoisers: the fraction of {text} must be above 0 and {most}.")
+        if mean is not None and spec.mean_noise_span_length < 1.0:
+            raise UserError(f"--denoisers: the mean span length of {text} must be at least 1.")
+        if spec.weight == 0:
+            raise UserError(f"--denoisers: the weight of {text} must be above 0; leave the denoiser out instead.")
+        return spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +132,25 @@ class ObjectiveArgs:
     """The training objective."""
 
     task: str = "span_corruption"
-    """span_corruption, prefix_lm, ul2, causal_lm, mlm; or module:name, a seqio Task or Mixture in that module."""
+    """span_corruption, prefix_lm, ul2 (encoder-decoders); causal_lm (decoders, encoder-decoders); mlm (encoders);
+    or module:name, a seqio Task or Mixture in that module."""
     input_seq_len: int = 128
-    """Encoder length, in tokens, eos included."""
+    """Encoder length, in tokens, eos included. causal_lm, mlm: tokens of a block."""
     target_seq_len: int = 128
     """Longest decoder length, in tokens, eos included; the length that span corruption needs must fit in it."""
     noise_density: float = 0.15
     """Fraction of tokens that span corruption removes, between 0 and 1."""
     mean_noise_span_length: float = 3.0
     """Mean length of a removed span, in tokens."""
+    denoisers: tuple[str, ...] = PAPER_DENOISERS
+    """ul2: mode:mean span length:fraction of tokens, or S:fraction (prefix LM), each with @weight where it is not 1."""
+    mode_tokens: bool = True
+    """ul2: begin each input with the token of its mode."""
+    mlm_probability: float = 0.15
+    """mlm: probability of a token to be predicted, between 0 and 1."""
+    bucket_rows: int | None = None
+    """prefix_lm, ul2: rows of like length to put together. None: --batch_size x workers, one micro-batch of all;
+    1: none."""
 
     def check(self) -> None:
         if self.task not in NATIVE_TASKS and ":" not in self.task:
@@ -78,15 +158,41 @@ class ObjectiveArgs:
                 f"--task {self.task} does not exist: there are {', '.join(NATIVE_TASKS)}, and seqio's registered "
                 "tasks as module:name."
             )
-        check_minimum(self, 1, "input_seq_len", "target_seq_len")
+        check_minimum(self, 1, "input_seq_len", "target_seq_len", "bucket_rows")
         check_minimum(self, 1.0, "mean_noise_span_length")
-        if not 0.0 < self.noise_density < 1.0:
-            raise UserError(f"--noise_density is {self.noise_density}: it must lie between 0 and 1, for example 0.15.")
+        for flag in ("noise_density", "mlm_probability"):
+            if not 0.0 < getattr(self, flag) < 1.0:
+                raise UserError(f"--{flag} is {getattr(self, flag)}: it must lie between 0 and 1, for example 0.15.")
+        if not self.denoisers:
+            raise UserError(f"--denoisers is empty: give at least one, for example {PAPER_DENOISERS[0]}.")
+        self.denoiser_specs()
+        self._check_unread()
+
+    def _check_unread(self) -> None:
+        for flag, tasks in _READ_BY.items():
+            if ":" in self.task and flag == "target_seq_len":
+                continue
+            if self.task not in tasks and getattr(self, flag) != getattr(ObjectiveArgs, flag):
+                raise UserError(
+                    f"--{flag} is not read by --task {self.task} but by {', '.join(tasks)}: leave it out."
+                )
+
+    def denoiser_specs(self) -> list[DenoiserSpec]:
+        """`--denoisers`, read; the text of a YAML scalar may hold several."""
+        return [DenoiserSpec.parse(text) for text in " ".join(self.denoisers).split()]
+
+    def varies_in_length(self) -> bool:
+        """Whether examples are padded to a common length."""
+        return self.task in ("prefix_lm", "ul2")
 
 
 @dataclass(frozen=True, kw_only=True)
 class T5PretrainingArgs(ExperimentArgs, ObjectiveArgs, DataArgs):
     """All arguments of run_t5_pretraining.py."""
+
+    def trim_to(self) -> int | None:
+        """Objectives of one length keep it: a short last row is not worth another shape."""
+        return super().trim_to() if self.varies_in_length() or ":" in self.task else None
 
     def check(self) -> None:
         if ":" in self.task:

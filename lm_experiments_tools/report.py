@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from lm_experiments_tools.plots import plot_curve
 
 if TYPE_CHECKING:
+    from lm_experiments_tools.data.bert_pretraining import BertPretrainingData
     from lm_experiments_tools.data.pretraining import PretrainingData
     from lm_experiments_tools.data.vocabulary import Vocabulary
     from lm_experiments_tools.trainer import TrainingLoop
@@ -24,11 +25,14 @@ NUM_BLANKS = 2
 NUM_OTHERS = 3  # next best first pieces to show
 
 
-def write_report(trainer: TrainingLoop, data: PretrainingData) -> None:
-    """Print the report on rank 0 and write it to report.txt and loss.png of the run; every worker calls it."""
+def write_report(trainer: TrainingLoop, examples: Sequence[tuple[str, str, str]]) -> None:
+    """Print the report on rank 0 and write it to report.txt and loss.png of the run; every worker calls it.
+
+    `examples` are made by `fill_in_examples` or `fill_in_masked_words`.
+    """
     folder = Path(trainer.args.model_path)
     lines = [_losses(trainer)]
-    for number, (text, truth, guess) in enumerate(fill_in_examples(trainer, data), start=1):
+    for number, (text, truth, guess) in enumerate(examples, start=1):
         lines += ["", f"Held-out text {number}:", f"  {text}", f"  true:  {truth}", f"  model: {guess}"]
     if not trainer.backend.is_main:
         return
@@ -69,10 +73,60 @@ def fill_in_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tuple
         guesses = read_guesses(output.sequences[0].tolist(), output.scores, vocabulary)
         examples.append((
             _numbered(vocabulary.decode(inputs.tolist())),
-            "  ".join(f"[{i + 1}] {vocabulary.decode(span.tolist())}" for i, span in enumerate(spans)),
-            "  ".join(f"[{i + 1}] {guesses.get(i, '(nothing)')}" for i in range(len(spans))),
+            _in_a_row(vocabulary.decode(span.tolist()) for span in spans),
+            _in_a_row(guesses.get(i, "(nothing)") for i in range(len(spans))),
         ))  # fmt: skip
     return examples
+
+
+def fill_in_masked_words(trainer: TrainingLoop, data: BertPretrainingData) -> list[tuple[str, str, str]]:
+    """As `fill_in_examples`, for a model that fills in masked pieces: the best piece for each, one by one."""
+    tokens, tokenizer = data.valid_tokens, data.tokenizer
+    offsets = np.append(tokens.sequence_pointers // tokens.dtype.itemsize, tokens.num_tokens)[tokens.document_indices]
+    long_enough = offsets[:-1][np.diff(offsets) >= WINDOW]
+    chosen = long_enough[np.linspace(0, len(long_enough) - 1, NUM_EXAMPLES).astype(int)] if len(long_enough) else []
+    trainer.backend.model.eval()
+    examples = []
+    for start in chosen:
+        window = np.asarray(tokens.tokens[start : start + WINDOW], dtype=np.int64)
+        words = _two_words(window, np.flatnonzero(tokenizer.starts_word[window]), tokenizer.decode)
+        masked = window.copy()
+        for begin, end in words:
+            masked[begin:end] = tokenizer.mask
+        ids = torch.from_numpy(np.concatenate([[tokenizer.cls], masked, [tokenizer.sep]]))[None]
+        with torch.no_grad():
+            outputs = trainer.backend.model(input_ids=ids.to(trainer.backend.device))
+        logits = outputs.get("prediction_logits", outputs.get("logits"))[0, 1:-1].float().cpu()
+        guesses = []
+        for begin, end in words:
+            best = logits[begin].topk(NUM_OTHERS + 1).indices.tolist()
+            word = tokenizer.decode([best[0], *logits[begin + 1 : end].argmax(-1).tolist()])
+            guesses.append(f"{word} (or: {' | '.join(tokenizer.decode([i]) for i in best[1:])})")
+        pieces, done = [], 0
+        for number, (begin, end) in enumerate(words, start=1):
+            pieces += [tokenizer.decode(window[done:begin]), f"[{number}]"]
+            done = end
+        examples.append((
+            " ".join(" ".join([*pieces, tokenizer.decode(window[done:])]).split()),
+            _in_a_row(tokenizer.decode(window[begin:end]) for begin, end in words),
+            _in_a_row(guesses),
+        ))  # fmt: skip
+    return examples
+
+
+def _in_a_row(texts: Iterable[str]) -> str:
+    return "  ".join(f"[{number}] {text}" for number, text in enumerate(texts, start=1))
+
+
+def _two_words(window: np.ndarray, starts: Sequence[int], decode: Callable[[Any], str]) -> list[tuple[int, int]]:
+    """Ranges of the words nearest to one third and two thirds of a token window, in order."""
+    words = [(begin, end) for begin, end in pairwise(starts) if _is_word(decode(window[begin:end]))]
+    chosen: list[tuple[int, int]] = []
+    for blank in range(NUM_BLANKS):
+        middle = (blank + 1) * len(window) / (NUM_BLANKS + 1)
+        left = [word for word in words if not chosen or word[0] >= chosen[-1][1]]
+        chosen += sorted(left, key=lambda word: abs(word[0] - middle))[:1]
+    return chosen
 
 
 def hide_words(window: np.ndarray, vocabulary: Vocabulary) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -82,13 +136,8 @@ def hide_words(window: np.ndarray, vocabulary: Vocabulary) -> tuple[np.ndarray, 
         The window with sentinels, and the hidden pieces in order.
     """
     starts = [i for i in range(len(window)) if vocabulary.starts_word(int(window[i]))]
-    words = [(begin, end) for begin, end in pairwise(starts) if _is_word(vocabulary.decode(window[begin:end]))]
     pieces, spans, done = [], [], 0
-    for blank in range(min(NUM_BLANKS, len(words))):
-        middle = (blank + 1) * len(window) / (NUM_BLANKS + 1)
-        begin, end = min((w for w in words if w[0] >= done), key=lambda word: abs(word[0] - middle), default=(0, 0))
-        if begin == end:
-            break
+    for blank, (begin, end) in enumerate(_two_words(window, starts, vocabulary.decode)):
         pieces += [window[done:begin], vocabulary.sentinel_ids[blank : blank + 1]]
         spans.append(window[begin:end])
         done = end

@@ -53,6 +53,7 @@ INSTANT = {
     "lm_experiments_tools/errors.py": set(),
     "lm_experiments_tools/args.py": set(),
     "lm_experiments_tools/pretraining_args.py": set(),
+    "lm_experiments_tools/bert_args.py": set(),
     "lm_experiments_tools/cli.py": {"tyro", "yaml"},
 }
 

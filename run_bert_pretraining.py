@@ -1,0 +1,70 @@
+"""Pre-train a BERT on your text with masked words and sentence pairs.
+
+On this machine (CPU or one GPU)::
+
+    python -m megatron.preprocess_data --input TEXT --output-prefix DATA --split-sentences \\
+        --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt
+    python run_bert_pretraining.py --data_path DATA_text_sentence --vocab_file vocab.txt --model_path runs/bert \\
+        --model_cfg bert_base_uncased --input_seq_len 128 --batch_size 32 --lr 1e-4 --weight_decay 0.01 \\
+        --lr_scheduler linear --num_warmup_steps 10000 --iters 1000000 --log_interval 500 --save_interval 10000
+
+The same, on several workers: put one of these in front of it in place of `python`::
+
+    horovodrun --gloo -np 2 python
+    torchrun --nproc_per_node 2
+    accelerate launch --config_file accelerate_configs/ddp.yaml
+
+The same command again continues an interrupted run. `--config run.yaml` reads flags from a file; `--model_cls
+my_module:MyBert` trains a model class of your own; `--use_nsp 0` masks words only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lm_experiments_tools.bert_args import BertPretrainingArgs
+from lm_experiments_tools.cli import parse, run_main
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args, origins = parse(BertPretrainingArgs, argv, description=__doc__)
+
+    # imported after parsing, so that --help and a mistyped flag answer at once
+    from lm_experiments_tools.backends import get_backend
+    from lm_experiments_tools.data.bert_pretraining import bert_metrics, bert_pretraining_data, check_bert_model
+    from lm_experiments_tools.experiment import model_from_args, optimizer_from_args, seed_worker, show_run, start_run
+    from lm_experiments_tools.losses import bert_loss
+    from lm_experiments_tools.report import fill_in_masked_words, write_report
+    from lm_experiments_tools.trainer import TrainingLoop
+
+    backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
+    run = start_run(args, backend)
+    data = bert_pretraining_data(args, backend)
+    model = model_from_args(args, data.tokenizer.vocab_size)
+    check_bert_model(args, model, data.tokenizer)
+    optimizer = None if args.validate_only else optimizer_from_args(args, model)
+    seed_worker(args.seed, backend.rank)
+    trainer = TrainingLoop(
+        args,
+        backend,
+        model,
+        optimizer,
+        None if args.validate_only else data.train,
+        data.valid,
+        batch_metrics_fn=bert_metrics,
+        tokenizer_dir=data.tokenizer_dir,
+        loss=bert_loss(args.use_nsp),
+    )
+    show_run(args, origins, run, backend, backend.unwrap(), data.train.samples_per_epoch, data.objective)
+    if args.validate_only:
+        trainer.validate(data.valid)
+    else:
+        trainer.train()
+    trainer.save_metrics(args.model_path)
+    if args.report:
+        write_report(trainer, fill_in_masked_words(trainer, data))
+    backend.close()
+
+
+if __name__ == "__main__":
+    run_main(main)
