@@ -8,8 +8,8 @@
 | `name[:config][:split]` | a row of a Hugging Face dataset, streamed (split `train` unless given) |
 
 A line that cannot be used (broken JSON, no such key, a number where text should be, no UTF-8, ...) is never dropped in
-silence: it comes out as a `BadLine`. Blank lines of a JSON-lines file are no data and are passed over; so is a UTF-8
-byte order mark.
+silence: it comes out as a `BadLine`, and so does a document too large for memory, of which no more than the limit is
+read. Blank lines of a JSON-lines file are no data and are passed over; so is a UTF-8 byte order mark.
 
 Large plain files are cut into byte ranges (`Piece`) at document boundaries, so that several processes can read one.
 """
@@ -25,16 +25,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import human_bytes
 
 logger = logging.getLogger(__name__)
 
 JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 TEXT_SUFFIXES = (".txt", ".txt.gz")
+MAX_DOCUMENT_BYTES = 256 << 20  # on disk; encoding one takes ten times that in memory
 _BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_SKIP_BYTES = 1 << 20
 _EXCERPT = 1000  # characters of a bad line kept in the quarantine file: enough to recognise it
 _DATASET_NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[^:]*))?(?::(?P<split>[^:]+))?")
 
@@ -137,8 +140,8 @@ def _boundaries(path: str, kind: str, size: int, piece_bytes: int) -> list[int]:
     with open(path, "rb") as file:
         while bounds[-1] + piece_bytes < size:
             file.seek(bounds[-1] + piece_bytes - 1)
-            file.readline()  # the rest of a line: blank or not, the line may not be
-            while kind == "text" and file.readline().strip():
+            _skip_line(file)  # the rest of a line: blank or not, the line may not be
+            while kind == "text" and _skip_line(file):
                 pass
             if file.tell() >= size:
                 break
@@ -146,12 +149,22 @@ def _boundaries(path: str, kind: str, size: int, piece_bytes: int) -> list[int]:
     return [*bounds, size] if size else []
 
 
+def _skip_line(file: BinaryIO) -> bool:
+    """Pass over a line of any length; returns whether there was anything on it."""
+    filled = False
+    while chunk := file.readline(_SKIP_BYTES):
+        filled = filled or bool(chunk.strip())
+        if chunk.endswith(b"\n"):
+            break
+    return filled
+
+
 def read_piece(piece: Piece, text_key: str = "text", first_line: int = 1) -> Iterator[Document | BadLine]:
     """The documents of a piece in order, and in between the lines that are none. Lines count from `first_line`."""
     if piece.kind == "dataset":
         yield from _read_dataset(piece, text_key)
         return
-    lines = _read_lines(piece, first_line)
+    lines = read_lines(piece, first_line)
     if piece.kind == "json":
         for number, line in lines:
             if line.strip():
@@ -159,13 +172,24 @@ def read_piece(piece: Piece, text_key: str = "text", first_line: int = 1) -> Ite
                 if isinstance(parsed, str):
                     yield Document(parsed, f"{piece.path}:{number}")
                 else:
-                    yield BadLine(number, parsed[0], _excerpt(line))
+                    yield BadLine(number, parsed[0], excerpt(line))
     else:
         yield from _read_text(lines, piece.path)
 
 
 def parse_json_line(line: bytes, text_key: str) -> str | tuple[str]:
     """The text of one JSON line, or a 1-tuple with the reason why there is none."""
+    record = parse_json_object(line)
+    return record if isinstance(record, tuple) else _text_of(record, text_key)
+
+
+def parse_json_object(line: bytes, max_bytes: int | None = None) -> dict[str, Any] | tuple[str]:
+    """The object on one JSON line, or a 1-tuple with the reason why there is none.
+
+    A line longer than `max_bytes` (None: MAX_DOCUMENT_BYTES) is not parsed.
+    """
+    if reason := too_long(len(line), max_bytes):
+        return (reason,)
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -174,15 +198,24 @@ def parse_json_line(line: bytes, text_key: str) -> str | tuple[str]:
         return ("not usable JSON: nested too deeply",)
     except ValueError as error:
         return (f"not valid JSON: {error}",)
-    return _text_of(record, text_key)
+    return record if isinstance(record, dict) else (f"a JSON {type(record).__name__}, not an object",)
 
 
-def _text_of(record: Any, text_key: str) -> str | tuple[str]:
-    if not isinstance(record, dict):
-        return (f"a JSON {type(record).__name__}, not an object",)
+def too_long(num_bytes: int, max_bytes: int | None = None) -> str:
+    """Why a document of so many bytes is bad: "" up to `max_bytes` (None: MAX_DOCUMENT_BYTES)."""
+    limit = MAX_DOCUMENT_BYTES if max_bytes is None else max_bytes
+    return f"a document of more than {human_bytes(limit)}: cut it into several" if num_bytes > limit else ""
+
+
+def no_key(record: dict[str, Any], key: str) -> str:
+    """The reason why a record without `key` is bad, with the keys it has."""
+    keys = ", ".join(repr(key) for key in list(record)[:8])
+    return f"no key {key!r} (there is {keys or 'none'})"
+
+
+def _text_of(record: dict[str, Any], text_key: str) -> str | tuple[str]:
     if text_key not in record:
-        keys = ", ".join(repr(key) for key in list(record)[:8])
-        return (f"no key {text_key!r} (there is {keys or 'none'})",)
+        return (no_key(record, text_key),)
     text = record[text_key]
     if not isinstance(text, str):
         return (f"{text_key!r} is of type {type(text).__name__}, not a string",)
@@ -191,8 +224,11 @@ def _text_of(record: Any, text_key: str) -> str | tuple[str]:
 
 
 def _unusable(text: str) -> str:
-    if not text.strip():
-        return "is empty"
+    return "is empty" if not text.strip() else unusable_characters(text)
+
+
+def unusable_characters(text: str) -> str:
+    """What in a text no tokenizer can take; "" if there is nothing."""
     if "\0" in text:
         return "contains a NUL character"
     if not text.isascii() and _SURROGATE.search(text):
@@ -202,11 +238,17 @@ def _unusable(text: str) -> str:
 
 def _read_text(lines: Iterator[tuple[int, bytes]], path: str) -> Iterator[Document | BadLine]:
     block: list[str] = []
-    start = 0
+    start = num_bytes = 0
     for number, line in lines:
         if not line.strip():
             if block:
                 yield Document("\n".join(block), f"{path}:{start}")
+            block, num_bytes = [], 0
+            continue
+        was_too_long, num_bytes = too_long(num_bytes), num_bytes + len(line)
+        if reason := too_long(num_bytes):  # said once; the document goes as a whole
+            if not was_too_long:
+                yield BadLine(start if block else number, f"{reason} by blank lines", excerpt(line))
             block = []
             continue
         try:
@@ -215,7 +257,7 @@ def _read_text(lines: Iterator[tuple[int, bytes]], path: str) -> Iterator[Docume
         except UnicodeDecodeError as error:
             reason = f"not UTF-8 at byte {error.start}"
         if reason:
-            yield BadLine(number, reason, _excerpt(line))
+            yield BadLine(number, reason, excerpt(line))
             continue
         start = start if block else number
         block.append(text)
@@ -223,24 +265,33 @@ def _read_text(lines: Iterator[tuple[int, bytes]], path: str) -> Iterator[Docume
         yield Document("\n".join(block), f"{path}:{start}")
 
 
-def _read_lines(piece: Piece, first_line: int) -> Iterator[tuple[int, bytes]]:
-    """(line number, bytes) of a byte range or of a whole compressed file."""
-    number = first_line - 1
-    position = piece.start
+def read_lines(piece: Piece, first_line: int = 1, max_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """(line number, bytes) of a byte range or of a whole compressed file.
+
+    Of a line longer than `max_bytes` (None: MAX_DOCUMENT_BYTES) one byte more than that is given, and the rest passed
+    over. Raises UserError for a damaged compressed file.
+    """
+    limit = MAX_DOCUMENT_BYTES if max_bytes is None else max_bytes
+    number, position = first_line - 1, piece.start
     try:
         with gzip.open(piece.path) if piece.end is None else open(piece.path, "rb") as file:
             file.seek(piece.start)
-            for number, line in enumerate(file, first_line):
-                yield number, line if position else line.removeprefix(_BOM)
-                position += len(line)
+            while line := file.readline(limit + 1):
+                number += 1
+                is_first, position = position == 0, position + len(line)
+                if len(line) > limit and not line.endswith(b"\n"):
+                    _skip_line(file)
+                    position = file.tell()
+                yield number, line.removeprefix(_BOM) if is_first else line
                 if position == piece.end:
                     return
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"{piece.path} is damaged after line {number} ({error}); compress or copy it again") from None
 
 
-def _excerpt(line: bytes) -> str:
-    return line.rstrip(b"\r\n").decode("utf-8", errors="backslashreplace")[:_EXCERPT]
+def excerpt(line: bytes) -> str:
+    """The beginning of a bad line, to recognise it by."""
+    return line[: 4 * _EXCERPT].rstrip(b"\r\n").decode("utf-8", errors="backslashreplace")[:_EXCERPT]
 
 
 def _load_dataset(item: str) -> Any:

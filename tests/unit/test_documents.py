@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from lm_experiments_tools.data import documents
 from lm_experiments_tools.data.documents import (
     BadLine,
     Document,
@@ -258,3 +259,32 @@ def test_ten_thousand_mutated_lines_are_kept_or_quarantined_and_nothing_else(tmp
     assert kept == {n: text for n, text in expected.items() if text is not None}
     assert [entry["line"] for entry in quarantined(tmp_path)] == [n for n, text in expected.items() if text is None]
     assert len(kept) > 500
+
+
+def test_a_document_larger_than_memory_is_a_bad_line_of_which_only_the_beginning_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 40)
+    long, longest = json.dumps({"text": "x" * 25}), json.dumps({"text": "y" * 5000})
+    lines = ['{"text": "a"}', longest, long, '{"text": "b"}', longest]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    (piece,) = plan_pieces([str(tmp_path / "data.jsonl")])
+    assert max(len(line) for _, line in documents.read_lines(piece)) == 41
+    blocks = ["one\ntwo", "three " * 5 + "\nfour\nfive\nsix", "z" * 5000 + "\nseven", "eight"]
+    (tmp_path / "data.txt").write_text("\n\n".join(blocks))
+    assert [d.text for d in read(tmp_path, [tmp_path / "data.jsonl"])] == ["a", "x" * 25, "b"]
+    bad = quarantined(tmp_path)
+    assert [entry["line"] for entry in bad] == [2, 5] and {entry["reason"] for entry in bad} == {
+        "a document of more than 40 B: cut it into several"
+    }
+    assert [d.text for d in read(tmp_path, [tmp_path / "data.txt"])] == ["one\ntwo", "eight"]
+    assert [entry["line"] for entry in quarantined(tmp_path)] == [4, 9]
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 100, 10**9])
+def test_pieces_of_files_with_long_lines_hold_every_line_once(tmp_path, monkeypatch, piece_bytes):
+    monkeypatch.setattr(documents, "_SKIP_BYTES", 4)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in (1, 50, 3, 200, 2)))
+    (tmp_path / "b.txt").write_text("\n\n".join(["one", "x" * 100 + "\n" + " " * 20 + "y", "two\nthree", "z" * 50]))
+    pieces = plan_pieces([str(tmp_path)], piece_bytes)
+    found = [item.text for piece in pieces for item in read_piece(piece)]
+    whole = [item.text for piece in plan_pieces([str(tmp_path)], 10**9) for item in read_piece(piece)]
+    assert found == whole and len(whole) == 9
