@@ -128,8 +128,9 @@ def _take_while_fitting(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Decide the first turns of all rows at once; returns the predictions left and the first turn not decided.
 
-    A turn is passed over if an earlier one that was not meets it. Applied to all turns at once and repeated, this
-    settles at least one turn more each time, and in practice all after three or four.
+    As long as all that is looked at fits, a turn is passed over if an earlier one that was not meets it. Applied to
+    all turns at once and repeated, this settles at least one turn more each time, and in practice all after three or
+    four. The first turn that does not fit ends it.
     """
     turns = min(order.shape[1], int(num_predictions.max(initial=0) * 0.75) + 1)  # about what is needed
     first, n = order[:, :turns], ngrams[:, :turns]
@@ -141,7 +142,8 @@ def _take_while_fitting(
     while previous is None or (taken != previous).any():
         previous, taken = taken, valid & ~(meets & taken[:, :, None]).any(axis=1)
     sizes = np.take_along_axis(begins, last, axis=1) - np.take_along_axis(begins, first, axis=1)
-    fits = np.cumsum(sizes * taken, axis=1) <= num_predictions[:, None]
+    before = np.cumsum(sizes * taken, axis=1) - sizes * taken
+    fits = (before + sizes <= num_predictions[:, None]) | ~valid
     decided = np.where(fits.all(axis=1), turns, fits.argmin(axis=1))
     taken &= np.arange(turns) < decided[:, None]
     for k in range(int(n.max(initial=0))):
