@@ -71,6 +71,28 @@ def test_add_dataset_equals_writing_at_once(tmp_path):
         assert (tmp_path / f"merged{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
 
 
+def test_adding_whole_documents_equals_adding_their_sequences(tmp_path):
+    documents = [[[1], [2, 3]], [], [[], [4, 5, 6]]]
+    write(tmp_path / "one_by_one", documents * 2)
+    with IndexedDatasetWriter(tmp_path / "at_once", np.uint16) as writer:
+        for _ in range(2):
+            writer.add_documents(np.arange(1, 7), np.array([1, 2, 0, 3]), np.array([2, 0, 2]))
+        writer.add_documents(*(np.empty(0, np.int64) for _ in range(3)))
+        with pytest.raises(ValueError, match="3 ids, sequences of 2; 1 sequences, documents of 1"):
+            writer.add_documents(np.arange(3), np.array([2]), np.array([1]))
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"at_once{suffix}").read_bytes() == (tmp_path / f"one_by_one{suffix}").read_bytes()
+
+
+def test_a_sidecar_of_other_files_is_refused(tmp_path):
+    for key, value, actual in (("dtype", "int16", "uint16"), ("num_documents", 3, 2), ("num_tokens", 6, 5)):
+        write(tmp_path / "x", EXAMPLE, meta={key: value})
+        with pytest.raises(UserError, match=rf"x\.json records {key} {value}, but .*x\.idx has {actual}"):
+            IndexedDataset(tmp_path / "x")
+    write(tmp_path / "x", EXAMPLE, meta={"dtype": "uint16", "num_documents": 2, "num_tokens": 5})
+    assert len(IndexedDataset(tmp_path / "x")) == 3
+
+
 def test_empty_dataset_opens(tmp_path):
     dataset = IndexedDataset(write(tmp_path / "x", []))
     assert (len(dataset), dataset.num_tokens, dataset.num_documents) == (0, 0, 0)
