@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend
-    from lm_experiments_tools.data.pretraining import pretraining_data, span_corruption_metrics
+    from lm_experiments_tools.data.pretraining import pretraining_data, pretraining_metrics
     from lm_experiments_tools.experiment import model_from_args, optimizer_from_args, seed_worker, show_run, start_run
     from lm_experiments_tools.report import fill_in_examples, write_report
     from lm_experiments_tools.trainer import TrainingLoop
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         optimizer,
         None if args.validate_only else data.train,
         data.valid,
-        batch_metrics_fn=span_corruption_metrics,
+        batch_metrics_fn=pretraining_metrics,
         generate_kwargs={"do_sample": False},
         tokenizer_dir=data.tokenizer_dir,
     )

@@ -165,11 +165,18 @@ class BatchArgs:
     """Largest absolute value of a gradient element. None or 0: no clipping."""
     max_skipped_updates: int = 20
     """Updates in a row that may be skipped for a non-finite gradient before the run stops."""
+    pad_to_multiple_of: int | None = None
+    """Cut columns that are padding in every row of a micro-batch, down to a multiple of this. None: never."""
 
     def check(self) -> None:
-        check_minimum(self, 1, "batch_size", "gradient_accumulation_steps", "max_skipped_updates")
+        flags = ("batch_size", "gradient_accumulation_steps", "max_skipped_updates", "pad_to_multiple_of")
+        check_minimum(self, 1, *flags)
         check_minimum(self, 0.0, "clip_grad_norm", "clip_grad_value")
         check_conflict(self, "clip_grad_norm", "clip_grad_value", "choose one way of clipping")
+
+    def trim_to(self) -> int | None:
+        """The multiple that widths of micro-batches are cut down to; None where they are kept."""
+        return self.pad_to_multiple_of
 
     def rows_per_worker(self) -> int:
         """Examples that one worker reads for one optimizer update."""

@@ -205,6 +205,7 @@ def split_batch(
     device: torch.device,
     has_decoder: bool = False,
     label_names: Sequence[str] = ("labels",),
+    trim_to: int | None = None,
 ) -> StepBatch:
     """Cut a worker's batch into micro-batches of at most `batch_size` rows and count what it weighs.
 
@@ -213,6 +214,7 @@ def split_batch(
         names: the model's forward arguments; other entries reach only the metrics functions.
         has_decoder: labels are a sequence of their own and count as tokens beside the inputs.
         label_names: entries whose valid labels are counted.
+        trim_to: cut columns that are padding in every row of a micro-batch, down to a multiple of this.
 
     Raises:
         UserError: a batch without rows, or with entries of different lengths.
@@ -229,18 +231,73 @@ def split_batch(
     mask, ids = batch.get("attention_mask"), batch.get("input_ids")
     tokens = int(mask.sum()) if mask is not None else (ids.numel() if ids is not None else 0)
     cut = {k for k, v in batch.items() if _has_rows(v, num_rows)}
-    labels = {name: batch.get(name) for name in label_names}  # the loader's: counting is no wait for the device
+    loaded = {k: batch[k] for k in rows}  # not on the device: looking at it is no wait
+    labels = {name: batch.get(name) for name in label_names}
     batch = {k: v.to(device, non_blocking=True) if k in rows else v for k, v in batch.items()}
     micro_batches = []
     for start in range(0, num_rows, batch_size):
         span = slice(start, start + batch_size)
         part = {k: v[span] if k in cut else v for k, v in batch.items()}
+        if trim_to is not None:
+            widths = used_widths({k: v[span] for k, v in loaded.items()}, trim_to, has_decoder)
+            part |= {k: part[k][:, :width].contiguous() for k, width in widths.items()}
         here = min(batch_size, num_rows - start)
         weights = {k: here if v is None else int((v[span] != IGNORED_LABEL).sum()) for k, v in labels.items()}
         inputs = {k: v for k, v in part.items() if k in names}
         micro_batches.append(MicroBatch(inputs, part, weights))
     weights = {name: sum(m.weights[name] for m in micro_batches) for name in label_names}
     return StepBatch(micro_batches, num_rows, weights, tokens + (weights["labels"] if has_decoder else 0))
+
+
+def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) -> dict[str, int]:
+    """How many columns of each entry of a micro-batch hold more than padding.
+
+    What goes with the inputs is as wide as `attention_mask` (labels too, unless `has_decoder`), what goes with a
+    decoder's labels as these.
+
+    Args:
+        rows: entries [rows, columns, ...]; those of other widths are left alone.
+        multiple: widths are rounded up to it, but not beyond what there is.
+
+    Returns:
+        {name: width} of the entries to cut.
+    """
+    labels = rows.get("labels")
+    sides = {
+        "attention_mask": rows.get("attention_mask"),
+        "labels": None if labels is None else labels != IGNORED_LABEL,
+    }
+    if not has_decoder and sides["labels"] is not None and sides["attention_mask"] is not None:
+        sides = {"attention_mask": sides["attention_mask"].bool() | sides["labels"]}
+    widths = {}
+    for side, used in sides.items():
+        if used is None or used.dim() != 2:
+            continue
+        columns = used.any(dim=0).nonzero()
+        width = -(-(int(columns[-1]) + 1) // multiple) * multiple if len(columns) else multiple
+        for name, value in rows.items():
+            of_decoder = has_decoder and (name == "labels" or name.startswith("decoder_"))
+            if of_decoder == (side == "labels") and value.dim() > 1 and value.shape[1] == used.shape[1] > width:
+                widths[name] = width
+    return widths
+
+
+def position_lost(then: str | None, now: str | None) -> str:
+    """Why a position in the data of a checkpoint has no meaning in other data, in a sentence.
+
+    Args:
+        then, now: their fingerprints, which may end in /bucket_rows=N (see data/buckets.py).
+    """
+    data, _, rows = (then or "").partition("/bucket_rows=")
+    if rows and (now or "").startswith(f"{data}/bucket_rows="):
+        return (
+            f"the checkpoint's data stood in buckets of {rows} rows and this run's stands in buckets of "
+            f"{now.rpartition('=')[2]}, so its position has no meaning; give --bucket_rows {rows} to continue"
+        )
+    return (
+        "the training data, its vocabulary, sequence lengths or --seed are not those of the checkpoint, so its "
+        "position in the data has no meaning; restore them, or start a new --model_path with --init_checkpoint"
+    )
 
 
 def _has_rows(value: Any, num_rows: int) -> bool:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from lm_experiments_tools.args import ExperimentArgs, TrainerArgs
     from lm_experiments_tools.backends.backend import Backend
+
+ModelKind = Literal["encoder-decoder", "decoder", "encoder"]
 
 logger = logging.getLogger(__name__)
 
@@ -118,10 +120,7 @@ def model_from_args(args: ExperimentArgs, vocabulary_size: int) -> nn.Module:
     Raises:
         UserError: class or configuration cannot be had, or the embedding is smaller than the vocabulary.
     """
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
-    model_cls = get_cls_by_name(args.model_cls)
-    config = _config(args, getattr(model_cls, "config_class", None))
+    model_cls, config = _class_and_config(args)
     if args.dropout_rate is not None:
         _set_dropout(config, args.dropout_rate)
     check_vocabulary(config, vocabulary_size)
@@ -151,6 +150,30 @@ def optimizer_from_args(args: ExperimentArgs, model: nn.Module) -> Optimizer:
         relative_step=args.relative_step,
         warmup_init=args.warmup_init,
     )
+
+
+def model_kind(args: ExperimentArgs) -> ModelKind:
+    """What `--model_cls` is: by its configuration's `is_encoder_decoder`, and a decoder if it can generate.
+
+    Without a configuration (`lmtools inspect` needs none) the class' default one is asked.
+
+    Raises:
+        UserError: class or configuration cannot be had.
+    """
+    model_cls, config = _class_and_config(args)
+    if getattr(config, "is_encoder_decoder", False):
+        return "encoder-decoder"
+    return "decoder" if hasattr(model_cls, "can_generate") and model_cls.can_generate() else "encoder"
+
+
+def _class_and_config(args: ExperimentArgs) -> tuple[type, PreTrainedConfig]:
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    model_cls = get_cls_by_name(args.model_cls)
+    config_cls = getattr(model_cls, "config_class", None)
+    if config_cls is not None and not (args.model_cfg or args.base_model or args.init_checkpoint):
+        return model_cls, config_cls()
+    return model_cls, _config(args, config_cls)
 
 
 def _config(args: ExperimentArgs, config_cls: type | None) -> PreTrainedConfig:

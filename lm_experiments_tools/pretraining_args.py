@@ -143,7 +143,8 @@ class ObjectiveArgs:
     mean_noise_span_length: float = 3.0
     """Mean length of a removed span, in tokens."""
     denoisers: tuple[str, ...] = PAPER_DENOISERS
-    """ul2: mode:mean span length:fraction of tokens, or S:fraction (prefix LM), each with @weight where it is not 1."""
+    """ul2: mode:mean span length:fraction of tokens, or S:fraction (prefix LM); each with @weight where that is not
+    1."""
     mode_tokens: bool = True
     """ul2: begin each input with the token of its mode."""
     mlm_probability: float = 0.15
@@ -173,9 +174,7 @@ class ObjectiveArgs:
             if ":" in self.task and flag == "target_seq_len":
                 continue
             if self.task not in tasks and getattr(self, flag) != getattr(ObjectiveArgs, flag):
-                raise UserError(
-                    f"--{flag} is not read by --task {self.task} but by {', '.join(tasks)}: leave it out."
-                )
+                raise UserError(f"--{flag} is not read by --task {self.task} but by {', '.join(tasks)}: leave it out.")
 
     def denoiser_specs(self) -> list[DenoiserSpec]:
         """`--denoisers`, read; the text of a YAML scalar may hold several."""
@@ -189,6 +188,8 @@ class ObjectiveArgs:
 @dataclass(frozen=True, kw_only=True)
 class T5PretrainingArgs(ExperimentArgs, ObjectiveArgs, DataArgs):
     """All arguments of run_t5_pretraining.py."""
+
+    pad_to_multiple_of: int | None = 8
 
     def trim_to(self) -> int | None:
         """Objectives of one length keep it: a short last row is not worth another shape."""

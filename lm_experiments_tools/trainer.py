@@ -31,6 +31,7 @@ from lm_experiments_tools.batches import (
     StepBatch,
     forward_names,
     padded,
+    position_lost,
     preserved_random_state,
     random_state,
     set_random_state,
@@ -228,11 +229,7 @@ class TrainingLoop:
             return
         here = getattr(self.stream.loader, "fingerprint", None)
         if self.state.data_fingerprint != here:
-            raise UserError(
-                "the training data, its vocabulary, sequence lengths or --seed are not those of the checkpoint, so "
-                "its position in the data has no meaning; restore them, or start a new --model_path with "
-                "--init_checkpoint"
-            )
+            raise UserError(position_lost(self.state.data_fingerprint, here))
         if own is None and here is None:
             raise UserError(
                 "the checkpoint was saved by another number of workers, and this data loader has no seek() to find "
@@ -379,8 +376,9 @@ class TrainingLoop:
 
     def _split(self, batch: Mapping[str, Any]) -> StepBatch:
         batch = self.batch_transform_fn(batch) if self.batch_transform_fn else batch
-        names, labels = self.forward_names, self.loss.label_names()
-        return split_batch(batch, self.args.batch_size, names, self.backend.device, self.has_decoder, labels)
+        names, labels, trim_to = self.forward_names, self.loss.label_names(), self.args.trim_to()
+        where = self.backend.device, self.has_decoder
+        return split_batch(batch, self.args.batch_size, names, *where, labels, trim_to)
 
     def _agree(self, part: StepBatch) -> tuple[dict[str, int], int, int, int]:
         """Global weights, samples and tokens, the largest number of micro-batches, and any signal: one collective."""

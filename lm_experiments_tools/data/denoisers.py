@@ -209,23 +209,19 @@ def fitting_span_denoiser(name: str, inputs_length: int, targets_length: int, de
     Raises:
         UserError: no row of 2 tokens fits.
     """
-    room = inputs_length - (denoiser.mode_id is not None)
+    room, sentinels = inputs_length - (denoiser.mode_id is not None), len(denoiser.sentinel_ids)
     density, mean = denoiser.noise_density, denoiser.mean_noise_span_length
-    length = random_spans_lengths(room, density, mean)[0]
-    sentinels = len(denoiser.sentinel_ids)
-    while length > 1:
+    longest = random_spans_lengths(room, density, mean)[0]
+    for length in range(longest, 1, -1):
         counts = count_spans(length, density, mean)
         if counts.inputs_length <= room and counts.targets_length <= targets_length and counts.num_spans <= sentinels:
-            break
-        if counts.num_spans > sentinels >= count_spans(length - 1, density, mean).num_spans:
-            logger.info(
-                "denoiser %s: rows of %d tokens, because longer ones need more than the %d sentinels of the vocabulary",
-                *(name, length - 1, sentinels),
-            )
-        length -= 1
-    else:
-        raise UserError(
-            f"denoiser {name} has no room in {inputs_length} inputs and {targets_length} targets (--input_seq_len, "
-            "--target_seq_len): make them longer."
-        )
-    return replace(denoiser, counts=counts)
+            if length < longest - 1 and counts.num_spans == sentinels:
+                logger.info(
+                    "denoiser %s reads rows of %d tokens, not %d, which need more spans than the %d sentinels",
+                    *(name, length, longest, sentinels),
+                )
+            return replace(denoiser, counts=counts)
+    raise UserError(
+        f"denoiser {name} has no room in {inputs_length} inputs and {targets_length} targets (--input_seq_len, "
+        "--target_seq_len): make them longer."
+    )

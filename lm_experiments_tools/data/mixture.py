@@ -203,6 +203,15 @@ class MixtureDataset:
         in_epoch = self._counts[blocks, members] + np.count_nonzero(earlier, axis=1)
         return members, epochs * self.samples_per_epoch[members] + in_epoch
 
+    def lengths(self, samples: np.ndarray) -> np.ndarray:
+        """Lengths of inputs and targets, int64[2, n], from members that tell them (see data/buckets.py)."""
+        members, numbers = self.locate(samples)
+        lengths = np.empty((2, len(members)), np.int64)
+        for member in np.unique(members).tolist():
+            here = members == member
+            lengths[:, here] = self.datasets[member].lengths(numbers[here])
+        return lengths
+
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Samples by global number, each as its member makes it, padded to the longest member.
 

@@ -1,35 +1,149 @@
-"""The training objectives by name: from a tape of tokens to a dataset of numbered examples."""
+"""The training objectives by name: from tapes of tokens to a dataset of numbered examples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lm_experiments_tools.data.dataset import SpanCorruptionDataset, TokenSource
+from lm_experiments_tools.data.buckets import BucketedDataset
+from lm_experiments_tools.data.causal_lm import CausalLMDataset
+from lm_experiments_tools.data.dataset import PrefixLMDataset, SpanCorruptionDataset
 from lm_experiments_tools.data.loader import SampleDataset
+from lm_experiments_tools.data.mixture import MixtureDataset
+from lm_experiments_tools.data.mlm import MaskedLMDataset
+from lm_experiments_tools.data.order import stream_key
+from lm_experiments_tools.data.tape import TokenSource
+from lm_experiments_tools.data.ul2 import UL2Dataset, mode_ids
 from lm_experiments_tools.data.vocabulary import Vocabulary
+from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.pretraining_args import ObjectiveArgs
+    from lm_experiments_tools.experiment import ModelKind
+    from lm_experiments_tools.pretraining_args import T5PretrainingArgs
+
+MASK_PIECES = ("[MASK]", "<mask>")
+
+# Kinds of models (`experiment.model_kind`) that an objective can train.
+MODELS_OF: dict[str, tuple[ModelKind, ...]] = {
+    "span_corruption": ("encoder-decoder",),
+    "prefix_lm": ("encoder-decoder",),
+    "ul2": ("encoder-decoder",),
+    "causal_lm": ("decoder", "encoder-decoder"),
+    "mlm": ("encoder",),
+}
+_EXAMPLE_OF = {
+    "encoder-decoder": "transformers:T5ForConditionalGeneration",
+    "decoder": "transformers:GPT2LMHeadModel",
+    "encoder": "transformers:BertForMaskedLM",
+}
+
+
+def check_model(args: T5PretrainingArgs) -> None:
+    """Refuse a model that cannot learn the objective.
+
+    Raises:
+        UserError: with the kinds of models that can.
+    """
+    from lm_experiments_tools.experiment import model_kind
+
+    kind, kinds = model_kind(args), MODELS_OF.get(args.task)
+    if kinds is not None and kind not in kinds:
+        raise UserError(
+            f"--task {args.task} is for {' and '.join(f'{kind}s' for kind in kinds)}, and --model_cls "
+            f"{args.model_cls} is {'a' if kind == 'decoder' else 'an'} {kind}: choose a class such as "
+            f"{_EXAMPLE_OF[kinds[0]]}, or another --task."
+        )
 
 
 def objective_dataset(
-    args: ObjectiveArgs, tokens: TokenSource | Sequence[TokenSource], vocabulary: Vocabulary, *, seed: int
+    args: T5PretrainingArgs,
+    tokens: TokenSource | Sequence[TokenSource],
+    vocabulary: Vocabulary,
+    *,
+    seed: int,
+    world_size: int = 1,
 ) -> SampleDataset:
-    """The dataset that `--task` describes, over the given tokens.
+    """The dataset that `--task` describes, over the given tokens, read as one tape.
+
+    Args:
+        world_size: workers of the run, for the rows of a bucket.
 
     Raises:
         UserError: settings that the objective refuses, or tokens of another vocabulary.
     """
+    return _in_buckets(args, _examples(args, tokens, vocabulary, seed), seed, world_size)
+
+
+def mixed_dataset(
+    args: T5PretrainingArgs, tokens: Sequence[TokenSource], vocabulary: Vocabulary, *, seed: int, world_size: int = 1
+) -> SampleDataset:
+    """`objective_dataset` of each of `tokens`, mixed by `--data_weights` and `--data_blending`; of one, itself."""
+    if len(tokens) == 1:
+        return objective_dataset(args, tokens[0], vocabulary, seed=seed, world_size=world_size)
+    # A seed for each: equal ones would give members of equal size the same order and noise.
+    members = [
+        _examples(args, source, vocabulary, stream_key(seed, f"member {number}"))
+        for number, source in enumerate(tokens)
+    ]
+    mixture = MixtureDataset(members, args.data_weights or None, args.data_blending, pad_id=vocabulary.pad_id)
+    return _in_buckets(args, mixture, seed, world_size)
+
+
+def mask_id(vocabulary: Vocabulary) -> int:
+    """What hides a token in masked LM: the piece [MASK] or <mask>, else sentinel 0.
+
+    Raises:
+        UserError: a vocabulary with none of them.
+    """
+    found = [index for piece in MASK_PIECES if (index := vocabulary.find(piece)) is not None]
+    if not found and vocabulary.num_sentinels == 0:
+        raise UserError(
+            f"--task mlm needs a token that hides others, but {vocabulary.path} has neither "
+            f"{' nor '.join(MASK_PIECES)} nor a sentinel: train one with `lmtools vocab`."
+        )
+    return found[0] if found else int(vocabulary.sentinel_ids[0])
+
+
+def _in_buckets(args: T5PretrainingArgs, dataset: SampleDataset, seed: int, world_size: int) -> SampleDataset:
+    if not args.varies_in_length():
+        return dataset
+    return BucketedDataset(dataset, args.bucket_rows or args.batch_size * world_size, seed, args.trim_to())
+
+
+def _examples(
+    args: T5PretrainingArgs, tokens: TokenSource | Sequence[TokenSource], vocabulary: Vocabulary, seed: int
+) -> SampleDataset:
+    """The objective's examples in their own order."""
+    ids = {"pad_id": vocabulary.pad_id, "vocab_size": vocabulary.size, "seed": seed}
+    lengths = args.input_seq_len, args.target_seq_len
+    if args.task == "mlm":
+        special = [vocabulary.pad_id, vocabulary.eos_id, vocabulary.unk_id, *vocabulary.sentinel_ids.tolist()]
+        return MaskedLMDataset(
+            tokens,
+            args.input_seq_len,
+            mask_id=mask_id(vocabulary),
+            special_ids=special,
+            probability=args.mlm_probability,
+            **ids,
+        )
+    ids["eos_id"] = vocabulary.eos_id
+    if args.task == "causal_lm":
+        from lm_experiments_tools.experiment import model_kind
+
+        return CausalLMDataset(
+            tokens, args.input_seq_len, encoder_decoder=model_kind(args) == "encoder-decoder", **ids
+        )
+    if args.task == "prefix_lm":
+        return PrefixLMDataset(tokens, *lengths, **ids)
+    if args.task == "ul2":
+        modes = mode_ids(vocabulary) if args.mode_tokens else {}
+        sentinels = [index for index in vocabulary.sentinel_ids.tolist() if index not in modes.values()]
+        return UL2Dataset(tokens, *lengths, args.denoiser_specs(), modes=modes, sentinel_ids=sentinels, **ids)
     return SpanCorruptionDataset(
         tokens,
-        args.input_seq_len,
-        args.target_seq_len,
+        *lengths,
         sentinel_ids=vocabulary.sentinel_ids,
-        eos_id=vocabulary.eos_id,
-        pad_id=vocabulary.pad_id,
-        vocab_size=vocabulary.size,
         noise_density=args.noise_density,
         mean_noise_span_length=args.mean_noise_span_length,
-        seed=seed,
+        **ids,
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lm_experiments_tools.batches import IGNORED_LABEL
 from lm_experiments_tools.data.indexed import IndexedDataset, dataset_exists
 from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
-from lm_experiments_tools.data.objectives import objective_dataset
+from lm_experiments_tools.data.objectives import check_model, mixed_dataset, objective_dataset
 from lm_experiments_tools.data.tokenize import ensure_tokenized
 from lm_experiments_tools.data.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
@@ -50,18 +50,17 @@ class PretrainingData:
     objective: str
 
 
-def span_corruption_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A `batch_metrics_fn`: the loss and, with `--use_generate_on_valid`, the part of target tokens generated rightly.
+def pretraining_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A `batch_metrics_fn`: with `--use_generate_on_valid`, the part of target tokens generated rightly.
 
     `generation_accuracy` compares position by position, so one token too many makes all that follow wrong.
     """
-    values: dict[str, Any] = {"loss": outputs["loss"]}
-    if "generation_outputs" in outputs:
-        labels, generated = batch["labels"], outputs["generation_outputs"][:, 1:]  # without the start token
-        width = min(labels.shape[1], generated.shape[1])
-        right = (generated[:, :width] == labels[:, :width]).sum()
-        values["generation_accuracy"] = (right, (labels != IGNORED_LABEL).sum())
-    return values
+    if "generation_outputs" not in outputs:
+        return {}
+    labels, generated = batch["labels"], outputs["generation_outputs"][:, 1:]  # without the start token
+    width = min(labels.shape[1], generated.shape[1])
+    right = (generated[:, :width] == labels[:, :width]).sum()
+    return {"generation_accuracy": (right, (labels != IGNORED_LABEL).sum())}
 
 
 def pretraining_data(args: T5PretrainingArgs, backend: Backend) -> PretrainingData:
@@ -72,6 +71,8 @@ def pretraining_data(args: T5PretrainingArgs, backend: Backend) -> PretrainingDa
     Raises:
         UserError: data or vocabulary that is missing, empty, damaged or of another vocabulary.
     """
+    if args.model_cfg or args.base_model or args.init_checkpoint:  # to look at data takes no model
+        on_all(backend, lambda: check_model(args))
     vocab_path = vocabulary_path(args)
     vocabulary = Vocabulary.load(vocab_path)
     valid: ValidSource | None = None
@@ -142,16 +143,15 @@ def open_tokens(path: str, vocab_path: Path, args: T5PretrainingArgs) -> Indexed
 
 
 def _train_loader(args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, vocab_path: Path) -> TrainLoader:
-    if len(args.data_path) > 1:
-        raise UserError("several --data_path are not mixed yet: give one")  # MixtureDataset goes here
-    dataset = objective_dataset(args, open_tokens(args.data_path[0], vocab_path, args), vocabulary, seed=args.seed)
+    tokens = [open_tokens(path, vocab_path, args) for path in args.data_path]
+    dataset = mixed_dataset(args, tokens, vocabulary, seed=args.seed, world_size=backend.world_size)
     return TrainLoader(dataset, args.rows_per_worker(), backend.rank, backend.world_size)
 
 
 def _valid_loader(
     args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, tokens: IndexedDataset
 ) -> ValidLoader:
-    dataset = objective_dataset(args, tokens, vocabulary, seed=args.seed)
+    dataset = objective_dataset(args, tokens, vocabulary, seed=args.seed, world_size=backend.world_size)
     where = (backend.rank, backend.world_size)
     return ValidLoader(dataset, args.rows_per_worker(), *where, num_samples=args.valid_samples)
 

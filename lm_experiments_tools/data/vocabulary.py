@@ -125,6 +125,11 @@ class Vocabulary:
             return sentinel_piece(self._sentinel_number[index])
         return self._processor.id_to_piece(index)
 
+    def find(self, piece: str) -> int | None:
+        """The id of a piece, or None where the vocabulary has no such piece."""
+        index = self._processor.piece_to_id(piece)
+        return index if self._processor.id_to_piece(index) == piece else None
+
     def starts_word(self, index: int) -> bool:
         """Whether a piece begins a word: it carries the space before it."""
         return index < self.num_pieces and self._processor.id_to_piece(index).startswith("\u2581")

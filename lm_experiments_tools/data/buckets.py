@@ -1,0 +1,115 @@
+"""Samples of like length next to each other, so that little of a micro-batch is padding.
+
+The samples of a window (32 buckets) are sorted by length and cut into buckets of `bucket_rows`; the buckets then stand
+in random order. One worked example, a window of 8 samples, buckets of 2, lengths below:
+
+    samples     0  1  2  3  4  5  6  7
+    lengths     5  9  2  7  1  8  3  6
+    by length   4  2 | 6  0 | 7  3 | 5  1
+    buckets 2 0 3 1 in this order:   7 3   4 2   5 1   6 0
+
+Windows and buckets lie on the grid of global sample numbers, so that a micro-batch of `bucket_rows` rows over all
+workers is one bucket, and are cut where an epoch ends, so that each epoch still has each of its samples once. The
+arrangement is a pure function of (seed, sample) as the dataset is, for any number of workers; it depends on
+`bucket_rows`, which the fingerprint therefore names.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from lm_experiments_tools.data.loader import SampleDataset
+from lm_experiments_tools.data.order import sample_words, stream_key
+
+_BUCKETS = 32  # in a window: the lengths in a bucket then differ by about 1/32 of their range
+_MEASURED_WINDOWS = 8
+_32 = np.uint64(32)
+
+
+class SizedDataset(SampleDataset, Protocol):
+    """A dataset that tells how long samples are without making them."""
+
+    def lengths(self, samples: np.ndarray) -> np.ndarray: ...
+
+
+class BucketedDataset:
+    """The same samples in another order.
+
+    Args:
+        dataset: its `lengths` are int64[2, n], tokens of inputs and of targets.
+        bucket_rows: rows of a bucket; best the rows of a micro-batch over all workers. 1 leaves the order random.
+        seed: fixes the order of buckets.
+        pad_to_multiple_of: widths that a trimmed micro-batch may have, for `padding`; None: it is not trimmed.
+    """
+
+    def __init__(self, dataset: SizedDataset, bucket_rows: int, seed: int, pad_to_multiple_of: int | None = 8) -> None:
+        self.dataset, self.bucket_rows, self.pad_to_multiple_of = dataset, bucket_rows, pad_to_multiple_of
+        self.window = _BUCKETS * bucket_rows
+        self._key = stream_key(seed, "buckets")
+        self._arranged = lru_cache(maxsize=8)(self._arrange)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def fingerprint(self) -> str:
+        """The dataset's, with the rows of a bucket in plain sight, for the message when they differ."""
+        return f"{self.dataset.fingerprint}/bucket_rows={self.bucket_rows}"
+
+    def describe(self) -> str:
+        """The dataset, and what padding is left, for the log."""
+        return (
+            f"{self.dataset.describe()}; buckets of {self.bucket_rows} rows, "
+            f"{self.padding():.1%} padding ({self.padding(bucketed=False):.1%} without)"
+        )
+
+    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Samples by global number int64[n], any order, any epochs; as the dataset's."""
+        return self.dataset.batch(self.arranged(samples))
+
+    def arranged(self, samples: np.ndarray) -> np.ndarray:
+        """The numbers int64[n] that the dataset has for these samples."""
+        samples = np.asarray(samples, np.int64)
+        begins = np.maximum(samples // len(self) * len(self), samples // self.window * self.window)
+        numbers = np.empty_like(samples)
+        for begin in np.unique(begins).tolist():
+            here = begins == begin
+            numbers[here] = self._arranged(begin)[samples[here] - begin]
+        return numbers
+
+    def _arrange(self, begin: int) -> np.ndarray:
+        """What stands at `begin` and after it, up to the end of the window or of the epoch."""
+        end = min((begin // len(self) + 1) * len(self), (begin // self.window + 1) * self.window)
+        grid = np.arange(begin // self.bucket_rows + 1, -(-end // self.bucket_rows)) * self.bucket_rows
+        bounds = np.concatenate([[begin], grid, [end]])
+        low, high = sample_words(self._key, np.zeros(len(bounds) - 1), bounds[:-1], 2)
+        order = np.argsort(high << _32 | low)
+        samples = np.arange(begin, end)
+        inputs, targets = self.dataset.lengths(samples)
+        by_length = samples[np.lexsort((inputs, targets))]
+        sizes = np.diff(bounds)[order]
+        arranged, taken = np.empty_like(samples), 0
+        for place, size in zip((bounds[:-1] - begin)[order].tolist(), sizes.tolist(), strict=True):
+            arranged[place : place + size] = by_length[taken : taken + size]
+            taken += size
+        return arranged
+
+    def padding(self, bucketed: bool = True) -> float:
+        """The part of the cells of inputs and targets that is padding, in micro-batches of `bucket_rows` rows.
+
+        Counted over the first windows; `bucketed=False` is what the dataset's own order would have.
+        """
+        rows = self.bucket_rows
+        samples = np.arange(min(_MEASURED_WINDOWS * self.window, max(len(self) // rows, 1) * rows))
+        lengths = self.dataset.lengths(self.arranged(samples) if bucketed else samples)
+        edges = np.arange(0, len(samples), rows)
+        widths = np.maximum.reduceat(lengths, edges, axis=1)
+        if self.pad_to_multiple_of is None:
+            widths[:] = lengths.max(axis=1, keepdims=True)
+        else:
+            step = self.pad_to_multiple_of
+            widths = np.minimum(-(-widths // step) * step, lengths.max(axis=1, keepdims=True))
+        return 1.0 - lengths.sum() / (widths * np.diff(np.append(edges, len(samples)))).sum()
