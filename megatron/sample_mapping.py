@@ -231,12 +231,14 @@ def load_mapping(
     name = f"{Path(tokens.prefix).name}_samples_{settings.max_length}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     folder = Path(tokens.prefix).parent if cache_dir is None else Path(cache_dir)
     path = folder / f"{name}.npy"
+    damaged = path.with_suffix(".json").is_file()
     mapping = _read(path)
     if mapping is None:
         mapping = build_mapping(tokens.document_indices, tokens.sequence_lengths, settings)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            mapping = _read(path) or _write(path, mapping)
+            # Another process may have been faster; its file may be mapped by others already.
+            mapping = (None if damaged else _read(path)) or _write(path, mapping)
         except OSError as error:
             logger.warning(
                 "the sample mapping of %s cannot be kept in %s (%s), so each start builds it again: give another "
@@ -253,18 +255,18 @@ def _read(path: Path) -> SampleMapping | None:
         return None
     try:
         known = json.loads(record.read_bytes())
-        rows = np.load(path, mmap_mode="r", allow_pickle=False)
-        if known["rows"] != len(rows) or known["crc32"] != _checksum(rows):
+        counts, checksum = MappingCounts(**known["counts"]), known["crc32"]
+        if checksum != _checksum(path):  # before numpy parses it
             raise ValueError("its checksum differs")
-        return SampleMapping(rows, MappingCounts(**known["counts"]), path)
-    except (OSError, ValueError, EOFError, LookupError, TypeError) as error:
-        logger.warning("%s is damaged (%s) and is built again", path, error)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        logger.warning("the sample mapping %s is damaged (%s) and is built again", path, error)
         return None
+    return SampleMapping(np.load(path, mmap_mode="r"), counts, path)
 
 
 def _write(path: Path, mapping: SampleMapping) -> SampleMapping:
-    record = {"rows": len(mapping.rows), "crc32": _checksum(mapping.rows), "counts": asdict(mapping.counts)}
     _publish(path, lambda file: np.save(file, mapping.rows))
+    record = {"crc32": _checksum(path), "counts": asdict(mapping.counts)}
     _publish(path.with_suffix(".json"), lambda file: file.write(json.dumps(record).encode()))
     return SampleMapping(np.load(path, mmap_mode="r"), mapping.counts, path)
 
@@ -282,8 +284,9 @@ def _publish(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _checksum(rows: np.ndarray) -> int:
-    content, crc = np.ascontiguousarray(rows).reshape(-1).view(np.uint8), 0
-    for start in range(0, content.size, _HASH_BLOCK):
-        crc = zlib.crc32(content[start : start + _HASH_BLOCK], crc)
+def _checksum(path: Path) -> int:
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(_HASH_BLOCK):
+            crc = zlib.crc32(block, crc)
     return crc
