@@ -1,0 +1,163 @@
+"""DeepSpeed's `SparseSelfAttention` for those who have code or checkpoints on it: same call, same buffer, any dtype.
+
+What differs from DeepSpeed: `rpe` gets a gradient (there a learned bias never trained), every instance has its own
+layout (there all layers of one length shared the first one's), any length up to `max_seq_length` is padded inside, it
+runs on CPU and in any precision, and queries that may attend to nothing give zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lm_experiments_tools.attention.bias import DistanceBias, dense_bias
+from lm_experiments_tools.attention.functional import block_sparse_attention
+from lm_experiments_tools.attention.layouts import SparsityConfig
+from lm_experiments_tools.attention.plan import Layout, num_blocks
+from lm_experiments_tools.errors import UserError
+
+MODES = "add", "mul"
+# An additive mask this low leaves nothing of a key in any precision; BERT code adds -10000.
+_BLOCKED = -1e4
+
+
+class SparseSelfAttention(nn.Module):
+    """Block-sparse self-attention with the signature of `deepspeed.ops.sparse_attention.SparseSelfAttention`.
+
+    The layout of `max_seq_length` is made once and kept in the buffer `master_layout`, under DeepSpeed's name, so that
+    its checkpoints load and a layout is saved with the weights. Shorter inputs use its upper left corner.
+
+    Args:
+        sparsity_config: the layout; give layers that shall draw different random blocks different `layer_idx`.
+        key_padding_mask_mode: "add" for a mask that is added to scores, "mul" for one that is 0 at keys to leave out.
+        attn_mask_mode: the same for `attn_mask`.
+        max_seq_length: longest input, a multiple of the block.
+
+    Raises:
+        UserError: a mode that does not exist, or a length that is no multiple of the block.
+    """
+
+    master_layout: Tensor
+
+    def __init__(
+        self,
+        sparsity_config: SparsityConfig,
+        key_padding_mask_mode: str = "add",
+        attn_mask_mode: str = "mul",
+        max_seq_length: int = 2048,
+    ) -> None:
+        super().__init__()
+        for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
+            if mode not in MODES:
+                raise UserError(f"SparseSelfAttention: {name}={mode!r} is neither 'add' nor 'mul'.")
+        self.sparsity_config = sparsity_config
+        self.key_padding_mask_mode = key_padding_mask_mode
+        self.attn_mask_mode = attn_mask_mode
+        self.register_buffer("master_layout", sparsity_config.make_layout(max_seq_length))
+        self._layouts: dict[int, Layout] = {}
+        self._layouts_of: tuple[int, int] | None = None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rpe: Tensor | DistanceBias | None = None,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+    ) -> Tensor:
+        """softmax(query key^T / sqrt(head_dim) + rpe + masks) value over the blocks of the layout.
+
+        Args:
+            query, value: [batch, heads, length, head_dim].
+            key: the same, or already transposed, [batch, heads, head_dim, length].
+            rpe: bias added to the scaled scores, [1 or batch, 1 or heads, length, length], or a T5Bias or AlibiBias,
+                which needs no such matrix; trained if it requires gradients.
+            key_padding_mask: [batch, length] or [batch, 1, 1, length].
+            attn_mask: [length, length].
+
+        Returns:
+            [batch, heads, length, head_dim] in the dtype of query.
+
+        Raises:
+            UserError: not self-attention, an input longer than max_seq_length, or a mask of another shape.
+        """
+        length = query.shape[2]
+        if key.shape[2] != length:
+            key = key.transpose(2, 3)
+        if not query.shape == key.shape == value.shape:
+            raise UserError(
+                f"SparseSelfAttention is self-attention: query {list(query.shape)}, key {list(key.shape)} and value "
+                f"{list(value.shape)} must be of one shape."
+            )
+        bias = rpe
+        keep = None
+        if key_padding_mask is not None:
+            keep, added = self._key_padding(key_padding_mask, query)
+            bias = _plus(bias, added, length)
+        if attn_mask is not None:
+            bias = _plus(bias, self._attention_mask(attn_mask, query), length)
+        return block_sparse_attention(query, key, value, self._layout(length), bias=bias, key_padding_mask=keep)
+
+    def _layout(self, length: int) -> Layout:
+        """The corner of the master layout, one object a length: what kernels need is cached by object."""
+        block, master = self.sparsity_config.block, self.master_layout
+        blocks = num_blocks(length, block)
+        if blocks > master.shape[-1]:
+            raise UserError(
+                f"SparseSelfAttention: an input of {length} tokens is longer than max_seq_length="
+                f"{master.shape[-1] * block}."
+            )
+        version = master.data_ptr(), master._version  # changes when a checkpoint is loaded
+        if version != self._layouts_of:
+            self._layouts, self._layouts_of = {}, version
+        if blocks not in self._layouts:
+            self._layouts[blocks] = Layout(master[:, :blocks, :blocks], block)
+        return self._layouts[blocks]
+
+    def _key_padding(self, mask: Tensor, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Keys to keep, bool [batch, length], and what else the mask adds to them, [batch, 1, 1, length] or None."""
+        batch, _, length, _ = query.shape
+        if mask.numel() != batch * length or mask.shape[0] != batch:
+            raise UserError(
+                f"SparseSelfAttention: key_padding_mask has shape {list(mask.shape)}, not [{batch}, {length}]."
+            )
+        mask = mask.reshape(batch, length)
+        if self.key_padding_mask_mode == "mul":
+            return mask != 0, None
+        _check_additive("key_padding_mask", mask)
+        keep = mask > _BLOCKED
+        added = mask.masked_fill(~keep, 0)
+        # Looking costs one synchronisation on a GPU; a bias for each key where none is wanted costs far more.
+        return keep, added[:, None, None, :] if bool(added.any()) else None
+
+    def _attention_mask(self, mask: Tensor, query: Tensor) -> Tensor:
+        """What the mask adds to scores: [1, 1, length, length]."""
+        length = query.shape[2]
+        mask = mask.squeeze()
+        if mask.shape != (length, length):
+            raise UserError(
+                f"SparseSelfAttention: attn_mask has shape {list(mask.shape)}, not [{length}, {length}]; "
+                "one that differs between samples goes into rpe."
+            )
+        if self.attn_mask_mode == "add":
+            _check_additive("attn_mask", mask)
+            return mask.to(query.dtype)[None, None]
+        lowest = torch.finfo(query.dtype).min / 2
+        return torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask == 0, lowest)[None, None]
+
+
+def _check_additive(name: str, mask: Tensor) -> None:
+    if not mask.is_floating_point():
+        raise UserError(
+            f"SparseSelfAttention: {name} is {mask.dtype}, but is to be added to scores: pass {name}_mode='mul', "
+            "or numbers that are 0 at what to keep and very negative elsewhere."
+        )
+
+
+def _plus(bias: Tensor | DistanceBias | None, added: Tensor | None, length: int) -> Tensor | DistanceBias | None:
+    if added is None:
+        return bias
+    if bias is None:
+        return added.expand(-1, -1, length, -1)
+    return (bias if isinstance(bias, Tensor) else dense_bias(bias, length, length)) + added

@@ -1,0 +1,347 @@
+"""Layouts against DeepSpeed's stored ones, our random blocks, names and settings, and SparseSelfAttention."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lm_experiments_tools.attention import SparseSelfAttention, SparsityConfig, T5Bias, get_sparsity_config
+from lm_experiments_tools.attention.layouts import (
+    SPARSITY_CONFIGS,
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    VariableSparsityConfig,
+)
+from lm_experiments_tools.errors import UserError
+from tests.unit.test_imports import imports_of
+
+ROOT = Path(__file__).resolve().parents[2]
+# Made by tests/parity/test_attention_deepspeed.py from DeepSpeed 0.19.6 itself.
+GOLDEN = json.loads((ROOT / "tests/golden/attention_layouts.json").read_text())
+
+
+def as_rows(head: Tensor) -> list[str]:
+    return ["".join("#" if block else "." for block in row) for row in head.tolist()]
+
+
+def digest(layout: Tensor) -> str:
+    return hashlib.sha256(layout.to(torch.uint8).numpy().tobytes()).hexdigest()[:32]
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: f"{case['name']}-{case['sha256'][:6]}")
+def test_compat_layouts_are_deepspeeds_bit_for_bit(case):
+    settings = {**case["settings"], "seed": case["seed"], "layer_idx": case["layer"], "compat": "deepspeed"}
+    layout = SPARSITY_CONFIGS[case["name"]](case["num_heads"], **settings).make_layout(case["length"])
+    assert layout.dtype == torch.int64 and layout.shape[0] == case["num_heads"]
+    assert layout.sum() == case["blocks"] and digest(layout) == case["sha256"]
+    if "head_0" in case:
+        assert as_rows(layout[0]) == case["head_0"]
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: f"{case['name']}-{case['sha256'][:6]}")
+def test_layouts_without_random_blocks_are_deepspeeds_with_its_future_cut_off(case):
+    config = SPARSITY_CONFIGS[case["name"]](case["num_heads"], **case["settings"])
+    layout = config.make_layout(case["length"])
+    if config.attention == "unidirectional":
+        assert torch.equal(layout, layout.tril())
+    if not config.uses_random_blocks:
+        config.compat = "deepspeed"
+        theirs = config.make_layout(case["length"])
+        assert torch.equal(layout, theirs.tril() if config.attention == "unidirectional" else theirs)
+
+
+def test_golden_layouts_have_a_leak_to_cut_off():
+    """Or the test above could not fail for it."""
+    leaks = set()
+    for case in GOLDEN:
+        config = SPARSITY_CONFIGS[case["name"]](case["num_heads"], **case["settings"], compat="deepspeed")
+        layout = config.make_layout(case["length"])
+        if config.attention == "unidirectional" and not torch.equal(layout, layout.tril()):
+            leaks.add(case["name"])
+    assert leaks >= {"FixedSparsityConfig", "VariableSparsityConfig"}
+
+
+@pytest.mark.parametrize(
+    ("config", "rows"),
+    [
+        (BigBirdSparsityConfig(2, num_random_blocks=0), ["######", "###...", "####..", "#.###.", "#..###", "#...##"]),
+        (LocalSlidingWindowSparsityConfig(1), ["#.....", "##....", ".##...", "..##..", "...##.", "....##"]),
+        (
+            FixedSparsityConfig(1, num_local_blocks=3, attention="unidirectional"),
+            ["#.....", "##....", "###...", "..##..", "..###.", "..####"],
+        ),
+        (
+            VariableSparsityConfig(1, local_window_blocks=[1, 2], global_block_indices=[-1]),
+            ["#....#", ".##..#", ".##..#", "...###", "...###", ".....#"],
+        ),
+        (
+            BSLongformerSparsityConfig(1, num_sliding_window_blocks=1, global_block_indices=[0, -1]),
+            ["######", "##...#", "#.#..#", "#..#.#", "#...##", "######"],
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, SparsityConfig) else "",
+)
+def test_layouts_look_as_documented(config, rows):
+    layout = config.make_layout(6 * config.block)
+    assert [as_rows(head) for head in layout] == [rows] * config.num_heads
+
+
+class TestRandomBlocks:
+    def test_a_configuration_is_a_layout_on_every_machine(self):
+        """Its hash is stored here, and Python's and torch's generators neither matter nor move."""
+        random.seed(1)
+        torch.manual_seed(1)
+        before = random.getstate(), torch.get_rng_state()
+        layout = BigBirdSparsityConfig(4, different_layout_per_head=True, num_random_blocks=2, seed=7).make_layout(
+            1024
+        )
+        assert digest(layout) == "688ebd8d8e4b244186932ccffa76edbe"
+        assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+
+    def test_heads_layers_and_seeds_have_blocks_of_their_own(self):
+        def layout(**settings):
+            return BigBirdSparsityConfig(2, different_layout_per_head=True, **settings).make_layout(1024)
+
+        assert not torch.equal(layout()[0], layout()[1])
+        assert not torch.equal(layout(), layout(layer_idx=1)) and not torch.equal(layout(), layout(seed=1))
+        same = BigBirdSparsityConfig(2).make_layout(1024)
+        assert torch.equal(same[0], same[1])
+
+    @pytest.mark.parametrize("past_only", [False, True])
+    def test_each_row_draws_uniformly_without_replacement(self, past_only):
+        """Chi-square of 3 of 8 (or of row + 1) columns over 4000 heads; the bound is exceeded once in 10^6."""
+        config = BigBirdSparsityConfig(4000, different_layout_per_head=True)
+        drawn = config._random(8, 3, past_only)  # the pattern alone, without window and global blocks
+        for row in range(8):
+            population = row + 1 if past_only else 8
+            counts = drawn[:, row].sum(0).double()
+            assert (drawn[:, row].sum(1) == min(3, population)).all() and counts[population:].sum() == 0
+            expected = 4000 * min(3, population) / population
+            assert ((counts[:population] - expected) ** 2 / expected).sum() < 40
+
+    def test_unidirectional_layouts_of_two_lengths_agree(self):
+        """So that a longer input sees what a shorter one saw."""
+        config = BigBirdSparsityConfig(
+            3, different_layout_per_head=True, num_random_blocks=3, attention="unidirectional"
+        )
+        assert torch.equal(config.make_layout(512), config.make_layout(2048)[:, :32, :32])
+
+    def test_max_seq_length_cuts_the_longest_layout_as_deepspeed_does(self):
+        whole = BigBirdSparsityConfig(2, block=16, num_random_blocks=2).make_layout(1024)
+        cut = BigBirdSparsityConfig(2, block=16, num_random_blocks=2, max_seq_length=1024)
+        assert torch.equal(cut.make_layout(256), whole[:, :16, :16])
+        with pytest.raises(UserError, match="2048 is beyond max_seq_length=1024"):
+            cut.make_layout(2048)
+
+
+def test_density_of_bigbird_at_4096():
+    """Window 64 + 2 * 63, global 2 * 64 - 1 less 3 counted twice."""
+    assert BigBirdSparsityConfig(1, block=64, num_random_blocks=0).density(4096) == pytest.approx(
+        (64 + 2 * 63 + 127 - 3) / 64**2
+    )
+
+
+@pytest.mark.parametrize("short", ["BigBird", "Variable", "BSLongformer", "LocalSlidingWindow", "Fixed"])
+def test_a_short_input_attends_to_all_it_may(short):
+    layout = get_sparsity_config(short, 2, attention="bidirectional").make_layout(16)
+    assert layout.tolist() == [[[1]], [[1]]]
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "BigBirdSparsityConfig",
+            "BigBird",
+            "bigbird",
+            "deepspeed.ops.sparse_attention:BigBirdSparsityConfig",
+            "deepspeed.ops.sparse_attention.BigBirdSparsityConfig",
+            "lm_experiments_tools.attention.layouts:BigBirdSparsityConfig",
+        ],
+    )
+    def test_old_homes_and_bare_names_mean_ours(self, name):
+        # the settings of the ancestor's bert_configs/L12-H768-A12-V32k-L4096-preln-lastln-sparse-rope.json
+        config = get_sparsity_config(
+            name, 12, block=64, different_layout_per_head=True, num_sliding_window_blocks=3, num_global_blocks=2,
+            num_random_blocks=3,
+        )  # fmt: skip
+        assert type(config) is BigBirdSparsityConfig and config.num_global_blocks == 2
+
+    def test_dictionaries_give_the_configuration_back(self):
+        for case in GOLDEN:
+            config = SPARSITY_CONFIGS[case["name"]](case["num_heads"], **case["settings"], seed=case["seed"])
+            stored = json.loads(json.dumps(config.to_dict()))
+            again = SparsityConfig.from_dict(stored)
+            assert again == config and torch.equal(again.make_layout(640), config.make_layout(640))
+
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda: get_sparsity_config("BigBrid", 2), "did you mean BigBirdSparsityConfig"),
+            (lambda: get_sparsity_config("nothing.here:Config", 2), "cannot be imported: No module named 'nothing'"),
+            (lambda: get_sparsity_config("json:JSONDecoder", 2), "not a subclass"),
+            (lambda: get_sparsity_config("BigBird", 2, num_globl_blocks=1), "did you mean 'num_global_blocks'"),
+            (lambda: SparsityConfig.from_dict({"block": 16}), "needs 'sparse_config_cls' and 'num_heads'"),
+            (lambda: BigBirdSparsityConfig(0), "num_heads=0 must be at least 1"),
+            (lambda: BigBirdSparsityConfig(1, attention="sideways"), "attention='sideways' is neither"),
+            (lambda: BigBirdSparsityConfig(1, compat="deepsped"), "compat='deepsped'"),
+            (lambda: BigBirdSparsityConfig(1, max_seq_length=100), "max_seq_length=100 is not a multiple of block=16"),
+            (
+                lambda: BigBirdSparsityConfig(1).make_layout(100),
+                "length of 100 is not a positive multiple",
+            ),
+            (lambda: FixedSparsityConfig(1, num_local_blocks=4, num_global_blocks=3), "not a multiple"),
+            (lambda: FixedSparsityConfig(2, num_different_global_patterns=2), "different_layout_per_head=True"),
+            (lambda: FixedSparsityConfig(2, True, True, num_different_global_patterns=5), "is more than"),
+            (
+                lambda: VariableSparsityConfig(1, attention="unidirectional", horizontal_global_attention=True),
+                "needs bidirectional",
+            ),
+            (lambda: VariableSparsityConfig(1, local_window_blocks=[4, 0]), "local_window_blocks=[4, 0]"),
+            (lambda: BSLongformerSparsityConfig(1, global_block_end_indices=[0]), "larger than its start"),
+        ],
+    )
+    def test_mistakes_are_sentences(self, make, message):
+        with pytest.raises(UserError, match=message.replace("[", r"\[").replace("]", r"\]")):
+            make()
+
+    def test_a_class_of_ones_own_in_the_new_way_and_in_deepspeeds(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "layouts_of_mine", sys.modules[__name__])
+        config = get_sparsity_config("layouts_of_mine:Diagonal", 2, stride=2)
+        assert as_rows(config.make_layout(64)[1]) == ["#.#.", ".#.#", "#.#.", ".#.#"]
+        assert (
+            SparsityConfig.from_dict({**config.to_dict(), "sparse_config_cls": "layouts_of_mine:Diagonal"}) == config
+        )
+        assert as_rows(OldStyle(2, 16).make_layout(64)[1]) == ["###.", "....", "....", "...."]
+
+
+@dataclass
+class Diagonal(SparsityConfig):
+    stride: int = 1
+
+    def blocks(self, num_blocks: int) -> Tensor:
+        numbers = torch.arange(num_blocks)
+        return ((numbers[:, None] - numbers) % self.stride == 0)[None]
+
+
+class OldStyle(SparsityConfig):
+    """As people wrote them for DeepSpeed."""
+
+    def __init__(self, num_heads, block):
+        super().__init__(num_heads, block)
+        self.width = 3
+
+    def make_layout(self, seq_len):
+        layout = self.setup_layout(seq_len)
+        layout[0, 0, : self.width] = 1
+        return self.check_and_propagate_first_head_layout(layout)
+
+
+def expected_attention(q: Tensor, k: Tensor, v: Tensor, config: SparsityConfig, length: int, added: Tensor) -> Tensor:
+    """Softmax over the tokens of the layout's corner, written out."""
+    blocks = -(-length // config.block)
+    tokens = config.make_layout(64)[:, :blocks, :blocks].bool()
+    tokens = tokens.repeat_interleave(config.block, 1).repeat_interleave(config.block, 2)[:, :length, :length]
+    scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5 + added
+    return scores.masked_fill(~tokens, float("-inf")).softmax(-1) @ v
+
+
+class TestSparseSelfAttention:
+    CONFIG = BigBirdSparsityConfig(2, block=8, different_layout_per_head=True, num_global_blocks=0)
+
+    def inputs(self, length: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randn(3, 2, length, 4, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+    @pytest.mark.parametrize("length", [64, 40, 29])
+    @pytest.mark.parametrize("modes", [("add", "mul"), ("mul", "add")])
+    def test_masks_and_rpe_are_deepspeeds(self, length, modes):
+        """score = q k * d^-0.5 + rpe + masks; "mul" leaves out where 0, "add" adds; padding 4-D or 2-D."""
+        q, k, v = self.inputs(length)
+        rpe = torch.randn(1, 2, length, length, dtype=torch.float64)
+        keep = torch.ones(3, length, dtype=torch.float64)
+        keep[1, length - 3 :] = 0
+        order = torch.ones(length, length, dtype=torch.float64).tril(4)
+        additive = torch.randn(length, length, dtype=torch.float64)
+        padding = keep if modes[0] == "mul" else (1 - keep)[:, None, None] * -10000.0
+        module = SparseSelfAttention(self.CONFIG, *modes, max_seq_length=64)
+        output = module(q, k.transpose(2, 3), v, rpe, padding, order if modes[1] == "mul" else additive)
+        added = rpe + torch.zeros_like(keep).masked_fill(keep == 0, float("-inf"))[:, None, None]
+        added = added + (additive if modes[1] == "add" else torch.zeros_like(order).masked_fill(order == 0, -1e300))
+        torch.testing.assert_close(output, expected_attention(q, k, v, self.CONFIG, length, added), rtol=0, atol=1e-12)
+
+    def test_an_additive_padding_mask_may_hold_any_numbers(self):
+        q, k, v = self.inputs(64)
+        padding = torch.randn(3, 64, dtype=torch.float64)
+        output = SparseSelfAttention(self.CONFIG, max_seq_length=64)(q, k, v, key_padding_mask=padding)
+        expected = expected_attention(q, k, v, self.CONFIG, 64, padding[:, None, None])
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+
+    @pytest.mark.parametrize("as_matrix", [True, False])
+    def test_a_relative_bias_trains(self, as_matrix):
+        """Under DeepSpeed it got no gradient at all and stayed as it was drawn."""
+        q, k, v = self.inputs(64)
+        weight = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
+        bias = T5Bias(weight, num_buckets=8, max_distance=32)
+        module = SparseSelfAttention(self.CONFIG, max_seq_length=64)
+        module(q, k, v, rpe=bias.dense(64, 64) if as_matrix else bias).square().sum().backward()
+        got, weight.grad = weight.grad, None
+        expected_attention(q, k, v, self.CONFIG, 64, bias.dense(64, 64)).square().sum().backward()
+        assert got.abs().max() > 1e-3
+        torch.testing.assert_close(got, weight.grad, rtol=0, atol=1e-11)
+
+    def test_instances_of_one_length_have_layouts_of_their_own(self):
+        """DeepSpeed kept one per length for all modules of a process."""
+        q, k, v = self.inputs(64)
+        other = BigBirdSparsityConfig(2, block=8, different_layout_per_head=True, num_global_blocks=0, layer_idx=1)
+        first, second = (SparseSelfAttention(config, max_seq_length=64)(q, k, v) for config in (self.CONFIG, other))
+        assert not torch.equal(first, second)
+        torch.testing.assert_close(second, expected_attention(q, k, v, other, 64, torch.zeros(())))
+
+    def test_a_checkpoint_brings_its_layout(self):
+        """DeepSpeed's were drawn from an unseeded generator: the buffer is all that is left of them."""
+        q, k, v = self.inputs(64)
+        old = BigBirdSparsityConfig(2, block=8, different_layout_per_head=True, num_global_blocks=0, seed=99)
+        trained, fresh = (
+            SparseSelfAttention(old, max_seq_length=64),
+            SparseSelfAttention(self.CONFIG, max_seq_length=64),
+        )
+        assert not torch.equal(fresh(q, k, v), trained(q, k, v))
+        assert list(trained.state_dict()) == ["master_layout"]
+        fresh.load_state_dict(trained.state_dict())
+        assert torch.equal(fresh(q, k, v), trained(q, k, v))
+
+    @pytest.mark.parametrize(
+        ("modes", "arguments", "message"),
+        [
+            (("div", "mul"), {}, "key_padding_mask_mode='div' is neither 'add' nor 'mul'"),
+            (("add", "mul"), {"key_padding_mask": torch.ones(3, 64, dtype=torch.bool)}, "pass key_padding_mask_mode"),
+            (("mul", "mul"), {"key_padding_mask": torch.ones(3, 63)}, r"shape \[3, 63\], not \[3, 64\]"),
+            (("mul", "mul"), {"attn_mask": torch.ones(3, 64, 64)}, r"shape \[3, 64, 64\], not \[64, 64\]"),
+            (("mul", "mul"), {"value": torch.ones(3, 2, 32, 4, dtype=torch.float64)}, "of one shape"),
+            (("mul", "mul"), {"length": 72}, "72 tokens is longer than max_seq_length=64"),
+        ],
+    )
+    def test_mistakes_are_sentences(self, modes, arguments, message):
+        arguments = dict(arguments)
+        q, k, v = self.inputs(arguments.pop("length", 64))
+        with pytest.raises(UserError, match=message):
+            SparseSelfAttention(self.CONFIG, *modes, max_seq_length=64)(q, k, **{"value": v, **arguments})
+
+
+def test_the_package_needs_only_torch_and_numpy():
+    """Models import it, and it may be used without the rest; transformers and pictures are for those who ask."""
+    for path in (ROOT / "lm_experiments_tools/attention").glob("*.py"):
+        if path.name not in ("huggingface.py", "maps.py"):
+            packages = {name.partition(".")[0] for name, at_top in imports_of(path.read_text()) if at_top}
+            assert packages - sys.stdlib_module_names <= {"torch", "numpy", "lm_experiments_tools"}, path
