@@ -206,10 +206,8 @@ def distance_tiles(table: Tensor, block: int) -> Tensor:
         block: rows and columns of a tile.
 
     Returns:
-        [heads, 2 * M + 1, block, block] for m = -M..M, M = ceil((s + block - 1) / block); dimension 2 is the key's
-        place in its block, dimension 3 the query's.
+        [heads, 2 * M + 1, block, block] for m = -M..M, M = ceil((s + block - 1) / block).
     """
     reach = -(-(table.shape[-1] // 2 + block - 1) // block)
     vector = extend(table, -reach * block - block + 1, reach * block + block - 1)
-    # Each tile is the Toeplitz matrix of 2 * block - 1 values; reversed, because keys are rows here.
-    return toeplitz(vector.unfold(-1, 2 * block - 1, block).flip(-1), block, block)
+    return toeplitz(vector.unfold(-1, 2 * block - 1, block), block, block)  # from the tile's 2 * block - 1 values

@@ -84,7 +84,8 @@ def resolve_layout(
         UserError: the layout is for other heads or lengths, or is made from a length but asked for cross-attention.
     """
     owner = _DENSE if layout is None else layout
-    version = layout.blocks._version if isinstance(layout, Layout) else 0
+    # What the object says now: blocks written to and settings changed since are seen.
+    version = layout.blocks._version if isinstance(layout, Layout) else repr(layout)
     return cached(
         owner,
         ("blocks", num_heads, query_length, key_length, version),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from lm_experiments_tools.attention.bias import DistanceBias
 from lm_experiments_tools.attention.plan import Layout, SparsityConfig, resolve_layout
-
-Segments = Tensor | tuple[Tensor, Tensor]
+from lm_experiments_tools.attention.request import Request, Segments
 
 
 def attend_mask(
@@ -108,3 +109,26 @@ def reference_attention(
     if dropout_mask is not None:
         probabilities = probabilities * dropout_mask
     return torch.einsum("bhqk,bhkd->bhqd", probabilities, v.double()).to(q.dtype)
+
+
+def refusal(request: Request) -> str | None:
+    """Why this backend cannot serve a request; None if it can."""
+    return None
+
+
+def cost(request: Request) -> tuple[float, int]:
+    """(fraction of the score matrix computed, bytes beside inputs, output and their gradients)."""
+    return 1.0, 4 * 8 * math.prod(request.scores_shape)
+
+
+def attend(request: Request, seed: int) -> Tensor:
+    """`block_sparse_attention` of a checked request."""
+    dropout_mask = None
+    if request.dropout_p:
+        generator = torch.Generator(request.q.device).manual_seed(seed)
+        drawn = torch.rand(request.scores_shape, generator=generator, dtype=torch.float64, device=request.q.device)
+        dropout_mask = (drawn >= request.dropout_p) / (1 - request.dropout_p)
+    return reference_attention(
+        *(request.q, request.k, request.v, request.layout, request.bias, request.key_padding_mask),
+        *(request.segment_ids, request.causal, request.scale, dropout_mask),
+    )

@@ -1,0 +1,148 @@
+"""Attention over a block-sparse layout with a trainable position bias: one call, and the choice of who computes it."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from lm_experiments_tools.attention import gather, sdpa
+from lm_experiments_tools.attention.bias import DistanceBias
+from lm_experiments_tools.attention.plan import Layout, SparsityConfig
+from lm_experiments_tools.attention.request import Request, Segments, check
+from lm_experiments_tools.errors import UserError
+
+# Each is a module with refusal(request), cost(request) and attend(request, seed); imported when it is first needed.
+_BACKENDS = {name: f"lm_experiments_tools.attention.{name}" for name in ("reference", "gather", "sdpa", "flex")}
+_BACKENDS["triton"] = "lm_experiments_tools.attention.triton_backend"
+
+_SHORT = 256  # up to here a dense call costs less than making pieces of it
+_DENSE = 0.5  # from this density on, skipping blocks gains less than SDPA's fused loop does
+_MATRIX_BYTES = 1 << 30  # of masks, biases and scores that SDPA may write out
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SparsityConfig | Layout | None = None,
+    bias: DistanceBias | Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    segment_ids: Segments | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    """softmax(q k^T * scale + bias) v over the keys that layout and masks leave, with exact gradients, of bias too.
+
+    Lengths need not be multiples of the layout's block. Queries that may attend to nothing give zeros and get zero
+    gradients. Lists made from a layout are kept with the object: use one object for many calls.
+
+    Args:
+        q: [batch, heads, query_length, head_dim], float16, bfloat16, float32 or float64.
+        k: [batch, heads, key_length, head_dim].
+        v: [batch, heads, key_length, any].
+        layout: a configuration of `layouts` (self-attention), a `Layout`, or None for all blocks.
+        bias: `T5Bias`, `AlibiBias` (neither ever becomes an N x N matrix outside the backends "reference" and "sdpa"),
+            or a matrix [1 or batch, 1 or heads, query_length, key_length]. Added after scaling.
+        key_padding_mask: bool [batch, key_length], True where keys are attended to.
+        segment_ids: int [batch, length], or a pair for queries and keys; tokens attend only within equal ids, as
+            documents packed into one row must.
+        causal: query i attends to keys 0..i only, token by token whatever the layout.
+        scale: head_dim ** -0.5 if None; T5 takes 1.0.
+        dropout_p: probability of dropping an attention weight. The seed is drawn from torch's CPU generator
+            (by "sdpa" from that of the device) and kept for the backward pass.
+        backend: "auto", or one of "gather" (PyTorch alone, any device), "triton" (GPU, deterministic), "sdpa" (dense),
+            "flex" (FlexAttention, GPU) and "reference" (dense float64). `explain` says what "auto" takes, and why.
+
+    Returns:
+        [batch, heads, query_length, v's last dimension] in q's dtype.
+
+    Raises:
+        UserError: arguments that do not fit each other, or a named backend that cannot do what is asked.
+    """
+    request = check(q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p)
+    module, _ = _choose(request, backend)
+    seed = int(torch.randint(1 << 62, (), dtype=torch.int64)) if dropout_p else 0
+    return module.attend(request, seed)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend serves a call, and what it costs."""
+
+    backend: str
+    reason: str
+    density: float  # blocks of the score matrix that layout and causality leave
+    effective_density: float  # scores computed by the backend, per score of the full matrix
+    memory_bytes: int  # beside inputs, output and their gradients, an estimate
+
+    def __str__(self) -> str:
+        return (
+            f"{self.backend}: {self.reason}; density {self.density:.3f}, computed {self.effective_density:.3f} of the "
+            f"full score matrix, about {self.memory_bytes / 2**20:,.0f} MiB beside inputs and outputs"
+        )
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SparsityConfig | Layout | None = None,
+    bias: DistanceBias | Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    segment_ids: Segments | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+) -> Explanation:
+    """What `block_sparse_attention` would do with these arguments; `print(explain(...))` is a sentence."""
+    request = check(q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p)
+    module, reason = _choose(request, backend)
+    effective_density, memory_bytes = module.cost(request)
+    name = next(name for name, home in _BACKENDS.items() if home == module.__name__)
+    return Explanation(name, reason, request.density, effective_density, memory_bytes)
+
+
+def _choose(request: Request, backend: str) -> tuple[ModuleType, str]:
+    """The backend's module and why it was taken."""
+    if backend != "auto":
+        if backend not in _BACKENDS:
+            raise UserError(f'backend is {backend!r}; it must be "auto" or one of {", ".join(_BACKENDS)}.')
+        module = importlib.import_module(_BACKENDS[backend])
+        refused = module.refusal(request)
+        if refused:
+            raise UserError(f'backend "{backend}" cannot do this: {refused}; "auto" finds one that can.')
+        return module, "asked for"
+    return _choose_on_gpu(request) if request.q.device.type == "cuda" else _choose_on_cpu(request)
+
+
+def _choose_on_cpu(request: Request) -> tuple[ModuleType, str]:
+    length = max(request.scores_shape[2:])
+    size = sdpa.cost(request)[1]
+    if size > _MATRIX_BYTES:
+        return gather, f"masks, bias and scores of a dense call would take {size / 2**30:.1f} GiB"
+    if length <= _SHORT:
+        return sdpa, f"{length} tokens are few (at most {_SHORT})"
+    if request.trains_bias:
+        return gather, "the bias is trained, and a dense call would write its gradient out as a matrix"
+    if request.density > _DENSE:
+        return sdpa, f"density {request.density:.2f} is above {_DENSE}"
+    return gather, f"density {request.density:.2f} is at most {_DENSE}"
+
+
+def _choose_on_gpu(request: Request) -> tuple[ModuleType, str]:
+    if request.is_dense and not sdpa.needs_matrix(request):
+        return sdpa, "a dense call without masks or bias has a fused kernel in PyTorch"
+    triton = importlib.import_module(_BACKENDS["triton"])
+    refused = triton.refusal(request)
+    if refused is None:
+        return triton, "its kernels skip blocks and train the bias without atomics"
+    if max(request.scores_shape[2:]) <= _SHORT and sdpa.cost(request)[1] <= _MATRIX_BYTES:
+        return sdpa, f"few tokens (at most {_SHORT}), and Triton's kernels cannot: {refused}"
+    return gather, f"Triton's kernels cannot: {refused}"

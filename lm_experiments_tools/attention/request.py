@@ -1,0 +1,157 @@
+"""One attention call after its arguments have been checked: what a backend is given."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lm_experiments_tools.attention.bias import DistanceBias
+from lm_experiments_tools.attention.plan import Layout, SparsityConfig, cached, resolve_layout
+from lm_experiments_tools.errors import UserError
+
+Segments = Tensor | tuple[Tensor, Tensor]
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Arguments of `block_sparse_attention`, checked; `layout` holds the blocks for these lengths and heads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layout: Layout
+    bias: DistanceBias | Tensor | None
+    key_padding_mask: Tensor | None
+    segment_ids: tuple[Tensor, Tensor] | None
+    causal: bool
+    scale: float
+    dropout_p: float
+
+    @property
+    def scores_shape(self) -> tuple[int, int, int, int]:
+        """(batch, heads, query_length, key_length)."""
+        return (*self.q.shape[:3], self.k.shape[2])
+
+    @property
+    def density(self) -> float:
+        """Fraction of blocks that the layout keeps and causality leaves."""
+        return cached(self.layout, ("density", self.causal), self._density)
+
+    def _density(self) -> float:
+        blocks = self.layout.blocks.tril() if self.causal else self.layout.blocks
+        return blocks.count_nonzero().item() / blocks.numel()
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the layout keeps every block (causality may still leave some out)."""
+        return cached(self.layout, ("dense",), lambda: bool(self.layout.blocks.all()))
+
+    @property
+    def trains_bias(self) -> bool:
+        """Whether the bias wants a gradient."""
+        if self.bias is None or not torch.is_grad_enabled():
+            return False
+        return (self.bias if isinstance(self.bias, Tensor) else self.bias.table(1)).requires_grad
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of scores and sums: float32, or float64 for float64 inputs."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SparsityConfig | Layout | None,
+    bias: DistanceBias | Tensor | None,
+    key_padding_mask: Tensor | None,
+    segment_ids: Segments | None,
+    causal: bool,
+    scale: float | None,
+    dropout_p: float,
+) -> Request:
+    """A request, or a UserError that names the argument at fault."""
+    _check_tensors(q, k, v)
+    batch, num_heads, query_length, head_dim = q.shape
+    key_length = k.shape[2]
+    if not 0.0 <= dropout_p < 1.0:
+        raise UserError(f"dropout_p is {dropout_p}; it must be at least 0 and below 1.")
+    if scale is not None and not math.isfinite(scale):
+        raise UserError(f"scale is {scale}; it must be a finite number.")
+    _check_bias(bias, q, key_length)
+    if key_padding_mask is not None:
+        if key_padding_mask.shape != (batch, key_length) or key_padding_mask.dtype != torch.bool:
+            raise UserError(
+                f"key_padding_mask is {_describe(key_padding_mask)}; it must be bool [{batch}, {key_length}] (batch, "
+                "key_length), True where keys are attended to."
+            )
+    return Request(
+        *(q, k, v, resolve_layout(layout, num_heads, query_length, key_length), bias, key_padding_mask),
+        *(_check_segments(segment_ids, batch, query_length, key_length), causal),
+        *(head_dim**-0.5 if scale is None else float(scale), float(dropout_p)),
+    )
+
+
+def _describe(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4 or x.dtype not in _FLOATS or 0 in x.shape:
+            raise UserError(
+                f"{name} is {_describe(x)}; it must be float [batch, heads, length, head_dim], none of them 0."
+            )
+    if k.shape[:3] != v.shape[:3] or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise UserError(
+            f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not belong together: batch and heads must "
+            "be equal in all, length in k and v, head_dim in q and k."
+        )
+    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+        raise UserError(
+            f"q, k and v must share dtype and device; they are {q.dtype} on {q.device}, {k.dtype} on {k.device} and "
+            f"{v.dtype} on {v.device}."
+        )
+
+
+def _check_bias(bias: DistanceBias | Tensor | None, q: Tensor, key_length: int) -> None:
+    if bias is None:
+        return
+    batch, num_heads, query_length, _ = q.shape
+    if not isinstance(bias, Tensor):
+        if bias.num_heads != num_heads:
+            raise UserError(f"The bias has values for {bias.num_heads} heads, but q has {num_heads}.")
+    elif (
+        bias.dim() != 4
+        or bias.shape[0] not in (1, batch)
+        or bias.shape[1] not in (1, num_heads)
+        or bias.shape[2:] != (query_length, key_length)
+        or bias.dtype not in _FLOATS
+    ):
+        raise UserError(
+            f"bias is {_describe(bias)}; it must be float [1 or {batch}, 1 or {num_heads}, {query_length}, "
+            f"{key_length}] (batch, heads, query_length, key_length)."
+        )
+
+
+def _check_segments(
+    segment_ids: Segments | None, batch: int, query_length: int, key_length: int
+) -> tuple[Tensor, Tensor] | None:
+    if segment_ids is None:
+        return None
+    if isinstance(segment_ids, Tensor):
+        if query_length != key_length:
+            raise UserError(
+                f"segment_ids is one tensor, but there are {query_length} queries and {key_length} keys: give a pair, "
+                f"[{batch}, {query_length}] for queries and [{batch}, {key_length}] for keys."
+            )
+        segment_ids = segment_ids, segment_ids
+    for ids, length, what in zip(segment_ids, (query_length, key_length), ("queries", "keys"), strict=True):
+        if ids.shape != (batch, length) or ids.is_floating_point():
+            raise UserError(f"segment_ids of {what} is {_describe(ids)}; it must be integer [{batch}, {length}].")
+    return segment_ids
