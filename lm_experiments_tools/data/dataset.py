@@ -74,7 +74,7 @@ class DenoisingDataset(TapeDataset):
         kinds = self._kinds(rows)
         parts: list[tuple[Denoiser, slice | np.ndarray]] = [(self.denoisers[0], slice(0, len(rows)))]
         if len(self.denoisers) > 1:
-            parts = [(denoiser, np.flatnonzero(kinds == k)) for k, denoiser in enumerate(self.denoisers)]
+            parts = [(self.denoisers[k], np.flatnonzero(kinds == k)) for k in np.unique(kinds).tolist()]
         short = np.flatnonzero(self.is_short(rows))
         if short.size:  # once more, over what the denoiser of full rows made of it
             parts.append((self._last, short))

@@ -3,7 +3,7 @@
 R-denoisers corrupt short spans, X-denoisers long or many ones, the S-denoiser cuts the end off (prefix LM). A mode
 token in front of the input says which it was: the paper's [NLU] for R, [NLG] for X, [S2S] for S.
 
-One worked example: denoisers R:2:0.2 and S:0.5 in turn over the tape 10 ... 19, 6 inputs and 4 targets, mode tokens
+One worked example: denoisers R:2:0.4 and S:0.5 in turn over the tape 10 ... 18, 6 inputs and 4 targets, mode tokens
 90 (R) and 92 (S), sentinel 99, EOS 1; R hides the tokens 13 14, S has drawn a prefix of 2:
 
     row 0 (R)   10 11 12 13 14     inputs 90 10 11 12 99  1     targets 99 13 14  1
