@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,31 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     fsync_path(path.parent)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock; waits while another process has it. The lock ends with its holder, however that ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        with open(path, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # The holder before us may have removed the file we waited for: then lock the one that has its name now.
+            if not _is_named(file.fileno(), path):
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is_named(descriptor: int, path: Path) -> bool:
+    """Whether `path` is this open file now; asked in one look, because others may remove it between two."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def to_jsonable(value: Any) -> Any:

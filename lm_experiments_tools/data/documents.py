@@ -5,7 +5,7 @@
 | `.jsonl`, `.json`, `.jsonl.gz`, `.json.gz` | one line: an object whose `text_key` is a string |
 | `.txt`, `.txt.gz` | a block of lines; blank lines separate documents |
 | a folder | all of the above in it, recursively, in sorted order; other files and hidden ones are passed over |
-| `name[:config][:split]` | a row of a Hugging Face dataset, streamed (split `train` unless given) |
+| `name[:config][:split]` | a row of a Hugging Face dataset, streamed: of the hub, or a folder of Parquet files |
 
 A line that cannot be used (broken JSON, no such key, a number where text should be, no UTF-8, ...) is never dropped in
 silence: it comes out as a `BadLine`, and so does a document too large for memory, of which no more than the limit is
@@ -23,10 +23,11 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from lm_experiments_tools.data import hf_datasets
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import human_bytes
 
@@ -34,12 +35,13 @@ logger = logging.getLogger(__name__)
 
 JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 TEXT_SUFFIXES = (".txt", ".txt.gz")
+DATASET_SUFFIXES = (".parquet", ".arrow")  # a folder of these is read by the datasets package
 MAX_DOCUMENT_BYTES = 256 << 20  # on disk; encoding one takes ten times that in memory
 _BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SKIP_BYTES = 1 << 20
 _EXCERPT = 1000  # characters of a bad line kept in the quarantine file: enough to recognise it
-_DATASET_NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[^:]*))?(?::(?P<split>[^:]+))?")
+_DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[^:]*)?(:[^:]+)?")
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def plan_pieces(inputs: Sequence[str], piece_bytes: int | None = None) -> list[P
     pieces: list[Piece] = []
     for path, kind in files:
         if kind == "dataset":
-            pieces += [Piece(path, kind, start=shard) for shard in range(_load_dataset(path).num_shards)]
+            pieces += [Piece(path, kind, start=shard) for shard in range(hf_datasets.num_shards(path))]
         elif path.endswith(".gz"):
             pieces.append(Piece(path, kind))
         else:
@@ -113,6 +115,8 @@ def _resolve(item: str) -> list[tuple[str, str]]:
             if not any(part.startswith(".") for part in Path(folder, name).relative_to(item).parts)
         ]
         files = [(path, _kind(path)) for path in sorted(found) if _kind(path)]
+        if not files and any(path.endswith(DATASET_SUFFIXES) for path in found):
+            return [(item, "dataset")]
         if not files:
             raise UserError(
                 f"folder {item} has no {', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)} file in it ({len(found)} others)"
@@ -122,6 +126,8 @@ def _resolve(item: str) -> list[tuple[str, str]]:
         if not _kind(item):
             raise UserError(f"{item} is none of {', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)}; rename or convert it")
         return [(item, _kind(item))]
+    if os.path.isdir(hf_datasets.split_name(item)[0]):
+        return [(item, "dataset")]  # folder:config:split
     looks_local = item.startswith((".", "/", "~")) or os.path.isdir(os.path.dirname(item) or "\0")
     if looks_local or _kind(item) or not _DATASET_NAME.fullmatch(item):
         raise UserError(f"{item} does not exist")
@@ -159,22 +165,28 @@ def _skip_line(file: BinaryIO) -> bool:
     return filled
 
 
-def read_piece(piece: Piece, text_key: str = "text", first_line: int = 1) -> Iterator[Document | BadLine]:
-    """The documents of a piece in order, and in between the lines that are none. Lines count from `first_line`."""
+def read_piece(
+    piece: Piece, text_key: str = "text", first_line: int = 1, skip: int = 0
+) -> Iterator[Document | BadLine]:
+    """The documents of a piece in order, and in between the lines that are none. Lines count from `first_line`.
+
+    The first `skip` of them, documents and bad lines, are passed over.
+    """
     if piece.kind == "dataset":
-        yield from _read_dataset(piece, text_key)
-        return
+        return _read_dataset(piece, text_key, skip)
     lines = read_lines(piece, first_line)
-    if piece.kind == "json":
-        for number, line in lines:
-            if line.strip():
-                parsed = parse_json_line(line, text_key)
-                if isinstance(parsed, str):
-                    yield Document(parsed, f"{piece.path}:{number}")
-                else:
-                    yield BadLine(number, parsed[0], excerpt(line))
-    else:
-        yield from _read_text(lines, piece.path)
+    items = _read_json(lines, piece.path, text_key) if piece.kind == "json" else _read_text(lines, piece.path)
+    return islice(items, skip, None)
+
+
+def _read_json(lines: Iterator[tuple[int, bytes]], path: str, text_key: str) -> Iterator[Document | BadLine]:
+    for number, line in lines:
+        if line.strip():
+            parsed = parse_json_line(line, text_key)
+            if isinstance(parsed, str):
+                yield Document(parsed, f"{path}:{number}")
+            else:
+                yield BadLine(number, parsed[0], excerpt(line))
 
 
 def parse_json_line(line: bytes, text_key: str) -> str | tuple[str]:
@@ -294,29 +306,9 @@ def excerpt(line: bytes) -> str:
     return line[: 4 * _EXCERPT].rstrip(b"\r\n").decode("utf-8", errors="backslashreplace")[:_EXCERPT]
 
 
-def _load_dataset(item: str) -> Any:
-    """The streaming dataset `name[:config][:split]` of the Hugging Face hub (or of its local cache)."""
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(
-            f"{item} is neither a file nor a folder, and to read it as a Hugging Face dataset the datasets package is "
-            f"needed: pip install datasets"
-        ) from None
-    name, config, split = _DATASET_NAME.fullmatch(item).group("name", "config", "split")
-    try:
-        return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
-    except (OSError, ValueError) as error:  # offline, not found, or no such config or split
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise UserError(
-            f"{item} is neither a file nor a folder here, and as a Hugging Face dataset (name[:config][:split]) it "
-            f"cannot be loaded: {reason}"
-        ) from None
-
-
-def _read_dataset(piece: Piece, text_key: str) -> Iterator[Document | BadLine]:
-    dataset = _load_dataset(piece.path)
-    for number, row in enumerate(dataset.shard(dataset.num_shards, piece.start), 1):
+def _read_dataset(piece: Piece, text_key: str, skip: int) -> Iterator[Document | BadLine]:
+    rows = hf_datasets.read_shard(piece.path, piece.start, text_key, skip)
+    for number, row in enumerate(rows, skip + 1):
         text = _text_of(row, text_key)
         if isinstance(text, str):
             yield Document(text, f"{piece.path}:{piece.start}:{number}")

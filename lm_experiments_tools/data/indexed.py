@@ -172,18 +172,23 @@ class IndexedDatasetWriter:
         """Close the current document: the sequences since the last call belong to it."""
         self._document_indices.append(len(self._lengths))
 
-    def add_dataset(self, dataset: "IndexedDataset") -> None:
-        """Append all documents of a dataset of the same dtype, without decoding them."""
+    def add_dataset(self, dataset: "IndexedDataset") -> str:
+        """Append all documents of a dataset of the same dtype, without decoding them; returns their sha256."""
         if dataset.dtype != self.dtype:
             raise ValueError(f"{dataset.prefix} holds {dataset.dtype}, not {self.dtype}")
+        digest = hashlib.sha256()
         first = len(self._lengths)
         for start in range(0, dataset.num_tokens, _CHECK_BLOCK):
-            self._write_tokens(dataset.tokens[start : start + _CHECK_BLOCK].tobytes())
+            content = dataset.tokens[start : start + _CHECK_BLOCK].tobytes()
+            self._write_tokens(content)
+            digest.update(content)
         for start in range(0, len(dataset), _CHECK_BLOCK):
             self._lengths.extend(dataset.sequence_lengths[start : start + _CHECK_BLOCK])
         for start in range(1, dataset.num_documents + 1, _CHECK_BLOCK):
-            self._document_indices.extend(dataset.document_indices[start : start + _CHECK_BLOCK] + first)
+            end = min(start + _CHECK_BLOCK, dataset.num_documents + 1)
+            self._document_indices.extend(dataset.document_indices[start:end] + first)
         self.num_tokens += dataset.num_tokens
+        return digest.hexdigest()
 
     def finalize(self, meta: dict[str, Any] | None = None) -> None:
         """Write the index (and `meta` as PREFIX.json) and publish: an index is never beside other tokens."""

@@ -5,27 +5,24 @@ all are there they are joined in order into PREFIX.bin, .idx and .json and the f
 finds its finished pieces again. A document is one sequence, and its ids depend on its text alone, so neither the
 cutting nor the order of work shows in the result.
 
-The workers are plain subprocesses of this module that take pieces on stdin and answer on stdout. multiprocessing would
-import the caller's main script, and with it torch, into every worker, and would leave workers behind when the caller
-is killed; these end with their stdin.
+A job array does the same over machines: job i of n takes the i-th of n consecutive parts of the pieces and writes
+PREFIX-0000i-of-0000n; merge.py joins them to the bytes that one run would have written.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import queue
 import shutil
-import signal
 import subprocess
 import sys
 import threading
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +34,7 @@ from lm_experiments_tools.data.documents import (
     plan_pieces,
     read_piece,
 )
+from lm_experiments_tools.data.encoding import Encoding, encode_documents, num_bytes
 from lm_experiments_tools.data.indexed import (
     IndexedDataset,
     IndexedDatasetWriter,
@@ -44,24 +42,16 @@ from lm_experiments_tools.data.indexed import (
     token_dtype,
 )
 from lm_experiments_tools.data.vocabulary import Vocabulary
+from lm_experiments_tools.data.workers import WorkerEnded, ask, serve, start_worker
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import write_atomic
+from lm_experiments_tools.files import locked, write_atomic
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1  # raise when the ids of the same text would change: pieces and caches of another format are not reused
+_PIECES_PER_SHARD = 4  # at least, so that shards come out of about equal size
+_SMALLEST_PIECE = 1 << 16
 _BATCH_BYTES = 1 << 18  # text per call into sentencepiece: below this the call itself costs more than 1 %
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """Everything that decides the ids of a text."""
-
-    vocab_path: str
-    vocab_sha256: str
-    text_key: str
-    append_eos: bool
-    encode_by: str
 
 
 def tokenize_corpus(
@@ -75,6 +65,7 @@ def tokenize_corpus(
     max_bad_lines: int | None = 100,
     encode_by: str = "line",
     show_progress: bool | None = None,
+    shard: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """Encode all documents of `inputs` into PREFIX.bin / .idx / .json; returns what PREFIX.json holds.
 
@@ -88,6 +79,7 @@ def tokenize_corpus(
             equal those of Hugging Face tokenizers; "document" encodes it whole, as seqio does (25 % faster; a few near
             ties come out differently, because SentencePiece sums scores in float32).
         show_progress: a progress bar on stderr; None shows it on a terminal.
+        shard: (i, n) encodes the i-th of n parts, 0 <= i < n, into `shard_prefix(PREFIX, i, n)`.
 
     Raises:
         UserError: an input or the vocabulary cannot be read, there is no document, or there are too many bad lines.
@@ -99,9 +91,15 @@ def tokenize_corpus(
     vocabulary = Vocabulary.load(vocab_path)
     encoding = Encoding(os.path.abspath(vocabulary.path), vocabulary.sha256, text_key, append_eos, encode_by)
     prefix = os.fspath(output_prefix)
-    pieces = plan_pieces(inputs)
+    origin: dict[str, Any] = {}
+    if shard is None:
+        pieces = plan_pieces(inputs)
+    else:
+        pieces, source = _part_of_plan(inputs, *shard, encoding)
+        origin = {"shard": {"number": shard[0], "of": shard[1], "source": source}}
+        prefix = shard_prefix(prefix, *shard)
     folder = Path(f"{prefix}.pieces")
-    with _locked(Path(f"{prefix}.lock")):
+    with locked(Path(f"{prefix}.lock")):
         _prepare_folder(folder, _plan_fingerprint(pieces, encoding))
         numbered = [(piece, _piece_prefix(folder, number)) for number, piece in enumerate(pieces)]
         jobs = [(piece, path) for piece, path in numbered if not _is_finished(path)]
@@ -112,7 +110,7 @@ def tokenize_corpus(
         bad_lines = _collect_bad_lines(pieces, folder, f"{prefix}.bad_lines.jsonl", max_bad_lines)
         if bad_lines.count:
             logger.warning("%s", bad_lines)
-        meta = _join(pieces, folder, prefix, vocabulary, encoding, bad_lines.count)
+        meta = _join(pieces, folder, prefix, vocabulary, encoding, origin | {"bad_lines": bad_lines.count})
         shutil.rmtree(folder)
     return meta
 
@@ -150,7 +148,7 @@ def ensure_tokenized(
     )
     key = _plan_fingerprint(plan_pieces(inputs), encoding)[:16]
     prefix = os.path.join(cache_dir, f"{Path(inputs[0]).name.replace(':', '_')}-{key}")
-    with _locked(Path(f"{prefix}.cache.lock")):
+    with locked(Path(f"{prefix}.cache.lock")):
         if not dataset_exists(prefix):
             tokenize_corpus(inputs, vocab_path, prefix, **options)
     return prefix
@@ -171,6 +169,39 @@ def _check_vocabulary(prefix: str, vocab_path: str | os.PathLike) -> None:
 
 
 # ---- the plan and its folder ----
+
+
+def shard_prefix(prefix: str, number: int, count: int) -> str:
+    """PREFIX-00003-of-00064: where part `number` (from 0) of `count` goes."""
+    return f"{prefix}-{number:05d}-of-{count:05d}"
+
+
+def _part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Encoding) -> tuple[list[Piece], str]:
+    """The pieces of one of `count` consecutive parts of about equal size, and what identifies the whole.
+
+    Consecutive, so that the parts one after the other are the whole. A part may be empty.
+    """
+    if not 0 <= number < count:
+        raise UserError(
+            f"shard {number}/{count} does not exist: the {count} shards are 0/{count} to {count - 1}/{count}"
+        )
+    pieces = plan_pieces(inputs)
+    size = sum(piece.num_bytes for piece in pieces)
+    if len(pieces) < _PIECES_PER_SHARD * count and size:
+        pieces = plan_pieces(inputs, max(size // (_PIECES_PER_SHARD * count), _SMALLEST_PIECE))
+    average = max(size // len(pieces), 1)  # for shards of a dataset, whose size nobody knows
+    weights = [piece.num_bytes or average for piece in pieces]
+    total, ends = sum(weights), accumulate(weights)
+    own = [
+        piece
+        for piece, weight, end in zip(pieces, weights, ends, strict=True)
+        if (2 * end - weight) * count // (2 * total) == number
+    ]
+    logger.info("shard %d/%d: %d of %d pieces", number, count, len(own), len(pieces))
+    how = asdict(encoding)
+    del how["vocab_path"]
+    whole = [(os.path.basename(piece.path), piece.kind, piece.start, piece.end, piece.num_bytes) for piece in pieces]
+    return own, hashlib.sha256(json.dumps([FORMAT, whole, how]).encode()).hexdigest()
 
 
 def _plan_fingerprint(pieces: list[Piece], encoding: Encoding) -> str:
@@ -212,31 +243,6 @@ def _is_finished(prefix: str) -> bool:
         return False
 
 
-def _is_named(descriptor: int, path: Path) -> bool:
-    """Whether `path` is this open file now; asked in one look, because others may remove it between two."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock; waits while another process has it. The lock ends with its holder, however that ends."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        with open(path, "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            # The holder before us may have removed the file we waited for: then lock the one that has its name now.
-            if not _is_named(file.fileno(), path):
-                continue
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-            return
-
-
 # ---- one piece ----
 
 
@@ -245,8 +251,15 @@ def tokenize_piece(piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: 
 
     They go to `prefix`.bad.jsonl, counted from the start of the piece. Above `limit` the piece is left unfinished.
     """
-    num_documents = num_bytes = batch_bytes = 0
+    num_documents = total_bytes = batch_bytes = 0
     batch: list[str] = []
+
+    def flush() -> None:
+        for ids in encode_documents(batch, vocabulary, encoding):
+            writer.add_sequence(ids)
+            writer.end_document()
+        batch.clear()
+
     quarantine = Quarantine(f"{prefix}.bad.jsonl", None)
     writer = IndexedDatasetWriter(prefix, token_dtype(vocabulary.size))
     with writer, closing(quarantine):
@@ -257,36 +270,18 @@ def tokenize_piece(piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: 
                     writer.abort()
                     return quarantine.count
                 continue
-            size = len(item.text) if item.text.isascii() else len(item.text.encode())
+            size = num_bytes(item.text)
             batch.append(item.text)
             batch_bytes += size
-            num_bytes += size
+            total_bytes += size
             num_documents += 1
             if batch_bytes > _BATCH_BYTES:
-                _write_batch(writer, batch, vocabulary, encoding)
-                batch, batch_bytes = [], 0
-        _write_batch(writer, batch, vocabulary, encoding)
+                flush()
+                batch_bytes = 0
+        flush()
         quarantine.close()
-        writer.finalize({"num_documents": num_documents, "num_bytes": num_bytes, "bad_lines": quarantine.count})
+        writer.finalize({"num_documents": num_documents, "num_bytes": total_bytes, "bad_lines": quarantine.count})
     return quarantine.count
-
-
-def _write_batch(writer: IndexedDatasetWriter, batch: list[str], vocabulary: Vocabulary, encoding: Encoding) -> None:
-    eos = [vocabulary.eos_id] if encoding.append_eos else []
-    if encoding.encode_by == "document":
-        encoded = iter(vocabulary.encode_batch(batch))
-        num_parts = [1] * len(batch)
-    else:
-        lines = [text.split("\n") for text in batch]
-        encoded = iter(vocabulary.encode_batch([line for parts in lines for line in parts]))
-        num_parts = [len(parts) for parts in lines]
-    for parts in num_parts:
-        ids = array("i")
-        for _ in range(parts):
-            ids.extend(next(encoded))
-        ids.extend(eos)
-        writer.add_sequence(ids)
-        writer.end_document()
 
 
 # ---- all pieces ----
@@ -369,58 +364,33 @@ class _WorkerPool:
 
     def _ask(self, process: subprocess.Popen, message: dict[str, Any]) -> dict[str, Any]:
         try:
-            process.stdin.write(json.dumps(message).encode() + b"\n")
-            answer = process.stdout.readline()
-        except BrokenPipeError:
-            answer = b""
-        if not answer:
+            return ask(process, message)
+        except WorkerEnded as end:
             if self._stopped:
                 return {"bad_lines": 0}
-            self._stopped = True
             raise UserError(
-                f"a tokenization process ended with exit code {process.wait()} (-9: killed, often for want of memory) "
+                f"a tokenization process ended with exit code {end.returncode} (-9: killed, often for want of memory) "
                 f"at {message.get('piece', {}).get('path', 'its start')}; finished pieces are kept: try again with "
                 f"fewer workers"
-            )
-        reply = json.loads(answer)
-        if "error" in reply:
-            self._stopped = True
-            raise UserError(reply["error"])
-        return reply
+            ) from None
 
 
 def _start_worker() -> subprocess.Popen:
-    package_root = str(Path(__file__).parents[2])  # also where the package is used from a folder, not installed
-    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
-    return subprocess.Popen(
-        [sys.executable, "-m", __name__ if __name__ != "__main__" else __spec__.name],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        bufsize=0,  # nothing may be left to flush into the pipe of a worker that died
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    return start_worker(__name__)
 
 
 def _worker_main() -> None:
-    """Answer one JSON line on stdout for each on stdin; ends with stdin."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a library that prints must not break the protocol
-    vocabulary = encoding = limit = None
-    for line in iter(sys.stdin.readline, ""):
-        message = json.loads(line)
-        try:
-            if "encoding" in message:
-                encoding, limit = Encoding(**message["encoding"]), message["limit"]
-                vocabulary = Vocabulary.load(encoding.vocab_path)
-                reply = {"bad_lines": 0}
-            else:
-                piece = Piece(**message["piece"])
-                reply = {"bad_lines": tokenize_piece(piece, message["prefix"], vocabulary, encoding, limit)}
-        except UserError as error:
-            reply = {"error": str(error)}
-        answers.write(json.dumps(reply) + "\n")
-        answers.flush()
+    """Tokenize piece after piece for a `_WorkerPool`."""
+    settings: dict[str, Any] = {}
+
+    def answer(message: dict[str, Any]) -> dict[str, int]:
+        if "encoding" in message:
+            encoding = Encoding(**message["encoding"])
+            settings.update(encoding=encoding, limit=message["limit"], vocabulary=Vocabulary.load(encoding.vocab_path))
+            return {"bad_lines": 0}
+        return {"bad_lines": tokenize_piece(Piece(**message["piece"]), message["prefix"], **settings)}
+
+    serve(answer)
 
 
 @contextmanager
@@ -478,7 +448,12 @@ def _count_newlines(path: str, start: int, end: int) -> int:
 
 
 def _join(
-    pieces: list[Piece], folder: Path, prefix: str, vocabulary: Vocabulary, encoding: Encoding, num_bad: int
+    pieces: list[Piece],
+    folder: Path,
+    prefix: str,
+    vocabulary: Vocabulary,
+    encoding: Encoding,
+    origin: dict[str, Any],
 ) -> dict[str, Any]:
     """Write the final files out of the finished pieces, in order; returns what the sidecar holds."""
     num_documents = num_bytes = 0
@@ -488,9 +463,9 @@ def _join(
             writer.add_dataset(part)
             num_documents += part.meta["num_documents"]
             num_bytes += part.meta["num_bytes"]
-        if not num_documents:
+        if not num_documents and "shard" not in origin:
             writer.abort()
-            raise no_documents(list(dict.fromkeys(piece.path for piece in pieces)), num_bad)
+            raise no_documents(list(dict.fromkeys(piece.path for piece in pieces)), origin["bad_lines"])
         meta = {
             "vocab_sha256": vocabulary.sha256,
             "vocab_file": encoding.vocab_path,
@@ -502,7 +477,8 @@ def _join(
             "encode_by": encoding.encode_by,
             "text_key": encoding.text_key,
             "dtype": writer.dtype.name,
-            "bad_lines": num_bad,
+            "bin_sha256": writer.bin_sha256,
+            **origin,
         }
         writer.finalize(meta)
     return meta

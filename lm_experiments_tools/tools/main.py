@@ -3,6 +3,7 @@
 lmtools corpus --output DIR
 lmtools vocab --input FILES --size N --output FILE.model
 lmtools tokenize --input FILES --vocab FILE.model --output PREFIX
+lmtools merge --input PREFIXES --output PREFIX
 lmtools inspect --config RUN.yaml
 """
 
@@ -19,6 +20,7 @@ COMMANDS = {
     "corpus": "build a text corpus from the documentation of this Python installation",
     "vocab": "train a SentencePiece vocabulary on text",
     "tokenize": "turn text into a token file that the trainers read",
+    "merge": "join the token files of a job array, or others of one vocabulary",
     "inspect": "look before you train: counts, lengths, padding, steps, samples as the model gets them",
 }
 

@@ -1,4 +1,7 @@
-"""Turn text into a token file (Megatron's .bin and .idx) that the trainers read; a run that was killed goes on."""
+"""Turn text into a token file (Megatron's .bin and .idx) that the trainers read; a run that was killed goes on.
+
+A cluster does it by a job array, job i with --shard i/n, and `lmtools merge` at its end (docs/scale.md).
+"""
 
 import time
 from dataclasses import dataclass
@@ -27,16 +30,19 @@ class TokenizeArgs:
     """Unusable lines to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error."""
     workers: int | None = None
     """Processes. None: one per core."""
+    shard: str | None = None
+    """i/n, i from 0: tokenize the i-th of n parts, into PREFIX-0000i-of-0000n. None: all."""
 
 
 def run(args: TokenizeArgs) -> None:
     """Tokenize and say what came out."""
-    from lm_experiments_tools.data.tokenize import tokenize_corpus
+    from lm_experiments_tools.data.tokenize import shard_prefix, tokenize_corpus
 
     if args.output.endswith(("/", ".bin", ".idx", ".json")):
         raise UserError(
             f"--output {args.output} must be a prefix, such as tokens/train: .bin, .idx and .json are added"
         )
+    shard = _parse_shard(args.shard)
     start = time.perf_counter()
     meta = tokenize_corpus(
         args.input,
@@ -47,11 +53,21 @@ def run(args: TokenizeArgs) -> None:
         text_key=args.text_key,
         max_bad_lines=args.max_bad_lines,
         encode_by=args.encode_by,
+        shard=shard,
     )
     seconds = time.perf_counter() - start
     megabytes = meta["num_bytes"] / 1e6
     print(
         f"{meta['num_documents']:,} documents, {megabytes:.1f} MB of text -> {meta['num_tokens']:,} tokens "
         f"({meta['dtype']}), {meta['bad_lines']} bad lines, in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s): "
-        f"{args.output}.bin, .idx, .json"
+        f"{shard_prefix(args.output, *shard) if shard else args.output}.bin, .idx, .json"
     )
+
+
+def _parse_shard(shard: str | None) -> tuple[int, int] | None:
+    if shard is None:
+        return None
+    number, slash, count = shard.partition("/")
+    if not (number.isdecimal() and slash and count.isdecimal()):
+        raise UserError(f"--shard {shard} is not i/n, such as 0/64 for the first of 64 parts")
+    return int(number), int(count)

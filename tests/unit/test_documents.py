@@ -17,6 +17,7 @@ from lm_experiments_tools.data.documents import (
     plan_pieces,
     read_piece,
 )
+from lm_experiments_tools.data.hf_datasets import load_streaming
 from lm_experiments_tools.errors import UserError
 
 # (line of a .jsonl file, the reason it is bad; None: its text is "fine")
@@ -172,6 +173,14 @@ def test_a_damaged_gzip_file_is_named_with_the_line(tmp_path):
             read(tmp_path, [data])
 
 
+@pytest.fixture
+def no_dataset_remembered():
+    load_streaming.cache_clear()
+    yield
+    load_streaming.cache_clear()
+
+
+@pytest.mark.usefixtures("no_dataset_remembered")
 def test_hugging_face_datasets_by_name_config_and_split(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     asked = []
@@ -190,6 +199,7 @@ def test_hugging_face_datasets_by_name_config_and_split(tmp_path, monkeypatch):
     assert asked[-1] == ("name", None, "train", True)
 
 
+@pytest.mark.usefixtures("no_dataset_remembered")
 def test_hugging_face_datasets_that_cannot_be_loaded_are_one_sentence(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
 

@@ -1,0 +1,82 @@
+"""Hugging Face datasets as a source of text, streamed: shards, rows from any position on, and what identifies them.
+
+`name[:config][:split]` is a dataset of the hub, or a local folder of files that the `datasets` package reads
+(Parquet, Arrow, ...); the split is `train` unless given.
+"""
+
+import os
+import zlib
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from lm_experiments_tools.errors import UserError
+
+
+def split_name(item: str) -> tuple[str, str | None, str]:
+    """Name, configuration (None: the dataset's own default) and split of `name[:config][:split]`."""
+    name, _, rest = item.partition(":")
+    config, _, split = rest.partition(":")
+    return name, config or None, split or "train"
+
+
+@lru_cache(maxsize=16)  # to find the files of a dataset on the hub takes seconds, and each shard would pay for it
+def load_streaming(item: str) -> Any:
+    """The `datasets.IterableDataset`.
+
+    Raises:
+        UserError: the package is not installed, or there is no such dataset, configuration or split, or no network.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            f"{item} is neither a file nor a folder of text, and to read it as a Hugging Face dataset the datasets "
+            f"package is needed: pip install datasets"
+        ) from None
+    name, config, split = split_name(item)
+    try:
+        return datasets.load_dataset(name, config, split=split, streaming=True)
+    except (OSError, ValueError) as error:  # offline, not found, or no such config or split
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        kind = "a folder" if os.path.isdir(name) else "neither a file nor a folder here"
+        raise UserError(
+            f"{item} is {kind}, and as a Hugging Face dataset (name[:config][:split]) it cannot be loaded: {reason}"
+        ) from None
+
+
+def num_shards(item: str) -> int:
+    """Files that can be read apart from each other."""
+    return load_streaming(item).num_shards
+
+
+def read_shard(item: str, shard: int, column: str, skip: int = 0) -> Iterator[dict[str, Any]]:
+    """Rows of one shard in order, from row `skip` on; of `column` alone where the dataset is known to have it.
+
+    Raises:
+        UserError: the shard is damaged.
+        OSError: the network, after the package's own retries.
+    """
+    dataset = load_streaming(item)
+    if column in (dataset.column_names or ()):
+        dataset = dataset.select_columns([column])
+    number = skip
+    try:
+        for row in dataset.shard(dataset.num_shards, shard).skip(skip):
+            number += 1
+            yield row
+    except (ValueError, EOFError, zlib.error) as error:  # Arrow's own errors are ValueErrors
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise UserError(f"shard {shard} of the dataset {item} is damaged after row {number}: {reason}") from None
+
+
+def identity(item: str) -> list[str]:
+    """What makes it this dataset: the files of its split, with their revision on the hub or their size here."""
+    import datasets
+
+    name, config, split = split_name(item)
+    builder = datasets.load_dataset_builder(name, config)
+    files = (builder.config.data_files or {}).get(split)
+    if files is None:
+        return [str(builder.config.version), str(builder.hash)]
+    return [f"{os.path.basename(file)}: {os.path.getsize(file)}" if os.path.exists(file) else file for file in files]

@@ -1,0 +1,32 @@
+"""Join token files: the shards of `lmtools tokenize --shard i/n`, or any that were made with one vocabulary."""
+
+import time
+from dataclasses import dataclass
+
+from lm_experiments_tools.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeArgs:
+    """Merging."""
+
+    input: tuple[str, ...]
+    """Token prefixes, in the order in which they are to stand; or the common prefix of shards, in any order."""
+    output: str
+    """Prefix: PREFIX.bin, PREFIX.idx and PREFIX.json are written."""
+
+
+def run(args: MergeArgs) -> None:
+    """Merge and say what came out."""
+    from lm_experiments_tools.data.merge import merge_datasets
+
+    if args.output.endswith(("/", ".bin", ".idx", ".json")):
+        raise UserError(
+            f"--output {args.output} must be a prefix, such as tokens/train: .bin, .idx and .json are added"
+        )
+    start = time.perf_counter()
+    meta = merge_datasets(args.input, args.output)
+    print(
+        f"{meta['num_documents']:,} documents, {meta['num_tokens']:,} tokens, in {time.perf_counter() - start:.1f} s: "
+        f"{args.output}.bin, .idx"
+    )
