@@ -1,0 +1,296 @@
+"""Block-sparse attention for models of transformers: `attn_implementation="block_sparse"`, registered on import.
+
+    import lm_experiments_tools.attention.huggingface
+    model = AutoModel.from_pretrained("google-t5/t5-small", attn_implementation="block_sparse")  # exact attention
+    model = enable(model, "BigBird", block=64)                                                   # block-sparse
+
+The layout stands in the model's configuration under the names of t5-experiments, `sparse_config_cls` and
+`sparse_attention`, and holds for self-attention of encoders and of decoder-only models. Decoders of encoder-decoder
+models and cross-attention stay exact; so does everything where no layout is configured. Padding is respected, and a
+learned T5 bias is handed from layer to layer as its table [num_buckets, heads], never as [1, heads, length, length].
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+from lm_experiments_tools.attention.bias import DistanceBias, T5Bias, dense_bias
+from lm_experiments_tools.attention.functional import block_sparse_attention
+from lm_experiments_tools.attention.layouts import (
+    TYPE_KEY,
+    DenseSparsityConfig,
+    SparsityConfig,
+    get_sparsity_config,
+)
+from lm_experiments_tools.attention.reference import attend_mask
+from lm_experiments_tools.errors import UserError
+
+NAME = "block_sparse"
+SETTINGS_KEY = "sparse_attention"
+
+
+def register() -> None:
+    """Make `attn_implementation="block_sparse"` known to transformers; importing this module has done it.
+
+    Both interfaces are needed: an attention without a mask function gets no mask at all, and padding is ignored.
+    """
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def enable(model: PreTrainedModel, layout: SparsityConfig | str | None = None, **settings: Any) -> PreTrainedModel:
+    """Convert a model of transformers, in place, and note the layout in its configuration, which is saved with it.
+
+    Args:
+        model: any whose attention goes through transformers' AttentionInterface (T5, BERT, ...).
+        layout: a configuration, or the name of one with its `settings` as in `get_sparsity_config`; None for what the
+            model's own configuration says, which is exact attention if it says nothing.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserError: a layout for another number of heads, an unknown one, or a model that cannot be converted.
+    """
+    num_heads = model.config.num_attention_heads
+    if isinstance(layout, str):
+        layout = get_sparsity_config(layout, num_heads, **settings)
+    elif settings:
+        raise UserError(f"enable: {', '.join(settings)} go with the name of a layout, not {type(layout).__name__}.")
+    if layout is not None and layout.num_heads != num_heads:
+        raise UserError(
+            f"{type(layout).__name__} is for {layout.num_heads} heads, but {type(model).__name__} has {num_heads}."
+        )
+    model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:
+        raise UserError(f"{type(model).__name__} has attention of its own, which cannot be converted.")
+    configs = {id(module.config): module.config for module in model.modules() if _has_config(module)}
+    for config in configs.values():
+        config.attn_implementation = NAME  # read back by from_pretrained; `_attn_implementation` is not saved
+        if layout is not None:
+            values = layout.to_dict()
+            config.sparse_config_cls = values.pop(TYPE_KEY)
+            config.sparse_attention = values
+    for name in {type(module).__module__ for module in model.modules()}:
+        _keep_biases_short(sys.modules[name])
+    return model
+
+
+def _has_config(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "config", None), PreTrainedConfig)
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    config: PreTrainedConfig | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """transformers' mask function: the padding mask as it is, bool [batch, keys] or None, wherever that says it all.
+
+    Anything else (a cache of earlier keys, packed documents, sliding windows) becomes bool [batch, 1, queries, keys].
+    """
+    modeling = sys.modules.get(type(config).__module__.replace(".configuration_", ".modeling_"))
+    if modeling is not None:
+        _keep_biases_short(modeling)
+    from_the_start = isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0 and q_length == kv_length
+    if mask_function is bidirectional_mask_function or (mask_function is causal_mask_function and from_the_start):
+        if attention_mask is None or attention_mask.shape[1] == kv_length:
+            return attention_mask
+    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    return sdpa_mask(
+        *(batch_size, q_length, kv_length, q_offset, kv_offset),
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        **kwargs,
+    )
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function.
+
+    Args:
+        module: the attention layer; its `config` has the layout.
+        query: [batch, heads, queries, head_dim].
+        key, value: [batch, heads or fewer, keys, head_dim].
+        attention_mask: as from `attention_mask`, or what the user gave, [batch, 1 or heads, queries, keys].
+        position_bias: a T5 bias as its table [num_buckets, heads] or dense [1, heads, queries, keys]; empty for none.
+
+    Returns:
+        [batch, queries, heads, head_dim], and None in place of attention weights, which are never formed.
+
+    Raises:
+        UserError: attention weights, soft capping or sinks are asked for, or the layout does not fit.
+    """
+    _refuse_unsupported(kwargs)
+    num_heads, query_length, key_length = query.shape[1], query.shape[2], key.shape[2]
+    if key.shape[1] != num_heads:  # grouped-query attention
+        key, value = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (key, value))
+    bias = _bias(module, position_bias)
+    layout = _layout(module, num_heads)
+    if attention_mask is not None and attention_mask.dim() == 4:
+        output = _attend_with_mask(query, key, value, attention_mask, bias, layout, dropout, scaling)
+    else:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        output = block_sparse_attention(
+            query,
+            key,
+            value,
+            layout,
+            bias=bias,
+            key_padding_mask=attention_mask,
+            causal=causal and query_length > 1 and query_length == key_length,
+            scale=scaling,
+            dropout_p=dropout,
+        )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _refuse_unsupported(options: dict[str, Any]) -> None:
+    if options.get("output_attentions"):
+        raise UserError(
+            "output_attentions=True needs attention weights, which block-sparse attention never forms: load the model "
+            'with attn_implementation="eager" to look at them.'
+        )
+    for name in ("softcap", "s_aux"):
+        if options.get(name) is not None:
+            raise UserError(f"Block-sparse attention has no {name!r}, which this model needs: use another attention.")
+
+
+def _bias(module: nn.Module, position_bias: Tensor | None) -> DistanceBias | Tensor | None:
+    if position_bias is None or position_bias.numel() == 0:
+        return None
+    if position_bias.dim() == 4:
+        return position_bias
+    return T5Bias(
+        position_bias,
+        bidirectional=not module.is_decoder,
+        num_buckets=module.relative_attention_num_buckets,
+        max_distance=module.relative_attention_max_distance,
+    )
+
+
+def _layout(module: nn.Module, num_heads: int) -> SparsityConfig | None:
+    """The layout of a layer: that of its configuration, None for exact attention."""
+    config = module.config
+    name = getattr(config, TYPE_KEY, None)
+    if name is None or getattr(module, "is_decoder", getattr(config, "is_decoder", False)):
+        return None
+    settings = json.dumps(getattr(config, SETTINGS_KEY, None) or {}, sort_keys=True)
+    return _sparsity_config(name, settings, num_heads, getattr(module, "layer_idx", None) or 0)
+
+
+@functools.lru_cache(maxsize=512)  # one object a layout, because what kernels need is cached by object
+def _sparsity_config(name: str, settings: str, num_heads: int, layer_idx: int) -> SparsityConfig | None:
+    config = get_sparsity_config(name, **{"num_heads": num_heads, **json.loads(settings)})
+    if isinstance(config, DenseSparsityConfig):
+        return None
+    if layer_idx and not config.uses_random_blocks:
+        return _sparsity_config(name, settings, num_heads, 0)
+    config.layer_idx += layer_idx
+    return config
+
+
+def _attend_with_mask(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    bias: DistanceBias | Tensor | None,
+    layout: SparsityConfig | None,
+    dropout: float,
+    scale: float | None,
+) -> Tensor:
+    """Attention under a mask of queries by keys: dense, which costs what the mask costs already.
+
+    Queries are the last ones of the keys, as in generation with a cache.
+    """
+    query_length, key_length = query.shape[2], key.shape[2]
+    if bias is not None and not isinstance(bias, Tensor):
+        bias = dense_bias(bias, query_length, key_length, query.dtype)
+    if mask.dtype != torch.bool:
+        bias, mask = mask if bias is None else bias + mask, None
+    if layout is not None:
+        blocks = attend_mask(1, query.shape[1], key_length, key_length, layout, device=query.device)
+        blocks = blocks[:, :, key_length - query_length :]
+        mask = blocks if mask is None else mask & blocks
+    if bias is not None:
+        lowest = torch.finfo(query.dtype).min
+        mask = bias.to(query.dtype) if mask is None else bias.to(query.dtype).masked_fill(~mask, lowest)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
+
+
+def _keep_biases_short(modeling: ModuleType) -> None:
+    """Let T5-like attention classes of a module hand over bias tables instead of matrices, once."""
+    if getattr(modeling, "_biases_are_kept_short", False):
+        return
+    for attention_cls in vars(modeling).values():
+        if isinstance(attention_cls, type) and attention_cls.__module__ == modeling.__name__:
+            if _takes(attention_cls, "compute_bias", "query_length", "key_length"):
+                attention_cls.compute_bias = _short_bias(attention_cls.compute_bias)
+                if _takes(attention_cls, "forward", "key_value_states", "position_bias"):
+                    attention_cls.forward = _without_zeros(attention_cls.forward)
+    modeling._biases_are_kept_short = True
+
+
+def _takes(cls: type, method: str, *names: str) -> bool:
+    function = vars(cls).get(method)
+    return function is not None and set(names) <= set(inspect.signature(function).parameters)
+
+
+def _short_bias(compute_bias: Any) -> Any:
+    @functools.wraps(compute_bias)
+    def short_bias(
+        self: nn.Module, query_length: int, key_length: int, device: Any = None, past_seen_tokens: int | Tensor = 0
+    ) -> Tensor:
+        cached = isinstance(past_seen_tokens, Tensor) or past_seen_tokens > 0 or query_length != key_length
+        if self.config._attn_implementation != NAME or cached:
+            return compute_bias(self, query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)
+        # Through the embedding, so that it works where weights are sharded, and as a tensor of its own, so that
+        # gradients of all layers meet here whatever checkpoints activations.
+        return self.relative_attention_bias(torch.arange(self.relative_attention_num_buckets, device=device))
+
+    return short_bias
+
+
+def _without_zeros(forward: Any) -> Any:
+    """T5's cross-attention has no bias, for which transformers forms zeros [1, heads, queries, keys]."""
+
+    @functools.wraps(forward)
+    def forward_without_zeros(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_cross = kwargs.get("key_value_states") is not None and not self.has_relative_attention_bias
+        if is_cross and kwargs.get("position_bias") is None and self.config._attn_implementation == NAME:
+            kwargs["position_bias"] = hidden_states.new_empty(0)
+        return forward(self, hidden_states, *args, **kwargs)
+
+    return forward_without_zeros
+
+
+register()

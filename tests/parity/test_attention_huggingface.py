@@ -1,0 +1,275 @@
+"""Models of transformers with our attention against their own eager attention, in float64."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModel,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5EncoderModel,
+    T5ForConditionalGeneration,
+)
+
+from lm_experiments_tools.attention import get_sparsity_config, huggingface
+from lm_experiments_tools.attention.bias import T5Bias
+from lm_experiments_tools.attention.huggingface import enable
+from lm_experiments_tools.errors import UserError
+
+LENGTH = 37  # no multiple of any block here
+PADDING = torch.ones(3, LENGTH, dtype=torch.long)
+PADDING[1, 20:] = 0
+PADDING[2, 5:] = 0
+IDS = torch.randint(1, 64, (3, LENGTH), generator=torch.Generator().manual_seed(0))
+TOLERANCE = 1e-10
+
+
+def t5(cls: type = T5ForConditionalGeneration, layers: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=layers, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    model = cls(config).double()
+    model.set_attn_implementation("eager")
+    for name, parameter in model.named_parameters():
+        if "relative_attention_bias" in name:
+            nn.init.normal_(parameter)
+    return model
+
+
+def bert(layers: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=32,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = BertForMaskedLM(config).double()
+    model.set_attn_implementation("eager")
+    return model
+
+
+def batch(model: nn.Module) -> dict[str, Tensor]:
+    """Padded inputs and ragged targets."""
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(1, 64, (3, 11 if model.config.is_encoder_decoder else LENGTH), generator=generator)
+    labels[2, 5:] = -100
+    return {"input_ids": IDS, "attention_mask": PADDING, "labels": labels}
+
+
+def gradients(model: nn.Module, **inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    model.train()
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def assert_equal_gradients(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name in expected:
+        assert (got[name] - expected[name]).abs().max() < TOLERANCE, name
+
+
+def convert(model: nn.Module, *layout: Any, **settings: Any) -> nn.Module:
+    return enable(copy.deepcopy(model), *layout, **settings)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpointed", "checkpointed_reentrant"])
+@pytest.mark.parametrize("make", [t5, bert])
+def test_dense_layout_equals_eager_in_loss_and_every_gradient(make, reentrant):
+    model = make()
+    ours = convert(model, "Dense")
+    if reentrant is not None:
+        ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    loss, grads = gradients(ours, **batch(model))
+    expected_loss, expected = gradients(model, **batch(model))
+    assert abs(loss - expected_loss) < TOLERANCE
+    assert_equal_gradients(grads, expected)
+    for name, gradient in grads.items():
+        if "relative_attention_bias" in name:
+            assert gradient.abs().max() > 1e-4 and gradient.sum(0).abs().max() < 1e-12
+
+
+def allowed_tokens(config: Any) -> Tensor:
+    """What a layout lets queries attend to, bool [1, heads, queries, keys]."""
+    blocks = config.make_layout(-(-LENGTH // config.block) * config.block).bool()
+    tokens = blocks.repeat_interleave(config.block, 1).repeat_interleave(config.block, 2)
+    return tokens[None, :, :LENGTH, :LENGTH]
+
+
+@pytest.mark.parametrize("make", [lambda: t5(T5EncoderModel), bert], ids=["t5", "bert"])
+def test_sparse_layout_equals_eager_with_the_layout_as_a_mask(make):
+    """Each head another pattern, and every query keeps some key, so that no row is undefined in eager attention."""
+    config = get_sparsity_config(
+        "Fixed", 4, block=4, different_layout_per_head=True, num_different_global_patterns=4,
+        horizontal_global_attention=True,
+    )  # fmt: skip
+    model = make()
+    ours = convert(model, config)
+    rows = PADDING.clone()
+    rows[2] = 0  # its few tokens are all in one block, which other windows' queries do not see
+    results = []
+    allowed = allowed_tokens(config) & PADDING.bool()[:, None, None, :]
+    added = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, torch.finfo(torch.float64).min)
+    for each, mask in ((ours, PADDING), (model, added)):
+        each.train()
+        each.zero_grad()
+        output = each(IDS, attention_mask=mask)[0]
+        (output * rows[:, :, None]).square().sum().backward()
+        grads = {name: parameter.grad for name, parameter in each.named_parameters() if parameter.grad is not None}
+        results.append((output.detach()[rows.bool()], grads))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=TOLERANCE)
+    assert_equal_gradients(results[0][1], results[1][1])
+    assert not torch.allclose(results[0][0], convert(model, "Dense")(IDS, attention_mask=PADDING)[0][rows.bool()])
+
+
+@pytest.mark.parametrize("options", [{"use_cache": True}, {"use_cache": False}, {"cache_implementation": "static"}])
+def test_generation_equals_eager(options):
+    model = t5().eval()
+    ours = convert(model, "Dense").eval()
+    got, expected = (m.generate(IDS, attention_mask=PADDING, max_new_tokens=9, **options) for m in (ours, model))
+    assert torch.equal(got, expected)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[dict[str, Any]]:
+    """What our attention is given."""
+    seen: list[dict[str, Any]] = []
+    attend: Callable[..., Tensor] = huggingface.block_sparse_attention
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, layout: Any, **options: Any) -> Tensor:
+        seen.append({"layout": layout, "shape": (q.shape[2], k.shape[2]), **options})
+        return attend(q, k, v, layout, **options)
+
+    monkeypatch.setattr(huggingface, "block_sparse_attention", spy)
+    return seen
+
+
+def test_only_the_encoder_is_sparse_and_no_bias_is_a_matrix(calls):
+    model = convert(t5(), "BigBird", block=4)
+    model(**batch(model))
+    encoder, decoder = calls[:2], calls[2:]
+    assert [call["shape"] for call in calls] == [(37, 37)] * 2 + [(11, 11), (11, 37)] * 2
+    assert all(type(call["layout"]).__name__ == "BigBirdSparsityConfig" and not call["causal"] for call in encoder)
+    assert [call["causal"] for call in decoder] == [True, False] * 2
+    assert all(call["layout"] is None for call in decoder)
+    for call in (*encoder, *decoder[::2]):
+        assert isinstance(call["bias"], T5Bias) and call["bias"].weight.shape == (32, 4)
+    assert [call["bias"].bidirectional for call in (*encoder, *decoder[::2])] == [True, True, False, False]
+    assert [call["bias"] for call in decoder[1::2]] == [None, None]
+    layers = [call["layout"].make_layout(40) for call in encoder]
+    assert not torch.equal(*layers), "layers with random blocks draw their own"
+
+
+def test_layers_without_random_blocks_share_one_layout_object(calls):
+    """What kernels need of a layout is made once."""
+    model = convert(bert(), "BSLongformer", block=4)
+    model(**batch(model))
+    assert calls[0]["layout"] is calls[1]["layout"]
+
+
+def test_from_pretrained_with_the_name_alone_respects_padding(tmp_path, calls):
+    model = bert().eval()
+    model.save_pretrained(tmp_path)
+    ours = AutoModel.from_pretrained(tmp_path, attn_implementation="block_sparse", dtype=torch.float64)
+    got = ours(IDS, attention_mask=PADDING).last_hidden_state
+    expected = model.bert(IDS, attention_mask=PADDING).last_hidden_state
+    real = PADDING.bool()
+    torch.testing.assert_close(got[real], expected[real], rtol=0, atol=TOLERANCE)
+    assert len(calls) == 2 and calls[0]["layout"] is None
+    other = torch.where(real, IDS, 63 - IDS)
+    assert torch.equal(ours(other, attention_mask=PADDING).last_hidden_state[real], got[real])
+
+
+def test_the_layout_is_saved_with_the_model_and_loaded(tmp_path):
+    model = convert(t5(), "deepspeed.ops.sparse_attention:BigBirdSparsityConfig", block=4, seed=3)
+    model.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["sparse_config_cls"] == "BigBirdSparsityConfig" and stored["sparse_attention"]["seed"] == 3
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert torch.equal(loaded(**batch(model)).loss, model(**batch(model)).loss)
+    dense = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager")
+    assert not torch.allclose(dense(**batch(model)).loss, model(**batch(model)).loss)
+    enable(dense)  # what its configuration says
+    assert torch.equal(dense(**batch(model)).loss, model(**batch(model)).loss)
+
+
+def test_the_ancestors_configuration_is_understood(calls):
+    """sparse_config_cls and sparse_attention as its BERT configurations have them."""
+    model = bert()
+    model.config.sparse_config_cls = "deepspeed.ops.sparse_attention:BigBirdSparsityConfig"
+    model.config.sparse_attention = {"num_heads": 4, "block": 8, "different_layout_per_head": True}
+    enable(model)(**batch(model))
+    assert calls[0]["layout"].block == 8 and calls[0]["layout"].different_layout_per_head
+
+
+def test_a_copy_trains_its_own_bias():
+    model = convert(t5(), "BigBird", block=4)
+    other = copy.deepcopy(model)
+    gradients(other, **batch(model))
+    bias = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    assert model.get_parameter(bias).grad is None and other.get_parameter(bias).grad.abs().max() > 0
+
+
+def test_a_mask_of_queries_by_keys_is_added_to_the_layout():
+    config = get_sparsity_config("LocalSlidingWindow", 4, block=4, attention="bidirectional")
+    model = bert().eval()
+    banded = torch.ones(3, 1, LENGTH, LENGTH, dtype=torch.bool).tril(2)
+    got = convert(model, config)(IDS, attention_mask=banded)[0]
+    lowest = torch.finfo(torch.float64).min
+    both = torch.zeros(3, 4, LENGTH, LENGTH, dtype=torch.float64).masked_fill(
+        ~(banded & allowed_tokens(config)), lowest
+    )
+    expected = model(IDS, attention_mask=both)[0]
+    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_a_decoder_alone_is_sparse_and_generates_the_same_with_and_without_cache():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=32, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).double().eval()
+    model.set_attn_implementation("sdpa")  # eager makes rows of padding alone NaN in float64
+    padding = PADDING.flip(1)  # on the left, as generation wants it
+    dense, expected = (m(IDS, attention_mask=padding).logits for m in (convert(model, "Dense"), model))
+    torch.testing.assert_close(dense[padding.bool()], expected[padding.bool()], rtol=0, atol=TOLERANCE)
+    sparse = convert(model, "BigBird", block=4, attention="unidirectional")
+    assert not torch.allclose(sparse(IDS).logits, expected)
+    cached, uncached = (sparse.generate(IDS, max_new_tokens=9, use_cache=use) for use in (True, False))
+    assert torch.equal(cached, uncached)
+
+
+def test_bfloat16_autocast_keeps_the_bias_in_float32_and_trains_it():
+    model = t5().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, got = gradients(convert(model, "Dense"), **batch(model))
+    expected_loss, expected = gradients(model, **batch(model))
+    name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    assert abs(loss - expected_loss) < 0.05 and got[name].dtype == torch.float32
+    assert torch.nn.functional.cosine_similarity(got[name].flatten(), expected[name].flatten(), dim=0) > 0.98
+
+
+def test_attention_weights_are_refused():
+    with pytest.raises(UserError, match='attn_implementation="eager" to look at them'):
+        convert(t5(), "Dense")(**batch(t5()), output_attentions=True)
+
+
+def test_what_cannot_be_converted_is_said():
+    with pytest.raises(UserError, match="is for 2 heads, but BertForMaskedLM has 4"):
+        enable(bert(), get_sparsity_config("BigBird", 2))
+    with pytest.raises(UserError, match="block go with the name of a layout"):
+        enable(bert(), None, block=4)
