@@ -1,0 +1,296 @@
+"""Text -> token files for BERT, with the command line of Megatron-LM's preprocess_data.py.
+
+    python megatron/preprocess_data.py --input FILE_OR_FOLDER --output-prefix PREFIX --split-sentences \\
+        --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt --workers 8
+
+reads .json and .jsonl files (one object a line, also .gz) and writes, for each key of --json-keys,
+
+    PREFIX_text_sentence.bin, .idx   the tokens: one sequence a sentence, one document a line (Megatron's format)
+    PREFIX_text_sentence.json        tokenizer, counts, settings
+    PREFIX.bad_lines.jsonl           lines that could not be used, if any: file, line, reason
+
+(`document` in place of `sentence` without --split-sentences). The files are the same for any number of workers, and
+appear only when they are whole.
+"""
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+if __name__ == "__main__" and not __package__:
+    # Run as a file: Python put this folder first on its path, where our tokenizers.py hides the package `tokenizers`.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from lm_experiments_tools.args import check_minimum
+from lm_experiments_tools.cli import parse, run_main
+from lm_experiments_tools.data.documents import JSON_SUFFIXES, Piece, Quarantine, no_documents, plan_pieces, read_lines
+from lm_experiments_tools.data.indexed import IndexedDatasetWriter, token_dtype
+from lm_experiments_tools.errors import UserError
+from megatron.encoding import EncodedBatch, EncodedKey, EncodingSettings, LineBatch, encode_all
+from megatron.sentences import SentenceSplitter
+from megatron.tokenizers import BertDataTokenizer
+
+logger = logging.getLogger(__name__)
+
+_BATCH_BYTES = 1 << 19  # of lines for one call of a worker: a tenth of a second
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputArgs:
+    """The text."""
+
+    input: str
+    """A .json or .jsonl file (also .gz), one object a line, or a folder of them, read recursively in sorted order."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Keys of a line that hold text: a string, or a list of strings that are sentences already."""
+    split_sentences: bool = False
+    """Make each sentence a sequence, as BERT's samples need it; otherwise a document is one sequence."""
+    split_tokens: bool = False
+    """Make each token a sequence."""
+    keep_newlines: bool = False
+    """Leave the line breaks after a sentence in it; a tokenizer that knows them encodes them."""
+    sentence_splitter: str = "nupunkt"
+    """nupunkt, sentencex (or sentencex:de for German), newline, or module:callable."""
+    max_bad_lines: int = 100
+    """Lines that cannot be used to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error."""
+    max_document_mb: int = 256
+    """A longer line is a bad line; a worker needs about ten times the memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerArgs:
+    """The tokenizer."""
+
+    tokenizer_type: Literal["BertWordPieceLowerCase", "BertWordPieceCase", "HFTokenizer", "GPT2BPETokenizer"]
+    """Kind of tokenizer (GPT2BPETokenizer is known, and refused: it lacks BERT's special tokens)."""
+    vocab_file: str | None = None
+    """vocab.txt of a WordPiece tokenizer, one piece a line."""
+    merge_file: str | None = None
+    """Belongs to GPT2BPETokenizer."""
+    tokenizer_name_or_path: str | None = None
+    """Folder or hub name of an HFTokenizer."""
+    append_eod: bool = False
+    """End each document with the tokenizer's end-of-document id ([SEP] where it has none)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputArgs:
+    """The token files."""
+
+    output_prefix: str
+    """PREFIX of PREFIX_KEY_sentence.bin and so on."""
+    dataset_impl: Literal["mmap", "lazy", "cached"] = "mmap"
+    """Format; only mmap is written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeArgs:
+    """Processes and messages."""
+
+    workers: int = 1
+    """Processes that tokenize; the files do not depend on it."""
+    log_interval: int = 100
+    """Documents between two lines of progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessArgs(InputArgs, TokenizerArgs, OutputArgs, RuntimeArgs):
+    """The command line of preprocess_data.py."""
+
+    def __post_init__(self) -> None:
+        check_minimum(self, 1, "workers", "log_interval", "max_document_mb")
+        check_minimum(self, 0, "max_bad_lines")
+        if self.dataset_impl != "mmap":
+            raise UserError(
+                f"--dataset-impl {self.dataset_impl} is fairseq's old format, which nothing reads any more: take mmap."
+            )
+        if self.merge_file is not None and self.tokenizer_type != "GPT2BPETokenizer":
+            raise UserError(
+                f"--merge-file belongs to GPT2BPETokenizer, not to --tokenizer-type {self.tokenizer_type}."
+            )
+        if self.tokenizer_type == "HFTokenizer" and self.vocab_file is not None:
+            raise UserError("--vocab-file belongs to BertWordPiece...; HFTokenizer takes --tokenizer-name-or-path.")
+        if self.tokenizer_type != "HFTokenizer" and self.tokenizer_name_or_path is not None:
+            raise UserError(
+                f"--tokenizer-name-or-path belongs to HFTokenizer; {self.tokenizer_type} has --vocab-file."
+            )
+        twice = {key for key in self.json_keys if self.json_keys.count(key) > 1 or "/" in key}
+        if twice:
+            raise UserError(f"--json-keys {twice.pop()!r} cannot name a file: given twice, or with a / in it.")
+        if self.output_prefix.endswith(("/", ".bin", ".idx")):
+            raise UserError(f"--output-prefix {self.output_prefix} must be a prefix, such as tokens/train.")
+
+    @property
+    def level(self) -> str:
+        """What a sequence is, in the names of the files."""
+        return "sentence" if self.split_sentences else "document"
+
+    def settings(self) -> EncodingSettings:
+        """What the workers need to know."""
+        return EncodingSettings(
+            json_keys=self.json_keys,
+            tokenizer_type=self.tokenizer_type,
+            vocab_file=self.vocab_file,
+            tokenizer_name_or_path=self.tokenizer_name_or_path,
+            split_sentences=self.split_sentences,
+            sentence_splitter=self.sentence_splitter,
+            keep_newlines=self.keep_newlines,
+            split_tokens=self.split_tokens,
+            append_eod=self.append_eod,
+            max_document_bytes=self.max_document_mb << 20,
+        )
+
+
+def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
+    """Write the token files; returns, by prefix, what their .json holds.
+
+    Raises:
+        UserError: input, tokenizer or sentence splitter cannot be had; too many bad lines; a key without any text.
+    """
+    settings = args.settings()
+    tokenizer = settings.tokenizer()
+    SentenceSplitter(args.sentence_splitter)  # refused here rather than in a worker
+    pieces = _input_files(args.input)
+    if args.split_sentences is False and args.tokenizer_type != "HFTokenizer":
+        logger.warning(
+            "without --split-sentences a document is one sequence, of which BERT can make no sentence pairs"
+        )
+    if args.keep_newlines and not args.split_sentences:
+        logger.warning("--keep-newlines changes nothing without --split-sentences")
+    prefixes = [f"{args.output_prefix}_{key}_{args.level}" for key in args.json_keys]
+    bad_lines = Quarantine(f"{args.output_prefix}.bad_lines.jsonl", args.max_bad_lines)
+    with ExitStack() as stack:
+        stack.enter_context(closing(bad_lines))
+        writers = [stack.enter_context(_Writer(prefix, tokenizer)) for prefix in prefixes]
+        encoded = stack.enter_context(
+            closing(encode_all(_line_batches(pieces, settings.max_document_bytes), settings, args.workers))
+        )
+        for batch in _with_progress(encoded, args.log_interval):
+            for bad in batch.bad_lines:
+                bad_lines.add(batch.path, bad)
+            for writer, part in zip(writers, batch.keys, strict=True):
+                writer.add(part)
+        for key, writer in zip(args.json_keys, writers, strict=True):
+            if not writer.num_documents:
+                if not writer.num_empty:
+                    raise no_documents([args.input], bad_lines.count)
+                raise UserError(f"all {writer.num_empty} documents of {args.input} are empty under the key {key!r}")
+        metas = [
+            writer.finish(_meta(args, key, tokenizer, bad_lines.count))
+            for key, writer in zip(args.json_keys, writers, strict=True)
+        ]
+    if bad_lines.count:
+        logger.warning("%s", bad_lines)
+    return dict(zip(prefixes, metas, strict=True))
+
+
+class _Writer(IndexedDatasetWriter):
+    """A token file and the counts that belong in its .json."""
+
+    def __init__(self, prefix: str, tokenizer: BertDataTokenizer):
+        super().__init__(prefix, token_dtype(tokenizer.vocab_size))
+        self.num_documents = self.num_sequences = self.num_empty = self.num_bytes = 0
+
+    def add(self, part: EncodedKey) -> None:
+        """Append the documents of a batch."""
+        self.add_documents(part.ids, part.sequence_lengths, part.num_sequences)
+        self.num_documents += len(part.num_sequences)
+        self.num_sequences += len(part.sequence_lengths)
+        self.num_empty += part.num_empty
+        self.num_bytes += part.num_bytes
+
+    def finish(self, meta: dict[str, Any]) -> dict[str, Any]:
+        """Publish the files; returns what the .json holds."""
+        counts = {
+            "num_documents": self.num_documents,
+            "num_sequences": self.num_sequences,
+            "num_tokens": self.num_tokens,
+            "num_bytes": self.num_bytes,
+            "empty_documents": self.num_empty,
+            "dtype": self.dtype.name,
+            "bin_sha256": self.bin_sha256,
+        }
+        self.finalize(meta | counts)
+        return meta | counts
+
+
+def _meta(args: PreprocessArgs, key: str, tokenizer: BertDataTokenizer, num_bad: int) -> dict[str, Any]:
+    return {
+        "vocab_sha256": tokenizer.fingerprint,
+        "vocab_file": tokenizer.name,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer_type": args.tokenizer_type,
+        "json_key": key,
+        "level": args.level,
+        "sentence_splitter": args.sentence_splitter if args.split_sentences else None,
+        "keep_newlines": args.keep_newlines,
+        "split_tokens": args.split_tokens,
+        "append_eod": args.append_eod,
+        "bad_lines": num_bad,
+    }
+
+
+def _input_files(path: str) -> list[Piece]:
+    if not os.path.exists(path):
+        raise UserError(f"--input {path} does not exist")
+    pieces = plan_pieces([path], piece_bytes=sys.maxsize)
+    found = [piece for piece in pieces if piece.kind == "json"]
+    if not found:
+        raise UserError(f"--input {path} has no {', '.join(JSON_SUFFIXES)} file: put each document on a line as JSON")
+    if len(found) < len(pieces):
+        logger.warning("%d text files in %s are passed over: only JSON lines are read", len(pieces) - len(found), path)
+    return found
+
+
+def _line_batches(pieces: Iterable[Piece], max_document_bytes: int) -> Iterator[LineBatch]:
+    for piece in pieces:
+        batch, size = LineBatch(piece.path, []), 0
+        for number, line in read_lines(piece, max_bytes=max_document_bytes):
+            if line.isspace():
+                continue
+            batch.lines.append((number, line))
+            size += len(line)
+            if size >= _BATCH_BYTES:
+                yield batch
+                batch, size = LineBatch(piece.path, []), 0
+        if batch.lines:
+            yield batch
+
+
+def _with_progress(encoded: Iterable[EncodedBatch], interval: int) -> Iterator[EncodedBatch]:
+    start, num_lines, num_bytes = time.perf_counter(), 0, 0
+    for batch in encoded:
+        yield batch
+        passed = (num_lines + batch.num_lines) // interval > num_lines // interval
+        num_lines += batch.num_lines
+        num_bytes += batch.num_bytes
+        if passed:
+            seconds = time.perf_counter() - start
+            rates = num_lines / seconds, num_bytes / 1e6 / seconds
+            logger.info("Processed %d documents (%.1f docs/s, %.2f MB/s).", num_lines, *rates)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args, _ = parse(PreprocessArgs, argv, description=__doc__)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # --workers says how many cores to use
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # cleans up on the way out
+    start = time.perf_counter()
+    for prefix, meta in preprocess(args).items():
+        print(
+            f"{prefix}: {meta['num_documents']:,} documents, {meta['num_sequences']:,} sequences, "
+            f"{meta['num_tokens']:,} tokens ({meta['dtype']}) of {meta['vocab_size']:,} ids; "
+            f"{meta['empty_documents']} empty, {meta['bad_lines']} bad lines"
+        )
+    print(f"{time.perf_counter() - start:.1f} s")
+
+
+if __name__ == "__main__":
+    run_main(main)
