@@ -120,15 +120,15 @@ def _write(datasets: list[IndexedDataset], output: str) -> dict[str, Any]:
                     f"{recorded[:12]}; copy it again or tokenize that part again"
                 )
         meta = {name: value for name, value in datasets[0].meta.items() if name != "shard"}
-        if meta:
-            sums = {name: sum(dataset.meta[name] for dataset in datasets) for name in _SUMMED if name in meta}
-            meta |= sums | {"bin_sha256": writer.bin_sha256}
+        for name in _SUMMED:
+            if name in meta:
+                meta[name] = sum(dataset.meta[name] for dataset in datasets)
+        meta.setdefault("num_documents", sum(dataset.num_documents for dataset in datasets))
+        meta.setdefault("num_tokens", writer.num_tokens)
+        meta |= {"bin_sha256": writer.bin_sha256}
         _join_bad_lines(datasets, f"{output}.bad_lines.jsonl")
-        writer.finalize(meta or None)
-    return meta or {
-        "num_documents": sum(dataset.num_documents for dataset in datasets),
-        "num_tokens": writer.num_tokens,
-    }
+        writer.finalize(meta)
+    return meta
 
 
 def _join_bad_lines(datasets: list[IndexedDataset], output: str) -> None:
