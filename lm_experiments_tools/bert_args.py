@@ -78,6 +78,8 @@ class BertObjectiveArgs:
     """Fraction of tokens to predict: 80 % of them become [MASK], 10 % another token, 10 % stay."""
     short_seq_prob: float = 0.1
     """Fraction of samples that are shorter than --input_seq_len."""
+    max_sentence_length: int | None = 512
+    """Documents with a longer sentence, in tokens, are left out, being rarely prose (Megatron's rule). None: none."""
     use_nsp: bool = True
     """Also tell right pairs of sentences from wrong ones; --use_nsp 0 masks only."""
     nsp: Literal["swap", "random"] = "swap"
@@ -89,7 +91,7 @@ class BertObjectiveArgs:
 
     def check(self) -> None:
         check_minimum(self, 5, "input_seq_len")
-        check_minimum(self, 1, "max_ngram")
+        check_minimum(self, 1, "max_ngram", "max_sentence_length")
         if not 0.0 < self.mlm_prob < 1.0:
             raise UserError(f"--mlm_prob is {self.mlm_prob}: it must lie between 0 and 1, for example 0.15.")
         if not 0.0 <= self.short_seq_prob <= 1.0:

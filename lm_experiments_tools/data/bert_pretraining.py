@@ -79,9 +79,9 @@ def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend) -> BertPr
     if backend.is_main and args.without_effect():
         logger.info("%s: accepted, and without effect here", ", ".join(f"--{flag}" for flag in args.without_effect()))
     tokenizer = on_all(backend, lambda: _tokenizer(args))
-    # first the first of each machine, which leaves the sample mappings for the others to find
-    on_all(backend, lambda: _datasets(args, tokenizer) if backend.local_rank == 0 else None)
-    train, valid, valid_tokens = on_all(backend, partial(_datasets, args, tokenizer))
+    # the first worker of each machine goes first and leaves the sample mappings for the others to find
+    opened = on_all(backend, lambda: _datasets(args, tokenizer) if backend.local_rank == 0 else None)
+    train, valid, valid_tokens = on_all(backend, lambda: opened or _datasets(args, tokenizer))
     where = (args.rows_per_worker(), backend.rank, backend.world_size)
     tokenizer_dir = Path(args.model_path) / "tokenizer" if args.model_path else None
     if tokenizer_dir is not None:
@@ -117,6 +117,7 @@ def _datasets(
         mask_label_id=IGNORED_LABEL,
         whole_word=args.whole_word,
         max_ngram=args.max_ngram,
+        max_sentence_length=args.max_sentence_length,
         seed=args.seed,
         cache_dir=CACHE / args.data_name,
     )

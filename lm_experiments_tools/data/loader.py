@@ -16,6 +16,7 @@ import torch
 from lm_experiments_tools.errors import UserError
 
 IGNORED_LABEL = -100
+LABELS = frozenset({"labels", "next_sentence_label"})  # the entries of a batch that a loss is a mean over
 
 
 class SampleDataset(Protocol):
@@ -200,5 +201,6 @@ class ValidLoader:
             real = samples[samples < self.num_samples]
             batch = self.dataset.batch(real if real.size else np.array([self.num_samples - 1]))
             if not real.size:
-                batch["labels"][:] = IGNORED_LABEL
+                for name in LABELS & batch.keys():
+                    batch[name][:] = IGNORED_LABEL
             yield _to_torch(batch)
