@@ -48,6 +48,9 @@ class DataArgs:
     auto: seqio for raw text where seqio is installed, else native."""
     streaming: bool = False
     """Tokenize while training, from the first document on, instead of before it."""
+    streams: int = 16
+    """With --streaming: streams that the text is dealt to, at most; part of its order. As many workers, or a divisor of
+    it, read parts that are disjoint."""
     text_key: str = "text"
     """Key of a .jsonl line that holds the text."""
     max_bad_lines: int = 100
@@ -58,7 +61,7 @@ class DataArgs:
     """Validation examples to use, the same random ones each time. None: all."""
 
     def check(self) -> None:
-        check_minimum(self, 1, "data_n_workers", "valid_samples")
+        check_minimum(self, 1, "data_n_workers", "valid_samples", "streams")
         check_minimum(self, 0, "max_bad_lines")
         if not self.data_path and ":" not in getattr(self, "task", ""):
             raise UserError("--data_path is missing: --help says what it takes.")
