@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.data.pretraining import pretraining_data, pretraining_metrics
     from lm_experiments_tools.experiment import model_from_args, optimizer_from_args, seed_worker, show_run, start_run
-    from lm_experiments_tools.report import fill_in_examples, write_report
+    from lm_experiments_tools.report import t5_examples, write_report
     from lm_experiments_tools.trainer import TrainingLoop
 
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         trainer.train()
     trainer.save_metrics(args.model_path)
     if args.report:
-        write_report(trainer, fill_in_examples(trainer, data))
+        write_report(trainer, t5_examples(trainer, data))
     backend.close()
 
 

@@ -49,8 +49,8 @@ class DataArgs:
     streaming: bool = False
     """Tokenize while training, from the first document on, instead of before it."""
     streams: int = 16
-    """With --streaming: streams that the text is dealt to, at most; part of its order. As many workers, or a divisor of
-    it, read parts that are disjoint."""
+    """With --streaming: streams that the text is dealt to, at most; part of its order. As many workers, or fewer that
+    divide them, read disjoint parts."""
     text_key: str = "text"
     """Key of a .jsonl line that holds the text."""
     max_bad_lines: int = 100
@@ -204,10 +204,19 @@ class T5PretrainingArgs(ExperimentArgs, ObjectiveArgs, DataArgs):
             return
         if self.data_pipeline == "seqio":
             self._check_seqio_on_text()
+        if self.use_generate_on_valid and self.task in ("causal_lm", "mlm"):
+            raise UserError(
+                f"--use_generate_on_valid compares what an encoder-decoder generates with its targets, but --task "
+                f"{self.task} has no targets apart from its inputs: leave it out."
+            )
+        if self.report and self.task == "mlm":
+            raise UserError(
+                "--report shows text that a model generates, which --task mlm does not teach: leave it out."
+            )
         if self.valid_data_path is None and self.needs_validation():
             raise UserError(f"--{self.needs_validation()[0]} needs validation data: give --valid_data_path.")
         if self.valid_data_path is None and self.report:
-            raise UserError("--report shows blanks filled in on held-out text: give --valid_data_path.")
+            raise UserError("--report shows what the model makes of held-out text: give --valid_data_path.")
 
     def _check_registered_task(self) -> None:
         """A Task or Mixture of seqio's registry has data and splits of its own."""
@@ -228,6 +237,6 @@ class T5PretrainingArgs(ExperimentArgs, ObjectiveArgs, DataArgs):
                 f"--data_pipeline seqio has no --task {self.task}: it has {', '.join(SEQIO_TASKS)} and registered "
                 "ones, module:name; choose --data_pipeline native."
             )
-        if self.streaming or self.data_weights:
-            flag = "--streaming" if self.streaming else "--data_weights"
+        if self.streaming or self.data_weights or self.bucket_rows:
+            flag = "--streaming" if self.streaming else "--data_weights" if self.data_weights else "--bucket_rows"
             raise UserError(f"{flag} is of --data_pipeline native: leave it out, or leave out --data_pipeline seqio.")

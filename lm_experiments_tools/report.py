@@ -15,6 +15,7 @@ from lm_experiments_tools.plots import plot_curve
 
 if TYPE_CHECKING:
     from lm_experiments_tools.data.bert_pretraining import BertPretrainingData
+    from lm_experiments_tools.data.indexed import IndexedDataset
     from lm_experiments_tools.data.pretraining import PretrainingData
     from lm_experiments_tools.data.vocabulary import Vocabulary
     from lm_experiments_tools.trainer import TrainingLoop
@@ -28,7 +29,7 @@ NUM_OTHERS = 3  # next best first pieces to show
 def write_report(trainer: TrainingLoop, examples: Sequence[tuple[str, str, str]]) -> None:
     """Print the report on rank 0 and write it to report.txt and loss.png of the run; every worker calls it.
 
-    `examples` are made by `fill_in_examples` or `fill_in_masked_words`.
+    `examples` are made by `t5_examples` or `fill_in_masked_words`.
     """
     folder = Path(trainer.args.model_path)
     lines = [_losses(trainer)]
@@ -51,18 +52,63 @@ def _losses(trainer: TrainingLoop) -> str:
     return f"Loss on held-out text: {came_from}{after['loss']:.3f} after {step} steps"
 
 
-def fill_in_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tuple[str, str, str]]:
-    """(text with numbered blanks, what stood there, what the model writes there) for a few validation documents."""
-    tokens, vocabulary = data.valid_tokens, data.vocabulary
+def t5_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tuple[str, str, str]]:
+    """What a model that generates makes of held-out text, by its `--task`: text continued, or blanks filled in."""
+    args = trainer.args
+    if args.task in ("prefix_lm", "causal_lm"):
+        return continued_examples(trainer, data)
+    from lm_experiments_tools.data.ul2 import mode_ids
+
+    has_mode = args.task == "ul2" and args.mode_tokens
+    return fill_in_examples(trainer, data, [mode_ids(data.vocabulary)["R"]] if has_mode else [])
+
+
+def continued_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tuple[str, str, str]]:
+    """(the first half of a text, the second half, what the model continues with) for a few validation documents."""
+    vocabulary, model, half = data.vocabulary, trainer.backend.unwrap().eval(), WINDOW // 2
+    examples = []
+    for window in _windows(data.valid_tokens):
+        ids = torch.from_numpy(window[:half])[None].to(trainer.backend.device)
+        eos, given, options = ids.new_tensor([[vocabulary.eos_id]]), ids, {}
+        if trainer.has_decoder and trainer.args.task == "prefix_lm":
+            given = torch.cat([ids, eos], dim=1)
+        elif trainer.has_decoder:  # causal LM has an input of nothing but EOS
+            start = ids.new_tensor([[model.config.decoder_start_token_id]])
+            given, options = eos, {"decoder_input_ids": torch.cat([start, ids], dim=1)}
+        read = 1 + half if options else (1 if trainer.has_decoder else half)  # what the output repeats
+        with torch.no_grad():
+            if trainer.backend.shards_model:
+                trainer.backend.model(input_ids=given, labels=given)
+            output = model.generate(
+                given, max_new_tokens=half, do_sample=False, synced_gpus=trainer.backend.shards_model,
+                pad_token_id=vocabulary.pad_id, eos_token_id=vocabulary.eos_id, **options,
+            )  # fmt: skip
+        texts = (window[:half], window[half:], output[0, read:])
+        examples.append(tuple(" ".join(vocabulary.decode(text.tolist()).split()) for text in texts))
+    return examples
+
+
+def _windows(tokens: IndexedDataset) -> list[np.ndarray]:
+    """The beginnings of a few documents, int64[WINDOW] each."""
     starts = tokens.sequence_pointers // tokens.dtype.itemsize
     long_enough = np.flatnonzero(tokens.sequence_lengths >= WINDOW)
     chosen = long_enough[np.linspace(0, len(long_enough) - 1, NUM_EXAMPLES).astype(int)] if len(long_enough) else []
+    return [np.asarray(tokens.tokens[starts[i] : starts[i] + WINDOW], dtype=np.int64) for i in chosen]
+
+
+def fill_in_examples(
+    trainer: TrainingLoop, data: PretrainingData, before: Sequence[int] = ()
+) -> list[tuple[str, str, str]]:
+    """(text with numbered blanks, what stood there, what the model writes there) for a few validation documents.
+
+    `before`: ids put in front of the input.
+    """
+    vocabulary = data.vocabulary
     model = trainer.backend.unwrap().eval()
     examples = []
-    for index in chosen:
-        window = np.asarray(tokens.tokens[starts[index] : starts[index] + WINDOW], dtype=np.int64)
+    for window in _windows(data.valid_tokens):
         inputs, spans = hide_words(window, vocabulary)
-        ids = torch.from_numpy(np.append(inputs, vocabulary.eos_id))[None].to(trainer.backend.device)
+        ids = torch.tensor([[*before, *inputs.tolist(), vocabulary.eos_id]], device=trainer.backend.device)
         with torch.no_grad():
             if trainer.backend.shards_model:  # FSDP gathers what generate reads in a forward pass of the whole
                 trainer.backend.model(input_ids=ids, labels=ids[:, :1])
