@@ -1,24 +1,35 @@
-"""Train a SentencePiece vocabulary with T5's layout on a sample of the text.
+"""Train a vocabulary on a sample of the text: SentencePiece with T5's layout, or WordPiece for BERT.
 
-ids 0, 1, 2 are `<pad>`, `</s>`, `<unk>`; then the unigram pieces; last the sentinels, `<extra_id_k>` = size-1-k.
-As T5's: no bos, normalisation nmt_nfkc (a newline is a space), no byte fallback. Characters outside the coverage are
-`<unk>`, as in T5: bytes would take 256 pieces of a small vocabulary.
+SentencePiece: ids 0, 1, 2 are `<pad>`, `</s>`, `<unk>`; then the unigram pieces; last the sentinels, `<extra_id_k>` =
+size-1-k. As T5's: no bos, normalisation nmt_nfkc (a newline is a space), no byte fallback. Characters outside the
+coverage are `<unk>`, as in T5: bytes would take 256 pieces of a small vocabulary.
+
+WordPiece: a vocab.txt, one piece a line, that begins with `[PAD]`, `[UNK]`, `[CLS]`, `[SEP]`, `[MASK]`.
 """
 
+import hashlib
 import os
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lm_experiments_tools.data.documents import Document, Piece, no_documents, plan_pieces, read_piece
 from lm_experiments_tools.data.vocabulary import DEFAULT_EXTRA_IDS, Vocabulary, sentinel_piece
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import write_atomic
 
+if TYPE_CHECKING:
+    from tokenizers import BertWordPieceTokenizer
+
 _USER_DEFINED = 4  # ModelProto.SentencePiece.Type
 _LONGEST_LINE = 4000  # bytes: sentencepiece skips longer ones (its default bound is 4192)
 _NUM_SPECIAL = 3
+WORDPIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_MIN_FREQUENCY = 2  # of a pair of pieces to be merged
+_MAX_ALPHABET = 1000  # characters; a word with another one is [UNK]
 # A constant, because the sums of the EM steps, and so the pieces, depend on it; one, because more do not pay: 8000
 # pieces from 6 MB took 4.5 s of CPU with 1 thread, 7 to 10 s with 2 and 5 s with 4.
 _THREADS = 1
@@ -64,6 +75,67 @@ def train_vocab(
     write_atomic(output_model, _with_sentinels(content, extra_ids))
     vocabulary = Vocabulary.load(output_model, extra_ids)
     return VocabSummary(output_model, vocabulary.size, sampler.num_bytes, vocabulary.sha256)
+
+
+def train_wordpiece(
+    inputs: Sequence[str],
+    size: int,
+    output: str | os.PathLike,
+    *,
+    text_key: str = "text",
+    lowercase: bool = True,
+    sample_bytes: int = 6_000_000,
+) -> VocabSummary:
+    """Write a vocab.txt of exactly `size` pieces for BERT; the same inputs give the same file.
+
+    `lowercase` is for uncased models: the text is lowered and loses its accents. The sample is that of `train_vocab`.
+
+    Raises:
+        UserError: an input cannot be read or holds no document; `size` is too small, or too large for this much text.
+    """
+    from tokenizers import BertWordPieceTokenizer
+
+    sampler = _Sampler(inputs, text_key, sample_bytes)
+    lines = list(sampler)
+    tokenizer = BertWordPieceTokenizer(lowercase=lowercase)
+    alphabet, continuing = _wordpiece_characters(tokenizer, lines)
+    tokenizer.train_from_iterator(
+        lines,
+        vocab_size=size,
+        min_frequency=_MIN_FREQUENCY,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        # Named here because the trainer would number them in the order of a hash table, another at every run, and ties
+        # between pairs are decided by number.
+        special_tokens=[*WORDPIECE_SPECIAL, *(f"##{character}" for character in continuing)],
+        show_progress=False,
+    )
+    vocab = tokenizer.get_vocab()
+    if len(vocab) != size:
+        reason = "they are all pieces it can make" if len(vocab) < size else "every character takes a piece, or two"
+        raise UserError(
+            f"a WordPiece vocabulary of {size} pieces cannot be trained on {sampler.num_bytes} bytes of text, which "
+            f"give {len(vocab)} ({reason}); give a {'smaller' if len(vocab) < size else 'larger'} size or more text"
+        )
+    output = Path(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    content = "".join(f"{piece}\n" for piece in sorted(vocab, key=vocab.__getitem__)).encode()
+    write_atomic(output, content)
+    return VocabSummary(output, size, sampler.num_bytes, hashlib.sha256(content).hexdigest())
+
+
+def _wordpiece_characters(tokenizer: "BertWordPieceTokenizer", lines: list[str]) -> tuple[list[str], list[str]]:
+    """(the most frequent characters, those of them that occur inside words), each sorted."""
+    words = Counter(word for line in lines for word in tokenizer.normalizer.normalize_str(line).split())
+    counts: Counter[str] = Counter()
+    inside: set[str] = set()
+    for word, count in words.items():
+        for part, _ in tokenizer.pre_tokenizer.pre_tokenize_str(word):
+            inside.update(part[1:])
+            for character in part:
+                counts[character] += count
+    kept = sorted(counts, key=lambda character: (-counts[character], character))[:_MAX_ALPHABET]
+    return sorted(kept), sorted(inside.intersection(kept))
 
 
 class _Sampler:

@@ -1,7 +1,10 @@
-"""Train a SentencePiece vocabulary with T5's layout (pad 0, eos 1, unk 2, sentinels last) on text."""
+"""Train a vocabulary on text: SentencePiece with T5's layout (pad 0, eos 1, unk 2, sentinels last), or WordPiece."""
 
 import time
 from dataclasses import dataclass
+from typing import Literal
+
+from lm_experiments_tools.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,31 +16,44 @@ class VocabArgs:
     size: int
     """Number of ids, the sentinels included."""
     output: str
-    """The .model file to write."""
+    """The .model file to write, or vocab.txt of a WordPiece vocabulary."""
+    type: Literal["sentencepiece", "wordpiece"] = "sentencepiece"
+    """sentencepiece for T5, wordpiece for BERT."""
+    lowercase: bool = True
+    """WordPiece: for an uncased model, lower case and no accents."""
     text_key: str = "text"
     """Key of a .jsonl line that holds the text."""
     extra_ids: int = 100
-    """Number of sentinels, <extra_id_0> and so on."""
+    """SentencePiece: number of sentinels, <extra_id_0> and so on."""
     sample_megabytes: float = 6.0
     """Text to train on, drawn from all over the input."""
     character_coverage: float = 0.9995
-    """Share of the characters that get a piece; the rest becomes <unk>."""
+    """SentencePiece: share of the characters that get a piece; the rest becomes <unk>."""
+
+    def __post_init__(self) -> None:
+        if self.type == "sentencepiece" and not self.lowercase:
+            raise UserError(
+                "--lowercase false belongs to --type wordpiece: a SentencePiece vocabulary is always cased."
+            )
 
 
 def run(args: VocabArgs) -> None:
     """Train and say what came out."""
-    from lm_experiments_tools.data.vocab import train_vocab
+    from lm_experiments_tools.data.vocab import train_vocab, train_wordpiece
 
     start = time.perf_counter()
-    summary = train_vocab(
-        args.input,
-        args.size,
-        args.output,
-        text_key=args.text_key,
-        extra_ids=args.extra_ids,
-        sample_bytes=int(args.sample_megabytes * 1e6),
-        character_coverage=args.character_coverage,
-    )
+    sample = {"text_key": args.text_key, "sample_bytes": int(args.sample_megabytes * 1e6)}
+    if args.type == "wordpiece":
+        summary = train_wordpiece(args.input, args.size, args.output, lowercase=args.lowercase, **sample)
+    else:
+        summary = train_vocab(
+            args.input,
+            args.size,
+            args.output,
+            extra_ids=args.extra_ids,
+            character_coverage=args.character_coverage,
+            **sample,
+        )
     seconds = time.perf_counter() - start
     print(
         f"{summary.size:,} ids from {summary.sample_bytes / 1e6:.1f} MB of text in {seconds:.1f} s "
