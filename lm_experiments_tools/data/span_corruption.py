@@ -22,6 +22,8 @@ import numpy as np
 
 from lm_experiments_tools.errors import UserError
 
+_POSITIONS = np.arange(1 << 16, dtype=np.int32)  # 0, 1, 2, ...: as many as a block of rows has
+
 
 @dataclass(frozen=True)
 class SpanCounts:
@@ -218,8 +220,10 @@ def _copy_runs(
     output_begins += rows * length
     offsets = begins + rows * tokens.shape[1] - output_begins
     runs[:, -1] += 1  # the place of EOS
-    sources = np.arange(len(tokens) * length)
-    sources += np.repeat(offsets.reshape(-1), runs.reshape(-1))
+    number = len(tokens) * length
+    positions = _POSITIONS[:number] if number <= len(_POSITIONS) else np.arange(number)
+    sources = np.repeat(offsets.astype(positions.dtype).reshape(-1), runs.reshape(-1))
+    sources += positions
     # Only the place of EOS can lie outside, and is overwritten.
     output = tokens.reshape(-1).take(sources, mode="clip")
     output[output_begins + kept if sentinel_last else output_begins] = sentinels

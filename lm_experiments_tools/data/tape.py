@@ -61,11 +61,18 @@ class Tape:
                 "tokenization found text."
             )
         self.num_tokens = int(self._ends[-1])
+        self._windows: dict[int, np.ndarray] = {}  # length -> view of the only part, for `read`
         for part in self._parts:
             self._check_ids(part[:_CHECKED_AT_START])
 
     def read(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Tokens int64[n, length] from each of `starts` int64[n] on, going round from the end to the beginning."""
+        if len(self._parts) == 1 and int(starts.max()) <= self.num_tokens - length:
+            if length not in self._windows:
+                self._windows[length] = np.lib.stride_tricks.sliding_window_view(self._parts[0], length)
+            found = self._windows[length][starts]
+            self._check_ids(found)
+            return found.astype(np.int64)
         tokens = np.empty((len(starts), length), np.int64)
         part_of = np.searchsorted(self._ends, starts, side="right")
         offsets = starts - self._begins[part_of]
