@@ -1,4 +1,4 @@
-"""Span corruption equals the `t5` package token for token, given the same noise mask.
+"""Span corruption and prefix LM equal the `t5` package token for token, given the same noise mask.
 
 The oracle runs in a process of its own: TensorFlow must not be imported beside torch and triton. It writes what t5
 made of masks that this test drew, and masks and lengths that t5 drew.
@@ -13,6 +13,7 @@ from math import sqrt
 import numpy as np
 import pytest
 
+from lm_experiments_tools.data.denoisers import PrefixDenoiser
 from lm_experiments_tools.data.order import sample_words
 from lm_experiments_tools.data.span_corruption import (
     corrupt,
@@ -29,8 +30,12 @@ pytestmark = pytest.mark.skipif(
 
 VOCAB_SIZE = 32_100
 SENTINELS = np.arange(VOCAB_SIZE - 1, VOCAB_SIZE - 1001, -1)  # as t5, without a bound on their number
-SETTINGS = [(0.15, 3.0), (0.3, 8.0), (0.5, 3.0), (0.15, 1.0)]
-EXAMPLES_PER_SETTING = 320
+# with UL2's denoisers
+SETTINGS = [(0.15, 3.0), (0.3, 8.0), (0.5, 3.0), (0.15, 1.0), (0.5, 8.0), (0.15, 64.0), (0.5, 64.0)]
+EXAMPLES_PER_SETTING = 180
+PREFIX_LENGTHS = [1, 2, 3, 5, 8, 33, 127, 128, 510, 511]
+PREFIX_DENSITIES = [0.5, 0.25, 0.1]
+PREFIX_DRAWS = 60  # of a length and density
 STATISTICS = (568, 0.15, 3.0, 1500)  # length, density, mean span, masks
 
 ORACLE = """
@@ -75,6 +80,29 @@ for k, (length, density, mean) in enumerate(given["count_grid"]):
     starts = mask & ~np.concatenate([[False], mask[:-1]])
     counts.append((mask.sum(), starts.sum()))
 output["counts"] = np.array(counts)
+
+@tf.function(input_signature=[tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.bool)])
+def cut(tokens, mask):
+    return t5.drop_nonnoise_tokens(tokens, mask, None, seeds), t5.drop_noise_tokens(tokens, mask, None, seeds)
+
+prefixes, cuts = [], {"inputs": [], "targets": []}
+for density in given["prefix_densities"]:
+    signature = [tf.TensorSpec([], tf.int32), tf.TensorSpec([2, 2], tf.int32)]
+    draw_prefix = tf.function(
+        lambda length, seeds: t5.random_prefix_noise_mask(length, float(density), seeds), signature)
+    for length in given["prefix_lengths"]:
+        for k in range(int(given["prefix_draws"])):
+            mask = draw_prefix(int(length), np.array([[k, 3], [k, 4]], np.int32))
+            prefixes.append(int(mask.numpy().sum()))
+            if k < 5:
+                made = cut(given["tokens"][:length], mask)
+                for name, tokens in zip(("inputs", "targets"), made):
+                    cuts[name].append(tokens.numpy())
+output["prefixes"] = np.array(prefixes)
+for name, rows in cuts.items():
+    output["prefix_" + name] = np.concatenate(rows)
+    output["prefix_" + name + "_lengths"] = np.array([len(row) for row in rows])
+
 length, density, mean, number = given["statistics"]
 output["drawn"] = np.array([draw(length, density, mean, k) for k in range(int(number))])
 np.savez(sys.argv[2], **output)
@@ -122,6 +150,9 @@ def oracle(tmp_path_factory):
         "grid": np.array(grid),
         "count_grid": np.array(count_grid),
         "statistics": np.array(STATISTICS),
+        "prefix_lengths": np.array(PREFIX_LENGTHS),
+        "prefix_densities": np.array(PREFIX_DENSITIES),
+        "prefix_draws": PREFIX_DRAWS,
     }
     folder = tmp_path_factory.mktemp("oracle")
     np.savez(folder / "given.npz", **given)
@@ -141,7 +172,7 @@ def test_inputs_and_targets_equal_t5_token_for_token(oracle):
     tokens, masks = split(given["tokens"], given["lengths"]), split(given["masks"], given["lengths"])
     expected_inputs = split(made["inputs"], made["inputs_lengths"])
     expected_targets = split(made["targets"], made["targets_lengths"])
-    assert len(tokens) == 4 * EXAMPLES_PER_SETTING + 40
+    assert len(tokens) == len(SETTINGS) * EXAMPLES_PER_SETTING + 40
     for row, mask, inputs, targets in zip(tokens, masks, expected_inputs, expected_targets, strict=True):
         ours = corrupt(row[None], spans_of(mask), SENTINELS, eos_id=1)
         np.testing.assert_array_equal(ours[0][0], [*inputs, 1])  # t5 appends EOS in a later step
@@ -185,3 +216,32 @@ def test_noise_masks_have_the_statistics_of_t5(oracle):
         shares.append(np.array([(spans == k).mean() for k in range(1, 9)]))
     error = np.sqrt(2 * shares[0] * (1 - shares[0]) / (number * counts.num_spans))
     assert (np.abs(shares[0] - shares[1]) / error).max() < 4.5 and sqrt(number) > 30
+
+
+def test_prefix_lm_equals_t5_token_for_token(oracle):
+    given, made = oracle
+    prefixes = made["prefixes"].reshape(len(PREFIX_DENSITIES), len(PREFIX_LENGTHS), PREFIX_DRAWS)[..., :5]
+    expected_inputs = split(made["prefix_inputs"], made["prefix_inputs_lengths"])
+    expected_targets = split(made["prefix_targets"], made["prefix_targets_lengths"])
+    cases = [(n, d, p) for d, ps in zip(PREFIX_DENSITIES, prefixes, strict=True)
+             for n, row in zip(PREFIX_LENGTHS, ps, strict=True) for p in row.tolist()]  # fmt: skip
+    for (length, density, prefix), inputs, targets in zip(cases, expected_inputs, expected_targets, strict=True):
+        denoiser = PrefixDenoiser(length, density, length + 1, eos_id=1, pad_id=0)
+        ids, mask = np.empty((2, 1, denoiser.inputs_length), np.int64)
+        labels = np.empty((1, denoiser.targets_length), np.int64)
+        denoiser.write(given["tokens"][None, :length], np.array([prefix]), ids, mask, labels)
+        assert ids[mask == 1].tolist() == [*inputs, 1]  # t5 appends EOS in a later step
+        assert labels[labels != -100].tolist() == [*targets, 1]
+
+
+def test_prefixes_have_the_range_of_t5(oracle):
+    prefixes = oracle[1]["prefixes"].reshape(len(PREFIX_DENSITIES), len(PREFIX_LENGTHS), PREFIX_DRAWS)
+    for density, rows in zip(PREFIX_DENSITIES, prefixes, strict=True):
+        for length, drawn in zip(PREFIX_LENGTHS, rows, strict=True):
+            shortest = PrefixDenoiser(length, density, length + 1, 1, 0).shortest
+            assert shortest <= drawn.min() and drawn.max() <= max(length - 1, 0)
+            if length - shortest <= 8:  # few enough that all are seen
+                assert set(drawn.tolist()) == set(range(shortest, max(length, 1)))
+            else:
+                places = (drawn - shortest + 0.5) / (length - shortest)
+                assert places.min() < 0.15 and places.max() > 0.85 and abs(places.mean() - 0.5) < 0.15
