@@ -204,7 +204,9 @@ class BertDataTokenizer:
         vocab = self._backend.get_vocab(with_added_tokens=False)
         BertTokenizer(vocab=vocab, do_lower_case=self._settings["normalizer"]["lowercase"]).save_pretrained(directory)
         pieces = dict(zip(vocab.values(), vocab, strict=True))
-        lines = [pieces.get(index, f"[unused-line-{index}]") for index in range(self.vocab_size)]
+        last = pieces[self.vocab_size - 1]
+        # An id without a piece had one that came again later; the last one stands in, whose later line counts too.
+        lines = [pieces.get(index, last) for index in range(self.vocab_size)]
         (directory / "vocab.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def __len__(self) -> int:
@@ -309,12 +311,11 @@ def _from_pretrained(name: str) -> BertDataTokenizer:
 
     try:
         pretrained = AutoTokenizer.from_pretrained(name)
-    except Exception as error:
-        # `tokenizers` raises plain Exception for a damaged tokenizer.json
-        if not isinstance(error, (OSError, ValueError)) and type(error) is not Exception:
-            raise
-        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
-        raise UserError(f"--tokenizer-name-or-path {name} cannot be loaded: {reason}") from None
+    except Exception as error:  # OSError, ValueError, KeyError, ..., plain Exception: as the files are damaged
+        reason = next(iter(str(error).splitlines()), "").rstrip(".")
+        raise UserError(
+            f"--tokenizer-name-or-path {name} cannot be loaded ({type(error).__name__}): {reason}"
+        ) from error
     if not pretrained.is_fast:
         raise UserError(
             f"--tokenizer-name-or-path {name} is a {type(pretrained).__name__}, which runs in Python alone and is too "
