@@ -19,7 +19,7 @@ One worked example, max_length 10, min_sentences 2, no short targets: two docume
 With short_seq_prob 0 the rows are those of `build_mapping` in megatron/core/datasets/helpers.cpp. Otherwise the draws
 differ: they are keyed by (seed, pass, document, sample), so that documents are independent and computed side by side,
 the probability is not rounded to 1 / integer, and the short length is independent of the coin (Megatron takes both
-from one number: with the usual 0.1 and 125, short targets are only 2, 7, 12, ...). Megatron shuffles the rows; here
+from one number: with the usual 0.1 and 125, short targets are all even). Megatron shuffles the rows; here
 the reader permutes them anew in each epoch.
 """
 
