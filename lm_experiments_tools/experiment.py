@@ -120,7 +120,7 @@ def model_from_args(args: ExperimentArgs, vocabulary_size: int) -> nn.Module:
     Raises:
         UserError: class or configuration cannot be had, or the embedding is smaller than the vocabulary.
     """
-    model_cls, config = _class_and_config(args)
+    model_cls, config = class_and_config(args)
     if args.dropout_rate is not None:
         _set_dropout(config, args.dropout_rate)
     check_vocabulary(config, vocabulary_size)
@@ -160,13 +160,14 @@ def model_kind(args: ExperimentArgs) -> ModelKind:
     Raises:
         UserError: class or configuration cannot be had.
     """
-    model_cls, config = _class_and_config(args)
+    model_cls, config = class_and_config(args)
     if getattr(config, "is_encoder_decoder", False):
         return "encoder-decoder"
     return "decoder" if hasattr(model_cls, "can_generate") and model_cls.can_generate() else "encoder"
 
 
-def _class_and_config(args: ExperimentArgs) -> tuple[type, PreTrainedConfig]:
+def class_and_config(args: ExperimentArgs) -> tuple[type, PreTrainedConfig]:
+    """`--model_cls`, which may live in a file of the current folder, and the configuration that the flags name."""
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
     model_cls = get_cls_by_name(args.model_cls)

@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 PRESET_FOLDER = Path(__file__).resolve().parent.parent / "models_configs"
 
 # Keys that configuration files on the Hugging Face Hub carry and that say nothing about the model's mathematics.
-HUB_KEYS = {"_name_or_path", "architectures", "model_type", "n_positions", "output_past", "task_specific_params"}
+HUB_KEYS = {
+    "_name_or_path",
+    "architectures",
+    "model_type",
+    "n_ctx",
+    "n_positions",
+    "output_past",
+    "task_specific_params",
+}
 # What every PreTrainedConfig takes though its dataclass has no field for it.
 GENERAL_KEYS = {"bos_token_id", "decoder_start_token_id", "dtype", "tie_word_embeddings", "torch_dtype"}
 # Keys of the Hub's older files that transformers has given up, with the one value that changes nothing.

@@ -42,9 +42,9 @@ def check_model(args: T5PretrainingArgs) -> None:
     """Refuse a model that cannot learn the objective.
 
     Raises:
-        UserError: with the kinds of models that can.
+        UserError: another kind of model is needed, or one with more positions.
     """
-    from lm_experiments_tools.experiment import model_kind
+    from lm_experiments_tools.experiment import class_and_config, model_kind
 
     kind, kinds = model_kind(args), MODELS_OF.get(args.task)
     if kinds is not None and kind not in kinds:
@@ -52,6 +52,12 @@ def check_model(args: T5PretrainingArgs) -> None:
             f"--task {args.task} is for {' and '.join(f'{kind}s' for kind in kinds)}, and --model_cls "
             f"{args.model_cls} is {'a' if kind == 'decoder' else 'an'} {kind}: choose a class such as "
             f"{_EXAMPLE_OF[kinds[0]]}, or another --task."
+        )
+    positions = getattr(class_and_config(args)[1], "max_position_embeddings", None)
+    if positions is not None and args.input_seq_len > positions:
+        raise UserError(
+            f"--input_seq_len {args.input_seq_len} is more than the {positions} positions of the model "
+            "(max_position_embeddings in its configuration): shorten the inputs or raise that number."
         )
 
 
