@@ -56,6 +56,28 @@ CONFLICTS = [
     ({"model_cls": "T5ForConditionalGeneration"}, ["--model_cls", "module:Class"]),
     ({"lr": None}, ["--lr", "AdamW"]),
     ({"task": "ul3"}, ["--task ul3", "span_corruption"]),
+    # what the objective does not read
+    ({"task": "mlm", "target_seq_len": 64}, ["--target_seq_len", "--task mlm"]),
+    ({"task": "causal_lm", "target_seq_len": 64}, ["--target_seq_len", "--task causal_lm"]),
+    ({"task": "prefix_lm", "noise_density": 0.3}, ["--noise_density", "--task prefix_lm"]),
+    ({"task": "ul2", "mean_noise_span_length": 8.0}, ["--mean_noise_span_length", "--task ul2"]),
+    ({"denoisers": ("R:3:0.15",)}, ["--denoisers", "--task span_corruption", "ul2"]),
+    ({"task": "prefix_lm", "mode_tokens": False}, ["--mode_tokens", "ul2"]),
+    ({"mlm_probability": 0.3}, ["--mlm_probability", "mlm"]),
+    ({"task": "causal_lm", "bucket_rows": 8}, ["--bucket_rows", "prefix_lm, ul2"]),
+    ({"task": "prefix_lm", "data_pipeline": "seqio", "bucket_rows": 8}, ["--bucket_rows", "--data_pipeline native"]),
+    ({"task": "causal_lm", "use_generate_on_valid": True} | VALID, ["--use_generate_on_valid", "causal_lm"]),
+    ({"task": "mlm", "report": True} | VALID | RUN, ["--report", "--task mlm"]),
+    # denoisers
+    ({"task": "ul2", "denoisers": ()}, ["--denoisers", "empty"]),
+    *[
+        ({"task": "ul2", "denoisers": (text,)}, ["--denoisers", repr(text), "X:64:0.5"])
+        for text in ("Q:3:0.15", "R:3", "S:3:0.25", "R:3:-1", "R:3:0.15@", "R,3,0.15", "R:nan:0.1")
+    ],
+    ({"task": "ul2", "denoisers": ("R:3:1.0",)}, ["fraction of R:3:1.0", "below 1"]),
+    ({"task": "ul2", "denoisers": ("S:0.6",)}, ["fraction of S:0.6", "at most 0.5"]),
+    ({"task": "ul2", "denoisers": ("R:0.5:0.15",)}, ["mean span length of R:0.5:0.15", "at least 1"]),
+    ({"task": "ul2", "denoisers": ("R:3:0.15@0",)}, ["weight of R:3:0.15@0", "above 0"]),
 ]
 OUT_OF_RANGE = [
     *[
@@ -68,7 +90,8 @@ OUT_OF_RANGE = [
     *[(name, math.nan) for name in ("lr", "weight_decay", "noise_density", "mean_noise_span_length")],
     *[(name, math.nan) for name in ("clip_grad_norm", "clip_grad_value", "lr_min_ratio", "dropout_rate")],
     *[("lr", value) for value in (0.0, -1e-3, math.inf)],
-    *[("noise_density", value) for value in (0.0, 1.0)],
+    *[(name, value) for name in ("noise_density", "mlm_probability") for value in (0.0, 1.0)],
+    *[(name, 0) for name in ("bucket_rows", "pad_to_multiple_of")],
     *[("dropout_rate", value) for value in (-0.1, 1.0)],
     ("mean_noise_span_length", 0.5),
     ("weight_decay", -1e-5),
@@ -110,6 +133,9 @@ def test_senseless_number_is_refused_with_its_flag_and_value(name, value):
         {"validate_only": True, "lr": None} | VALID,
         {"early_stopping_patience": -1, "max_bad_lines": 0},
         {"save_interval": 10, "save_best": True} | VALID | RUN,
+        {"task": "ul2", "denoisers": ("R:3:0.15@2 X:64:.5", "S:0.25"), "mode_tokens": False, "bucket_rows": 64},
+        {"task": "mlm", "mlm_probability": 0.3},
+        {"task": "package.tasks:mine", "data_path": (), "vocab": "v.model", "target_seq_len": 64},
     ],
 )
 def test_sensible_combinations_pass(changes):
@@ -128,6 +154,20 @@ def test_trainer_args_stand_alone_with_the_ancestors_defaults():
     assert (args.lr_drop_threshold_mode, args.lr_drop_cooldown, args.lr_drop_min_lr) == ("rel", 0, 0.0)
     assert (args.optimize_metric, args.optimize_mode, args.early_stopping_patience) == ("loss", "min", -1)
     assert (args.lr_drop_eps, args.gradient_accumulation_steps) == (1e-8, 1)
+
+
+def test_denoisers_are_read_from_compact_text():
+    specs = t5_args(task="ul2", denoisers=("R:3:0.15@2 X:64:.5", "S:0.25")).denoiser_specs()
+    assert [(s.mode, s.mean_noise_span_length, s.noise_density, float(s.weight)) for s in specs] == [
+        ("R", 3.0, 0.15, 2.0), ("X", 64.0, 0.5, 1.0), ("S", None, 0.25, 1.0),
+    ]  # fmt: skip
+    assert [str(spec) for spec in specs] == ["R:3:0.15", "X:64:0.5", "S:0.25"]
+
+
+def test_only_objectives_whose_examples_differ_in_length_are_trimmed():
+    assert t5_args(task="ul2").trim_to() == 8 and t5_args().trim_to() is None
+    assert t5_args(task="prefix_lm", pad_to_multiple_of=None).trim_to() is None
+    assert TrainerArgs().trim_to() is None and TrainerArgs(pad_to_multiple_of=64).trim_to() == 64
 
 
 def test_derived_numbers():
