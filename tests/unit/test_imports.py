@@ -25,6 +25,7 @@ ONLY_IN = {
     "tensorflow_datasets": SEQIO_FILES,
     "t5": SEQIO_FILES,
     "seqio": SEQIO_FILES,
+    "triton": ("lm_experiments_tools/attention/triton_kernels.py",),
 }
 # What setup.py requires for every user, by import name; only these may be imported at the top of a module.
 CORE = {
@@ -44,7 +45,7 @@ CORE = {
 }
 # What an extra of setup.py brings; imported where it is used.
 EXTRAS = {
-    "apex", "datasets", "matplotlib", "megatron", "nupunkt", "peft", "rouge_score", "sacrebleu", "sentencex", "triton"
+    "apex", "datasets", "matplotlib", "megatron", "nupunkt", "peft", "rouge_score", "sacrebleu", "sentencex"
 }  # fmt: skip
 OURS = {"lm_experiments_tools", "modeling_t5", "modeling_bert", "megatron"}
 # The command line answers before anything heavy is loaded.

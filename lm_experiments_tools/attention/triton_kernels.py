@@ -1,0 +1,426 @@
+"""Triton kernels: block-sparse flash attention with a trainable position bias, forward and backward, without atomics.
+
+A kernel's program owns one tile of rows (of queries, of keys, of a diagonal of the bias gradient) and walks the list
+of tiles that meet it, so every sum is formed by one program in one order: equal inputs give equal bits.
+
+The lists are sorted, so that a T5 bias splits each into three runs: tiles so far left, or so far right, that the bias
+is one number for the whole tile, and tiles near the diagonal, which look it up in a table of 2 * saturation + 1
+numbers. Dense long inputs are far tiles nearly throughout. Only near tiles can meet the diagonal of a causal mask.
+
+Scores are kept in base 2: `scale2`, tables and values are multiplied by log2(e). `lse` is the base-2 logarithm of a
+row's sum, +inf for rows that may attend to nothing, so that exp2(score - lse) is zero there.
+
+Shapes: q [batch, heads, query_length, HEAD_DIM], k likewise, v [..., VALUE_DIM]; q, k, v have strides of their own in
+the first three dimensions, the output and its gradient those of `o`. M is a tile of queries, N one of keys.
+"""
+
+import triton
+import triton.language as tl
+
+T5 = tl.constexpr(1)
+ALIBI = tl.constexpr(2)  # 0 is no bias
+
+# Arguments whose values do not make another kernel.
+VARYING = ["seed", "num_heads", "layout_heads", "query_length", "key_length", "num_tiles", "sequences"]
+
+
+@triton.jit
+def load_rows(base, rows, stride, length, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EVEN: tl.constexpr):
+    """Rows of a [length, DIM] matrix as [rows, BLOCK_DIM], zeros outside of it."""
+    dims = tl.arange(0, BLOCK_DIM)
+    pointers = base + rows[:, None] * stride + dims[None, :]
+    if EVEN and DIM == BLOCK_DIM:
+        values = tl.load(pointers)
+    else:
+        values = tl.load(pointers, mask=(rows[:, None] < length) & (dims[None, :] < DIM), other=0.0)
+    return values
+
+
+@triton.jit
+def store_rows(base, values, rows, stride, length, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """The inverse of `load_rows`, in the dtype of `base`."""
+    dims = tl.arange(0, BLOCK_DIM)
+    pointers = base + rows[:, None] * stride + dims[None, :]
+    mask = (rows[:, None] < length) & (dims[None, :] < DIM)
+    tl.store(pointers, values.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def score(
+    product, queries, keys, bits, scale2, value, table, key_mask, query_segments, key_segments,
+    query_length, key_length, SATURATION: tl.constexpr, BIAS: tl.constexpr, NEAR: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_BITS: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
+    """Base-2 scores with bias, -inf where masked; of the positions `queries` and `keys` one is a column, one a row."""
+    scores = product * scale2
+    if BIAS == T5:
+        if NEAR:
+            distances = tl.minimum(tl.maximum(keys - queries, -SATURATION), SATURATION)
+            scores += tl.load(table + SATURATION + distances)
+        else:
+            scores += value
+    if BIAS == ALIBI:
+        scores -= value * tl.abs(keys - queries).to(tl.float32)
+    if not EVEN_N:
+        scores = tl.where(keys < key_length, scores, float("-inf"))
+    if HAS_PADDING:
+        scores = tl.where(tl.load(key_mask + keys, mask=keys < key_length, other=0) != 0, scores, float("-inf"))
+    if HAS_SEGMENTS:
+        mine = tl.load(query_segments + queries, mask=queries < query_length, other=0)
+        scores = tl.where(mine == tl.load(key_segments + keys, mask=keys < key_length, other=0), scores, float("-inf"))
+    if HAS_BITS:  # several blocks of the layout in one tile: a bit for each
+        place = (queries % BLOCK_M) // SUB_M * (BLOCK_N // SUB_N) + (keys % BLOCK_N) // SUB_N
+        scores = tl.where(((bits >> place) & 1) != 0, scores, float("-inf"))
+    if CAUSAL and NEAR:
+        scores = tl.where(keys <= queries, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def kept(seed, sequence, queries, keys, dropout_p):
+    """Which attention weights dropout leaves: a function of the seed and of where they stand, not of the tiles."""
+    zeros = queries * 0 + keys * 0
+    words, _, _, _ = tl.philox(seed, zeros + keys, zeros + queries, zeros + sequence, zeros, 7)
+    return tl.uint_to_uniform_float(words) >= dropout_p
+
+
+@triton.jit
+def forward_run(
+    accumulated, total, peak, q, k_base, v_base, stride_kn, stride_vn, tiles, tile_bits, begin, end, queries, seed,
+    sequence, dropout_p, scale2, value, table, key_mask, query_segments, key_segments, query_length, key_length,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr,
+    SATURATION: tl.constexpr, BIAS: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
+    HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One run of a list of key tiles: (weighted values, sums, maxima) of the online softmax, brought up to date."""
+    for index in range(begin, end):
+        tile = index if DENSE else tl.load(tiles + index)
+        bits = tl.load(tile_bits + index) if HAS_BITS else 0
+        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = load_rows(k_base, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
+        product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = score(
+            product, queries[:, None], keys[None, :], bits, scale2, value, table, key_mask, query_segments,
+            key_segments, query_length, key_length, SATURATION, BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M,
+            BLOCK_N, HAS_PADDING, HAS_SEGMENTS, EVEN_N,
+        )  # fmt: skip
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        finite_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores - finite_peak[:, None])
+        shrink = tl.exp2(peak - finite_peak)
+        total = total * shrink + tl.sum(weights, 1)
+        if HAS_DROPOUT:
+            keep = kept(seed, sequence, queries[:, None], keys[None, :], dropout_p)
+            weights = tl.where(keep, weights / (1.0 - dropout_p), 0.0)
+        v = load_rows(v_base, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
+        accumulated = tl.dot(weights.to(v.dtype), v, accumulated * shrink[:, None], input_precision=PRECISION)
+        peak = new_peak
+    return accumulated, total, peak
+
+
+@triton.jit
+def place_of(ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR: tl.constexpr):
+    """(batch * heads + head, batch, head, tile of this program, where its list's runs begin and end)."""
+    program = tl.program_id(0)
+    if RANK_MAJOR:  # longest lists of all sequences first
+        rank, sequence = program // sequences, program % sequences
+    else:
+        rank, sequence = program % num_tiles, program // num_tiles
+    head = sequence % num_heads
+    of_layout = (head % layout_heads) * num_tiles
+    tile = tl.load(order + of_layout + rank)
+    runs = ranges + (of_layout + tile) * 4
+    return (
+        sequence, (sequence // num_heads).to(tl.int64), head.to(tl.int64), tile,
+        tl.load(runs), tl.load(runs + 1), tl.load(runs + 2), tl.load(runs + 3),
+    )  # fmt: skip
+
+
+@triton.jit
+def values_of(table, head, SATURATION: tl.constexpr, BIAS: tl.constexpr):
+    """(this head's table, value of far-left tiles, of far-right tiles); for ALiBi the slope, in both places."""
+    left, right = 0.0, 0.0
+    if BIAS == T5:
+        table += head * (2 * SATURATION + 1)
+        left, right = tl.load(table), tl.load(table + 2 * SATURATION)
+    if BIAS == ALIBI:
+        left = tl.load(table + head)
+        right = left
+    return table, left, right
+
+
+@triton.jit(do_not_specialize=VARYING)
+def forward_kernel(
+    q, k, v, o, lse, table, key_mask, query_segments, key_segments, ranges, order, tiles, tile_bits,
+    seed, dropout_p, scale2, num_tiles, num_heads, layout_heads, sequences, query_length, key_length,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_on,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr,
+    SATURATION: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
+    RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output and lse of one tile of queries."""
+    sequence, batch, head, tile, begin, near, far, end = place_of(
+        ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
+    )
+    table, left, right = values_of(table, head, SATURATION, BIAS)
+    key_mask += batch * key_length
+    query_segments += batch * query_length
+    key_segments += batch * key_length
+    k += batch * stride_kb + head * stride_kh
+    v += batch * stride_vb + head * stride_vh
+    queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_tile = load_rows(
+        q + batch * stride_qb + head * stride_qh, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M
+    )
+    accumulated = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for run in tl.static_range(3):
+        if run == 0 or BIAS == T5 or (run == 1 and CAUSAL):
+            accumulated, total, peak = forward_run(
+                accumulated, total, peak, q_tile, k, v, stride_kn, stride_vn, tiles, tile_bits,
+                begin if run == 0 else (near if run == 1 else far), near if run == 0 else (far if run == 1 else end),
+                queries, seed, sequence, dropout_p, scale2, right if run == 2 else left, table, key_mask,
+                query_segments, key_segments, query_length, key_length, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK_M,
+                BLOCK_N, SUB_M, SUB_N, SATURATION, BIAS, run == 1, CAUSAL, DENSE, HAS_BITS, HAS_PADDING, HAS_SEGMENTS,
+                HAS_DROPOUT, EVEN_N, PRECISION,
+            )  # fmt: skip
+    nothing = total == 0.0
+    accumulated = accumulated / tl.where(nothing, 1.0, total)[:, None]
+    store_rows(
+        o + batch * stride_ob + head * stride_oh, accumulated, queries, stride_on, query_length, VALUE_DIM, BLOCK_V
+    )
+    logarithm = tl.where(nothing, float("inf"), peak + tl.log2(tl.where(nothing, 1.0, total)))
+    tl.store(lse + sequence.to(tl.int64) * query_length + queries, logarithm, mask=queries < query_length)
+
+
+@triton.jit
+def query_gradient_run(
+    gradient, left_sum, right_sum, q, do, row_lse, delta, k_base, v_base, stride_kn, stride_vn, tiles, tile_bits,
+    begin, end, queries, seed, sequence, dropout_p, scale2, value, table, key_mask, query_segments, key_segments,
+    query_length, key_length, RUN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SUB_M: tl.constexpr, SUB_N: tl.constexpr, SATURATION: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
+    DENSE: tl.constexpr, HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, TRAIN_BIAS: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One run of key tiles: the gradient of q, and row sums of the scores' gradients where the bias is one number."""
+    for index in range(begin, end):
+        tile = index if DENSE else tl.load(tiles + index)
+        bits = tl.load(tile_bits + index) if HAS_BITS else 0
+        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = load_rows(k_base, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
+        v = load_rows(v_base, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
+        product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = score(
+            product, queries[:, None], keys[None, :], bits, scale2, value, table, key_mask, query_segments,
+            key_segments, query_length, key_length, SATURATION, BIAS, RUN == 1, CAUSAL, HAS_BITS, SUB_M, SUB_N,
+            BLOCK_M, BLOCK_N, HAS_PADDING, HAS_SEGMENTS, EVEN_N,
+        )  # fmt: skip
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        if HAS_DROPOUT:
+            keep = kept(seed, sequence, queries[:, None], keys[None, :], dropout_p)
+            dp = tl.where(keep, dp / (1.0 - dropout_p), 0.0)
+        ds = tl.exp2(scores - row_lse[:, None]) * (dp - delta[:, None])
+        gradient = tl.dot(ds.to(k.dtype), k, gradient, input_precision=PRECISION)
+        if TRAIN_BIAS:
+            if BIAS == ALIBI:
+                left_sum -= tl.sum(ds * tl.abs(keys[None, :] - queries[:, None]).to(tl.float32), 1)
+            elif RUN == 0:
+                left_sum += tl.sum(ds, 1)
+            elif RUN == 2:
+                right_sum += tl.sum(ds, 1)
+    return gradient, left_sum, right_sum
+
+
+@triton.jit(do_not_specialize=VARYING)
+def query_gradient_kernel(
+    q, k, v, o, do, lse, delta, dq, far_sums, table, key_mask, query_segments, key_segments, ranges, order, tiles,
+    tile_bits, seed, dropout_p, scale, scale2, num_tiles, num_heads, layout_heads, sequences, query_length, key_length,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_on,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr,
+    SATURATION: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
+    RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, TRAIN_BIAS: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of one tile of queries, delta (sum of o * do) for the other kernels, and the bias gradient of far tiles."""
+    sequence, batch, head, tile, begin, near, far, end = place_of(
+        ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
+    )
+    table, left, right = values_of(table, head, SATURATION, BIAS)
+    key_mask += batch * key_length
+    query_segments += batch * query_length
+    key_segments += batch * key_length
+    k += batch * stride_kb + head * stride_kh
+    v += batch * stride_vb + head * stride_vh
+    of_query, of_output = batch * stride_qb + head * stride_qh, batch * stride_ob + head * stride_oh
+    queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = queries < query_length
+    q_tile = load_rows(q + of_query, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
+    o_tile = load_rows(o + of_output, queries, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
+    do_tile = load_rows(do + of_output, queries, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
+    of_row = sequence.to(tl.int64) * query_length + queries
+    row_lse = tl.load(lse + of_row, mask=inside, other=float("inf"))
+    row_delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    tl.store(delta + of_row, row_delta, mask=inside)
+    gradient = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    left_sum = tl.zeros([BLOCK_M], tl.float32)
+    right_sum = tl.zeros([BLOCK_M], tl.float32)
+    for run in tl.static_range(3):
+        if run == 0 or BIAS == T5 or (run == 1 and CAUSAL):
+            gradient, left_sum, right_sum = query_gradient_run(
+                gradient, left_sum, right_sum, q_tile, do_tile, row_lse, row_delta, k, v, stride_kn, stride_vn, tiles,
+                tile_bits, begin if run == 0 else (near if run == 1 else far),
+                near if run == 0 else (far if run == 1 else end), queries, seed, sequence, dropout_p, scale2,
+                right if run == 2 else left, table, key_mask, query_segments, key_segments, query_length, key_length,
+                run, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK_M, BLOCK_N, SUB_M, SUB_N, SATURATION, BIAS, CAUSAL,
+                DENSE, HAS_BITS, HAS_PADDING, HAS_SEGMENTS, HAS_DROPOUT, TRAIN_BIAS, EVEN_N, PRECISION,
+            )  # fmt: skip
+    store_rows(dq + of_query, gradient * scale, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D)
+    if TRAIN_BIAS:
+        place = far_sums + (sequence.to(tl.int64) * num_tiles + tile) * 2
+        tl.store(place, tl.sum(left_sum, 0))
+        tl.store(place + 1, tl.sum(right_sum, 0))
+
+
+@triton.jit
+def key_gradient_run(
+    dk, dv, k, v, q_base, do_base, lse, delta, stride_qn, stride_on, tiles, tile_bits, begin, end, keys, seed,
+    sequence, dropout_p, scale2, value, table, key_mask, query_segments, key_segments, query_length, key_length,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr,
+    SATURATION: tl.constexpr, BIAS: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
+    HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One run of query tiles: gradients of k and v. Scores have keys as rows, so that no product needs a transpose."""
+    for index in range(begin, end):
+        tile = index if DENSE else tl.load(tiles + index)
+        bits = tl.load(tile_bits + index) if HAS_BITS else 0
+        queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside = queries < query_length
+        q = load_rows(q_base, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
+        do = load_rows(do_base, queries, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
+        row_lse = tl.load(lse + queries, mask=inside, other=float("inf"))
+        row_delta = tl.load(delta + queries, mask=inside, other=0.0)
+        product = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        scores = score(
+            product, queries[None, :], keys[:, None], bits, scale2, value, table, key_mask, query_segments,
+            key_segments, query_length, key_length, SATURATION, BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M,
+            BLOCK_N, HAS_PADDING, HAS_SEGMENTS, EVEN_N,
+        )  # fmt: skip
+        weights = tl.exp2(scores - row_lse[None, :])
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        dropped = weights
+        if HAS_DROPOUT:
+            keep = kept(seed, sequence, queries[None, :], keys[:, None], dropout_p)
+            dropped = tl.where(keep, weights / (1.0 - dropout_p), 0.0)
+            dp = tl.where(keep, dp / (1.0 - dropout_p), 0.0)
+        dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)
+        ds = weights * (dp - row_delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=VARYING)
+def key_gradient_kernel(
+    q, k, v, do, lse, delta, dk, dv, table, key_mask, query_segments, key_segments, ranges, order, tiles, tile_bits,
+    seed, dropout_p, scale, scale2, num_tiles, num_heads, layout_heads, sequences, query_length, key_length,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_on,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr,
+    SATURATION: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
+    RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one tile of keys; its list of query tiles starts with those to which it lies far right."""
+    sequence, batch, head, tile, begin, near, far, end = place_of(
+        ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
+    )
+    table, left, right = values_of(table, head, SATURATION, BIAS)
+    key_mask += batch * key_length
+    query_segments += batch * query_length
+    key_segments += batch * key_length
+    q += batch * stride_qb + head * stride_qh
+    do += batch * stride_ob + head * stride_oh
+    lse += sequence.to(tl.int64) * query_length
+    delta += sequence.to(tl.int64) * query_length
+    of_key, of_value = batch * stride_kb + head * stride_kh, batch * stride_vb + head * stride_vh
+    keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k_tile = load_rows(k + of_key, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
+    v_tile = load_rows(v + of_value, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
+    dk_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_tile = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+    for run in tl.static_range(3):
+        if run == 0 or BIAS == T5 or CAUSAL:
+            dk_tile, dv_tile = key_gradient_run(
+                dk_tile, dv_tile, k_tile, v_tile, q, do, lse, delta, stride_qn, stride_on, tiles, tile_bits,
+                begin if run == 0 else (near if run == 1 else far), near if run == 0 else (far if run == 1 else end),
+                keys, seed, sequence, dropout_p, scale2, right if run == 0 else left, table, key_mask, query_segments,
+                key_segments, query_length, key_length, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK_M, BLOCK_N, SUB_M,
+                SUB_N, SATURATION, BIAS, run == 1, CAUSAL, DENSE, HAS_BITS, HAS_PADDING, HAS_SEGMENTS, HAS_DROPOUT,
+                EVEN_M, EVEN_N, PRECISION,
+            )  # fmt: skip
+    store_rows(dk + of_key, dk_tile * scale, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D)
+    store_rows(dv + of_value, dv_tile, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V)
+
+
+@triton.jit(do_not_specialize=[*VARYING[:5], "num_diagonals", "splits", "batch_size"])
+def bias_gradient_kernel(
+    q, k, v, do, lse, delta, sums, table, key_mask, query_segments, key_segments, starts, tiles, tile_bits,
+    seed, dropout_p, scale2, num_diagonals, splits, batch_size, num_heads, layout_heads, query_length, key_length,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_on,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, SUB_M: tl.constexpr, SATURATION: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sum of the scores' gradients over a share of the near tiles of one head on one diagonal, all batch rows."""
+    program = tl.program_id(0)
+    split, diagonal = program % splits, program // splits % num_diagonals
+    head = (program // splits // num_diagonals).to(tl.int64)
+    table += head * (2 * SATURATION + 1)
+    run = starts + (head % layout_heads) * num_diagonals + diagonal
+    begin, end = tl.load(run), tl.load(run + 1)
+    total = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
+    for item in range(begin * batch_size + split, end * batch_size, splits):
+        batch = (item % batch_size).to(tl.int64)
+        tile = tl.load(tiles + item // batch_size)
+        bits = tl.load(tile_bits + item // batch_size) if HAS_BITS else 0
+        queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        keys = (tile + diagonal - num_diagonals // 2) * BLOCK_M + tl.arange(0, BLOCK_M)
+        q_base, k_base = q + batch * stride_qb + head * stride_qh, k + batch * stride_kb + head * stride_kh
+        v_base, do_base = v + batch * stride_vb + head * stride_vh, do + batch * stride_ob + head * stride_oh
+        q_tile = load_rows(q_base, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
+        k_tile = load_rows(k_base, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
+        v_tile = load_rows(v_base, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
+        do_tile = load_rows(do_base, queries, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
+        sequence = batch * num_heads + head
+        inside = queries < query_length
+        row_lse = tl.load(lse + sequence * query_length + queries, mask=inside, other=float("inf"))
+        row_delta = tl.load(delta + sequence * query_length + queries, mask=inside, other=0.0)
+        product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        scores = score(
+            product, queries[:, None], keys[None, :], bits, scale2, 0.0, table, key_mask + batch * key_length,
+            query_segments + batch * query_length, key_segments + batch * key_length, query_length, key_length,
+            SATURATION, T5, True, CAUSAL, HAS_BITS, SUB_M, SUB_M, BLOCK_M, BLOCK_M, HAS_PADDING, HAS_SEGMENTS, EVEN_N,
+        )  # fmt: skip
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+        if HAS_DROPOUT:
+            keep = kept(seed, sequence.to(tl.int32), queries[:, None], keys[None, :], dropout_p)
+            dp = tl.where(keep, dp / (1.0 - dropout_p), 0.0)
+        total += tl.exp2(scores - row_lse[:, None]) * (dp - row_delta[:, None])
+    places = tl.arange(0, BLOCK_M)
+    sums += program.to(tl.int64) * BLOCK_M * BLOCK_M
+    tl.store(sums + places[:, None] * BLOCK_M + places[None, :], total)
