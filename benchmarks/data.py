@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -39,12 +40,16 @@ BATCH, INPUTS, TARGETS, TOKENS, NOISE, SPANS = 64, 512, 114, 568, 85, 28
 ROOT = Path(__file__).resolve().parents[1]
 
 
+BERT_DATA = "bert_text_sentence"
+
+
 @dataclass(frozen=True)
 class Inputs:
-    """What the measurements read: a folder made by `prepare`, a SentencePiece model."""
+    """What the measurements read: a folder made by `prepare`, a SentencePiece model, a WordPiece vocab.txt."""
 
     folder: Path
     vocab: Path
+    bert_vocab: Path | None
 
 
 def native(inputs: Inputs) -> Iterator[float]:
@@ -194,6 +199,64 @@ def seqio_jsonl(inputs: Inputs) -> Iterator[float]:
         yield len(batch["input_ids"])
 
 
+def bert_ours(inputs: Inputs, length: int, batch: int = BATCH, nsp: str = "swap") -> Iterator[float]:
+    from lm_experiments_tools.data.indexed import IndexedDataset
+    from lm_experiments_tools.data.loader import TrainLoader
+    from megatron.bert_dataset import BertDataset
+    from megatron.tokenizers import build_tokenizer
+
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=inputs.bert_vocab)
+    tokens = IndexedDataset(str(inputs.folder / BERT_DATA))
+    dataset = BertDataset(tokens, tokenizer, max_seq_length=length, nsp=nsp, cache_dir=inputs.folder)
+    for rows in TrainLoader(dataset, batch, prefetch=False):
+        assert rows["input_ids"].shape == (batch, length)
+        yield batch
+
+
+def bert_megatron_core(inputs: Inputs, length: int) -> Iterator[float]:
+    import torch
+    from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from megatron.core.datasets.utils import Split
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{inputs.folder}/{os.getpid()}", rank=0, world_size=1
+    )
+    pieces = inputs.bert_vocab.read_text(encoding="utf-8").splitlines()
+
+    class Tokenizer:
+        inv_vocab = dict(enumerate(pieces))
+        cls, sep, mask, pad = (pieces.index(piece) for piece in ("[CLS]", "[SEP]", "[MASK]", "[PAD]"))
+        unique_identifiers = {"class": "vocab.txt"}
+
+    config = BERTMaskedWordPieceDatasetConfig(
+        random_seed=1234,
+        sequence_length=length,
+        blend=([str(inputs.folder / BERT_DATA)], None),
+        split="1,0,0",
+        path_to_cache=str(inputs.folder),
+        tokenizer=Tokenizer(),
+        masking_probability=0.15,
+        short_sequence_probability=0.1,
+        masking_max_ngram=3,
+        masking_do_full_word=True,
+        masking_do_permutation=False,
+        masking_use_longer_ngrams=False,
+        masking_use_geometric_distribution=False,
+        classification_head=True,
+    )
+    tokens = IndexedDataset(str(inputs.folder / BERT_DATA))
+    documents = np.arange(len(tokens.document_indices) - 1, dtype=np.int32)
+    samples = 100_000
+    dataset = BERTMaskedWordPieceDataset(
+        tokens, str(inputs.folder / BERT_DATA), documents, samples, Split.train, config
+    )
+    while True:
+        for number in range(len(dataset)):
+            assert dataset[number]["text"].shape == (length,)
+            yield 1
+
+
 PATHS: dict[str, tuple[Callable[[Inputs], Iterator[float]], tuple[str, ...]]] = {
     "native": (native, ()),
     "collator": (collator, ()),
@@ -203,6 +266,16 @@ PATHS: dict[str, tuple[Callable[[Inputs], Iterator[float]], tuple[str, ...]]] = 
     "seqio jsonl": (seqio_jsonl, ("t5", "seqio")),
     "sentencepiece": (sentencepiece, ()),
     "tokenizers": (tokenizers, ("transformers",)),
+    **{
+        f"BERT {length}, {name}": (partial(function, length=length), needs)
+        for length in (128, 512)
+        for name, function, needs in (
+            ("ours", bert_ours, ()),
+            ("ours, batches of 8", partial(bert_ours, batch=8), ()),
+            ("ours, other-document B", partial(bert_ours, nsp="random"), ()),
+            ("megatron-core", bert_megatron_core, ("megatron.core",)),
+        )
+    },
 }
 ENCODERS = ("sentencepiece", "tokenizers")
 
@@ -233,8 +306,8 @@ def measure(path: str, inputs: Inputs, warm_up: float, seconds: float, started: 
     return {"rate": units / (clock() - start), "first": first}
 
 
-def prepare(corpus: list[Path], vocab: Path, folder: Path) -> tuple[int, int]:
-    """Write the corpus as lines of text, .jsonl, tokens, Arrow rows and TFRecord; returns bytes of text and tokens."""
+def prepare(corpus: list[Path], vocab: Path, bert_vocab: Path | None, folder: Path) -> tuple[int, int]:
+    """Write the corpus in the form that each path reads; returns bytes of text and tokens of the T5 vocabulary."""
     from lm_experiments_tools.data.indexed import IndexedDatasetWriter
     from lm_experiments_tools.data.vocabulary import Vocabulary
 
@@ -264,6 +337,11 @@ def prepare(corpus: list[Path], vocab: Path, folder: Path) -> tuple[int, int]:
     if importlib.util.find_spec("seqio"):
         (folder / "documents.json").write_text(json.dumps(documents))
         subprocess.run([sys.executable, "-c", _WRITE_RECORDS, str(folder)], check=True, capture_output=True)
+    if bert_vocab is not None:
+        command = [sys.executable, "-m", "megatron.preprocess_data", "--input", str(folder / "text.jsonl")]
+        command += ["--output-prefix", str(folder / "bert"), "--split-sentences", "--vocab-file", str(bert_vocab)]
+        command += ["--tokenizer-type", "BertWordPieceLowerCase"]
+        subprocess.run(command, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     return size, tokens.size
 
 
@@ -280,6 +358,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, nargs="+", help=".jsonl files with a field `text`")
     parser.add_argument("--vocab", type=Path, required=True, help="a sentencepiece model")
+    parser.add_argument("--bert_vocab", type=Path, help="a WordPiece vocab.txt; without it BERT is left out")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=4.0, help="CPU-seconds of one measurement")
     parser.add_argument("--measure", nargs=3, metavar=("PATH", "FOLDER", "STARTED"), help=argparse.SUPPRESS)
@@ -288,26 +367,36 @@ def main() -> None:
         path, folder, started = arguments.measure
         # seqio fills shuffle and prefetch buffers of several batches first, which would otherwise count as free.
         warm_up = arguments.seconds if path.startswith("seqio") else 0.5
-        inputs = Inputs(Path(folder), arguments.vocab)
+        inputs = Inputs(Path(folder), arguments.vocab, arguments.bert_vocab)
         print(json.dumps(measure(path, inputs, warm_up, arguments.seconds, float(started))))
         return
     if not arguments.corpus:
         parser.error("--corpus is needed")
-    paths = [path for path, (_, needs) in PATHS.items() if all(map(importlib.util.find_spec, needs))]
+    paths = [path for path, (_, needs) in PATHS.items() if all(map(_installed, needs))]
+    if arguments.bert_vocab is None:
+        paths = [path for path in paths if not path.startswith("BERT")]
     found: dict[str, list[dict[str, float]]] = {path: [] for path in paths}
     with tempfile.TemporaryDirectory() as folder:
-        size, num_tokens = prepare(arguments.corpus, arguments.vocab, Path(folder))
+        size, num_tokens = prepare(arguments.corpus, arguments.vocab, arguments.bert_vocab, Path(folder))
         for _ in range(arguments.rounds):
             for path in paths:
                 found[path].append(run_in_process(path, folder, arguments))
     report(found, size, num_tokens)
     missing = sorted(set(PATHS) - set(paths))
     if missing:
-        print(f"\nNot measured, because their packages are not installed: {', '.join(missing)}.")
+        print(f"\nNot measured, for want of their packages or of --bert_vocab: {', '.join(missing)}.")
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package around a package
+        return False
 
 
 def run_in_process(path: str, folder: str, arguments: argparse.Namespace) -> dict[str, float]:
     command = [sys.executable, __file__, "--vocab", str(arguments.vocab), "--seconds", str(arguments.seconds)]
+    command += ["--bert_vocab", str(arguments.bert_vocab)] if arguments.bert_vocab else []
     threads = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment = os.environ | threads | {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -327,7 +416,7 @@ def report(found: dict[str, list[dict[str, float]]], size: int, num_tokens: int)
         f"{size / 1e6:.1f} MB of text, {num_tokens / 1e6:.2f} M tokens; {len(rates['native'])} interleaved rounds, "
         f"one core, Python {platform.python_version()}, numpy {np.__version__}.\n"
     )
-    examples = {path: values for path, values in rates.items() if path not in ENCODERS}
+    examples = {p: values for p, values in rates.items() if p not in ENCODERS and not p.startswith("BERT")}
     bytes_per_example = TOKENS * size / num_tokens / 1e6
     encoding = [bytes_per_example / rate for rate in rates["sentencepiece"]]  # CPU-seconds an example
     examples["native, first epoch"] = [1 / (1 / a + b) for a, b in zip(rates["native"], encoding, strict=True)]
@@ -344,6 +433,15 @@ def report(found: dict[str, list[dict[str, float]]], size: int, num_tokens: int)
     for path in ENCODERS:
         if path in rates:
             print(f"| {path} | {median(rates[path]):.1f} | {', '.join(f'{v:.1f}' for v in rates[path])} |")
+    if not any(path.startswith("BERT") for path in rates):
+        return
+    print("\n| BERT | samples per CPU-second, median | all rounds | times megatron-core | first batch, s |")
+    print("|---|---|---|---|---|")
+    for path in (path for path in rates if path.startswith("BERT")):
+        base = rates.get(f"{path.partition(',')[0]}, megatron-core", [float("nan")])
+        every = ", ".join(f"{v:,.0f}" for v in rates[path])
+        ratio = median(rates[path]) / median(base)
+        print(f"| {path[5:]} | {median(rates[path]):,.0f} | {every} | {ratio:.1f} | {first[path]:.1f} |")
 
 
 if __name__ == "__main__":
