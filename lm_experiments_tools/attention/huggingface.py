@@ -33,10 +33,11 @@ from lm_experiments_tools.attention.layouts import (
     SparsityConfig,
     get_sparsity_config,
 )
-from lm_experiments_tools.attention.reference import attend_mask
+from lm_experiments_tools.attention.reference import attend_mask, attention_probabilities
 from lm_experiments_tools.errors import UserError
 
 NAME = "block_sparse"
+WITH_WEIGHTS = "block_sparse_with_weights"
 SETTINGS_KEY = "sparse_attention"
 
 
@@ -45,8 +46,9 @@ def register() -> None:
 
     Both interfaces are needed: an attention without a mask function gets no mask at all, and padding is ignored.
     """
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, attention_mask)
+    for name, forward in ((NAME, attention_forward), (WITH_WEIGHTS, forward_with_weights)):
+        AttentionInterface.register(name, forward)
+        AttentionMaskInterface.register(name, attention_mask)
 
 
 def enable(model: PreTrainedModel, layout: SparsityConfig | str | None = None, **settings: Any) -> PreTrainedModel:
@@ -150,7 +152,7 @@ def attention_forward(
         UserError: attention weights, soft capping or sinks are asked for, or the layout does not fit.
     """
     _refuse_unsupported(kwargs)
-    num_heads, query_length, key_length = query.shape[1], query.shape[2], key.shape[2]
+    num_heads = query.shape[1]
     if key.shape[1] != num_heads:  # grouped-query attention
         key, value = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (key, value))
     bias = _bias(module, position_bias)
@@ -158,19 +160,40 @@ def attention_forward(
     if attention_mask is not None and attention_mask.dim() == 4:
         output = _attend_with_mask(query, key, value, attention_mask, bias, layout, dropout, scaling)
     else:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         output = block_sparse_attention(
-            query,
-            key,
-            value,
-            layout,
+            *(query, key, value, layout),
             bias=bias,
             key_padding_mask=attention_mask,
-            causal=causal and query_length > 1 and query_length == key_length,
+            causal=_is_causal(module, is_causal, query, key),
             scale=scaling,
             dropout_p=dropout,
         )
     return output.transpose(1, 2).contiguous(), None
+
+
+def forward_with_weights(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """The same attention with its weights, [batch, heads, queries, keys], to look at: dense, without dropout."""
+    weights = attention_probabilities(
+        *(query, key, _layout(module, query.shape[1]), _bias(module, position_bias), attention_mask),
+        causal=_is_causal(module, is_causal, query, key),
+        scale=scaling,
+    ).to(query.dtype)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def _is_causal(module: nn.Module, is_causal: bool | None, query: Tensor, key: Tensor) -> bool:
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return causal and query.shape[2] > 1 and query.shape[2] == key.shape[2]
 
 
 def _refuse_unsupported(options: dict[str, Any]) -> None:

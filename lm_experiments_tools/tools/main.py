@@ -5,6 +5,7 @@ lmtools vocab --input FILES --size N --output FILE.model
 lmtools tokenize --input FILES --vocab FILE.model --output PREFIX
 lmtools merge --input PREFIXES --output PREFIX
 lmtools inspect --config RUN.yaml
+lmtools attention --model DIR --text TEXT --output maps.html
 """
 
 import difflib
@@ -18,10 +19,11 @@ from lm_experiments_tools.errors import UserError
 # Module NAME of this folder has a frozen dataclass NameArgs and a function run(args).
 COMMANDS = {
     "corpus": "build a text corpus from the documentation of this Python installation",
-    "vocab": "train a SentencePiece vocabulary on text",
+    "vocab": "train a SentencePiece vocabulary (T5) or a WordPiece one (BERT) on text",
     "tokenize": "turn text into a token file that the trainers read",
     "merge": "join the token files of a job array, or others of one vocabulary",
     "inspect": "look before you train: counts, lengths, padding, steps, samples as the model gets them",
+    "attention": "attention maps of a model on a text, and pictures of block-sparse layouts",
 }
 
 

@@ -1,0 +1,93 @@
+"""The page that shows attention maps: one HTML file without anything to load, its data in place of @DATA@."""
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Attention maps</title>
+<style>
+:root { --ink: #222; --paper: #fff; --soft: #777; --mark: 31, 83, 153; }
+@media (prefers-color-scheme: dark) { :root { --ink: #ddd; --paper: #181a1f; --soft: #999; --mark: 96, 165, 250; } }
+body { font: 14px/1.5 system-ui, sans-serif; margin: 1.5rem; color: var(--ink); background: var(--paper); }
+h1 { font-size: 1.1rem } h2 { font-size: .95rem; margin: 1rem 0 .3rem; color: var(--soft) }
+main { display: grid; grid-template-columns: minmax(14rem, 24rem) 1fr; gap: 2rem; align-items: start }
+#list { max-height: 88vh; overflow: auto } .grid { display: flex; flex-wrap: wrap; gap: .4rem }
+figure { margin: 0; cursor: pointer; border: 2px solid transparent; padding: 2px }
+figure.on { border-color: rgb(var(--mark)) }
+figcaption { font-size: 11px; color: var(--soft); text-align: center }
+figure canvas { width: 72px; height: 72px; image-rendering: pixelated; display: block }
+#large { image-rendering: pixelated; max-width: 100%; cursor: crosshair }
+#tokens span { padding: 1px 2px; border-radius: 2px; white-space: pre-wrap; cursor: pointer }
+#tokens .query { outline: 2px solid rgb(var(--mark)) }
+p { margin: .4rem 0 } .soft { color: var(--soft) }
+</style></head><body>
+<h1 id="title"></h1>
+<main><div id="list"></div><div>
+<p id="name"></p><canvas id="large"></canvas>
+<p id="says" class="soft">Point at the map: rows are queries, columns are keys. Shades are square roots of weights.</p>
+<p id="tokens"></p></div></main>
+<script type="application/json" id="data">@DATA@</script>
+<script>
+"use strict";
+const data = JSON.parse(document.getElementById("data").textContent);
+const byId = id => document.getElementById(id);
+const mark = getComputedStyle(document.documentElement).getPropertyValue("--mark").split(",").map(Number);
+byId("title").textContent = data.title;
+for (const map of data.maps) {
+  const bytes = Uint8Array.from(atob(map.weights), c => c.charCodeAt(0));
+  const view = new DataView(bytes.buffer);
+  map.weights = Float32Array.from({length: bytes.length / 2}, (_, i) => view.getUint16(2 * i, true) / 65535);
+  Object.assign(map, data.tokens[map.kind]);
+}
+function paint(canvas, map) {
+  canvas.width = map.keys.length; canvas.height = map.queries.length;
+  const image = new ImageData(canvas.width, canvas.height);
+  map.weights.forEach((w, i) => image.data.set([...mark, 255 * Math.sqrt(w)], 4 * i));
+  canvas.getContext("2d").putImageData(image, 0, 0);
+}
+let current, pinned = false;
+function choose(map, figure) {
+  document.querySelectorAll("figure.on").forEach(f => f.classList.remove("on"));
+  figure.classList.add("on");
+  current = map; pinned = false;
+  byId("name").textContent = `${map.kind}, layer ${map.layer}, head ${map.head}`;
+  paint(byId("large"), map);
+  const cell = Math.max(1, Math.min(14, Math.floor(640 / Math.max(map.keys.length, map.queries.length))));
+  byId("large").style.width = cell * map.keys.length + "px";
+  show(0);
+}
+function show(query, key) {
+  const width = current.keys.length, row = current.weights.subarray(query * width, (query + 1) * width);
+  const top = Math.max(...row, 1e-9), same = current.kind !== "cross";
+  byId("tokens").replaceChildren(...current.keys.map((token, i) => {
+    const span = document.createElement("span");
+    span.textContent = token + " ";
+    span.title = row[i].toFixed(4);
+    span.style.background = `rgba(${mark}, ${0.75 * row[i] / top})`;
+    if (same && i === query) span.className = "query";
+    if (same) span.onmouseenter = () => pinned || show(i);
+    return span;
+  }));
+  byId("says").textContent = `query ${query} \\u201c${current.queries[query]}\\u201d` + (key === undefined
+    ? ` attends most to \\u201c${current.keys[row.indexOf(top)] ?? ""}\\u201d: ${top.toFixed(4)}`
+    : ` \\u2192 key ${key} \\u201c${current.keys[key]}\\u201d: ${row[key].toFixed(4)}`);
+}
+byId("large").onmousemove = event => {
+  const box = event.target.getBoundingClientRect();
+  const at = (x, size, count) => Math.max(0, Math.min(count - 1, Math.floor(x / size * count)));
+  if (!pinned) show(at(event.clientY - box.top, box.height, current.queries.length),
+                    at(event.clientX - box.left, box.width, current.keys.length));
+};
+byId("large").onclick = () => { pinned = !pinned; };
+for (const kind of Object.keys(data.tokens)) {
+  const heading = document.createElement("h2"), grid = document.createElement("div");
+  heading.textContent = kind; grid.className = "grid";
+  byId("list").append(heading, grid);
+  for (const map of data.maps.filter(m => m.kind === kind)) {
+    const figure = document.createElement("figure"), canvas = document.createElement("canvas");
+    const caption = document.createElement("figcaption");
+    caption.textContent = `L${map.layer} H${map.head}`;
+    figure.append(canvas, caption); figure.onclick = () => choose(map, figure);
+    paint(canvas, map); grid.append(figure);
+    if (!current) choose(map, figure);
+  }
+}
+</script></body></html>
+"""
