@@ -16,7 +16,6 @@ makes each token a sequence; `append_eod` ends the last sequence of a document w
 import multiprocessing
 import os
 import queue
-import signal
 import subprocess
 import sys
 from collections import deque
@@ -240,14 +239,18 @@ def _start_worker() -> tuple[subprocess.Popen, Connection]:
     ours, theirs = multiprocessing.Pipe()
     # The path of this process word for word: `python -m` and `python -c` would put the current folder first.
     script = f"import sys; sys.path[:] = {sys.path!r}; from megatron.encoding import serve; serve({theirs.fileno()})"
-    process = subprocess.Popen([sys.executable, "-c", script], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C reaches this process alone, which ends the others
+    )
     theirs.close()
     return process, ours
 
 
 def serve(descriptor: int) -> None:
     """A worker process: settings first, then batches, each answered; ends with its connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a worker
     connection = Connection(descriptor)
     try:
