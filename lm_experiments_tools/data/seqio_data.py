@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_COMMAND = (sys.executable, "-m", "lm_experiments_tools.data.seqio_worker")
 _LONGEST_SOCKET_NAME = 100  # the system's limit is 108 bytes
 _SECONDS_TO_END = 10.0  # from a closed channel to the end of the process
 
@@ -163,7 +164,7 @@ class WorkerProcess:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with open(log_file, "ab") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lm_experiments_tools.data.seqio_worker"],
+                _COMMAND,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

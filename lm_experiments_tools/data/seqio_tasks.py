@@ -44,6 +44,12 @@ _UNUSED = sentencepiece_model_pb2.ModelProto.SentencePiece.UNUSED
 Log = Callable[[int, str], None]
 
 
+def limit_threads(threads: int) -> None:
+    """Of TensorFlow in this process; to be called before anything is computed."""
+    tf.config.threading.set_inter_op_parallelism_threads(threads)
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+
+
 class TaskExamples:
     """The examples of a job: training's endless stream, and the validation split.
 
@@ -57,19 +63,17 @@ class TaskExamples:
 
     def __init__(self, job: Job, log: Log) -> None:
         self.job, self._log = job, log
-        tf.config.threading.set_inter_op_parallelism_threads(job.threads)
-        tf.config.threading.set_intra_op_parallelism_threads(job.threads)
         self.vocabulary = Vocabulary.load(job.vocab_path)
         self._text: TextSource | None = None
+        if ":" in job.task:
+            tf.config.experimental.enable_op_determinism()  # the user's functions may draw without a seed
+            tf.random.set_seed(job.seed)
+            self.task = registered_task(job.task)
+        else:
+            self._text = TextSource(job, log)
+            self.task = text_task(job, self._text.source(), self.vocabulary)
+        self._subtasks = seqio.get_subtasks(self.task)
         with self._sentences():
-            if ":" in job.task:
-                tf.config.experimental.enable_op_determinism()  # the user's functions may draw without a seed
-                tf.random.set_seed(job.seed)
-                self.task = registered_task(job.task)
-            else:
-                self._text = TextSource(job, log)
-                self.task = text_task(job, self._text.source(), self.vocabulary)
-            self._subtasks = seqio.get_subtasks(self.task)
             self._check_vocabulary()
             self._check_splits()
             self._check_first_example()
@@ -139,9 +143,11 @@ class TaskExamples:
         """seqio's examples {"inputs": int32[n], "targets": int32[m]}, not longer than asked for."""
         tf.random.set_seed(self.job.seed)  # each time: it also starts the count of the functions without a seed
         lengths = {"inputs": self.job.inputs_length, "targets": self.job.targets_length}
-        dataset = self.task.get_dataset(
-            lengths, split=split, shuffle=shuffle and self._may_shuffle(), seed=self.job.seed, num_epochs=num_epochs
-        )
+        make = self.task.get_dataset
+        if self._text is not None:  # t5's functions run without being converted by AutoGraph, which takes 8 s
+            make = tf.autograph.experimental.do_not_convert(make)
+        shuffle = shuffle and self._may_shuffle()
+        dataset = make(lengths, split=split, shuffle=shuffle, seed=self.job.seed, num_epochs=num_epochs)
         for name in FEATURES:
             spec = dataset.element_spec.get(name)
             if not isinstance(spec, tf.TensorSpec) or spec.shape.rank != 1 or not spec.dtype.is_integer:
@@ -149,7 +155,7 @@ class TaskExamples:
                     f"--task {self.job.task} must give 'inputs' and 'targets' as sequences of token ids, but its "
                     f"{name!r} is {spec} (features: {', '.join(dataset.element_spec)})"
                 )
-        return dataset.map(_token_ids, num_parallel_calls=tf.data.AUTOTUNE)
+        return dataset.map(_token_ids)
 
     def _may_shuffle(self) -> bool:
         """seqio refuses to shuffle a task that was registered without a shuffle buffer: it comes in its own order."""
@@ -186,7 +192,9 @@ class TaskExamples:
         except UserError:
             raise
         except (ValueError, TypeError, AssertionError, OSError, tf.errors.OpError) as error:
-            raise UserError(f"--task {self.job.task} gives no examples: {one_line(error)}") from error
+            prepared = [t.source.tfds_dataset for t in self._subtasks if isinstance(t.source, seqio.TfdsDataSource)]
+            hint = "".join(f"; {d.name} must lie prepared in {d.data_dir or 'TFDS_DATA_DIR'}" for d in prepared)
+            raise UserError(f"--task {self.job.task} gives no examples: {one_line(error)}{hint}") from error
 
     def _check_vocabulary(self) -> None:
         for name in FEATURES:
@@ -230,6 +238,7 @@ class TaskExamples:
         raise UserError(f"--task {self.job.task} gives no example from its split 'train'")
 
 
+@tf.autograph.experimental.do_not_convert
 def _token_ids(example: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
     return {name: tf.cast(example[name], tf.int32) for name in FEATURES}
 

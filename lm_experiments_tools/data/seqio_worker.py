@@ -154,13 +154,18 @@ def end_with_parent(parent: int, folder: str) -> None:
     os._exit(1)
 
 
+def import_triton() -> None:
+    """Load triton before TensorFlow: the other way round, as the user's module may want it, LLVM aborts the process."""
+    if importlib.util.find_spec("triton"):
+        import triton  # noqa: F401
+
+
 def serve(job: Job, hub: Hub) -> None:
     """Make the task, then batches for ever."""
-    if importlib.util.find_spec("triton"):
-        import triton  # noqa: F401  the user's module may need it, and after TensorFlow it aborts the process
+    import_triton()
+    from lm_experiments_tools.data.seqio_tasks import TaskExamples, limit_threads
 
-    from lm_experiments_tools.data.seqio_tasks import TaskExamples
-
+    limit_threads(job.threads)
     examples = TaskExamples(job, hub.log)
     validation = None
     if job.validation:

@@ -1,0 +1,243 @@
+"""The stream of seqio's examples is `seqio.get_dataset`'s own, token for token, and any place in it can be found.
+
+Everything that needs TensorFlow happens once, in `seqio_oracle.py`, a process of its own.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from lm_experiments_tools.data.span_corruption import corrupt
+from lm_experiments_tools.data.vocabulary import Vocabulary
+from tests.distributed.launch import environment, missing
+
+pytestmark = pytest.mark.skipif(
+    missing("t5", "seqio", "tensorflow", "tensorflow_datasets") is not None,
+    reason="the oracle needs the packages t5, seqio, tensorflow and tensorflow_datasets",
+)
+
+ROWS = 8
+BAD_LINES = ['{"text": "cut off', '{"body": "another key"}']
+TASKS = """
+import functools, json
+from pathlib import Path
+import seqio, t5.data
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+folder = Path(__file__).parent
+vocabulary = seqio.SentencePieceVocabulary(str(folder / "vocab.model"), extra_ids=100)
+feature = seqio.Feature(vocabulary, add_eos=True)
+features = {"inputs": feature, "targets": feature}
+files = sorted(map(str, (folder / "lines").glob("*.txt")))
+
+def halves(dataset):
+    def split(line):
+        words = tf.strings.split(line)
+        half = tf.size(words) // 2
+        join = functools.partial(tf.strings.reduce_join, separator=" ")
+        return {"inputs": join(words[:half]), "targets": join(words[half:])}
+    return dataset.map(split)
+
+steps = [halves, seqio.preprocessors.tokenize, seqio.preprocessors.append_eos_after_trim]
+add = functools.partial(seqio.TaskRegistry.add, output_features=features, preprocessors=steps,
+                        shuffle_buffer_size=100)
+lines = seqio.TextLineDataSource({"train": files[2:], "validation": files[:2]})
+add("lines", source=lines)
+add("ordered", source=lines, shuffle_buffer_size=None)
+add("nothing", source=lines, preprocessors=[lambda dataset: dataset.filter(lambda line: False), *steps])
+add("only_targets", source=lines, output_features={"targets": feature})
+other = seqio.Feature(seqio.SentencePieceVocabulary(str(folder / "other.model"), extra_ids=100))
+add("strangers", source=lines, output_features={"inputs": other, "targets": other})
+
+def old_fashioned(split, shuffle_files):  # as t5's first tasks: no seed, and noise from a global generator
+    dataset = tf.data.TextLineDataset(files).shuffle(100)
+    def noise(line):
+        letters = tf.random.uniform([9, 1], 97, 123, tf.int32)
+        return {"inputs": tf.strings.reduce_join(tf.strings.unicode_encode(letters, "UTF-8")), "targets": line}
+    return dataset.map(noise, 4)
+
+t5.data.TaskRegistry.add("old", t5.data.Task, dataset_fn=old_fashioned, splits=["train"], text_preprocessor=[],
+                         output_features=features, shuffle_buffer_size=100)
+
+class TinyText(tfds.core.GeneratorBasedBuilder):
+    VERSION = tfds.core.Version("1.0.0")
+    def _info(self):
+        features = tfds.features.FeaturesDict({"text": tfds.features.Text()})
+        return tfds.core.DatasetInfo(builder=self, features=features)
+    def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples()}
+    def _generate_examples(self):
+        for k, document in enumerate(json.loads((folder / "docs.json").read_text())):
+            yield k, {"text": document}
+
+TinyText(data_dir=folder / "tfds").download_and_prepare()
+named = [lambda dataset: dataset.map(lambda example: example["text"]), *steps]
+add("tfds", source=seqio.TfdsDataSource("tiny_text:1.0.0", tfds_data_dir=str(folder / "tfds")), preprocessors=named)
+seqio.MixtureRegistry.add("mix", [("lines", 0.25), ("tfds", 0.75)])
+add("unprepared", source=seqio.TfdsDataSource("tiny_text:1.0.0", tfds_data_dir=str(folder / "elsewhere")),
+    preprocessors=named)
+"""
+
+
+def train_vocabulary(folder, name, size, text):
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(folder / name), vocab_size=size, pad_id=0, eos_id=1, unk_id=2, bos_id=-1,
+        hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Documents as text lines and as JSON lines with some that are broken; a vocabulary; the user's tasks.py."""
+    from pydoc_data.topics import topics
+
+    folder = tmp_path_factory.mktemp("seqio")
+    text = " ".join(topics[name] for name in sorted(topics))
+    words = re.sub("[^A-Za-z,. ]+", " ", text).split()  # in runs of signs, versions of sentencepiece break ties apart
+    edges = np.cumsum(np.random.default_rng(0).integers(3, 90, 340))
+    documents = [" ".join(words[a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    documents[5] += " a forged <extra_id_3> sentinel"
+    (folder / "docs.json").write_text(json.dumps(documents))
+    (folder / "all.txt").write_text("\n".join(documents))
+    train_vocabulary(folder, "vocab", 600, folder / "all.txt")
+    train_vocabulary(folder, "other", 500, folder / "all.txt")
+    (folder / "tasks.py").write_text(TASKS)
+    (folder / "lines").mkdir()
+    (folder / "json").mkdir()
+    for part in range(20):
+        chosen = [document for document in documents[part::20] if "<extra_id" not in document]
+        (folder / "lines" / f"part_{part:02}.txt").write_text("\n".join(chosen) + "\n")
+        encoded = [json.dumps({"text": document}) for document in chosen]
+        if part == 7:
+            encoded[3:3] = BAD_LINES
+        (folder / "json" / f"part_{part:02}.jsonl").write_text("\n".join(encoded) + "\n")
+    (folder / "broken.jsonl").write_text("\n".join(BAD_LINES) + "\n")
+    (folder / "forged.jsonl").write_text(json.dumps({"text": documents[5]}) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def oracle(folder):
+    """(arrays, sentences) that the oracle left."""
+    command = [sys.executable, str(Path(__file__).with_name("seqio_oracle.py")), str(folder)]
+    extra = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(
+        command, env=environment(**extra), cwd=folder, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(np.load(folder / "made.npz")), json.loads((folder / "said.json").read_text())
+
+
+def zero_padded(rows):
+    return np.where(rows == -100, 0, rows)
+
+
+@pytest.mark.parametrize("name", ["span_corruption", "prefix_lm", "lines", "mix", "tfds", "ordered", "validation"])
+def test_examples_are_those_of_get_dataset_token_for_token(oracle, name):
+    made, _ = oracle
+    ours, theirs = made[f"ours_{name}"], made[f"theirs_{name}"]
+    np.testing.assert_array_equal(zero_padded(ours), theirs)
+    assert len(np.unique(theirs, axis=0)) > (1.5 if name == "span_corruption" else 0.3) * len(theirs) // 2
+
+
+def test_any_position_is_found_again_whatever_the_batch_and_the_threads(oracle):
+    made, _ = oracle
+    np.testing.assert_array_equal(made["from_100_rows_of_12"], made["ours_span_corruption"][100:220])
+
+
+def test_a_task_without_seeds_is_given_one(oracle):
+    made, _ = oracle
+    np.testing.assert_array_equal(made["old_from_80"], made["old"][80:160])
+    assert len(np.unique(made["old"], axis=0)) == len(made["old"])  # its noise is another in each epoch
+
+
+def test_native_corruption_of_the_same_tokens_and_mask_gives_the_same_rows(oracle, folder):
+    """Tokens and spans are read back out of seqio's examples; `corrupt` must then give these examples."""
+    vocabulary = Vocabulary.load(folder / "vocab.model")
+    sentinels = vocabulary.sentinel_ids
+    seen = 0
+    for row in oracle[0]["ours_span_corruption"]:
+        inputs, targets = (part[part != -100] for part in (row[:64], row[64:]))
+        kept = np.split(inputs[:-1], np.flatnonzero(np.isin(inputs, sentinels)))
+        noise = np.split(targets[:-1], np.flatnonzero(np.isin(targets, sentinels)))[1:]
+        # every piece but the first of the inputs, and each of the targets, opens with its sentinel
+        kept = [kept[0], *(piece[1:] for piece in kept[1:-1])]
+        noise = [piece[1:] for piece in noise]
+        tokens = np.concatenate([np.concatenate(pair) for pair in zip(kept, noise, strict=True)])
+        spans = np.array([[[len(a), len(b)] for a, b in zip(kept, noise, strict=True)]])
+        ours = corrupt(tokens[None].astype(np.int64), spans, sentinels, vocabulary.eos_id)
+        np.testing.assert_array_equal(ours[0][0], inputs)
+        np.testing.assert_array_equal(ours[1][0], targets)
+        seen += 1
+    assert seen == 480
+
+
+def lines_of(folder, first=0):
+    files = sorted((folder / "lines").glob("*.txt"))
+    return [line for file in files[first:] for line in file.read_text().splitlines()]
+
+
+def test_prefix_and_rest_are_the_documents_as_the_native_vocabulary_encodes_them(oracle, folder):
+    vocabulary = Vocabulary.load(folder / "vocab.model")
+    encoded = map(vocabulary.encode, lines_of(folder))
+    pieces = {tuple(ids[k : k + 47]) for ids in encoded for k in range(0, len(ids), 47)}
+    found = set()
+    for row in oracle[0]["ours_prefix_lm"]:
+        inputs, targets = (part[part != -100].tolist() for part in (row[:48], row[48:]))
+        assert inputs[-1] == targets[-1] == vocabulary.eos_id
+        found.add((*inputs[:-1], *targets[:-1]))
+    assert found <= pieces and len(found) > 400
+
+
+def test_every_epoch_reads_all_data(oracle, folder):
+    number, rows = len(lines_of(folder, first=2)), oracle[0]["ours_ordered"]
+    assert number < 400 and len(np.unique(rows[:number], axis=0)) == number
+    np.testing.assert_array_equal(rows[number:], rows[: len(rows) - number])
+
+
+def test_text_cannot_forge_a_sentinel(oracle, folder):
+    vocabulary = Vocabulary.load(folder / "vocab.model")
+    seqio_would_read = sentencepiece.SentencePieceProcessor(model_file=str(folder / "vocab.model"))
+    assert "<extra_id_3>" in json.loads((folder / "docs.json").read_text())[5]
+    assert not np.isin(oracle[0]["forged"], vocabulary.sentinel_ids).any()
+    assert (oracle[0]["forged"] < len(seqio_would_read)).all()
+
+
+def test_bad_lines_are_set_aside_by_file_and_line(oracle, folder):
+    _, said = oracle
+    assert len(set(said["bad_lines"])) == 1 and "part_07.jsonl:4" in said["bad_lines"][0]
+    assert "more than 1 bad lines" in said["too_many"] and "part_07.jsonl:4" in said["too_many"]
+    assert "no document" in said["no_text"] and "broken.jsonl" in said["no_text"]
+
+
+def test_each_fingerprint_is_its_own(oracle):
+    prints = [text for name, text in oracle[1].items() if name.startswith("fingerprint")]
+    assert len(prints) == len(set(prints)) == 6
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        ("no_module", "the module nowhere cannot be imported"),
+        ("no_name", "tasks registers no seqio Task or Mixture 'lanes'; there is .*lines"),
+        ("nothing", "gives no example"),
+        ("only_targets", "has the features targets"),
+        ("strangers", "has the vocabulary .*other.model for its inputs: give it as --vocab"),
+        ("unprepared", "gives no examples: .*tiny_text:1.0.0 must lie prepared in .*elsewhere"),
+        ("no_split", "no split 'validation', only 'train'"),
+    ],
+)
+def test_what_cannot_be_read_is_a_sentence(oracle, case, sentence):
+    assert re.search(sentence, oracle[1][case]) and "\n" not in oracle[1][case], oracle[1][case]
+
+
+def test_validation_takes_its_first_examples(oracle):
+    made, _ = oracle
+    np.testing.assert_array_equal(made["few_validation"], made["ours_validation"][:7])
