@@ -20,10 +20,11 @@ from safetensors.torch import load_file
 
 from tests.distributed.launch import Job, horovodrun, missing, run, shipped, torchrun
 from tests.distributed.worker import BROKEN, SAVED_AT, STEPS
+from tests.toys import tiny_t5
 
 pytestmark = pytest.mark.distributed
 
-PLAIN = ["trained", "talked", "clipped", "factored", "evaluated", "fp16", "bf16"]
+PLAIN = ["trained", "talked", "clipped", "factored", "evaluated", "fp16", "bf16", "sparse"]
 ZERO = ["trained", "talked", "evaluated", "zero_refusals"]
 
 
@@ -192,6 +193,14 @@ def test_adafactor_equals_one_process_and_goes_on_from_its_state(results, kind):
         assert [s["loss"] for s in rank["steps"]] == pytest.approx([s["loss"] for s in alone], abs=1e-4)
         assert rank["again"] == rank["steps"][3:]
         assert rank["same"]
+
+
+@pytest.mark.parametrize("kind", UNSHARDED)
+def test_block_sparse_attention_equals_one_process(results, kind):
+    alone, together = results.weights("local", "sparse"), results.weights(kind, "sparse")
+    assert largest_difference(alone, together) < 2e-6
+    bias = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    assert (alone[bias] - tiny_t5(seed=0).state_dict()[bias]).abs().max() > 1e-3, "the bias did not train"
 
 
 @pytest.mark.parametrize("kind", KINDS)

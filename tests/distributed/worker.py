@@ -62,9 +62,9 @@ def train_step(backend: Backend, step: int, *, broken: bool = False, **clip: flo
     return {"loss": backend.sum(total).item(), "norm": norm, "applied": applied}
 
 
-def setup(backend: Backend, optimizer: str = "AdamW", **options: Any) -> nn.Module:
+def setup(backend: Backend, optimizer: str = "AdamW", model: nn.Module | None = None, **options: Any) -> nn.Module:
     """A model that is another one on each rank before the backend makes them one."""
-    model = tiny_t5(seed=backend.rank)
+    model = tiny_t5(seed=backend.rank) if model is None else model
     options = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-6, **options} if optimizer == "AdamW" else options
     backend.setup(model, getattr(torch.optim, optimizer)(model.parameters(), **options))
     return model
@@ -160,6 +160,16 @@ def scenario_factored(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     again = [train_step(backend, step) for step in range(3, 5)]
     save_weights(backend, out, "factored")
     return {"steps": steps, "again": again, "same": before == bits(backend.model_state())}
+
+
+def scenario_sparse(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
+    """Block-sparse attention: the learned bias of the first layer is used by all of them."""
+    from lm_experiments_tools.attention.huggingface import enable
+
+    setup(backend, model=enable(tiny_t5(seed=backend.rank), "BigBird", block=2, num_sliding_window_blocks=1))
+    steps = [train_step(backend, step, max_norm=0.5) for step in range(4)]
+    save_weights(backend, out, "sparse")
+    return {"steps": steps}
 
 
 def scenario_partial(backend: Backend, out: Path, _: Path) -> dict[str, Any]:

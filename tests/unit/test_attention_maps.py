@@ -106,7 +106,7 @@ def test_the_command_writes_pages_and_pictures_of_a_run(t5, tokenizer, tmp_path,
     """A run's folder has its last checkpoint under `last`."""
     for part in (t5, tokenizer):
         part.save_pretrained(tmp_path / "run" / "last")
-    command = ["attention", "--model", str(tmp_path / "run"), "--text", TEXT]
+    command = ["attention", "--model", str(tmp_path / "run"), "--text", TEXT, "--target", "the dog sat"]
     assert main([*command, "--output", str(tmp_path / "m.html"), "--layers", "0-1", "--heads", "0,2"]) == 0
     assert len(re.findall('"kind"', (tmp_path / "m.html").read_text())) == 3 * 2 * 2
     assert main([*command, "--output", str(tmp_path / "m.png"), "--layers", "0", "--heads", "0"]) == 0
