@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import sentencepiece
 
 from lm_experiments_tools.data.buckets import BucketedDataset
 from lm_experiments_tools.data.causal_lm import CausalLMDataset
@@ -14,10 +15,12 @@ from lm_experiments_tools.data.denoisers import PrefixDenoiser
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.mlm import MaskedLMDataset, mask_tokens
+from lm_experiments_tools.data.objectives import mask_id, mixed_dataset, objective_dataset
 from lm_experiments_tools.data.order import epoch_shift, sample_words
-from lm_experiments_tools.data.ul2 import UL2Dataset, turn_of
+from lm_experiments_tools.data.ul2 import UL2Dataset, mode_ids, turn_of
+from lm_experiments_tools.data.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.pretraining_args import PAPER_DENOISERS, DenoiserSpec
+from lm_experiments_tools.pretraining_args import PAPER_DENOISERS, DenoiserSpec, T5PretrainingArgs
 
 SENTINELS = np.arange(9_999, 9_899, -1)
 MODES = {"R": 9_890, "X": 9_891, "S": 9_892}
@@ -374,6 +377,57 @@ def test_lengths_are_those_of_the_samples():
         batch = data.batch(samples)
         lengths = np.stack([batch["attention_mask"].sum(axis=1), (batch["labels"] != -100).sum(axis=1)])
         np.testing.assert_array_equal(data.lengths(samples), lengths)
+
+
+# ---- ids out of the vocabulary
+
+
+def vocabulary(folder, *pieces, extra_ids=100):
+    (folder / "text.txt").write_text("\n".join(f"word{i} number{i * 7 % 101}" for i in range(300)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text.txt"), model_prefix=str(folder / "v"), vocab_size=80, pad_id=0, eos_id=1, unk_id=2,
+        bos_id=-1, hard_vocab_limit=False, minloglevel=2, user_defined_symbols=list(pieces),
+    )  # fmt: skip
+    return Vocabulary.load(folder / "v.model", extra_ids)
+
+
+def test_mode_tokens_and_mask_are_pieces_of_the_vocabulary_where_it_has_them(tmp_path):
+    words = vocabulary(tmp_path, "[NLU]", "[NLG]", "[S2S]", "<mask>")
+    assert [words.piece(index) for index in mode_ids(words).values()] == ["[NLU]", "[NLG]", "[S2S]"]
+    assert words.piece(mask_id(words)) == "<mask>"
+
+
+def test_else_they_are_sentinels_the_modes_from_the_last_one_down(tmp_path):
+    words = vocabulary(tmp_path, "[NLU]", "[NLG]")  # not all three
+    assert [words.piece(i) for i in mode_ids(words).values()] == [f"<extra_id_{k}>" for k in (99, 98, 97)]
+    assert words.piece(mask_id(words)) == "<extra_id_0>"
+    args = T5PretrainingArgs(data_path=("x",), task="ul2", input_seq_len=64, model_cfg="x", lr=1.0)
+    data = objective_dataset(args, source(np.full(9000, 20)), words, seed=0).dataset
+    assert data.sentinel_ids.tolist() == words.sentinel_ids[:97].tolist()
+    ids = data.batch(np.arange(len(data)))
+    assert set(ids["input_ids"][:, 0].tolist()) == set(mode_ids(words).values())
+    assert not np.isin(ids["input_ids"][:, 1:], list(mode_ids(words).values())).any()
+
+
+def test_a_vocabulary_without_room_for_them_is_refused(tmp_path):
+    with pytest.raises(UserError, match="has neither the pieces .* more than 3 sentinels .it has 3."):
+        mode_ids(vocabulary(tmp_path, extra_ids=3))
+    with pytest.raises(UserError, match="neither .MASK. nor <mask> nor a sentinel"):
+        mask_id(vocabulary(tmp_path, extra_ids=0))
+
+
+@pytest.mark.parametrize("task", ["span_corruption", "prefix_lm", "ul2", "causal_lm", "mlm"])
+def test_a_task_is_its_dataset_and_says_what_it_does(tmp_path, task):
+    args = T5PretrainingArgs(data_path=("x",), task=task, input_seq_len=64, model_cfg="t5-micro", lr=1.0)
+    tokens = [source(np.full(9000, 20)), source(np.full(4000, 21), "y")]
+    for data in (
+        objective_dataset(args, tokens, vocabulary(tmp_path), seed=0, world_size=2),
+        mixed_dataset(args, tokens, vocabulary(tmp_path), seed=0, world_size=2),
+    ):
+        assert {"input_ids", "attention_mask", "labels"} == set(data.batch(np.arange(4)))
+        assert task.split("_")[0][:4] in data.describe().replace("masked LM", "mlm")
+        assert ("buckets of 20 rows" in data.describe()) == (task in ("prefix_lm", "ul2"))
+    assert objective_dataset(args, tokens, vocabulary(tmp_path), seed=0).fingerprint != data.fingerprint
 
 
 # ---- refusals

@@ -4,10 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import sentencepiece
 
+from lm_experiments_tools.batches import split_batch
+from lm_experiments_tools.data.causal_lm import CausalLMDataset
 from lm_experiments_tools.errors import UserError
 from run_t5_pretraining import main
 from tests.distributed.launch import ROOT, environment
@@ -15,6 +19,28 @@ from tests.distributed.launch import ROOT, environment
 TINY = {
     "base": str(ROOT / "models_configs" / "t5_configs" / "t5-small.json"), "vocab_size": 512, "d_model": 16, "d_kv": 8,
     "d_ff": 32, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2,
+}  # fmt: skip
+
+
+GPT2 = {
+    "model_type": "gpt2", "vocab_size": 512, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "n_ctx": 64,
+    "bos_token_id": 1, "eos_token_id": 1,
+}  # fmt: skip
+BERT = {
+    "model_type": "bert", "vocab_size": 512, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 32, "max_position_embeddings": 64,
+}  # fmt: skip
+OBJECTIVES = {
+    "prefix_lm": {"task": "prefix_lm", "target_seq_len": 32},
+    "ul2": {"task": "ul2", "target_seq_len": 32, "denoisers": "R:3:0.15 X:3:0.5 S:0.25"},
+    "causal_lm": {"task": "causal_lm", "target_seq_len": None},
+    "causal_lm of a decoder": {
+        "task": "causal_lm", "target_seq_len": None, "model_cls": "transformers:GPT2LMHeadModel",
+        "model_cfg": "gpt2.json",
+    },
+    "mlm": {
+        "task": "mlm", "target_seq_len": None, "model_cls": "transformers:BertForMaskedLM", "model_cfg": "bert.json",
+    },
 }  # fmt: skip
 
 
@@ -35,7 +61,8 @@ def work(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = [json.dumps({"text": " ".join(f"word{i} token{j}" for j in range(40))}) for i in range(40)]
     (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
-    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    for name, config in (("tiny", TINY), ("gpt2", GPT2), ("bert", BERT)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
     return tmp_path
 
 
@@ -212,6 +239,77 @@ def test_generation_on_validation_is_measured(work, vocab):
     start(vocab, valid_data_path="text.jsonl", use_generate_on_valid=True, iters=1)
     value = json.loads((work / "run" / "metrics.json").read_text())["valid"]["generation_accuracy"]
     assert 0.0 <= value <= 1.0
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_each_objective_learns_and_resumes_exactly(work, vocab, objective):
+    flags = {**OBJECTIVES[objective], "lr": 3e-2, "save_interval": 20}
+    start(vocab, iters=9, model_path="half", **flags)
+    start(vocab, iters=20, model_path="half", **flags)
+    start(vocab, iters=20, model_path="whole", **flags)
+    losses, other = (
+        [json.loads(line)["loss"] for line in (work / run / "metrics.jsonl").open()] for run in ("whole", "half")
+    )
+    assert losses == other and len(losses) == 20
+    assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
+    weights = [(work / run / "last" / "model.safetensors").read_bytes() for run in ("whole", "half")]
+    assert weights[0] == weights[1]
+
+
+def test_counted_labels_of_a_decoder_are_those_its_loss_averages():
+    """Rows of unlike length: the mean over all rows is the mean of the parts, weighted by the labels that we count."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**{k: v for k, v in GPT2.items() if k not in ("model_type", "n_ctx")})).eval()
+    source = SimpleNamespace(tokens=np.arange(10, 75, dtype=np.uint16), fingerprint="x")
+    data = CausalLMDataset(source, 32, eos_id=1, pad_id=0, vocab_size=512)
+    batch = {
+        name: torch.from_numpy(values) for name, values in data.batch(np.arange(3)).items()
+    }  # 31 + 31 + 3 targets
+    parts = split_batch(batch, 1, set(batch), torch.device("cpu")).micro_batches
+    assert sorted(part.weight for part in parts) == [3, 31, 31]
+    with torch.no_grad():
+        mean = sum(model(**part.inputs).loss * part.weight for part in parts) / 65
+        torch.testing.assert_close(model(**batch).loss, mean)
+
+
+def test_buckets_of_another_size_are_named_when_a_run_is_continued(work, vocab):
+    start(vocab, **OBJECTIVES["prefix_lm"], gradient_accumulation_steps=2)
+    flags = {**OBJECTIVES["prefix_lm"], "batch_size": 8, "iters": 4}  # the same global batch
+    refused(vocab, "buckets of 4 rows .* buckets of 8, .* --bucket_rows 4", **flags, resume="run/last")
+    start(vocab, **flags, bucket_rows=4, resume="run/last")
+
+
+def test_several_sources_are_mixed(work, vocab, caplog):
+    caplog.set_level("INFO")
+    (work / "other.jsonl").write_text((work / "text.jsonl").read_text().replace("token", "number"))
+    with pytest.raises(UserError, match="--data_weights has 1 numbers for 2 of --data_path"):
+        main(["--data_path", "text.jsonl", "other.jsonl", "--data_weights", "2", "--model_cfg", "tiny.json", "--lr=1"])
+    flags = ["--data_path", "text.jsonl", "other.jsonl", "--data_weights", "2", "1", "--task", "ul2", "--iters", "2"]
+    flags += ["--input_seq_len", "32", "--target_seq_len", "32", "--batch_size", "4", "--lr", "1e-3", "--model_cfg"]
+    main([*flags, "tiny.json", "--vocab", str(vocab), "--backend", "local", "--data_n_workers", "1"])
+    assert "proportional mixture of 2" in caplog.text and "weight 2) of ul2" in caplog.text
+    assert "buckets of 4 rows" in caplog.text
+
+
+def test_an_objective_wants_its_kind_of_model(work, vocab):
+    causal, masked = OBJECTIVES["causal_lm of a decoder"], OBJECTIVES["mlm"]
+    refused(
+        vocab,
+        "prefix_lm is for encoder-decoders, and .*GPT2LMHeadModel is a decoder",
+        **{**causal, "task": "prefix_lm"},
+    )
+    refused(vocab, "ul2 is for encoder-decoders, and .*BertForMaskedLM is an encoder", **{**masked, "task": "ul2"})
+    refused(
+        vocab,
+        "mlm is for encoders, and .*T5ForConditionalGeneration is an encoder-decoder",
+        task="mlm",
+        target_seq_len=None,
+    )
+    refused(vocab, "causal_lm is for decoders and encoder-decoders", **{**masked, "task": "causal_lm"})
+    refused(vocab, "--input_seq_len 65 is more than the 64 positions", **causal, input_seq_len=65)
 
 
 def test_exit_codes_of_the_real_process(work, vocab):
