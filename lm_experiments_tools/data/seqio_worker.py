@@ -155,7 +155,7 @@ def end_with_parent(parent: int, folder: str) -> None:
 
 
 def import_triton() -> None:
-    """Load triton before TensorFlow: the other way round, as the user's module may want it, LLVM aborts the process."""
+    """Load triton before TensorFlow: loaded after it, as a module of the user may, it aborts the process."""
     if importlib.util.find_spec("triton"):
         import triton  # noqa: F401
 

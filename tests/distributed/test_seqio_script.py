@@ -1,0 +1,148 @@
+"""run_t5_pretraining.py on seqio's examples: the real worker process with TensorFlow, killed and started again."""
+
+import itertools
+import json
+import subprocess
+import sys
+
+import pytest
+import sentencepiece
+
+from tests.distributed.launch import ROOT, environment, horovodrun, missing, run, torchrun
+from tests.distributed.test_run_script import CPU, kill_after, losses
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(
+        missing("t5", "seqio", "tensorflow") is not None, reason="needs the packages t5, seqio and tensorflow"
+    ),
+]
+
+STEPS = 24
+# the script, and then a look at what its process has loaded
+CHECKED = """
+import sys
+from run_t5_pretraining import main
+main()
+assert not {"tensorflow", "seqio", "t5"} & set(sys.modules)
+print("no TensorFlow here")
+"""
+TASKS = """
+import functools, pathlib
+import seqio
+from t5.data import preprocessors
+
+folder = pathlib.Path(__file__).parent
+feature = seqio.Feature(seqio.SentencePieceVocabulary(str(folder / "vocab.model"), extra_ids=100))
+files = sorted(map(str, (folder / "lines").glob("*.txt")))
+seqio.TaskRegistry.add(
+    "denoise",
+    source=seqio.TextLineDataSource({"train": files[1:], "validation": files[:1]}),
+    preprocessors=[
+        lambda dataset: dataset.map(lambda line: {"inputs": "", "targets": line}), seqio.preprocessors.tokenize,
+        functools.partial(preprocessors.span_corruption, noise_density=0.3), seqio.preprocessors.append_eos_after_trim,
+    ],
+    output_features={"inputs": feature, "targets": feature},
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """Raw text (as JSON lines, and as lines), a vocabulary, a small model with dropout, the user's tasks.py."""
+    from pydoc_data.topics import topics
+
+    folder = tmp_path_factory.mktemp("work")
+    documents = [" ".join(text.split()) for _, text in sorted(topics.items()) if len(text) > 1000]
+    (folder / "json").mkdir()
+    (folder / "lines").mkdir()
+    for shard in range(3):
+        lines = [json.dumps({"text": document}) for document in documents[shard::3]]
+        (folder / "json" / f"shard_{shard}.jsonl").write_text("\n".join(lines) + "\n")
+        (folder / "lines" / f"shard_{shard}.txt").write_text("\n".join(documents[shard::3]) + "\n")
+    (folder / "plain.txt").write_text("\n".join(documents))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "plain.txt"), model_prefix=str(folder / "vocab"), vocab_size=800, pad_id=0,
+        eos_id=1, unk_id=2, bos_id=-1, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    config = {
+        "base": str(ROOT / "models_configs" / "t5_configs" / "t5-small.json"), "vocab_size": 1024, "d_model": 32,
+        "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
+    }  # fmt: skip
+    (folder / "tiny.json").write_text(json.dumps(config))
+    (folder / "tasks.py").write_text(TASKS)
+    return folder
+
+
+def flags(work, run_dir, batch_size=8, dropout=0.1, **data):
+    data = data or {"data_path": work / "json", "data_pipeline": "seqio"}
+    return [
+        "--batch_size", batch_size, "--save_interval", 8, "--log_interval", 4, "--iters", STEPS, "--model_path",
+        run_dir, "--input_seq_len", 64, "--target_seq_len", 32, "--lr", "5e-03", "--model_cfg", work / "tiny.json",
+        "--vocab", work / "vocab.model", "--working_dir", work, "--dropout_rate", dropout,
+        *(part for name, value in data.items() for part in (f"--{name}", value)),
+    ]  # fmt: skip
+
+
+def test_killed_and_started_again_it_is_the_uninterrupted_run(work, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    job = run([sys.executable, "-c", CHECKED], *flags(work, whole), timeout=240)
+    assert job.returncode == 0, job.output[-3000:]
+    assert "seqio worker: " in job.output and "no TensorFlow here" in job.output
+    assert "cuda" not in job.output.lower()  # what TensorFlow says at its start is kept out
+    command = [ROOT / "run_t5_pretraining.py", *flags(work, killed)]
+    kill_after([sys.executable], command, {}, killed / "checkpoints" / "step_000008", timeout=240)
+    job = run([sys.executable], *command, timeout=240)
+    assert job.returncode == 0, job.output[-3000:]
+    assert "found the place in the data, example" in job.output
+    assert losses(killed) == losses(whole) and len(losses(whole)) == STEPS // 4
+    assert losses(whole)[-1][1] < losses(whole)[0][1] - 0.5
+
+
+@pytest.mark.slow
+def test_two_workers_share_one_process_and_the_losses_of_one(work, tmp_path):
+    expected = tmp_path / "plain"
+    job = run([sys.executable], ROOT / "run_t5_pretraining.py", *flags(work, expected, dropout=0.0), timeout=240)
+    assert job.returncode == 0, job.output[-3000:]
+    for name, launcher, extra in (("horovod", horovodrun(), {}), ("torchrun", torchrun(), CPU)):
+        if missing("horovod" if name == "horovod" else "accelerate"):
+            continue
+        found = tmp_path / name
+        command = [ROOT / "run_t5_pretraining.py", *flags(work, found, batch_size=4, dropout=0.0)]
+        kill_after(launcher, command, extra, found / "checkpoints" / "step_000008", timeout=240)
+        job = run(launcher, *command, timeout=300, **extra)
+        assert job.returncode == 0, (name, job.output[-3000:])
+        assert [path.name for path in (found / "logs").glob("seqio.*")] == ["seqio.rank0.log"]
+        for (step, ours), (_, theirs) in zip(losses(found), losses(expected), strict=True):
+            assert ours == pytest.approx(theirs, abs=2e-4), (name, step)
+
+
+@pytest.mark.slow
+def test_the_users_own_task_trains_and_validates_on_its_split(work, tmp_path):
+    command = flags(work, tmp_path, task="tasks:denoise", valid_interval=12)
+    job = run([sys.executable], ROOT / "run_t5_pretraining.py", *command, timeout=240)
+    assert job.returncode == 0, job.output[-3000:]
+    assert "seqio Task denoise, 64 inputs + 32 targets" in job.output
+    records = list(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
+    validated = [record["loss"] for record in records if record["split"] == "valid"]
+    assert len(validated) == 2 and validated[1] < validated[0]
+
+
+PACKAGES = [name for name in ("deepspeed", "triton") if missing(name) is None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", itertools.permutations([*PACKAGES, "lm_experiments_tools.data.seqio_data"]))
+def test_no_order_of_imports_ends_a_training_process(order):
+    statements = "\n".join(f"import {name}" for name in order)
+    check = 'import sys\nassert "tensorflow" not in sys.modules'
+    subprocess.run([sys.executable, "-c", f"{statements}\n{check}"], check=True, env=environment(), cwd=ROOT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", itertools.permutations([*PACKAGES, "tensorflow"]))
+def test_no_order_of_imports_in_the_users_module_ends_the_worker(order):
+    """Whatever the module of a task imports; the worker has seen to triton before."""
+    first = "from lm_experiments_tools.data.seqio_worker import import_triton\nimport_triton()"
+    statements = "\n".join(f"import {name}" for name in order)
+    subprocess.run([sys.executable, "-c", f"{first}\n{statements}"], check=True, env=environment(), cwd=ROOT)
