@@ -248,7 +248,7 @@ class Call:
     def list_constants(self, parts: Cut, lists: TileLists) -> dict[str, object]:
         """Those of the kernels that walk lists."""
         own = {"BLOCK_N": parts.tile.keys, "SUB_N": parts.sub_keys, "BIAS": self.bias, "DENSE": parts.dense}
-        return {**self.constants(parts), **own, "RANK_MAJOR": lists.rank_major}
+        return {**self.constants(parts), **own, "RANK_MAJOR": lists.rank_major, "STAGES": parts.tile.num_stages}
 
 
 def _power_of_two(size: int) -> int:

@@ -4,8 +4,9 @@ A kernel's program owns one tile of rows (of queries, of keys, of a diagonal of 
 of tiles that meet it, so every sum is formed by one program in one order: equal inputs give equal bits.
 
 The lists are sorted, so that a T5 bias splits each into three runs: tiles so far left, or so far right, that the bias
-is one number for the whole tile, and tiles near the diagonal, which look it up in a table of 2 * saturation + 1
-numbers. Dense long inputs are far tiles nearly throughout. Only near tiles can meet the diagonal of a causal mask.
+is one number for the whole tile, and between them tiles near the diagonal, which look it up in a table of
+2 * saturation + 1 numbers. Dense long inputs are far tiles nearly throughout. Only near tiles can meet the diagonal of
+a causal mask. Each kernel has a loop over the far tiles of both sides and one over the near tiles.
 
 Scores are kept in base 2: `scale2`, tables and values are multiplied by log2(e). `lse` is the base-2 logarithm of a
 row's sum, +inf for rows that may attend to nothing, so that exp2(score - lse) is zero there.
@@ -86,44 +87,8 @@ def kept(seed, sequence, queries, keys, dropout_p):
 
 
 @triton.jit
-def forward_run(
-    accumulated, total, peak, q, k_base, v_base, stride_kn, stride_vn, tiles, tile_bits, begin, end, queries, seed,
-    sequence, dropout_p, scale2, value, table, key_mask, query_segments, key_segments, query_length, key_length,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr,
-    SATURATION: tl.constexpr, BIAS: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
-    HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One run of a list of key tiles: (weighted values, sums, maxima) of the online softmax, brought up to date."""
-    for index in range(begin, end):
-        tile = index if DENSE else tl.load(tiles + index)
-        bits = tl.load(tile_bits + index) if HAS_BITS else 0
-        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        k = load_rows(k_base, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
-        product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        scores = score(
-            product, queries[:, None], keys[None, :], bits, scale2, value, table, key_mask, query_segments,
-            key_segments, query_length, key_length, SATURATION, BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M,
-            BLOCK_N, HAS_PADDING, HAS_SEGMENTS, EVEN_N,
-        )  # fmt: skip
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        finite_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(scores - finite_peak[:, None])
-        shrink = tl.exp2(peak - finite_peak)
-        total = total * shrink + tl.sum(weights, 1)
-        if HAS_DROPOUT:
-            keep = kept(seed, sequence, queries[:, None], keys[None, :], dropout_p)
-            weights = tl.where(keep, weights / (1.0 - dropout_p), 0.0)
-        v = load_rows(v_base, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
-        accumulated = tl.dot(weights.to(v.dtype), v, accumulated * shrink[:, None], input_precision=PRECISION)
-        peak = new_peak
-    return accumulated, total, peak
-
-
-@triton.jit
-def place_of(ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR: tl.constexpr):
-    """(batch * heads + head, batch, head, tile of this program, where its list's runs begin and end)."""
+def list_of(ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR: tl.constexpr):
+    """(batch * heads + head, batch, head, tile of this program, where the runs of its list begin, where it ends)."""
     program = tl.program_id(0)
     if RANK_MAJOR:  # longest lists of all sequences first
         rank, sequence = program // sequences, program % sequences
@@ -133,10 +98,22 @@ def place_of(ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_
     of_layout = (head % layout_heads) * num_tiles
     tile = tl.load(order + of_layout + rank)
     runs = ranges + (of_layout + tile) * 4
-    return (
-        sequence, (sequence // num_heads).to(tl.int64), head.to(tl.int64), tile,
-        tl.load(runs), tl.load(runs + 1), tl.load(runs + 2), tl.load(runs + 3),
-    )  # fmt: skip
+    begin, near, after, end = tl.load(runs), tl.load(runs + 1), tl.load(runs + 2), tl.load(runs + 3)
+    return sequence, (sequence // num_heads).to(tl.int64), head.to(tl.int64), tile, begin, near, after, end
+
+
+@triton.jit
+def steps_of(begin, near, after, end, NEAR: tl.constexpr):
+    """The steps of a loop over the near run of a list, or over the runs before and after it.
+
+    Returns (steps, how many are in the first run, place in the list of step 0, place that the second run counts from).
+    """
+    if NEAR:
+        steps, first_steps, first, second = after - near, after - near, near, near
+    else:
+        first_steps = near - begin
+        steps, first, second = first_steps + end - after, begin, after - first_steps
+    return steps, first_steps, first, second
 
 
 @triton.jit
@@ -163,9 +140,10 @@ def forward_kernel(
     SATURATION: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
     RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Output and lse of one tile of queries."""
-    sequence, batch, head, tile, begin, near, far, end = place_of(
+    sequence, batch, head, tile, begin, near, after, end = list_of(
         ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
     )
     table, left, right = values_of(table, head, SATURATION, BIAS)
@@ -175,68 +153,43 @@ def forward_kernel(
     k += batch * stride_kb + head * stride_kh
     v += batch * stride_vb + head * stride_vh
     queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_tile = load_rows(
-        q + batch * stride_qb + head * stride_qh, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M
-    )
-    accumulated = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    q_base = q + batch * stride_qb + head * stride_qh
+    q_tile = load_rows(q_base, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
+    output = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for run in tl.static_range(3):
-        if run == 0 or BIAS == T5 or (run == 1 and CAUSAL):
-            accumulated, total, peak = forward_run(
-                accumulated, total, peak, q_tile, k, v, stride_kn, stride_vn, tiles, tile_bits,
-                begin if run == 0 else (near if run == 1 else far), near if run == 0 else (far if run == 1 else end),
-                queries, seed, sequence, dropout_p, scale2, right if run == 2 else left, table, key_mask,
-                query_segments, key_segments, query_length, key_length, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK_M,
-                BLOCK_N, SUB_M, SUB_N, SATURATION, BIAS, run == 1, CAUSAL, DENSE, HAS_BITS, HAS_PADDING, HAS_SEGMENTS,
-                HAS_DROPOUT, EVEN_N, PRECISION,
-            )  # fmt: skip
+    for NEAR in tl.static_range(2):
+        if NEAR == 0 or BIAS == T5 or CAUSAL:
+            steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
+            for step in tl.range(0, steps, num_stages=1 if NEAR else STAGES):
+                index = step + tl.where(step < first_steps, first, second)
+                key_tile = index if DENSE else tl.load(tiles + index)
+                bits = tl.load(tile_bits + index) if HAS_BITS else 0
+                keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                k_tile = load_rows(k, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
+                scores = score(
+                    tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), queries[:, None], keys[None, :], bits,
+                    scale2, tl.where(step < first_steps, left, right), table, key_mask, query_segments, key_segments,
+                    query_length, key_length, SATURATION, BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M,
+                    BLOCK_N, HAS_PADDING, HAS_SEGMENTS, EVEN_N,
+                )  # fmt: skip
+                new_peak = tl.maximum(peak, tl.max(scores, 1))
+                finite_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+                weights = tl.exp2(scores - finite_peak[:, None])
+                shrink = tl.exp2(peak - finite_peak)
+                total = total * shrink + tl.sum(weights, 1)
+                if HAS_DROPOUT:
+                    keep = kept(seed, sequence, queries[:, None], keys[None, :], dropout_p)
+                    weights = tl.where(keep, weights / (1.0 - dropout_p), 0.0)
+                v_tile = load_rows(v, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
+                output = tl.dot(weights.to(v_tile.dtype), v_tile, output * shrink[:, None], input_precision=PRECISION)
+                peak = new_peak
     nothing = total == 0.0
-    accumulated = accumulated / tl.where(nothing, 1.0, total)[:, None]
-    store_rows(
-        o + batch * stride_ob + head * stride_oh, accumulated, queries, stride_on, query_length, VALUE_DIM, BLOCK_V
-    )
+    output = output / tl.where(nothing, 1.0, total)[:, None]
+    o_base = o + batch * stride_ob + head * stride_oh
+    store_rows(o_base, output, queries, stride_on, query_length, VALUE_DIM, BLOCK_V)
     logarithm = tl.where(nothing, float("inf"), peak + tl.log2(tl.where(nothing, 1.0, total)))
     tl.store(lse + sequence.to(tl.int64) * query_length + queries, logarithm, mask=queries < query_length)
-
-
-@triton.jit
-def query_gradient_run(
-    gradient, left_sum, right_sum, q, do, row_lse, delta, k_base, v_base, stride_kn, stride_vn, tiles, tile_bits,
-    begin, end, queries, seed, sequence, dropout_p, scale2, value, table, key_mask, query_segments, key_segments,
-    query_length, key_length, RUN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SUB_M: tl.constexpr, SUB_N: tl.constexpr, SATURATION: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
-    DENSE: tl.constexpr, HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, TRAIN_BIAS: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One run of key tiles: the gradient of q, and row sums of the scores' gradients where the bias is one number."""
-    for index in range(begin, end):
-        tile = index if DENSE else tl.load(tiles + index)
-        bits = tl.load(tile_bits + index) if HAS_BITS else 0
-        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        k = load_rows(k_base, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
-        v = load_rows(v_base, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
-        product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        scores = score(
-            product, queries[:, None], keys[None, :], bits, scale2, value, table, key_mask, query_segments,
-            key_segments, query_length, key_length, SATURATION, BIAS, RUN == 1, CAUSAL, HAS_BITS, SUB_M, SUB_N,
-            BLOCK_M, BLOCK_N, HAS_PADDING, HAS_SEGMENTS, EVEN_N,
-        )  # fmt: skip
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        if HAS_DROPOUT:
-            keep = kept(seed, sequence, queries[:, None], keys[None, :], dropout_p)
-            dp = tl.where(keep, dp / (1.0 - dropout_p), 0.0)
-        ds = tl.exp2(scores - row_lse[:, None]) * (dp - delta[:, None])
-        gradient = tl.dot(ds.to(k.dtype), k, gradient, input_precision=PRECISION)
-        if TRAIN_BIAS:
-            if BIAS == ALIBI:
-                left_sum -= tl.sum(ds * tl.abs(keys[None, :] - queries[:, None]).to(tl.float32), 1)
-            elif RUN == 0:
-                left_sum += tl.sum(ds, 1)
-            elif RUN == 2:
-                right_sum += tl.sum(ds, 1)
-    return gradient, left_sum, right_sum
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -250,10 +203,10 @@ def query_gradient_kernel(
     SATURATION: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
     RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, TRAIN_BIAS: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries, delta (sum of o * do) for the other kernels, and the bias gradient of far tiles."""
-    sequence, batch, head, tile, begin, near, far, end = place_of(
+    sequence, batch, head, tile, begin, near, after, end = list_of(
         ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
     )
     table, left, right = values_of(table, head, SATURATION, BIAS)
@@ -264,71 +217,49 @@ def query_gradient_kernel(
     v += batch * stride_vb + head * stride_vh
     of_query, of_output = batch * stride_qb + head * stride_qh, batch * stride_ob + head * stride_oh
     queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = queries < query_length
     q_tile = load_rows(q + of_query, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
     o_tile = load_rows(o + of_output, queries, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
     do_tile = load_rows(do + of_output, queries, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
-    of_row = sequence.to(tl.int64) * query_length + queries
-    row_lse = tl.load(lse + of_row, mask=inside, other=float("inf"))
+    rows, inside = sequence.to(tl.int64) * query_length + queries, queries < query_length
+    row_lse = tl.load(lse + rows, mask=inside, other=float("inf"))
     row_delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
-    tl.store(delta + of_row, row_delta, mask=inside)
+    tl.store(delta + rows, row_delta, mask=inside)
     gradient = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    left_sum = tl.zeros([BLOCK_M], tl.float32)
-    right_sum = tl.zeros([BLOCK_M], tl.float32)
-    for run in tl.static_range(3):
-        if run == 0 or BIAS == T5 or (run == 1 and CAUSAL):
-            gradient, left_sum, right_sum = query_gradient_run(
-                gradient, left_sum, right_sum, q_tile, do_tile, row_lse, row_delta, k, v, stride_kn, stride_vn, tiles,
-                tile_bits, begin if run == 0 else (near if run == 1 else far),
-                near if run == 0 else (far if run == 1 else end), queries, seed, sequence, dropout_p, scale2,
-                right if run == 2 else left, table, key_mask, query_segments, key_segments, query_length, key_length,
-                run, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK_M, BLOCK_N, SUB_M, SUB_N, SATURATION, BIAS, CAUSAL,
-                DENSE, HAS_BITS, HAS_PADDING, HAS_SEGMENTS, HAS_DROPOUT, TRAIN_BIAS, EVEN_N, PRECISION,
-            )  # fmt: skip
+    first_sum = tl.zeros([BLOCK_M], tl.float32)
+    second_sum = tl.zeros([BLOCK_M], tl.float32)
+    for NEAR in tl.static_range(2):
+        if NEAR == 0 or BIAS == T5 or CAUSAL:
+            steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
+            for step in tl.range(0, steps, num_stages=1 if NEAR else STAGES):
+                index = step + tl.where(step < first_steps, first, second)
+                key_tile = index if DENSE else tl.load(tiles + index)
+                bits = tl.load(tile_bits + index) if HAS_BITS else 0
+                keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                k_tile = load_rows(k, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
+                v_tile = load_rows(v, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
+                scores = score(
+                    tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), queries[:, None], keys[None, :], bits,
+                    scale2, tl.where(step < first_steps, left, right), table, key_mask, query_segments, key_segments,
+                    query_length, key_length, SATURATION, BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M,
+                    BLOCK_N, HAS_PADDING, HAS_SEGMENTS, EVEN_N,
+                )  # fmt: skip
+                dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+                if HAS_DROPOUT:
+                    keep = kept(seed, sequence, queries[:, None], keys[None, :], dropout_p)
+                    dp = tl.where(keep, dp / (1.0 - dropout_p), 0.0)
+                ds = tl.exp2(scores - row_lse[:, None]) * (dp - row_delta[:, None])
+                gradient = tl.dot(ds.to(k_tile.dtype), k_tile, gradient, input_precision=PRECISION)
+                if TRAIN_BIAS and BIAS == ALIBI:
+                    first_sum -= tl.sum(ds * tl.abs(keys[None, :] - queries[:, None]).to(tl.float32), 1)
+                if TRAIN_BIAS and BIAS == T5 and NEAR == 0:
+                    row_sum = tl.sum(ds, 1)
+                    first_sum += tl.where(step < first_steps, row_sum, 0.0)
+                    second_sum += tl.where(step < first_steps, 0.0, row_sum)
     store_rows(dq + of_query, gradient * scale, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D)
     if TRAIN_BIAS:
-        place = far_sums + (sequence.to(tl.int64) * num_tiles + tile) * 2
-        tl.store(place, tl.sum(left_sum, 0))
-        tl.store(place + 1, tl.sum(right_sum, 0))
-
-
-@triton.jit
-def key_gradient_run(
-    dk, dv, k, v, q_base, do_base, lse, delta, stride_qn, stride_on, tiles, tile_bits, begin, end, keys, seed,
-    sequence, dropout_p, scale2, value, table, key_mask, query_segments, key_segments, query_length, key_length,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr,
-    SATURATION: tl.constexpr, BIAS: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
-    HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One run of query tiles: gradients of k and v. Scores have keys as rows, so that no product needs a transpose."""
-    for index in range(begin, end):
-        tile = index if DENSE else tl.load(tiles + index)
-        bits = tl.load(tile_bits + index) if HAS_BITS else 0
-        queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        inside = queries < query_length
-        q = load_rows(q_base, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
-        do = load_rows(do_base, queries, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
-        row_lse = tl.load(lse + queries, mask=inside, other=float("inf"))
-        row_delta = tl.load(delta + queries, mask=inside, other=0.0)
-        product = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        scores = score(
-            product, queries[None, :], keys[:, None], bits, scale2, value, table, key_mask, query_segments,
-            key_segments, query_length, key_length, SATURATION, BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M,
-            BLOCK_N, HAS_PADDING, HAS_SEGMENTS, EVEN_N,
-        )  # fmt: skip
-        weights = tl.exp2(scores - row_lse[None, :])
-        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        dropped = weights
-        if HAS_DROPOUT:
-            keep = kept(seed, sequence, queries[None, :], keys[:, None], dropout_p)
-            dropped = tl.where(keep, weights / (1.0 - dropout_p), 0.0)
-            dp = tl.where(keep, dp / (1.0 - dropout_p), 0.0)
-        dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)
-        ds = weights * (dp - row_delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv
+        far_sums += (sequence.to(tl.int64) * num_tiles + tile) * 2
+        tl.store(far_sums, tl.sum(first_sum, 0))
+        tl.store(far_sums + 1, tl.sum(second_sum, 0))
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -342,9 +273,11 @@ def key_gradient_kernel(
     SATURATION: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
     RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys; its list of query tiles starts with those to which it lies far right."""
-    sequence, batch, head, tile, begin, near, far, end = place_of(
+    """dk and dv of one tile of keys. Its list starts with the queries that it is far right of. Keys are rows of the
+    scores, so that no product needs its left side transposed."""
+    sequence, batch, head, tile, begin, near, after, end = list_of(
         ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
     )
     table, left, right = values_of(table, head, SATURATION, BIAS)
@@ -361,16 +294,35 @@ def key_gradient_kernel(
     v_tile = load_rows(v + of_value, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
     dk_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_tile = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
-    for run in tl.static_range(3):
-        if run == 0 or BIAS == T5 or CAUSAL:
-            dk_tile, dv_tile = key_gradient_run(
-                dk_tile, dv_tile, k_tile, v_tile, q, do, lse, delta, stride_qn, stride_on, tiles, tile_bits,
-                begin if run == 0 else (near if run == 1 else far), near if run == 0 else (far if run == 1 else end),
-                keys, seed, sequence, dropout_p, scale2, right if run == 0 else left, table, key_mask, query_segments,
-                key_segments, query_length, key_length, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK_M, BLOCK_N, SUB_M,
-                SUB_N, SATURATION, BIAS, run == 1, CAUSAL, DENSE, HAS_BITS, HAS_PADDING, HAS_SEGMENTS, HAS_DROPOUT,
-                EVEN_M, EVEN_N, PRECISION,
-            )  # fmt: skip
+    for NEAR in tl.static_range(2):
+        if NEAR == 0 or BIAS == T5 or CAUSAL:
+            steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
+            for step in tl.range(0, steps, num_stages=1 if NEAR else STAGES):
+                index = step + tl.where(step < first_steps, first, second)
+                query_tile = index if DENSE else tl.load(tiles + index)
+                bits = tl.load(tile_bits + index) if HAS_BITS else 0
+                queries = query_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+                inside = queries < query_length
+                q_tile = load_rows(q, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
+                do_tile = load_rows(do, queries, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
+                row_lse = tl.load(lse + queries, mask=inside, other=float("inf"))
+                row_delta = tl.load(delta + queries, mask=inside, other=0.0)
+                scores = score(
+                    tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION), queries[None, :], keys[:, None], bits,
+                    scale2, tl.where(step < first_steps, right, left), table, key_mask, query_segments, key_segments,
+                    query_length, key_length, SATURATION, BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M,
+                    BLOCK_N, HAS_PADDING, HAS_SEGMENTS, EVEN_N,
+                )  # fmt: skip
+                weights = tl.exp2(scores - row_lse[None, :])
+                dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
+                dropped = weights
+                if HAS_DROPOUT:
+                    keep = kept(seed, sequence, queries[None, :], keys[:, None], dropout_p)
+                    dropped = tl.where(keep, weights / (1.0 - dropout_p), 0.0)
+                    dp = tl.where(keep, dp / (1.0 - dropout_p), 0.0)
+                dv_tile = tl.dot(dropped.to(do_tile.dtype), do_tile, dv_tile, input_precision=PRECISION)
+                ds = weights * (dp - row_delta[None, :])
+                dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision=PRECISION)
     store_rows(dk + of_key, dk_tile * scale, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D)
     store_rows(dv + of_value, dv_tile, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V)
 
