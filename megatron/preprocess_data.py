@@ -101,7 +101,7 @@ class RuntimeArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreprocessArgs(InputArgs, TokenizerArgs, OutputArgs, RuntimeArgs):
+class PreprocessArgs(RuntimeArgs, OutputArgs, TokenizerArgs, InputArgs):
     """The command line of preprocess_data.py."""
 
     def __post_init__(self) -> None:

@@ -1,77 +1,111 @@
 """Token files against megatron-core, both directions: its reader on our files, our reader on its files.
 
-In a subprocess: importing megatron.core loads thousands of modules and takes over a gigabyte.
+In one subprocess: importing megatron.core loads thousands of modules and takes over a gigabyte.
 """
 
 import importlib.util
 import json
 import subprocess
 import sys
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from lm_experiments_tools.cli import parse
 from lm_experiments_tools.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.preprocess_data import PreprocessArgs, preprocess
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"),
-]
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
 
-# Reads PREFIX and writes the same documents to PREFIX-megatron with Megatron's own builder.
+# Reads each PREFIX with Megatron's reader and writes the same documents with its builder, to PREFIX-theirs, and to
+# PREFIX-modes with a mode for each sequence. Our modules are imported beside it, as in a program that uses both.
 MEGATRON = """
 import json, sys
+import megatron.core
+import megatron.preprocess_data, megatron.tokenizers, megatron.sentences
 import numpy as np, torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
-prefix = sys.argv[1]
-data = IndexedDataset(prefix)
-builder = IndexedDatasetBuilder(prefix + "-megatron.bin", dtype=data.index.dtype)
-bounds = data.document_indices.tolist()
-for start, end in zip(bounds, bounds[1:]):
-    for i in range(start, end):
-        builder.add_item(torch.from_numpy(data[i].astype(np.int64)))
-    builder.end_document()
-builder.finalize(prefix + "-megatron.idx")
-print("RESULT " + json.dumps({
-    "sequences": [data[i].tolist() for i in range(len(data))],
-    "lengths": data.sequence_lengths.tolist(),
-    "documents": bounds,
-    "dtype": np.dtype(data.index.dtype).name,
-}))
+results = []
+for prefix in sys.argv[1:]:
+    data = IndexedDataset(prefix)
+    plain = IndexedDatasetBuilder(prefix + "-theirs.bin", dtype=data.index.dtype)
+    modes = IndexedDatasetBuilder(prefix + "-modes.bin", dtype=data.index.dtype, multimodal=True)
+    bounds = data.document_indices.tolist()
+    for start, end in zip(bounds, bounds[1:]):
+        for i in range(start, end):
+            ids = torch.from_numpy(data[i].astype(np.int64))
+            plain.add_item(ids)
+            modes.add_item(ids, mode=i % 3)
+        plain.end_document()
+        modes.end_document()
+    plain.finalize(prefix + "-theirs.idx")
+    modes.finalize(prefix + "-modes.idx")
+    with_modes = IndexedDataset(prefix + "-modes", multimodal=True)
+    results.append({
+        "sequences": [data[i].tolist() for i in range(len(data))],
+        "bounds": bounds,
+        "dtype": np.dtype(data.index.dtype).name,
+        "modes": with_modes.index.sequence_modes.tolist(),
+    })
+print("RESULT " + json.dumps(results))
 """
+TEXT = ["Mr. A went. He ran!\nStop", ["split.", "", "already"], "", "one"]
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
-def test_megatron_core_and_we_read_each_others_files(tmp_path, dtype):
+def sentence_files(folder: Path) -> Path:
+    """What preprocess_data.py writes: several sequences a document."""
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz.!"]
+    (folder / "vocab.txt").write_text("\n".join([*pieces, *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz")]))
+    (folder / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXT))
+    flags = "--split-sentences --append-eod --tokenizer-type BertWordPieceCase --input".split()
+    flags += [folder / "data.jsonl", "--vocab-file", folder / "vocab.txt", "--output-prefix", folder / "made"]
+    preprocess(parse(PreprocessArgs, list(map(str, flags)))[0])
+    return folder / "made_text_sentence"
+
+
+def random_files(prefix: Path, dtype, sizes) -> Path:
+    rng = np.random.default_rng(0)
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for num_sequences in sizes:
+            for _ in range(num_sequences):
+                writer.add_sequence(rng.integers(0, np.iinfo(dtype).max, rng.integers(1, 40), endpoint=True))
+            writer.end_document()
+    return prefix
+
+
+def documents(prefix) -> list[list[list[int]]]:
+    data = IndexedDataset(prefix)
+    return [[data[i].tolist() for i in range(a, b)] for a, b in pairwise(data.document_indices.tolist())]
+
+
+def needs_megatron_core() -> None:
     if importlib.util.find_spec("megatron.core") is None:
         pytest.skip("megatron-core is not installed")
-    rng = np.random.default_rng(0)
-    limit = np.iinfo(dtype).max
-    documents = [
-        [rng.integers(0, limit, rng.integers(1, 40), endpoint=True).tolist() for _ in range(n)] for n in (1, 3, 2, 1)
+
+
+def test_megatron_core_and_we_read_each_others_files(tmp_path):
+    needs_megatron_core()
+    prefixes = [
+        random_files(tmp_path / "short", np.uint16, (1, 3, 2, 1)),
+        random_files(tmp_path / "long", np.int32, (2, 1)),
+        random_files(tmp_path / "with_empty_documents", np.uint16, (0, 2, 0, 0, 1, 0)),
+        sentence_files(tmp_path),
     ]
-    with IndexedDatasetWriter(tmp_path / "ours", dtype) as writer:
-        for document in documents:
-            for sequence in document:
-                writer.add_sequence(sequence)
-            writer.end_document()
-
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", MEGATRON, str(tmp_path / "ours")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-W", "ignore", "-c", MEGATRON, *map(str, prefixes)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
-    read = json.loads(next(line for line in run.stdout.splitlines() if line.startswith("RESULT "))[7:])
-    assert read["sequences"] == [sequence for document in documents for sequence in document]
-    assert read["documents"] == [0, 1, 4, 6, 7]
-    assert read["dtype"] == np.dtype(dtype).name
-
-    theirs, ours = IndexedDataset(tmp_path / "ours-megatron"), IndexedDataset(tmp_path / "ours")
-    assert [theirs[i].tolist() for i in range(len(theirs))] == read["sequences"]
-    assert theirs.document_indices.tolist() == read["documents"]
-    assert theirs.fingerprint == ours.fingerprint
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"ours-megatron{suffix}").read_bytes()
+    results = json.loads(next(line for line in run.stdout.splitlines() if line.startswith("RESULT "))[7:])
+    for prefix, read in zip(prefixes, results, strict=True):
+        ours = documents(prefix)
+        assert [read["sequences"][a:b] for a, b in pairwise(read["bounds"])] == ours
+        assert read["dtype"] == IndexedDataset(prefix).dtype.name
+        assert read["modes"] == [i % 3 for i in range(len(read["sequences"]))]
+        for kind in ("theirs", "modes"):
+            assert documents(f"{prefix}-{kind}") == ours
+        assert Path(f"{prefix}.bin").read_bytes() == Path(f"{prefix}-theirs.bin").read_bytes()
+        assert Path(f"{prefix}.idx").read_bytes() == Path(f"{prefix}-theirs.idx").read_bytes()
+    assert [len(document) for document in ours] == [3, 2, 1]  # the empty document is left out

@@ -1,7 +1,7 @@
 """Thousands of seeded mutations of token files and of JSON lines: the right content, or a sentence; nothing else.
 
-The oracles here read the formats anew, from their definitions, in plain Python. They are exact: what they call good has
-to open with just this content, and what they call bad has to be refused.
+The oracles here read the formats anew, from their definitions, in plain Python. They are exact: what they call good
+has to open with just this content, and what they call bad has to be refused.
 """
 
 import json

@@ -71,15 +71,20 @@ def test_installed_wheel_works_away_from_the_sources(wheel, tmp_path):
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", tmp_path / "site", wheel]
     subprocess.run(command, check=True, capture_output=True)
     question = (
+        "names = 'megatron.preprocess_data', 'megatron.core'; "
         "import lm_experiments_tools, lm_experiments_tools.models as m; "
-        "print(lm_experiments_tools.__file__, 't5-small' in m.list_presets())"
+        "print(lm_experiments_tools.__file__, 't5-small' in m.list_presets());"
+        # found, not imported: megatron.core loads thousands of modules
+        "import importlib.util as u; [print(s.origin) for s in map(u.find_spec, names) if s]"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     answer = subprocess.run(
         [sys.executable, "-c", question], env=environment, cwd=tmp_path, text=True, capture_output=True, check=True
     )
-    where, has_presets = answer.stdout.split()
+    where, has_presets, bert_data, *others = answer.stdout.split()
     assert Path(where).is_relative_to(tmp_path / "site") and has_presets == "True"
+    assert Path(bert_data).is_relative_to(tmp_path / "site")
+    assert all("site-packages" in Path(path).parts for path in others)  # NVIDIA's, where it is installed
     assert (tmp_path / "site" / "bin" / "lmtools").exists()
 
 
