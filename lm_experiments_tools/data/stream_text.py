@@ -32,7 +32,7 @@ from lm_experiments_tools.errors import UserError
 logger = logging.getLogger(__name__)
 
 _PIECES_PER_STREAM = 8  # of files: streams come out of about equal size, and documents in a random order
-_SMALLEST_PIECE = 1 << 16
+_SMALLEST_PIECE = 1 << 12
 _LARGEST_PIECE = 64 << 20
 _UNEVEN = 1.1  # the largest stream may have so many times the average
 _BATCH_BYTES = 1 << 16  # text per call into sentencepiece: little, so that the first chunk is there soon

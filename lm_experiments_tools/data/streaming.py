@@ -58,7 +58,7 @@ CACHE = Path(".cache") / "streams"  # below the working directory
 _VERSION = 1  # of the mapping (text, settings, seed) -> samples; part of the fingerprint
 _WORKERS = 4  # processes, unless --data_n_workers says otherwise: they wait for the network more than they work
 _QUIET = threading.Lock()  # while the level of a logger is changed
-_ROWS_AT_ONCE = 32  # of each stream: numpy's calls cost as much for one row
+_ROWS_AT_ONCE = 64  # of each stream: numpy's calls cost as much for one row
 
 
 class StreamedExamples:
