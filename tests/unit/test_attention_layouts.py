@@ -340,8 +340,8 @@ class TestSparseSelfAttention:
 
 
 def test_the_package_needs_only_torch_and_numpy():
-    """Models import it, and it may be used without the rest; transformers and pictures are for those who ask."""
+    """Models import it, and it may be used without the rest; transformers and Triton are for those who ask."""
     for path in (ROOT / "lm_experiments_tools/attention").glob("*.py"):
-        if path.name not in ("huggingface.py", "maps.py"):
+        if path.name not in ("huggingface.py", "triton_kernels.py"):
             packages = {name.partition(".")[0] for name, at_top in imports_of(path.read_text()) if at_top}
             assert packages - sys.stdlib_module_names <= {"torch", "numpy", "lm_experiments_tools"}, path
