@@ -89,7 +89,7 @@ def on_all(backend: Backend, function: Callable[[], T], *, only_main: bool = Fal
             result = function()
         except UserError as error:
             failure = (True, str(error))
-        except OSError as error:
+        except (OSError, RunError) as error:
             failure = (False, str(error))
     failures = [f for f in backend.gather(failure) if f is not None]
     if failures:

@@ -160,6 +160,8 @@ def vocabulary_path(args: T5PretrainingArgs) -> Path:
     """`--vocab`, or the file that made the token prefix `--data_path`."""
     if args.vocab is not None:
         return Path(args.vocab)
+    if not args.data_path:
+        raise UserError(f"--task {args.task} needs --vocab: the SentencePiece .model file of its features")
     data_path = args.data_path[0]
     sidecar = Path(f"{data_path}.json")
     if not any(path.exists() for path in (sidecar, Path(data_path), Path(f"{data_path}.idx"))):

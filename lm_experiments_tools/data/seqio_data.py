@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import torch
 
+from lm_experiments_tools.data.indexed import dataset_exists
 from lm_experiments_tools.data.loader import IGNORED_LABEL, ValidLoader, ValidSource
 from lm_experiments_tools.data.seqio_worker import FRAME, PADDING, SOCKET, VALIDATION, Job
 from lm_experiments_tools.data.span_corruption import plan_spans, random_spans_lengths
@@ -56,7 +57,7 @@ def seqio_data(
     Raises:
         UserError: a package that is missing, settings that t5 would treat wrongly, or a task that gives no examples.
     """
-    _check_installed(args)
+    _check_possible(args)
     targets_length = _targets_length(args, vocabulary)
     folder = tempfile.gettempdir()
     machine = (socket.gethostname(), os.stat(folder).st_dev, os.stat(folder).st_ino)  # containers share only the first
@@ -84,7 +85,10 @@ def seqio_data(
     return train, valid, f"{answer['title']}, {lengths[0]} inputs + {lengths[1]} targets"
 
 
-def _check_installed(args: T5PretrainingArgs) -> None:
+def _check_possible(args: T5PretrainingArgs) -> None:
+    for path in args.data_path:
+        if dataset_exists(path.removesuffix(".bin").removesuffix(".idx")):
+            raise UserError(f"--data_path {path} holds tokens, and seqio reads text: choose --data_pipeline native.")
     for package in ("tensorflow", "seqio", *(["t5"] if ":" not in args.task else [])):
         if importlib.util.find_spec(package) is None:
             native = "" if ":" in args.task else ", or choose --data_pipeline native, which needs none of it"

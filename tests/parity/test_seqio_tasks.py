@@ -119,7 +119,7 @@ def folder(tmp_path_factory):
             encoded[3:3] = BAD_LINES
         (folder / "json" / f"part_{part:02}.jsonl").write_text("\n".join(encoded) + "\n")
     (folder / "broken.jsonl").write_text("\n".join(BAD_LINES) + "\n")
-    (folder / "forged.jsonl").write_text(json.dumps({"text": documents[5]}) + "\n")
+    (folder / "forged.jsonl").write_text(100 * (json.dumps({"text": documents[5]}) + "\n"))
     return folder
 
 

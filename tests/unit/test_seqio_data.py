@@ -278,6 +278,14 @@ def test_a_missing_package_is_a_sentence(vocab, monkeypatch, package):
         sources_of(args, vocab)
 
 
+def test_tokens_are_not_text(vocab, tmp_path):
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"tokens{suffix}").touch()
+    args = arguments(vocab, task="prefix_lm", data_path=(str(tmp_path / "tokens"),), data_pipeline="seqio")
+    with pytest.raises(UserError, match="tokens holds tokens, and seqio reads text"):
+        sources_of(args, vocab)
+
+
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("tensorflow", "seqio", "t5")),
     reason="these settings are looked at when seqio is installed",
