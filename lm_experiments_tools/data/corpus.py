@@ -5,8 +5,6 @@ Sources: the topics of `pydoc_data`, the docstrings of the standard library and 
 that were seen before, exactly or with other names in them, are dropped. No network is used, and one installation
 always gives the same files, whatever the number of processes: those only read files and pick paragraphs, each file on
 its own; what was seen before is decided here, in the order of the files.
-
-As in tokenize.py the workers are subprocesses of this module that end with their stdin, not those of multiprocessing.
 """
 
 import ast
@@ -16,9 +14,7 @@ import inspect
 import json
 import os
 import queue
-import signal
 import subprocess
-import sys
 import sysconfig
 import warnings
 from collections import Counter
@@ -30,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_experiments_tools.data.prose import paragraphs, similarity_key
+from lm_experiments_tools.data.workers import WorkerEnded, ask, serve, start_worker
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import write_atomic
 
@@ -303,41 +300,23 @@ def _read_all(paths: list[str], workers: int) -> Iterator[list[_Docstring]]:
                 yield from answer
     finally:
         for process in processes:
-            process.communicate()  # closes stdin, with which the worker ends, and waits for it
+            with process:  # closes stdin, with which the worker ends, and waits for it
+                pass
 
 
 def _ask(process: subprocess.Popen, batch: list[str]) -> list[list[_Docstring]]:
     try:
-        process.stdin.write(json.dumps(batch).encode() + b"\n")
-        process.stdin.flush()
-        answer = process.stdout.readline()
-    except BrokenPipeError:
-        answer = b""
-    if not answer.endswith(b"\n"):
+        return ask(process, batch)
+    except WorkerEnded as end:
         raise UserError(
-            f"a process that reads documentation ended with exit code {process.wait()} (-9: killed, often for want of "
+            f"a process that reads documentation ended with exit code {end.returncode} (-9: killed, often for want of "
             f"memory) between {batch[0]} and {batch[-1]}; try again with fewer workers"
-        )
-    return json.loads(answer)
+        ) from None
 
 
 def _start_worker() -> subprocess.Popen:
-    package_root = str(Path(__file__).parents[2])  # also where the package is used from a folder, not installed
-    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
-    return subprocess.Popen(
-        [sys.executable, "-m", __name__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-
-
-def _worker_main() -> None:
-    """Answer one JSON line on stdout for each on stdin; ends with stdin."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    for line in iter(sys.stdin.readline, ""):
-        print(json.dumps([_read_paragraphs(path) for path in json.loads(line)]), flush=True)
+    return start_worker(__name__)
 
 
 if __name__ == "__main__":
-    _worker_main()
+    serve(lambda paths: [_read_paragraphs(path) for path in paths])
