@@ -82,6 +82,7 @@ lint: env-full ## ruff: style and format
 bench: env-full data ## the benchmarks of this machine: the loop, the data path, the optimizers
 	$(BIN)/python benchmarks/loop_overhead.py
 	$(BIN)/python benchmarks/data.py --corpus $(DATA)/corpus/train.jsonl --vocab $(DATA)/vocab.model
+	$(BIN)/python benchmarks/objectives.py --vocab $(DATA)/vocab.model
 	$(BIN)/python benchmarks/optimizers.py
 
 clean: ## remove build products and caches; .venv, data and runs stay

@@ -1,4 +1,4 @@
-"""Pre-train a T5 on your text with span corruption.
+"""Pre-train a T5 on your text with span corruption, or another model with another objective (--task).
 
 On this machine (CPU or one GPU)::
 
