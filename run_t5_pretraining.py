@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend
+    from lm_experiments_tools.data.objectives import check_model
     from lm_experiments_tools.data.pretraining import pretraining_data, pretraining_metrics
     from lm_experiments_tools.experiment import model_from_args, optimizer_from_args, seed_worker, show_run, start_run
     from lm_experiments_tools.report import t5_examples, write_report
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = start_run(args, backend)
+    check_model(args)  # before hours of tokenizing
     data = pretraining_data(args, backend)
     model = model_from_args(args, data.vocabulary.size)
     optimizer = None if args.validate_only else optimizer_from_args(args, model)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lm_experiments_tools.batches import IGNORED_LABEL
 from lm_experiments_tools.data.indexed import IndexedDataset, dataset_exists
 from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
-from lm_experiments_tools.data.objectives import check_model, mixed_dataset, objective_dataset
+from lm_experiments_tools.data.objectives import mixed_dataset, objective_dataset
 from lm_experiments_tools.data.tokenize import ensure_tokenized
 from lm_experiments_tools.data.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
@@ -71,8 +71,6 @@ def pretraining_data(args: T5PretrainingArgs, backend: Backend) -> PretrainingDa
     Raises:
         UserError: data or vocabulary that is missing, empty, damaged or of another vocabulary.
     """
-    if args.model_cfg or args.base_model or args.init_checkpoint:  # to look at data takes no model
-        on_all(backend, lambda: check_model(args))
     vocab_path = vocabulary_path(args)
     vocabulary = Vocabulary.load(vocab_path)
     valid: ValidSource | None = None
