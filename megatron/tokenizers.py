@@ -15,8 +15,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ WORDPIECE_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase")
 TOKENIZER_TYPES = ("HFTokenizer", *WORDPIECE_TYPES)
 _BERT_ROLES = {"unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
 _ROLES = ("cls", "sep", "mask", "pad")
+_BLOCK_CHARACTERS = 1_000_000
 _PLAIN_PARTS = re.compile(r"[!-/:-@\[-`{-~]|[A-Za-z0-9]+")
 _BYTE_LEVEL_SPACE = "\u0120"  # "Ġ", how byte-level BPE writes a space
 
@@ -138,9 +139,12 @@ class BertDataTokenizer:
 
     def tokenize_arrays(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32[total], lengths int64[len(texts)]): the ids of all texts, one after the other."""
-        if self._words is not None:
-            return self._words.encode(texts)
-        return _encode(self._backend, texts)
+        encode = self._words.encode if self._words is not None else partial(_encode, self._backend)
+        parts = [encode(block) for block in _blocks(texts)]
+        if not parts:
+            return np.empty(0, np.int32), np.empty(0, np.int64)
+        ids, lengths = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return ids, lengths
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, special tokens included."""
@@ -274,6 +278,18 @@ class _WordTable:
         time."""
         word = word.lower() if self._lowercase else word
         return [token.id for part in _PLAIN_PARTS.findall(word) for token in self._model.tokenize(part)]
+
+
+def _blocks(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Slices of about a million characters: words and ids are many times as large as their text while lists."""
+    first = size = 0
+    for index, text in enumerate(texts):
+        size += len(text)
+        if size > _BLOCK_CHARACTERS:
+            yield texts[first : index + 1]
+            first, size = index + 1, 0
+    if first < len(texts):
+        yield texts[first:]
 
 
 def _encode(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -86,9 +86,11 @@ def test_real_text_with_googles_vocabulary_equals_transformers():
     assert loaded.fingerprint == tokenizer.fingerprint  # the same tokenizer by another way
 
 
-def test_the_table_of_words_gives_the_same_ids_when_it_is_full_and_emptied(uncased, monkeypatch):
+def test_the_ids_are_the_same_in_blocks_and_when_the_table_of_words_is_full(uncased, monkeypatch):
     texts = odd_texts(300, seed=1)
     expected = uncased.tokenize_batch(texts)
+    monkeypatch.setattr(module, "_BLOCK_CHARACTERS", 100)
+    assert uncased.tokenize_batch(texts) == expected
     for limit in ("MAX_WORDS", "MAX_CHARACTERS"):
         monkeypatch.setattr(module._WordTable, limit, 20)
         assert [uncased.tokenize(text) for text in texts] == expected
