@@ -25,7 +25,8 @@ ONLY_IN = {
     "tensorflow_datasets": SEQIO_FILES,
     "t5": SEQIO_FILES,
     "seqio": SEQIO_FILES,
-    "triton": ("lm_experiments_tools/attention/triton_kernels.py",),
+    # the seqio worker only loads it, before TensorFlow does: after it, triton aborts the process
+    "triton": ("lm_experiments_tools/attention/triton_kernels.py", "lm_experiments_tools/data/seqio_worker.py"),
 }
 # What setup.py requires for every user, by import name; only these may be imported at the top of a module.
 CORE = {
