@@ -21,10 +21,10 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env env-full horovod horovod-if-possible data pretrain test test-all lint bench clean
+.PHONY: help env env-full horovod horovod-if-possible data data-bert pretrain pretrain-bert test test-all lint bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  PYTHON=python3.12 chooses the interpreter, ARGS='...' is passed on to the script or to pytest."
 
 env: $(ENV) ## .venv with what pre-training needs
@@ -68,6 +68,19 @@ $(DATA)/train.idx $(DATA)/valid.idx: $(DATA)/%.idx: $(DATA)/corpus/train.jsonl $
 
 pretrain: env horovod-if-possible data ## train a small T5 on this machine, about 5 minutes on 2 cores; again: continue
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python run_t5_pretraining.py --config examples/pretrain_cpu.yaml $(ARGS)
+
+data-bert: $(DATA)/bert_train_text_sentence.idx $(DATA)/bert_valid_text_sentence.idx ## the same for BERT: WordPiece, sentences
+
+$(DATA)/bert_vocab.txt: $(DATA)/corpus/train.jsonl
+	$(BIN)/lmtools vocab --type wordpiece --input $< --size $(VOCAB_SIZE) --output $@
+
+$(DATA)/bert_train_text_sentence.idx $(DATA)/bert_valid_text_sentence.idx: \
+$(DATA)/bert_%_text_sentence.idx: $(DATA)/corpus/train.jsonl $(DATA)/bert_vocab.txt
+	$(BIN)/python -m megatron.preprocess_data --input $(DATA)/corpus/$*.jsonl --output-prefix $(DATA)/bert_$* \
+	  --split-sentences --tokenizer-type BertWordPieceLowerCase --vocab-file $(DATA)/bert_vocab.txt --workers $(THREADS)
+
+pretrain-bert: env horovod-if-possible data-bert ## train a small BERT on this machine; again: continue
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python run_bert_pretraining.py --config examples/pretrain_bert_cpu.yaml $(ARGS)
 
 test: env-full horovod-if-possible ## the test suite, without what takes minutes or needs a GPU
 	@$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)

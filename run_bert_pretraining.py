@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend
-    from lm_experiments_tools.data.bert_pretraining import bert_metrics, bert_pretraining_data, check_bert_model
+    from lm_experiments_tools.data.bert_pretraining import bert_metrics, bert_pretraining_data
     from lm_experiments_tools.experiment import model_from_args, optimizer_from_args, seed_worker, show_run, start_run
     from lm_experiments_tools.losses import bert_loss
     from lm_experiments_tools.report import fill_in_masked_words, write_report
@@ -41,7 +41,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = start_run(args, backend)
     data = bert_pretraining_data(args, backend)
     model = model_from_args(args, data.tokenizer.vocab_size)
-    check_bert_model(args, model, data.tokenizer)
     optimizer = None if args.validate_only else optimizer_from_args(args, model)
     seed_worker(args.seed, backend.rank)
     trainer = TrainingLoop(

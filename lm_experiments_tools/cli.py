@@ -354,7 +354,10 @@ def _with_origins(sentence: str, settings: Mapping[str, Setting]) -> str:
 
 def _convert(name: str, setting: Setting, annotation: Any) -> Any:
     """The value of one setting, converted by tyro, which knows the types, or refused in our words."""
-    if setting.values is None:
+    kinds = typing.get_args(annotation)
+    if setting.values is None or (
+        type(None) in kinds and str not in kinds and setting.values[0].lower() in NULL_WORDS
+    ):
         return None
     if annotation is bool:
         return setting.values == ("True",)

@@ -193,10 +193,14 @@ class FullyShardedBackend(AccelerateBackend):
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         check_unprepared(model, optimizer)
         fsdp.join_shared_modules(model)
-        if not self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # where only rank 0 has weights
+        plugin = self.accelerator.state.fsdp_plugin
+        named = plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None) or []
+        plugin.transformer_cls_names_to_wrap = fsdp.unit_classes(model, named)
+        if not plugin.cpu_ram_efficient_loading:  # where only rank 0 has weights
             self._broadcast_tensors([*model.parameters(), *model.buffers()])
         stepped = optimizer or torch.optim.SGD(model.parameters(), lr=0.0)  # FSDP2 prepares no model alone
-        self.model, _ = self.accelerator.prepare(model, stepped)
+        with fsdp.tied_in_one_unit(model):
+            self.model, _ = self.accelerator.prepare(model, stepped)
         self._inner = model
         _, self.optimizer = self.precision.initialize(model, optimizer, self.device)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +34,43 @@ def join_shared_modules(model: nn.Module) -> int:
                 setattr(parent, name, keeper)
                 replaced += 1
     return replaced
+
+
+def unit_classes(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Those of the module classes that can be sharded as units of their own.
+
+    A class that shares a parameter with other modules (BERT's embeddings, with its output layer) is left out, and so
+    sharded with the rest: torch refuses a parameter of two units.
+    """
+    apart = {type(module).__name__ for module in model.modules() if _is_shared(model, [module])}
+    return [name for name in names if name not in apart]
+
+
+@contextmanager
+def tied_in_one_unit(model: nn.Module) -> Iterator[None]:
+    """Around accelerate's `prepare`, which makes a unit of the first and the last layer alone.
+
+    The bias of BERT's last layer also belongs to the module around it, which would be in another unit; so accelerate
+    is not told of these layers then, and leaves them to the root's unit, with all their owners.
+    """
+    getters = [name for name in ("get_input_embeddings", "get_output_embeddings") if hasattr(model, name)]
+    ends = [module for module in (getattr(model, name)() for name in getters) if module is not None]
+    hidden = getters if _is_shared(model, ends) else []
+    for name in hidden:
+        setattr(model, name, lambda: None)
+    try:
+        yield
+    finally:
+        for name in hidden:
+            delattr(model, name)
+
+
+def _is_shared(model: nn.Module, modules: Sequence[nn.Module]) -> bool:
+    """Whether another module has a parameter of these."""
+    inside = {inner for module in modules for inner in module.modules()}
+    own = {id(p) for module in inside for p in module.parameters(recurse=False)}
+    others = (module for module in model.modules() if module not in inside)
+    return any(id(p) in own for module in others for p in module.parameters(recurse=False))
 
 
 def reshard(model: nn.Module) -> None:

@@ -9,13 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from lm_experiments_tools.batches import IGNORED_LABEL, forward_names
+from lm_experiments_tools.batches import IGNORED_LABEL, forward_names_of
 from lm_experiments_tools.data.indexed import IndexedDataset
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, ValidLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.experiment import class_and_config
 from lm_experiments_tools.state import on_all, on_main
 from megatron.bert_dataset import BertDataset
 from megatron.tokenizers import BertDataTokenizer, build_tokenizer
@@ -74,11 +73,13 @@ def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend) -> BertPr
     """Open training and validation data; every worker calls it.
 
     Raises:
-        UserError: data or tokenizer that is missing, empty, damaged, or not made for each other.
+        UserError: data or tokenizer that is missing, empty, damaged, or not made for each other; a model that cannot
+            read the data.
     """
     if backend.is_main and args.without_effect():
         logger.info("%s: accepted, and without effect here", ", ".join(f"--{flag}" for flag in args.without_effect()))
     tokenizer = on_all(backend, lambda: _tokenizer(args))
+    on_all(backend, lambda: check_bert_model(args, tokenizer))
     # the first worker of each machine goes first and leaves the sample mappings for the others to find
     opened = on_all(backend, lambda: _datasets(args, tokenizer) if backend.local_rank == 0 else None)
     train, valid, valid_tokens = on_all(backend, lambda: opened or _datasets(args, tokenizer))
@@ -136,14 +137,14 @@ def _open(path: str) -> IndexedDataset:
     return IndexedDataset(path.removesuffix(".bin").removesuffix(".idx"))
 
 
-def check_bert_model(args: BertPretrainingArgs, model: nn.Module, tokenizer: BertDataTokenizer) -> None:
+def check_bert_model(args: BertPretrainingArgs, tokenizer: BertDataTokenizer) -> None:
     """Refuse what would fail, or go wrong in silence, somewhere in the first step.
 
     Raises:
         UserError: no head for pairs, too few positions or segments, padding that is not the tokenizer's.
     """
-    config = getattr(model, "config", None)
-    if args.use_nsp and "next_sentence_label" not in forward_names(model):
+    model_cls, config = class_and_config(args)
+    if args.use_nsp and "next_sentence_label" not in forward_names_of(model_cls):
         raise UserError(
             f"--model_cls {args.model_cls} does not judge pairs of sentences (its forward takes no "
             "next_sentence_label): choose --use_nsp 0, or a class such as transformers:BertForPreTraining"

@@ -179,7 +179,10 @@ def test_the_ancestors_command_line_is_understood(caplog, data, work):
         ({"lower_case": False}, "made with the tokenizer"),
         ({"input_seq_len": 65}, "--input_seq_len 65 is more than the model's 64 positions"),
         ({"model_cls": "transformers:BertForMaskedLM"}, "does not judge pairs.*--use_nsp 0"),
-        ({"model_cls": "transformers:BertModel"}, "gives no loss; choose.*transformers:BertForPreTraining"),
+        (
+            {"model_cls": "transformers:BertModel", "use_nsp": 0},
+            "gives no loss; choose.*transformers:BertForPreTraining",
+        ),
         ({"model_cfg": "bert_base_uncased-4L_preln_rel"}, "'pre_layer_norm', which --model_cls modeling_bert"),
         ({"data_path": "nowhere"}, "nowhere"),
         ({"vocab_file": "nowhere.txt"}, "nowhere.txt does not exist"),

@@ -126,6 +126,7 @@ def test_flag_forms():
     assert not parse("--fp16", "--no-fp16")[0].fp16 and not parse("--fp16", "false")[0].fp16
     assert parse("--vocab=--odd=name")[0].vocab == "--odd=name"
     assert parse("--early_stopping_patience", "-1")[0].early_stopping_patience == -1
+    assert parse("--keep_checkpoints", "none")[0].keep_checkpoints is None
 
 
 @pytest.mark.parametrize(
@@ -143,6 +144,7 @@ def test_flag_forms():
         (["--iters", "many"], ["--iters takes a whole number, not 'many'"]),
         (["--iters", "1.5"], ["--iters takes a whole number, not '1.5'"]),
         (["--clip_grad_norm", "big"], ["--clip_grad_norm takes a number or none, not 'big'"]),
+        (["--iters", "none"], ["--iters takes a whole number, not 'none'"]),
         (["--backend", "mpi"], ["--backend takes one of auto, horovod, accelerate, local, not 'mpi'"]),
         (["--iters"], ["--iters needs a value"]),
         (["--iters", "--fp16"], ["--iters needs a value"]),
