@@ -101,9 +101,12 @@ class Vocabulary:
         return self._processor.encode(list(texts), num_threads=1)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; sentinels are shown as <extra_id_k>, padding and EOS are dropped, unknown is " ⁇ "."""
+        """Text of `ids`; sentinels are shown as <extra_id_k>, padding and EOS are dropped, unknown is " ⁇ ".
+
+        So is an id that only a model's padded embedding has.
+        """
         text, chunk = "", []
-        for index in [*map(int, ids), None]:
+        for index in [*(i if i < self.size else self.unk_id for i in map(int, ids)), None]:
             if index is not None and index not in self._sentinel_number:
                 chunk.append(index)
                 continue

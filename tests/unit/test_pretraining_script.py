@@ -256,6 +256,20 @@ def test_each_objective_learns_and_resumes_exactly(work, vocab, objective):
     assert weights[0] == weights[1]
 
 
+@pytest.mark.parametrize("objective", ["prefix_lm", "ul2", "causal_lm", "causal_lm of a decoder"])
+def test_the_report_shows_what_the_model_makes_of_held_out_text(work, vocab, objective):
+    start(vocab, **OBJECTIVES[objective], iters=1, valid_data_path="text.jsonl", report=True)
+    lines = (work / "run" / "report.txt").read_text().splitlines()
+    texts = [lines[i + 1 : i + 4] for i, line in enumerate(lines) if line.startswith("Held-out text")]
+    assert len(texts) == 3 and all(text.startswith("  word") for text, _, _ in texts)
+    for text, truth, guess in texts:
+        assert truth.startswith("  true:  ") and guess.startswith("  model: ")
+        if objective != "ul2":  # what follows, not the text over again
+            together = text + truth.removeprefix("  true:  ")
+            assert together.replace(" ", "") in (work / "text.jsonl").read_text().replace(" ", "")
+            assert text.strip() not in guess
+
+
 def test_counted_labels_of_a_decoder_are_those_its_loss_averages():
     """Rows of unlike length: the mean over all rows is the mean of the parts, weighted by the labels that we count."""
     import torch

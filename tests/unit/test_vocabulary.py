@@ -83,6 +83,7 @@ def test_decode_shows_sentinels_and_drops_padding(vocabulary):
     assert vocabulary.decode(ids) == "The thing <extra_id_0> beauty <extra_id_1>"
     assert vocabulary.decode(np.array([s[0], s[99]])) == "<extra_id_0> <extra_id_99>"
     assert vocabulary.decode([]) == ""
+    assert vocabulary.decode([vocabulary.size, vocabulary.size + 7]).split() == ["⁇", "⁇"]  # of a padded embedding
     assert vocabulary.decode(vocabulary.encode("The number is 12.")) == "The number is 12."
 
 
