@@ -90,10 +90,10 @@ def continued_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tup
 
 def _windows(tokens: IndexedDataset) -> list[np.ndarray]:
     """The beginnings of a few documents, int64[WINDOW] each."""
-    starts = tokens.sequence_pointers // tokens.dtype.itemsize
-    long_enough = np.flatnonzero(tokens.sequence_lengths >= WINDOW)
-    chosen = long_enough[np.linspace(0, len(long_enough) - 1, NUM_EXAMPLES).astype(int)] if len(long_enough) else []
-    return [np.asarray(tokens.tokens[starts[i] : starts[i] + WINDOW], dtype=np.int64) for i in chosen]
+    offsets = np.append(tokens.sequence_pointers // tokens.dtype.itemsize, tokens.num_tokens)[tokens.document_indices]
+    starts = offsets[:-1][np.diff(offsets) >= WINDOW]
+    chosen = starts[np.linspace(0, len(starts) - 1, NUM_EXAMPLES).astype(int)] if len(starts) else []
+    return [np.asarray(tokens.tokens[start : start + WINDOW], dtype=np.int64) for start in chosen]
 
 
 def fill_in_examples(
@@ -126,38 +126,33 @@ def fill_in_examples(
 
 
 def fill_in_masked_words(trainer: TrainingLoop, data: BertPretrainingData) -> list[tuple[str, str, str]]:
-    """As `fill_in_examples`, for a model that fills in masked pieces: the best piece for each, one by one."""
-    tokens, tokenizer = data.valid_tokens, data.tokenizer
-    offsets = np.append(tokens.sequence_pointers // tokens.dtype.itemsize, tokens.num_tokens)[tokens.document_indices]
-    long_enough = offsets[:-1][np.diff(offsets) >= WINDOW]
-    chosen = long_enough[np.linspace(0, len(long_enough) - 1, NUM_EXAMPLES).astype(int)] if len(long_enough) else []
-    trainer.backend.model.eval()
+    """As `fill_in_examples`, for a model that fills in masked pieces, each by itself."""
+    tokenizer, backend = data.tokenizer, trainer.backend
+    backend.model.eval()
     examples = []
-    for start in chosen:
-        window = np.asarray(tokens.tokens[start : start + WINDOW], dtype=np.int64)
+    for window in _windows(data.valid_tokens):
         words = _two_words(window, np.flatnonzero(tokenizer.starts_word[window]), tokenizer.decode)
-        masked = window.copy()
-        for begin, end in words:
-            masked[begin:end] = tokenizer.mask
-        ids = torch.from_numpy(np.concatenate([[tokenizer.cls], masked, [tokenizer.sep]]))[None]
-        with torch.no_grad():
-            outputs = trainer.backend.model(input_ids=ids.to(trainer.backend.device))
-        logits = outputs.get("prediction_logits", outputs.get("logits"))[0, 1:-1].float().cpu()
-        guesses = []
-        for begin, end in words:
-            best = logits[begin].topk(NUM_OTHERS + 1).indices.tolist()
-            word = tokenizer.decode([best[0], *logits[begin + 1 : end].argmax(-1).tolist()])
-            guesses.append(f"{word} (or: {' | '.join(tokenizer.decode([i]) for i in best[1:])})")
-        pieces, done = [], 0
+        masked, text, done = window.copy(), [], 0
         for number, (begin, end) in enumerate(words, start=1):
-            pieces += [tokenizer.decode(window[done:begin]), f"[{number}]"]
+            masked[begin:end] = tokenizer.mask
+            text += [tokenizer.decode(window[done:begin]), f"[{number}]"]
             done = end
+        ids = torch.tensor([[tokenizer.cls, *masked, tokenizer.sep]], device=backend.device)
+        with torch.no_grad():
+            outputs = backend.model(input_ids=ids)
+        logits = outputs["prediction_logits" if "prediction_logits" in outputs else "logits"][0, 1:-1]
         examples.append((
-            " ".join(" ".join([*pieces, tokenizer.decode(window[done:])]).split()),
+            " ".join([*text, tokenizer.decode(window[done:])]),
             _in_a_row(tokenizer.decode(window[begin:end]) for begin, end in words),
-            _in_a_row(guesses),
+            _in_a_row(_best_pieces(logits[begin:end], tokenizer.decode) for begin, end in words),
         ))  # fmt: skip
     return examples
+
+
+def _best_pieces(logits: Tensor, decode: Callable[[Any], str]) -> str:
+    """The likeliest piece for each place of a word, and what else the first might have been; logits [pieces, ids]."""
+    _, *others = logits[0].topk(NUM_OTHERS + 1).indices.tolist()
+    return f"{decode(logits.argmax(-1).tolist())} (or: {' | '.join(decode([i]) for i in others)})"
 
 
 def _in_a_row(texts: Iterable[str]) -> str:
