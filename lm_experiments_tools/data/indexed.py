@@ -15,6 +15,7 @@ The format is that of megatron/core/datasets/indexed_dataset.py (Megatron-LM): e
 import hashlib
 import json
 import os
+import secrets
 import struct
 import tempfile
 from array import array
@@ -112,7 +113,8 @@ class IndexedDatasetWriter:
             raise ValueError(f"tokens cannot be stored as {self.dtype}; use uint16 or int32")
         self.bin_path, self.idx_path, self.meta_path = dataset_paths(prefix)
         self.bin_path.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = {path: path.with_name(f"{path.name}.tmp{os.getpid()}") for path in self._paths}
+        own = secrets.token_hex(6)  # a process number would be another's too, on a disk that machines share
+        self._temporary = {path: path.with_name(f"{path.name}.tmp{own}") for path in self._paths}
         self._bin = open(self._temporary[self.bin_path], "wb")  # noqa: SIM115 (open until finalize or abort)
         self._lengths = _SpilledIntegers("i", self.bin_path.parent)
         self._document_indices = _SpilledIntegers("q", self.bin_path.parent)
