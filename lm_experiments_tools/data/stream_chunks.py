@@ -12,7 +12,7 @@ import logging
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent import futures
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -272,13 +272,13 @@ class ChunkFeed:
         for process, serving in zip(self._processes, self._serving, strict=True):
             try:
                 serving.exception(timeout=_LEAVING)
-            except TimeoutError:
+            except futures.TimeoutError:
                 process.kill()
 
 
-def in_background(function: Callable, *args: Any) -> Future:
+def in_background(function: Callable, *args: Any) -> futures.Future:
     """Run in a thread that does not keep the process alive at its end, as those of an executor do."""
-    future: Future = Future()
+    future: futures.Future = futures.Future()
 
     def run() -> None:
         try:

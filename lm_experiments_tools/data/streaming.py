@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CACHE = Path(".cache") / "streams"  # below the working directory
+_NOT_IN_SAMPLES = ("bucket_rows", "pad_to_multiple_of")  # objective flags that change no sample
 _VERSION = 1  # of the mapping (text, settings, seed) -> samples; part of the fingerprint
 _WORKERS = 4  # processes, unless --data_n_workers says otherwise: they wait for the network more than they work
 _QUIET = threading.Lock()  # while the level of a logger is changed
@@ -251,12 +252,14 @@ def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> t
         "text": _identity(plan),
         "text_key": args.text_key,
         "vocabulary": vocabulary.sha256,
-        "objective": {field.name: getattr(args, field.name) for field in fields(ObjectiveArgs)},
+        "objective": {f.name: getattr(args, f.name) for f in fields(ObjectiveArgs) if f.name not in _NOT_IN_SAMPLES},
         "streams": plan.num_streams,
-        "bucket_rows": _bucket_rows(args, plan.num_streams, world_size),
         "seed": args.seed,
     }
-    return plan, hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    if args.varies_in_length():
+        fingerprint += f"/bucket_rows={_step_rows(args, world_size)}"
+    return plan, fingerprint
 
 
 def _identity(plan: StreamPlan) -> list[Any]:
@@ -272,10 +275,14 @@ def _identity(plan: StreamPlan) -> list[Any]:
 
 
 def _bucket_rows(args: T5PretrainingArgs, num_streams: int, world_size: int) -> int | None:
-    """Rows of a bucket in one stream, so that those of all streams are a micro-batch over all workers."""
+    """Rows of a bucket in one stream, so that those of all streams are the rows of a step."""
     if not args.varies_in_length():
         return None
-    return -(-(args.bucket_rows or args.batch_size * world_size) // num_streams)
+    return -(-_step_rows(args, world_size) // num_streams)
+
+
+def _step_rows(args: T5PretrainingArgs, world_size: int) -> int:
+    return args.bucket_rows or args.global_batch_size(world_size)
 
 
 def _open(
