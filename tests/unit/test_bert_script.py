@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoTokenizer, BertForMaskedLM, BertForPreTraining
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForPreTraining
 
+from lm_experiments_tools.backends import fsdp
 from lm_experiments_tools.bert_args import BertPretrainingArgs
 from lm_experiments_tools.cli import parse
 from lm_experiments_tools.data.bert_pretraining import bert_metrics
@@ -229,3 +230,13 @@ def test_accuracy_of_masked_tokens_from_logits_of_these_alone():
     assert (right.item(), number.item()) == (2, 3)
     right, number = bert_metrics({"labels": labels}, {"logits": every[labels != -100]})["accuracy_mlm"]
     assert (right.item(), number.item()) == (2, 3)
+
+
+def test_fsdp_shards_tied_parameters_in_one_unit():
+    """torch refuses a parameter of two units: BERT's embedding is its output layer, whose bias has two owners."""
+    with torch.device("meta"):
+        model = BertForPreTraining(BertConfig(num_hidden_layers=2))
+    assert fsdp.unit_classes(model, ["BertEmbeddings", "BertLayer"]) == ["BertLayer"]
+    with fsdp.tied_in_one_unit(model):
+        assert model.get_input_embeddings() is None and model.get_output_embeddings() is None
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
