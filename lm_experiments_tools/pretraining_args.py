@@ -153,8 +153,7 @@ class ObjectiveArgs:
     mlm_probability: float = 0.15
     """mlm: probability of a token to be predicted, between 0 and 1."""
     bucket_rows: int | None = None
-    """prefix_lm, ul2: rows of like length to put together. None: --batch_size x workers, one micro-batch of all;
-    1: none."""
+    """prefix_lm, ul2: rows of like length to put together. None: all rows of a step, over all workers; 1: none."""
 
     def check(self) -> None:
         if self.task not in NATIVE_TASKS and ":" not in self.task:

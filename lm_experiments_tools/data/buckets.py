@@ -8,8 +8,8 @@ in random order. One worked example, a window of 8 samples, buckets of 2, length
     by length   4  2 | 6  0 | 7  3 | 5  1
     buckets 2 0 3 1 in this order:   7 3   4 2   5 1   6 0
 
-Windows and buckets lie on the grid of global sample numbers, so that a micro-batch of `bucket_rows` rows over all
-workers is one bucket, and are cut where an epoch ends, so that each epoch still has each of its samples once. The
+Windows and buckets lie on the grid of global sample numbers, so that a step (or micro-batch) of `bucket_rows` rows
+over all workers is one bucket, and are cut where an epoch ends, so that each epoch has each of its samples once. The
 arrangement is a pure function of (seed, sample) as the dataset is, for any number of workers; it depends on
 `bucket_rows`, which the fingerprint therefore names.
 """
@@ -40,13 +40,22 @@ class BucketedDataset:
 
     Args:
         dataset: its `lengths` are int64[2, n], tokens of inputs and of targets.
-        bucket_rows: rows of a bucket; best the rows of a micro-batch over all workers. 1 leaves the order random.
+        bucket_rows: rows of a bucket; best those of a step, or of a micro-batch over all workers. 1: a random order.
         seed: fixes the order of buckets.
         pad_to_multiple_of: widths that a trimmed micro-batch may have, for `padding`; None: it is not trimmed.
+        micro_rows: rows of a micro-batch over all workers, which are padded alike, for `padding`; None: `bucket_rows`.
     """
 
-    def __init__(self, dataset: SizedDataset, bucket_rows: int, seed: int, pad_to_multiple_of: int | None = 8) -> None:
+    def __init__(
+        self,
+        dataset: SizedDataset,
+        bucket_rows: int,
+        seed: int,
+        pad_to_multiple_of: int | None = 8,
+        micro_rows: int | None = None,
+    ) -> None:
         self.dataset, self.bucket_rows, self.pad_to_multiple_of = dataset, bucket_rows, pad_to_multiple_of
+        self.micro_rows = micro_rows or bucket_rows
         self.window = _BUCKETS * bucket_rows
         self._key = stream_key(seed, "buckets")
         self._arranged = lru_cache(maxsize=8)(self._arrange)
@@ -98,12 +107,13 @@ class BucketedDataset:
         return arranged
 
     def padding(self, bucketed: bool = True) -> float:
-        """The part of the cells of inputs and targets that is padding, in micro-batches of `bucket_rows` rows.
+        """The part of the cells of inputs and targets that is padding, in micro-batches of `micro_rows` rows.
 
         Counted over the first windows; `bucketed=False` is what the dataset's own order would have.
         """
-        rows = self.bucket_rows
-        samples = np.arange(min(_MEASURED_WINDOWS * self.window, max(len(self) // rows, 1) * rows))
+        rows = self.micro_rows
+        measured = _MEASURED_WINDOWS * max(self.window, _BUCKETS * rows)
+        samples = np.arange(min(measured, max(len(self) // rows, 1) * rows))
         lengths = self.dataset.lengths(self.arranged(samples) if bucketed else samples)
         edges = np.arange(0, len(samples), rows)
         widths = np.maximum.reduceat(lengths, edges, axis=1)
@@ -113,3 +123,32 @@ class BucketedDataset:
             step = self.pad_to_multiple_of
             widths = np.minimum(-(-widths // step) * step, lengths.max(axis=1, keepdims=True))
         return 1.0 - lengths.sum() / (widths * np.diff(np.append(edges, len(samples)))).sum()
+
+
+class SortedSamples:
+    """Some samples of the first epoch, the same ones whatever the batches, in the order of their lengths.
+
+    Args:
+        dataset: its own order is random, so its first samples are a random choice.
+        num_samples: how many; None, or more than there are, takes all.
+    """
+
+    def __init__(self, dataset: SizedDataset, num_samples: int | None = None) -> None:
+        self.dataset = dataset
+        samples = np.arange(min(len(dataset), num_samples or len(dataset)))
+        inputs, targets = dataset.lengths(samples)
+        self._samples = samples[np.lexsort((inputs, targets))]
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.dataset.fingerprint}/sorted={len(self)}"
+
+    def describe(self) -> str:
+        return f"{self.dataset.describe()}; {len(self):,} samples by length"
+
+    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Samples by their place int64[n]; as the dataset's."""
+        return self.dataset.batch(self._samples[samples])

@@ -113,7 +113,9 @@ def mask_id(vocabulary: Vocabulary) -> int:
 def _in_buckets(args: T5PretrainingArgs, dataset: SampleDataset, seed: int, world_size: int) -> SampleDataset:
     if not args.varies_in_length():
         return dataset
-    return BucketedDataset(dataset, args.bucket_rows or args.batch_size * world_size, seed, args.trim_to())
+    # By default all rows of a step, however they are split: a step then holds the same samples for any split of it.
+    rows = args.bucket_rows or args.global_batch_size(world_size)
+    return BucketedDataset(dataset, rows, seed, args.trim_to(), micro_rows=args.batch_size * world_size)
 
 
 def _examples(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lm_experiments_tools.batches import IGNORED_LABEL
+from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
 from lm_experiments_tools.data.indexed import IndexedDataset, dataset_exists
 from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.objectives import mixed_dataset, objective_dataset
@@ -149,7 +150,9 @@ def _train_loader(args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabul
 def _valid_loader(
     args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, tokens: IndexedDataset
 ) -> ValidLoader:
-    dataset = objective_dataset(args, tokens, vocabulary, seed=args.seed, world_size=backend.world_size)
+    dataset = objective_dataset(args, tokens, vocabulary, seed=args.seed)
+    if isinstance(dataset, BucketedDataset):  # --valid_samples of a bucketed order would be of a few lengths only
+        dataset = SortedSamples(dataset.dataset, args.valid_samples)
     where = (backend.rank, backend.world_size)
     return ValidLoader(dataset, args.rows_per_worker(), *where, num_samples=args.valid_samples)
 

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import sentencepiece
+import torch
 
-from lm_experiments_tools.data.buckets import BucketedDataset
+from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
 from lm_experiments_tools.data.causal_lm import CausalLMDataset
 from lm_experiments_tools.data.dataset import PrefixLMDataset, SpanCorruptionDataset
 from lm_experiments_tools.data.denoisers import PrefixDenoiser
@@ -377,6 +378,45 @@ def test_lengths_are_those_of_the_samples():
         batch = data.batch(samples)
         lengths = np.stack([batch["attention_mask"].sum(axis=1), (batch["labels"] != -100).sum(axis=1)])
         np.testing.assert_array_equal(data.lengths(samples), lengths)
+
+
+@pytest.mark.parametrize("task", ["prefix_lm", "ul2"])
+def test_a_step_holds_the_same_samples_however_it_is_split(tmp_path, task):
+    words = vocabulary(tmp_path)
+    step = {}
+    for batch_size, accumulation, world_size in ((32, 1, 1), (16, 2, 1), (8, 1, 4), (4, 4, 2)):
+        args = T5PretrainingArgs(
+            data_path=("x",), task=task, input_seq_len=64, model_cfg="x", lr=1.0, batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+        )  # fmt: skip
+        data = objective_dataset(args, source(np.full(9000, 20)), words, seed=0, world_size=world_size)
+        loaders = [TrainLoader(data, batch_size * accumulation, rank, world_size) for rank in range(world_size)]
+        step[batch_size] = torch.stack([next(loader)["labels"] for loader in loaders], 1).flatten(0, 1)
+        for loader in loaders:
+            loader.close()
+    assert all(torch.equal(step[32], other) for other in step.values())
+
+
+@pytest.mark.parametrize("bucket_rows", [1, 8, 32])
+def test_padding_is_counted_over_the_rows_that_are_padded_alike(bucket_rows):
+    data = prefix_lm(source(np.full(300_000, 20)), inputs_length=128, targets_length=128)
+    bucketed = BucketedDataset(data, bucket_rows, 0, micro_rows=32)
+    cells = tokens = 0
+    for start in range(0, len(data) - 32, 32):
+        batch = bucketed.batch(np.arange(start, start + 32))
+        for used in (batch["attention_mask"] == 1, batch["labels"] != -100):
+            tokens += used.sum()
+            cells += 32 * min(-(-int(used.sum(axis=1).max()) // 8) * 8, used.shape[1])
+    assert 1 - tokens / cells == pytest.approx(bucketed.padding(), abs=0.015)
+
+
+def test_samples_to_validate_on_are_a_random_choice_and_do_not_depend_on_the_batch():
+    data = prefix_lm(source(np.full(300_000, 20)), inputs_length=128, targets_length=128)
+    chosen = SortedSamples(data, 64)
+    found = (chosen.batch(np.arange(64))["labels"] != -100).sum(axis=1)
+    expected = np.sort(data.lengths(np.arange(64))[1])
+    np.testing.assert_array_equal(found, expected)
+    assert len(set(found.tolist())) > 25 and len(SortedSamples(data)) == len(data)
 
 
 # ---- ids out of the vocabulary

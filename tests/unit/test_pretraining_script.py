@@ -291,9 +291,9 @@ def test_counted_labels_of_a_decoder_are_those_its_loss_averages():
 
 def test_buckets_of_another_size_are_named_when_a_run_is_continued(work, vocab):
     start(vocab, **OBJECTIVES["prefix_lm"], gradient_accumulation_steps=2)
-    flags = {**OBJECTIVES["prefix_lm"], "batch_size": 8, "iters": 4}  # the same global batch
-    refused(vocab, "buckets of 4 rows .* buckets of 8, .* --bucket_rows 4", **flags, resume="run/last")
-    start(vocab, **flags, bucket_rows=4, resume="run/last")
+    flags = {**OBJECTIVES["prefix_lm"], "batch_size": 16, "iters": 4}
+    refused(vocab, "buckets of 8 rows .* buckets of 16, .* --bucket_rows 8", **flags, resume="run/last")
+    start(vocab, **flags, bucket_rows=8, resume="run/last")
 
 
 def test_several_sources_are_mixed(work, vocab, caplog):
