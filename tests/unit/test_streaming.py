@@ -324,7 +324,7 @@ def test_old_chunks_are_removed_and_made_again_alone(start, in_process, monkeypa
 
 @pytest.mark.parametrize("task", ["prefix_lm", "ul2"])
 def test_rows_of_a_batch_are_of_like_length_for_any_number_of_workers(start, in_process, task):
-    settings = {"task": task, "bucket_rows": 8}
+    settings = {"task": task}
     expected = take(start(cache="one", **settings), 32)
     loaders = [start(rank, 2, cache=f"{rank}", **settings) for rank in range(2)]
     assert_equal(interleaved([take(loader, 32) for loader in loaders]), expected)
