@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer.save_metrics(args.model_path)
     if args.report:
         write_report(trainer, fill_in_masked_words(trainer, data))
+    data.train.close()
     backend.close()
 
 

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend
-    from lm_experiments_tools.data.objectives import check_model
+    from lm_experiments_tools.data.objectives import check_causality, check_model
     from lm_experiments_tools.data.pretraining import pretraining_data, pretraining_metrics
     from lm_experiments_tools.experiment import model_from_args, optimizer_from_args, seed_worker, show_run, start_run
     from lm_experiments_tools.report import t5_examples, write_report
@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_model(args)  # before hours of tokenizing
     data = pretraining_data(args, backend)
     model = model_from_args(args, data.vocabulary.size)
+    check_causality(args, model)
     optimizer = None if args.validate_only else optimizer_from_args(args, model)
     seed_worker(args.seed, backend.rank)
     trainer = TrainingLoop(
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer.save_metrics(args.model_path)
     if args.report:
         write_report(trainer, t5_examples(trainer, data))
+    data.train.close()
     backend.close()
 
 

@@ -267,8 +267,9 @@ def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) ->
         "attention_mask": rows.get("attention_mask"),
         "labels": None if labels is None else labels != IGNORED_LABEL,
     }
-    if not has_decoder and sides["labels"] is not None and sides["attention_mask"] is not None:
-        sides = {"attention_mask": sides["attention_mask"].bool() | sides["labels"]}
+    mask, valid = sides["attention_mask"], sides["labels"]
+    if not has_decoder and mask is not None and valid is not None:
+        sides = {"attention_mask": mask.bool() | valid if mask.shape == valid.shape else mask}  # else labels of rows
     widths = {}
     for side, used in sides.items():
         if used is None or used.dim() != 2:

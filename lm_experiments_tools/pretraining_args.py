@@ -77,6 +77,10 @@ def check_weights(args: "DataArgs") -> None:
         )
     if any(not weight > 0.0 or weight == float("inf") for weight in args.data_weights):
         raise UserError(f"--data_weights {args.data_weights}: each must be above 0 and finite.")
+    if len(args.data_path) == 1:
+        for flag in ("data_weights", "data_blending"):
+            if getattr(args, flag) != getattr(DataArgs, flag):
+                raise UserError(f"--{flag} mixes several --data_path, and there is one: leave it out.")
 
 
 @dataclass(frozen=True)
@@ -236,6 +240,13 @@ class T5PretrainingArgs(ExperimentArgs, ObjectiveArgs, DataArgs):
                 f"--data_pipeline seqio has no --task {self.task}: it has {', '.join(SEQIO_TASKS)} and registered "
                 "ones, module:name; choose --data_pipeline native."
             )
-        if self.streaming or self.data_weights or self.bucket_rows:
-            flag = "--streaming" if self.streaming else "--data_weights" if self.data_weights else "--bucket_rows"
-            raise UserError(f"{flag} is of --data_pipeline native: leave it out, or leave out --data_pipeline seqio.")
+        for flag in self.of_native_pipeline():
+            raise UserError(
+                f"--{flag} is of --data_pipeline native: leave it out, or leave out --data_pipeline seqio."
+            )
+
+    def of_native_pipeline(self) -> list[str]:
+        """Names of the flags in use that seqio's reading of text knows nothing of."""
+        blended = self.data_blending != DataArgs.data_blending
+        used = [flag for flag in ("streaming", "data_weights", "bucket_rows") if getattr(self, flag)]
+        return [*used, *(["data_blending"] if blended else [])]

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
+
 from lm_experiments_tools.data.buckets import BucketedDataset
 from lm_experiments_tools.data.causal_lm import CausalLMDataset
 from lm_experiments_tools.data.dataset import PrefixLMDataset, SpanCorruptionDataset
@@ -58,6 +61,29 @@ def check_model(args: T5PretrainingArgs) -> None:
         raise UserError(
             f"--input_seq_len {args.input_seq_len} is more than the {positions} positions of the model "
             "(max_position_embeddings in its configuration): shorten the inputs or raise that number."
+        )
+
+
+def check_causality(args: T5PretrainingArgs, model: nn.Module, num_tokens: int = 8) -> None:
+    """Refuse a model for causal LM that reads the tokens it shall predict, as BERT's LM head does unless told not to.
+
+    Raises:
+        UserError: the prediction at the first position changes with a later token.
+    """
+    if args.task != "causal_lm" or getattr(model.config, "is_encoder_decoder", False):
+        return
+    ids = torch.arange(num_tokens)[None]
+    other = ids.clone()
+    other[0, -1] = 0
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        first, second = (model(input_ids=row)["logits"][0, 0] for row in (ids, other))
+    model.train(training)
+    if not torch.equal(first, second):
+        raise UserError(
+            f"--task causal_lm: --model_cls {args.model_cls} sees the tokens it shall predict; set is_decoder to true "
+            "in its configuration, or choose a class such as transformers:GPT2LMHeadModel."
         )
 
 

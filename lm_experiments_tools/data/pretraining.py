@@ -105,7 +105,7 @@ def choose_pipeline(args: T5PretrainingArgs) -> Literal["native", "seqio"]:
         return args.data_pipeline
     if ":" in args.task:
         return "seqio"
-    if args.streaming or len(args.data_path) > 1 or args.task not in SEQIO_TASKS:
+    if args.of_native_pipeline() or len(args.data_path) > 1 or args.task not in SEQIO_TASKS:
         return "native"
     path = args.data_path[0].removesuffix(".bin").removesuffix(".idx")
     if dataset_exists(path) or not os.path.exists(path):

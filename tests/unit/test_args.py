@@ -11,7 +11,7 @@ from lm_experiments_tools.pretraining_args import T5PretrainingArgs
 
 
 def t5_args(**changes) -> T5PretrainingArgs:
-    return T5PretrainingArgs(**({"data_path": "tokens", "model_cfg": "t5-small", "lr": 1e-3} | changes))
+    return T5PretrainingArgs(**({"data_path": ("tokens",), "model_cfg": "t5-small", "lr": 1e-3} | changes))
 
 
 VALID = {"valid_data_path": "valid"}
@@ -64,6 +64,8 @@ CONFLICTS = [
     ({"denoisers": ("R:3:0.15",)}, ["--denoisers", "--task span_corruption", "ul2"]),
     ({"task": "prefix_lm", "mode_tokens": False}, ["--mode_tokens", "ul2"]),
     ({"mlm_probability": 0.3}, ["--mlm_probability", "mlm"]),
+    ({"data_weights": (2.0,)}, ["--data_weights", "--data_path"]),
+    ({"data_blending": "megatron"}, ["--data_blending", "--data_path"]),
     ({"task": "causal_lm", "bucket_rows": 8}, ["--bucket_rows", "prefix_lm, ul2"]),
     ({"task": "prefix_lm", "data_pipeline": "seqio", "bucket_rows": 8}, ["--bucket_rows", "--data_pipeline native"]),
     ({"task": "causal_lm", "use_generate_on_valid": True} | VALID, ["--use_generate_on_valid", "causal_lm"]),

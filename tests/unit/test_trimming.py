@@ -81,3 +81,11 @@ def test_a_lost_position_says_what_to_give():
     assert "give --bucket_rows 8" in position_lost("abc/bucket_rows=8", "abc/bucket_rows=4")
     for then, now in (("abc/bucket_rows=8", "abd/bucket_rows=4"), ("abc", "abd"), (None, "abc"), ("abc", None)):
         assert "--seed" in position_lost(then, now) and "--bucket_rows" not in position_lost(then, now)
+
+
+@pytest.mark.parametrize("labels", [torch.zeros(4, dtype=torch.long), torch.zeros(4, 3)])
+def test_labels_of_rows_are_no_columns(labels):
+    mask = torch.ones(4, 32, dtype=torch.long)
+    mask[:, 9:] = 0
+    widths = used_widths({"attention_mask": mask, "input_ids": mask, "labels": labels}, 8, has_decoder=False)
+    assert widths == {"attention_mask": 16, "input_ids": 16}
