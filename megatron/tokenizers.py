@@ -150,6 +150,12 @@ class BertDataTokenizer:
         """Text of `ids`, special tokens included."""
         return self._backend.decode([int(index) for index in ids], skip_special_tokens=False)
 
+    @property
+    def unk(self) -> int | None:
+        """Id of what no piece stands for; None for a tokenizer with a piece for everything."""
+        model = self._settings["model"]
+        return model["unk_id"] if model["type"] == "Unigram" else self._pieces.get(model["unk_token"])
+
     @cached_property
     def starts_word(self) -> np.ndarray:
         """bool[vocab_size]: True where a piece begins a word, and for special tokens and unused ids.

@@ -78,11 +78,11 @@ def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend) -> BertPr
     """
     if backend.is_main and args.without_effect():
         logger.info("%s: accepted, and without effect here", ", ".join(f"--{flag}" for flag in args.without_effect()))
-    tokenizer = on_all(backend, lambda: _tokenizer(args))
+    tokenizer = on_all(backend, lambda: bert_tokenizer(args))
     on_all(backend, lambda: check_bert_model(args, tokenizer))
     # the first worker of each machine goes first and leaves the sample mappings for the others to find
-    opened = on_all(backend, lambda: _datasets(args, tokenizer) if backend.local_rank == 0 else None)
-    train, valid, valid_tokens = on_all(backend, lambda: opened or _datasets(args, tokenizer))
+    opened = on_all(backend, lambda: bert_datasets(args, tokenizer) if backend.local_rank == 0 else None)
+    train, valid, valid_tokens = on_all(backend, lambda: opened or bert_datasets(args, tokenizer))
     where = (args.rows_per_worker(), backend.rank, backend.world_size)
     tokenizer_dir = Path(args.model_path) / "tokenizer" if args.model_path else None
     if tokenizer_dir is not None:
@@ -97,16 +97,18 @@ def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend) -> BertPr
     )
 
 
-def _tokenizer(args: BertPretrainingArgs) -> BertDataTokenizer:
+def bert_tokenizer(args: BertPretrainingArgs) -> BertDataTokenizer:
+    """The tokenizer that the flags name."""
     if args.tokenizer is not None:
         return build_tokenizer("HFTokenizer", name_or_path=args.tokenizer)
     kind = "BertWordPieceLowerCase" if args.lower_case else "BertWordPieceCase"
     return build_tokenizer(kind, vocab_file=args.vocab_file)
 
 
-def _datasets(
+def bert_datasets(
     args: BertPretrainingArgs, tokenizer: BertDataTokenizer
 ) -> tuple[SampleDataset, BertDataset | None, IndexedDataset | None]:
+    """Training samples; validation samples and their sentences, None without `--valid_data_path`."""
     dataset = partial(
         BertDataset,
         tokenizer=tokenizer,
@@ -123,17 +125,18 @@ def _datasets(
         cache_dir=CACHE / args.data_name,
     )
     passes = {"num_epochs": args.data_n_epochs, "max_num_samples": args.data_n_samples}
-    members = [dataset(_open(path), **passes) for path in args.data_path]
+    members = [dataset(open_sentences(path), **passes) for path in args.data_path]
     train = members[0]
     if len(members) > 1:
         train = MixtureDataset(members, args.data_weights or None, args.data_blending, pad_id=tokenizer.pad)
     if args.valid_data_path is None:
         return train, None, None
-    valid_tokens = _open(args.valid_data_path)
+    valid_tokens = open_sentences(args.valid_data_path)
     return train, dataset(valid_tokens), valid_tokens
 
 
-def _open(path: str) -> IndexedDataset:
+def open_sentences(path: str) -> IndexedDataset:
+    """The token file of a prefix, which may end in .bin or .idx."""
     return IndexedDataset(path.removesuffix(".bin").removesuffix(".idx"))
 
 

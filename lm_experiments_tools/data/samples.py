@@ -53,6 +53,7 @@ def render_sample(
     shown: Mapping[int, str],
     *,
     labels_at_inputs: bool = False,
+    meanings: Mapping[str, Mapping[int, str]] | None = None,
 ) -> list[str]:
     """Lines that show one row of a batch, every entry of it.
 
@@ -61,6 +62,7 @@ def render_sample(
         decode, shown: as `render_ids`.
         labels_at_inputs: whether a label belongs to the input at its position (masked language models); else they are
             a decoder's targets.
+        meanings: entry with one value a row -> value -> what it means, shown beside it.
     """
     inputs, labels = np.asarray(row["input_ids"]), np.asarray(row["labels"])
     shown = {**shown, IGNORED_LABEL: "(ignored)"}
@@ -77,9 +79,13 @@ def render_sample(
         ]
         same = inputs.shape == labels.shape and bool((inputs == labels).all())
         lines += ["  the input itself" if same else f"  {render_ids(labels, decode, shown)}"]
-    for name in sorted(set(row) - {"input_ids", "labels", "attention_mask"}):
+    for name in sorted(set(row) - {"input_ids", "labels"}):
         value = np.asarray(row[name])
-        lines.append(f"{name}: {_runs(value) if value.ndim else value.item()}")
+        if value.ndim:
+            lines.append(f"{name}: {_runs(value)}")
+            continue
+        meaning = (meanings or {}).get(name, {}).get(value.item())
+        lines.append(f"{name}: {value.item()}" + ("" if meaning is None else f", {meaning}"))
     return lines
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,8 @@ class TokenStatistics:
         num_documents, num_sequences, num_tokens: a document is one or more sequences (sentences, for BERT).
         num_bytes: bytes of text behind the tokens, 0 where the file does not say.
         document_lengths: int64[num_documents], tokens of each document.
+        document_sequences: int64[num_documents], sequences of each document.
+        sequence_lengths: int32[num_sequences], tokens of each sequence.
         frequencies: int64[ids], how often each id occurs among the `num_counted` tokens that were counted.
         num_counted: all tokens, or an even sample of them where there are more than `max_counted`.
     """
@@ -32,15 +35,14 @@ class TokenStatistics:
     num_tokens: int
     num_bytes: int
     document_lengths: np.ndarray
+    document_sequences: np.ndarray
+    sequence_lengths: np.ndarray
     frequencies: np.ndarray
     num_counted: int
 
     def length_percentiles(self) -> dict[int, int]:
-        """Percentile -> document length in tokens: a length that so many percent of the documents do not exceed."""
-        if not len(self.document_lengths):
-            return {}
-        values = np.percentile(self.document_lengths, PERCENTILES, method="inverted_cdf")
-        return dict(zip(PERCENTILES, map(int, values), strict=True))
+        """`length_percentiles` of the documents, in tokens."""
+        return length_percentiles(self.document_lengths)
 
     def rate(self, token_id: int) -> float:
         """Share of the counted tokens that are `token_id`."""
@@ -59,6 +61,14 @@ class TokenStatistics:
         return int(np.count_nonzero(self.frequencies))
 
 
+def length_percentiles(lengths: np.ndarray) -> dict[int, int]:
+    """Percentile -> a length that so many percent of `lengths` [n] do not exceed; {} for none."""
+    if not len(lengths):
+        return {}
+    values = np.percentile(lengths, PERCENTILES, method="inverted_cdf")
+    return dict(zip(PERCENTILES, map(int, values), strict=True))
+
+
 def token_statistics(tokens: IndexedDataset, vocab_size: int, max_counted: int = 1_000_000_000) -> TokenStatistics:
     """Count a token file: lengths exactly, frequencies over about `max_counted` tokens at most, in even blocks.
 
@@ -68,8 +78,7 @@ def token_statistics(tokens: IndexedDataset, vocab_size: int, max_counted: int =
     Raises:
         UserError: an id at or above `vocab_size`, which means another vocabulary made the file.
     """
-    ends = np.append(tokens.sequence_pointers, tokens.num_tokens * tokens.dtype.itemsize)
-    lengths = np.diff(ends[tokens.document_indices]) // tokens.dtype.itemsize
+    lengths = [np.diff(tokens.offsets(bounds)) for bounds in tokens.document_bounds()]
     step = max(1, -(-tokens.num_tokens // max(max_counted, 1)))
     frequencies, counted = np.zeros(vocab_size, np.int64), 0
     for start in range(0, tokens.num_tokens, _BLOCK * step):
@@ -87,14 +96,19 @@ def token_statistics(tokens: IndexedDataset, vocab_size: int, max_counted: int =
         num_sequences=len(tokens),
         num_tokens=tokens.num_tokens,
         num_bytes=int(tokens.meta.get("num_bytes", 0)),
-        document_lengths=lengths,
+        document_lengths=np.concatenate([np.empty(0, np.int64), *lengths]),
+        document_sequences=np.diff(tokens.document_indices),
+        sequence_lengths=tokens.sequence_lengths,
         frequencies=frequencies,
         num_counted=counted,
     )
 
 
-def plot_statistics(statistics: TokenStatistics, path: str | os.PathLike, marks: dict[str, int]) -> Path:
-    """Write a PNG: document lengths (logarithmic) with vertical lines at `marks` (name -> tokens), and Zipf's curve.
+def plot_statistics(statistics: TokenStatistics, path: str | os.PathLike, marks: Mapping[str, int]) -> Path:
+    """Write a PNG: histogram of lengths (logarithmic), and Zipf's curve.
+
+    The lengths are those of documents, and of sentences where there are any, with vertical lines at `marks` (name ->
+    tokens).
 
     Raises:
         UserError: matplotlib is not installed.
@@ -109,15 +123,22 @@ def plot_statistics(statistics: TokenStatistics, path: str | os.PathLike, marks:
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    lengths = np.maximum(statistics.document_lengths, 1)
-    if len(lengths):
-        left.hist(lengths, bins=np.geomspace(1, lengths.max() + 1, 60), color="#3b6ea5")
+    kinds = {"documents": statistics.document_lengths}
+    if statistics.num_sequences > statistics.num_documents:
+        kinds["sentences"] = statistics.sequence_lengths
+    for (kind, lengths), color in zip(kinds.items(), ("#3b6ea5", "#8fb56a"), strict=False):
+        if len(lengths):
+            bins = np.geomspace(1, lengths.max() + 2, 60)
+            left.hist(np.maximum(lengths, 1), bins=bins, color=color, alpha=0.8, label=kind)
+    if len(kinds) > 1:
+        left.set_yscale("log")
+        left.legend(frameon=False, loc="upper right")
     for name, length in marks.items():
         left.axvline(length, color="#c44e52", linewidth=1)
         left.annotate(
             f" {name} {length:,}", (length, 0.97), xycoords=("data", "axes fraction"), color="#c44e52", fontsize=8
         )
-    left.set(xscale="log", xlabel="tokens in a document", ylabel="documents")
+    left.set(xscale="log", xlabel="tokens", ylabel=" or ".join(kinds))
     ordered = np.sort(statistics.frequencies[statistics.frequencies > 0])[::-1]
     right.plot(np.arange(1, len(ordered) + 1), ordered, color="#3b6ea5")
     right.set(xscale="log", yscale="log", xlabel="rank of the token id", ylabel="occurrences")

@@ -2,46 +2,37 @@
 
 lmtools inspect --config run.yaml                         # the settings of run_t5_pretraining.py
 lmtools inspect --data_path text.jsonl --vocab my.model --task prefix_lm --output look/
+lmtools inspect --data_path big.jsonl --vocab my.model --documents 2000      # reads no more than these
 """
 
 import dataclasses
 import itertools
 import os
-import re
+import sys
 import tempfile
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm_experiments_tools.args import BatchArgs, RunArgs, check_minimum
+from lm_experiments_tools.args import BatchArgs, RunArgs
 from lm_experiments_tools.pretraining_args import DataArgs, ObjectiveArgs, T5PretrainingArgs
+from lm_experiments_tools.tools.look import (
+    LookArgs,
+    Source,
+    Wording,
+    first_documents,
+    show_batches,
+    show_counts,
+    show_steps,
+    whole_epoch,
+)
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.data.indexed import IndexedDataset
-    from lm_experiments_tools.data.loader import TrainSource
     from lm_experiments_tools.data.vocabulary import Vocabulary
 
 STREAMED_DOCUMENTS = 10_000  # of a Hugging Face dataset or of --streaming, where --documents does not say
-
-
-@dataclass(frozen=True, kw_only=True)
-class LookArgs:
-    """What to look at."""
-
-    samples: int = 3
-    """Samples to show, the first ones of the run."""
-    frequent: int = 12
-    """Most frequent tokens to show."""
-    documents: int | None = None
-    """Count the first so many documents of each text only. None: all; 10000 of a Hugging Face dataset."""
-    world_size: int = 1
-    """Workers of the run to come, for the number of steps."""
-    output: str | None = None
-    """Folder for a PNG of document lengths and token frequencies, for each --data_path. None: none."""
-
-    def check(self) -> None:
-        check_minimum(self, 0, "samples", "frequent")
-        check_minimum(self, 1, "documents", "world_size")
+_DOCUMENTS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,105 +47,122 @@ class InspectArgs(T5PretrainingArgs, LookArgs):
 
 def run(args: InspectArgs) -> None:
     """Print what there is to know of the data of a run."""
-    from lm_experiments_tools.backends import get_backend
-    from lm_experiments_tools.data.pretraining import pretraining_data, vocabulary_path
+    from lm_experiments_tools.data.pretraining import vocabulary_path
     from lm_experiments_tools.data.vocabulary import Vocabulary
 
     os.chdir(args.working_dir)
-    vocab_path = vocabulary_path(args)
-    vocabulary = Vocabulary.load(vocab_path)
+    args = dataclasses.replace(args, vocab=str(vocabulary_path(args)))
+    vocabulary = Vocabulary.load(args.vocab)
     with tempfile.TemporaryDirectory() as folder:
+        sources = []
         for number, path in enumerate(args.data_path):
-            tokens = _tokens(path, vocab_path, args, Path(folder) / str(number))
-            _show_statistics(path, tokens, vocabulary, args)
-    backend = get_backend(dataclasses.replace(args, backend="local"))
-    data = pretraining_data(dataclasses.replace(args, model_path=None, valid_data_path=None), backend)
+            sources.append(_source(path, vocabulary, args, Path(folder) / str(number)))
+            show_counts(
+                sources[-1],
+                args,
+                vocab_size=vocabulary.size,
+                unk_id=vocabulary.unk_id,
+                piece=vocabulary.piece,
+                marks={"input": args.input_seq_len, "target": args.target_seq_len},
+            )
+        _show_run(args, sources, vocabulary)
+
+
+def _show_run(args: InspectArgs, sources: list[Source], vocabulary: "Vocabulary") -> None:
+    """What the run makes of the data: objective, steps, padding, samples."""
+    from lm_experiments_tools.backends import get_backend
+    from lm_experiments_tools.data.pretraining import pretraining_data
+    from lm_experiments_tools.experiment import model_kind
+
+    # The pass of all workers as one micro-batch: the same global samples in the same order, buckets included.
+    settings = dataclasses.replace(
+        _readable(args, sources),
+        batch_size=args.batch_size * args.world_size,
+        gradient_accumulation_steps=1,
+        backend="local",
+        model_path=None,
+        valid_data_path=None,
+    )
+    backend = get_backend(settings)
+    data = pretraining_data(settings, backend)
     print(f"\nobjective    {data.objective}")
-    _show_steps(data.train.samples_per_epoch, args)
-    _show_samples(data.train, vocabulary, args)
-    data.train.close()
+    samples = data.train.samples_per_epoch
+    weighted = args.data_weights and args.data_blending == "proportional"
+    weights = list(args.data_weights) if weighted else [1.0] * len(sources)
+    show_steps(samples, samples and whole_epoch(samples, sources, weights), args)
+    shown = {vocabulary.pad_id: "<pad>", vocabulary.eos_id: "</s>", vocabulary.unk_id: "<unk>"}
+    wording = Wording(vocabulary.decode, shown, labels_at_inputs=args.task == "mlm")
+    has_decoder = args.task != "mlm" and (args.task != "causal_lm" or model_kind(args) == "encoder-decoder")
+    with closing(data.train):
+        show_batches(data.train, samples, args, has_decoder, wording)
     backend.close()
 
 
-def _tokens(path: str, vocab_path: Path, args: InspectArgs, scratch: Path) -> "IndexedDataset":
-    """The tokens behind a data path: those the run will read, or the first `--documents` in a scratch file."""
-    from lm_experiments_tools.data.documents import iter_documents
-    from lm_experiments_tools.data.indexed import IndexedDataset, IndexedDatasetWriter, dataset_exists, token_dtype
-    from lm_experiments_tools.data.pretraining import open_tokens
-    from lm_experiments_tools.data.vocabulary import Vocabulary
+def _readable(args: InspectArgs, sources: list[Source]) -> InspectArgs:
+    """`args` that read what is looked at: the run's own data, or the tokens of the first documents."""
+    from lm_experiments_tools.data.pretraining import choose_pipeline
 
-    is_tokens = dataset_exists(path.removesuffix(".bin").removesuffix(".idx"))
+    through_seqio = choose_pipeline(args) == "seqio"
+    whole = all(source.share == 1.0 for source in sources)
+    if args.data_pipeline == "seqio" or (whole and (through_seqio or args.streaming)):
+        return args
+    if through_seqio or args.streaming:
+        way = "through seqio" if through_seqio else "as a stream"
+        print(f"\nThe run reads the text {way}; samples and steps below are of the first documents, read natively.")
+    prefixes = tuple(source.tokens.prefix for source in sources)
+    return dataclasses.replace(args, data_path=prefixes, data_pipeline="native", streaming=False)
+
+
+def _source(path: str, vocabulary: "Vocabulary", args: InspectArgs, scratch: Path) -> Source:
+    """The tokens behind a data path: those the run will read, or of the first `--documents` in a scratch file."""
+    from lm_experiments_tools.data.documents import plan_pieces
+    from lm_experiments_tools.data.indexed import dataset_exists
+    from lm_experiments_tools.data.pretraining import open_tokens
+
+    vocab_path = Path(args.vocab)
+    if dataset_exists(path.removesuffix(".bin").removesuffix(".idx")):
+        return first_documents(path, open_tokens(path, vocab_path, args), args.documents, scratch)
     limit = args.documents
-    if limit is None and (args.streaming or not (is_tokens or os.path.exists(path))):
+    if limit is None and (args.streaming or any(piece.kind == "dataset" for piece in plan_pieces([path]))):
         limit = STREAMED_DOCUMENTS
-    if is_tokens or limit is None:
-        return open_tokens(path, vocab_path, args)
-    vocabulary = Vocabulary.load(vocab_path)
+    if limit is None:
+        return Source(path, open_tokens(path, vocab_path, args))
+    return _encode(path, limit, vocabulary, args, scratch)
+
+
+def _encode(path: str, limit: int, vocabulary: "Vocabulary", args: InspectArgs, scratch: Path) -> Source:
+    """The first `limit` documents of a text as the run would tokenize them; no more than one further is read."""
+    from lm_experiments_tools.data.documents import iter_documents
+    from lm_experiments_tools.data.encoding import Encoding, encode_documents, num_bytes
+    from lm_experiments_tools.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+
+    encoding = Encoding(os.path.abspath(vocabulary.path), vocabulary.sha256, args.text_key)
     documents = iter_documents(
         [path], text_key=args.text_key, max_bad_lines=args.max_bad_lines, quarantine=f"{scratch}.bad_lines.jsonl"
     )
-    num_bytes = 0
-    with IndexedDatasetWriter(scratch, token_dtype(vocabulary.size)) as writer:
-        for document in itertools.islice(documents, limit):
-            num_bytes += len(document.text.encode())
-            writer.add_sequence([i for line in vocabulary.encode_batch(document.text.splitlines()) for i in line])
-            writer.end_document()
-        documents.close()
-        writer.finalize({"num_bytes": num_bytes})
-    print(f"{path}: the first {limit:,} documents")
-    return IndexedDataset(scratch)
+    size = 0
+    with closing(documents), IndexedDatasetWriter(scratch, token_dtype(vocabulary.size)) as writer:
+        first = itertools.islice(documents, limit)
+        while texts := [document.text for document in itertools.islice(first, _DOCUMENTS_AT_ONCE)]:
+            size += sum(map(num_bytes, texts))
+            for ids in encode_documents(texts, vocabulary, encoding):
+                writer.add_sequence(ids)
+                writer.end_document()
+        following = next(documents, None)
+        writer.finalize({"num_bytes": size, "vocab_sha256": vocabulary.sha256, "vocab_file": encoding.vocab_path})
+    share = 1.0 if following is None else _share_before(following.source, path)
+    return Source(path, IndexedDataset(scratch), share)
 
 
-def _show_statistics(path: str, tokens: "IndexedDataset", vocabulary: "Vocabulary", args: InspectArgs) -> None:
-    from lm_experiments_tools.data.statistics import plot_statistics, token_statistics
+def _share_before(source: str, path: str) -> float | None:
+    """The part of a text's bytes that stands before `file:line`; None for compressed files and datasets."""
+    from lm_experiments_tools.data.documents import plan_pieces
 
-    counts = token_statistics(tokens, vocabulary.size)
-    text = ""
-    if counts.num_bytes:
-        text = (
-            f" from {counts.num_bytes / 1e6:,.1f} MB of text, {counts.num_bytes / counts.num_tokens:.2f} bytes a token"
-        )
-    print(f"\n{path}\n  documents  {counts.num_documents:,}")
-    print(f"  tokens     {counts.num_tokens:,}{text}")
-    names = {0: "min", 50: "median", 100: "max"}
-    lengths = "  ".join(f"{names.get(p, f'{p} %')} {n:,}" for p, n in counts.length_percentiles().items())
-    print(f"  length     {lengths}   (tokens of a document)")
-    counted = "" if counts.num_counted == counts.num_tokens else f" (of {counts.num_counted:,} tokens counted)"
-    print(
-        f"  vocabulary {counts.ids_in_use:,} of {vocabulary.size:,} ids occur{counted}; unknown "
-        f"{counts.rate(vocabulary.unk_id):.4%} of the tokens"
-    )
-    frequent = (
-        f"{vocabulary.piece(i)!r} {n / counts.num_counted:.2%}" for i, n in counts.most_frequent(args.frequent)
-    )
-    print(f"  frequent   {'  '.join(frequent)}")
-    if args.output is not None:
-        name = re.sub(r"[^\w.-]+", "_", path).strip("_")
-        marks = {"input": args.input_seq_len, "target": args.target_seq_len}
-        print(f"  picture    {plot_statistics(counts, Path(args.output) / f'{name}.png', marks)}")
-
-
-def _show_steps(samples_per_epoch: int | None, args: InspectArgs) -> None:
-    rows = args.global_batch_size(args.world_size)
-    shape = f"{args.batch_size} x {args.gradient_accumulation_steps} accumulated x {args.world_size} worker(s)"
-    if samples_per_epoch is None:
-        print(f"steps        {rows} examples each ({shape}); the examples of an epoch are known at its end only")
-        return
-    print(
-        f"an epoch     {samples_per_epoch:,} examples = {samples_per_epoch / rows:,.1f} steps of {rows} ({shape}); "
-        f"--iters {args.iters:,} = {args.iters * rows / samples_per_epoch:.2f} epochs"
-    )
-
-
-def _show_samples(train: "TrainSource", vocabulary: "Vocabulary", args: InspectArgs) -> None:
-    from lm_experiments_tools.data.samples import render_sample
-
-    shown = {vocabulary.pad_id: "<pad>", vocabulary.eos_id: "</s>", vocabulary.unk_id: "<unk>"}
-    batches = iter(train)
-    rows: list[dict] = []
-    while len(rows) < args.samples:
-        batch = {name: tensor.numpy() for name, tensor in next(batches).items()}
-        rows += [{name: values[i] for name, values in batch.items()} for i in range(len(batch["input_ids"]))]
-    for number, row in enumerate(rows[: args.samples]):
-        lines = render_sample(row, vocabulary.decode, shown, labels_at_inputs=args.task == "mlm")
-        print("\n" + "\n".join([f"sample {number}", *(f"  {line}" for line in lines)]))
+    pieces = plan_pieces([path], piece_bytes=sys.maxsize)
+    if any(piece.kind == "dataset" or piece.end is None for piece in pieces):
+        return None
+    name, _, line = source.rpartition(":")
+    before = sum(piece.num_bytes for piece in itertools.takewhile(lambda piece: piece.path != name, pieces))
+    with open(name, "rb") as file:
+        before += sum(map(len, itertools.islice(file, int(line) - 1)))
+    return before / sum(piece.num_bytes for piece in pieces)

@@ -5,6 +5,7 @@ lmtools vocab --input FILES --size N --output FILE.model
 lmtools tokenize --input FILES --vocab FILE.model --output PREFIX
 lmtools merge --input PREFIXES --output PREFIX
 lmtools inspect --config RUN.yaml
+lmtools inspect_bert --config RUN.yaml
 lmtools attention --model DIR --text TEXT --output maps.html
 """
 
@@ -16,13 +17,14 @@ from collections.abc import Sequence
 
 from lm_experiments_tools.errors import UserError
 
-# Module NAME of this folder has a frozen dataclass NameArgs and a function run(args).
+# Module NAME of this folder has a frozen dataclass NameArgs and a function run(args); of two_words, TwoWordsArgs.
 COMMANDS = {
     "corpus": "build a text corpus from the documentation of this Python installation",
     "vocab": "train a SentencePiece vocabulary (T5) or a WordPiece one (BERT) on text",
     "tokenize": "turn text into a token file that the trainers read",
     "merge": "join the token files of a job array, or others of one vocabulary",
     "inspect": "look before you train: counts, lengths, padding, steps, samples as the model gets them",
+    "inspect_bert": "the same for the sentences of run_bert_pretraining.py",
     "attention": "attention maps of a model on a text, and pictures of block-sparse layouts",
 }
 
@@ -55,13 +57,14 @@ def _run(name: str, argv: list[str]) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     command = importlib.import_module(f"lm_experiments_tools.tools.{name}")
-    args, _ = parse(getattr(command, f"{name.capitalize()}Args"), argv, description=command.__doc__)
+    args_class = "".join(word.capitalize() for word in name.split("_")) + "Args"
+    args, _ = parse(getattr(command, args_class), argv, description=command.__doc__)
     command.run(args)
     return 0
 
 
 def _usage() -> str:
-    lines = [f"  {name:<10} {summary}" for name, summary in COMMANDS.items()]
+    lines = [f"  {name:<12} {summary}" for name, summary in COMMANDS.items()]
     return "\n".join(["usage: lmtools COMMAND [--flags]", "", *lines, "", "lmtools COMMAND --help lists its flags."])
 
 

@@ -12,6 +12,9 @@ from lm_experiments_tools.data.samples import render_ids, render_predictions, re
 from lm_experiments_tools.data.statistics import token_statistics
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main
+from megatron.bert_dataset import BertDataset
+from megatron.tokenizers import build_tokenizer
+from tests.bert_toys import make_bert_data
 
 LETTERS = "abcdefghij"
 
@@ -76,6 +79,7 @@ def test_a_sample_shows_every_entry_of_the_batch():
         "  a b </s> <pad>",
         "target   3 tokens, 2 of them predicted",
         "  c </s> (ignored)",
+        "attention_mask: 1 x 3, 0 x 1",
         "next_sentence_label: 1",
         "token_type_ids: 0 x 2, 1 x 1, 0 x 1",
     ]
@@ -146,9 +150,221 @@ def test_the_settings_of_a_run_are_read_as_they_are(vocab, text, capsys):
     assert not (text / "run").exists()
 
 
-def test_the_first_documents_only(vocab, text, capsys):
-    assert inspect(vocab, "--documents", "4", "--samples", "0") == 0
-    assert "documents  4" in capsys.readouterr().out
+def number_of(printed: str, name: str) -> int:
+    return int(re.search(rf"{name} +([\d,]+)", printed)[1].replace(",", ""))
+
+
+@pytest.fixture
+def counted_reads(monkeypatch):
+    """How many documents are read, whoever asks for them."""
+    from lm_experiments_tools.data import documents
+
+    read = []
+    parse = documents.parse_json_line
+    monkeypatch.setattr(documents, "parse_json_line", lambda *args: read.append(0) or parse(*args))
+    return read
+
+
+@pytest.mark.parametrize("flags", [[], ["--streaming"], ["--data_pipeline", "auto"]])
+def test_the_first_documents_only(vocab, text, capsys, counted_reads, flags):
+    assert inspect(vocab, "--input_seq_len", "16", "--documents", "4", "--samples", "2", *flags) == 0
+    printed = capsys.readouterr().out
+    assert "documents  4" in printed and "sample 1" in printed
+    assert len(counted_reads) == 5 and not list(text.iterdir())[1:]  # one more tells that there are more; no cache
+    assert f"{number_of(printed, 'tokens'):,} training tokens" in printed
+    # the steps of all the text, from the part of its bytes that four documents are
+    lines = (text / "text.jsonl").read_bytes().splitlines(keepends=True)
+    share = sum(map(len, lines[:4])) / sum(map(len, lines))
+    from lm_experiments_tools.data.span_corruption import random_spans_lengths
+
+    examples = -(-number_of(printed, "tokens") // random_spans_lengths(16, 0.15, 3.0)[0])
+    assert f"about {round(examples / share):,} examples" in printed and "estimated from these documents" in printed
+
+
+def test_the_first_documents_of_a_token_file(vocab, text, capsys):
+    assert inspect(vocab, "--samples", "0", "--documents", "99") == 0  # there are 40: all of them
+    assert "documents  40" in capsys.readouterr().out
+    assert inspect(vocab, "--samples", "0") == 0
+    whole = capsys.readouterr().out
+    (prefix,) = (str(path).removesuffix(".idx") for path in (text / ".cache" / "tokens").glob("*.idx"))
+    assert inspect(vocab, "--data_path", prefix, "--documents", "4", "--input_seq_len", "16", "--samples", "1") == 0
+    printed = capsys.readouterr().out
+    tokens = IndexedDataset(prefix)
+    assert number_of(printed, "documents") == 4
+    assert number_of(printed, "tokens") == sum(len(tokens[i]) for i in range(4)) < number_of(whole, "tokens")
+    assert "estimated from these documents" in printed and "estimated" not in whole
+
+
+def test_the_first_documents_of_a_dataset_are_streamed(vocab, text, capsys, monkeypatch):
+    import datasets
+
+    from lm_experiments_tools.data import hf_datasets
+    from lm_experiments_tools.tools import inspect as command
+
+    read = []
+
+    def rows():
+        for number in range(10_000):
+            read.append(number)
+            yield {"text": f"word{number} token{number % 7} number{number} " * 4}
+
+    monkeypatch.setattr(hf_datasets, "load_streaming", lambda item: datasets.IterableDataset.from_generator(rows))
+    monkeypatch.setattr(command, "STREAMED_DOCUMENTS", 30)
+    assert inspect(vocab, "--data_path", "some/dataset", "--input_seq_len", "16") == 0
+    printed = capsys.readouterr().out
+    assert "documents  30" in printed and "sample 2" in printed and "of all the data it is not known" in printed
+    assert 30 <= len(read) < 100
+
+
+def test_text_is_tokenized_as_the_run_tokenizes_it(vocab, text, capsys):
+    """Line ends that only `str.splitlines` knows are no line ends to the run."""
+    odd = "word1 token2\x0bnumber3 word4\x85token5 number6\u2028word7\nword8 "
+    (text / "text.jsonl").write_text("".join(json.dumps({"text": odd * n}) + "\n" for n in range(1, 30)))
+    assert inspect(vocab, "--samples", "0", "--documents", "29") == 0
+    first = capsys.readouterr().out
+    assert inspect(vocab, "--samples", "0") == 0
+    assert first.splitlines()[1:] == capsys.readouterr().out.splitlines()[1:]
+
+
+@pytest.mark.parametrize("task", ["prefix_lm", "span_corruption", "mlm"])
+def test_samples_and_padding_are_those_of_the_micro_batches_of_the_run(vocab, text, capsys, task):
+    """Against loaders of every worker and the loop's own cutting."""
+    import torch
+
+    from lm_experiments_tools.batches import split_batch
+    from lm_experiments_tools.cli import parse
+    from lm_experiments_tools.data.loader import TrainLoader
+    from lm_experiments_tools.data.objectives import mixed_dataset
+    from lm_experiments_tools.data.samples import render_ids
+    from lm_experiments_tools.data.vocabulary import Vocabulary
+    from lm_experiments_tools.pretraining_args import T5PretrainingArgs
+
+    flags = ["--task", task, "--input_seq_len", "48", "--seed", "5"]
+    flags += ["--batch_size", "3", "--gradient_accumulation_steps", "2"]
+    assert inspect(vocab, *flags, "--samples", "5", "--world_size", "4") == 0
+    printed = capsys.readouterr().out
+    (prefix,) = (str(path).removesuffix(".idx") for path in (text / ".cache" / "tokens").glob("*.idx"))
+    args, _ = parse(T5PretrainingArgs, ["--data_path", prefix, "--model_cfg", "x", *flags])
+    vocabulary = Vocabulary.load(vocab)
+    dataset = mixed_dataset(args, [IndexedDataset(prefix)], vocabulary, seed=5, world_size=4)
+    has_decoder = task != "mlm"
+    cells = {"inputs": [0, 0], "targets": [0, 0]}
+    first, passes = {}, []
+    loaders = [TrainLoader(dataset, 6, rank, 4, prefetch=False) for rank in range(4)]
+    for step in range(8):
+        own = [next(loader) for loader in loaders]
+        steps = [split_batch(b, 3, set(b), torch.device("cpu"), has_decoder, ("labels",), args.trim_to()) for b in own]
+        passes += [[worker.micro_batches[m] for worker in steps] for m in range(2)]
+        for rank in range(4 if step == 0 else 0):
+            first |= {4 * row + rank: (rank, steps[rank].micro_batches[0].batch, row) for row in range(3)}
+    wanted = min(64, -(-len(dataset) // 3))
+    for micro_batch in [m for workers in passes for m in workers][:wanted]:
+        batch = micro_batch.batch
+        for name, used in (("inputs", batch["attention_mask"]), ("targets", batch["labels"] != -100)):
+            cells[name][0] += int(used.sum())
+            cells[name][1] += used.numel()
+    inputs = 1 - cells["inputs"][0] / cells["inputs"][1]
+    assert f"padding      {inputs:.2%} of the inputs" in printed
+    if task == "mlm":
+        assert f"{cells['targets'][0] / cells['inputs'][0]:.2%} of the other tokens are to be predicted" in printed
+        return
+    assert f"{1 - cells['targets'][0] / cells['targets'][1]:.2%} of the targets" in printed
+    assert f"on {wanted} micro-batches of 3 rows" in printed
+    shown = {0: "<pad>", 1: "</s>", 2: "<unk>", -100: "(ignored)"}
+    for number in range(5):
+        rank, batch, row = first[number]
+        text = printed.split(f"sample {number} (worker {rank})\n")[1]
+        lines = text.split("\n\nsample")[0]
+        assert (
+            f"input    {batch['input_ids'].shape[1]} tokens, {int(batch['attention_mask'][row].sum())} attended"
+            in lines
+        )
+        assert render_ids(batch["input_ids"][row].numpy(), vocabulary.decode, shown) in lines
+        assert f"target   {batch['labels'].shape[1]} tokens" in lines
+        assert render_ids(batch["labels"][row].numpy(), vocabulary.decode, shown) in lines
+    if task == "prefix_lm":
+        assert inputs < 0.2 and first[0][1]["labels"].shape[1] < 48
+
+
+def test_the_epoch_of_all_the_data_worked_example(tmp_path):
+    from lm_experiments_tools.tools.look import Source, whole_epoch
+
+    sources = []
+    for name, size, share in (("a", 100, 0.1), ("b", 200, 1.0)):
+        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
+            writer.add_sequence(np.ones(size, np.int64))
+            writer.end_document()
+        sources.append(Source(name, IndexedDataset(tmp_path / name), share))
+    assert whole_epoch(30, sources, [1.0, 1.0]) == pytest.approx(120)
+    assert whole_epoch(30, sources, [2.0, 1.0]) == pytest.approx(30 * (2000 + 200) / (200 + 200))
+    assert whole_epoch(30, [Source("a", sources[0].tokens, None)], [1.0]) is None
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    return make_bert_data(tmp_path_factory.mktemp("bert"))
+
+
+def inspect_bert(bert, *flags: str) -> int:
+    data = ["--data_path", str(bert / "train"), "--vocab_file", str(bert / "vocab.txt"), "--input_seq_len", "32"]
+    return main(["inspect_bert", *data, *flags])
+
+
+@pytest.mark.parametrize("nsp", ["swap", "random"])
+def test_bert_shows_the_first_samples_of_the_run(bert, tmp_path, monkeypatch, capsys, nsp):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--batch_size", "4", "--world_size", "2", "--samples", "6", "--seed", "3", "--nsp", nsp]
+    assert inspect_bert(bert, *flags, "--output", "look") == 0
+    printed = capsys.readouterr().out
+    tokens = IndexedDataset(bert / "train")
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=bert / "vocab.txt")
+    dataset = BertDataset(tokens, tokenizer, max_seq_length=32, nsp=nsp, seed=3, cache_dir=tmp_path)
+    assert (number_of(printed, "documents"), number_of(printed, "sentences")) == (tokens.num_documents, len(tokens))
+    lengths = sorted(tokens.sequence_lengths.tolist())
+    assert re.search(
+        rf"min {lengths[0]} .*median {lengths[(len(lengths) - 1) // 2]} .*\(tokens of a sentence\)", printed
+    )
+    assert f"unknown {np.mean(tokens.tokens == tokenizer.unk):.4%}" in printed
+    assert re.search(rf"an epoch     {len(dataset):,} examples = {len(dataset) / 8:,.1f} steps of 8 ", printed)
+    whole = dataset.batch(np.arange(64 * 4))
+    assert f"padding      {np.mean(whole['attention_mask'] == 0):.2%} of the inputs" in printed
+    wrong = {"swap": "B comes before A", "random": "B is from another document"}[nsp]
+    for number in range(6):
+        lines = printed.split(f"sample {number} (worker {number % 2})\n")[1].split("\n\nsample")[0]
+        words = re.findall(r"\[(\S+) -> (\S+)\]", lines.partition("target ")[0])
+        labels = whole["labels"][number]
+        predicted = np.flatnonzero(labels != -100)
+        assert [word for _, word in words] == [tokenizer.decode([i]) for i in labels[predicted]]
+        inputs = whole["input_ids"][number][predicted]
+        assert [word == "MASK" for word, _ in words] == (inputs == tokenizer.mask).tolist()
+        label = whole["next_sentence_label"][number]
+        meaning = f"a wrong pair: {wrong}" if label else "a right pair: B follows A"
+        assert f"next_sentence_label: {label}, {meaning}" in lines
+        assert f"token_type_ids: 0 x {np.argmax(whole['token_type_ids'][number])}, 1 x" in lines
+    assert {0, 1} == set(whole["next_sentence_label"][:6].tolist())
+    (picture,) = (tmp_path / "look").iterdir()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bert_reads_the_settings_of_a_run(bert, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(
+        f"data_path: {bert / 'train'}\nvocab_file: {bert / 'vocab.txt'}\nmodel_cfg: nowhere.json\nmodel_path: run\n"
+        "lr: 1e-3\ninput_seq_len: 24\nuse_nsp: false\n"
+    )
+    assert main(["inspect_bert", "--config", "run.yaml", "--documents", "5"]) == 0
+    printed = capsys.readouterr().out
+    assert "single segments, of 24 tokens" in printed and "documents  5" in printed
+    assert "next_sentence_label" not in printed and "estimated from these documents" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]  # no run, and no mapping of a part
+
+
+def test_bert_with_another_tokenizer_is_one_sentence(bert, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the"]) + "\n")
+    assert inspect_bert(bert, "--vocab_file", "other.txt") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "give that tokenizer" in error
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""Look before you train a BERT: sentences, lengths, frequencies, padding, steps, and samples as the model gets them.
+
+lmtools inspect_bert --config run.yaml                    # the settings of run_bert_pretraining.py
+lmtools inspect_bert --data_path DATA_text_sentence --vocab_file vocab.txt --input_seq_len 128 --output look/
+"""
+
+import dataclasses
+import os
+import tempfile
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lm_experiments_tools.args import BatchArgs, RunArgs
+from lm_experiments_tools.bert_args import BertDataArgs, BertObjectiveArgs, BertPretrainingArgs
+from lm_experiments_tools.tools.look import (
+    LookArgs,
+    Source,
+    Wording,
+    first_documents,
+    show_batches,
+    show_counts,
+    show_steps,
+    whole_epoch,
+)
+
+if TYPE_CHECKING:
+    from megatron.tokenizers import BertDataTokenizer
+
+WRONG_PAIR = {"swap": "a wrong pair: B comes before A", "random": "a wrong pair: B is from another document"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectBertArgs(BertPretrainingArgs, LookArgs):
+    """The flags of run_bert_pretraining.py, so that its YAML files are read as they are, and what to look at."""
+
+    def __post_init__(self) -> None:
+        # What concerns the model or its training need not be complete to look at the data.
+        for group in (BertDataArgs, BertObjectiveArgs, BatchArgs, RunArgs, LookArgs):
+            group.check(self)
+
+
+def run(args: InspectBertArgs) -> None:
+    """Print what there is to know of the data of a run."""
+    from lm_experiments_tools.data.bert_pretraining import bert_tokenizer, open_sentences
+    from megatron.tokenizers import check_tokenizer
+
+    os.chdir(args.working_dir)
+    tokenizer = bert_tokenizer(args)
+    with tempfile.TemporaryDirectory() as folder:
+        sources = []
+        for number, path in enumerate(args.data_path):
+            tokens = open_sentences(path)
+            check_tokenizer(tokens, tokenizer)
+            sources.append(first_documents(path, tokens, args.documents, Path(folder) / str(number)))
+            show_counts(
+                sources[-1],
+                args,
+                vocab_size=tokenizer.vocab_size,
+                unk_id=-1 if tokenizer.unk is None else tokenizer.unk,
+                piece=lambda index: tokenizer.decode([index]),
+                marks={"input": args.input_seq_len},
+                sentences=True,
+            )
+        _show_run(args, sources, tokenizer, folder)
+
+
+def _show_run(args: InspectBertArgs, sources: list[Source], tokenizer: "BertDataTokenizer", folder: str) -> None:
+    """What the run makes of the data: objective, steps, padding, samples."""
+    from lm_experiments_tools.data.bert_pretraining import bert_datasets
+    from lm_experiments_tools.data.loader import TrainLoader
+
+    settings = dataclasses.replace(args, valid_data_path=None)
+    if any(source.share != 1.0 for source in sources):  # the mapping of a part is of no use to the run
+        prefixes = tuple(source.tokens.prefix for source in sources)
+        settings = dataclasses.replace(settings, data_path=prefixes, data_name=folder)
+    dataset, _, _ = bert_datasets(settings, tokenizer)
+    print(f"\nobjective    {dataset.describe()}, vocabulary {tokenizer.vocab_size:,}")
+    samples = len(dataset)
+    weighted = args.data_weights and args.data_blending == "proportional"
+    epoch = whole_epoch(samples, sources, list(args.data_weights) if weighted else [1.0] * len(sources))
+    if args.data_n_samples is not None and epoch != samples:
+        epoch = None  # fewer passes over more documents
+    show_steps(samples, epoch, args)
+    wording = Wording(
+        tokenizer.decode,
+        {tokenizer.pad: "[PAD]", tokenizer.mask: "MASK"},
+        labels_at_inputs=True,
+        meanings={"next_sentence_label": {0: "a right pair: B follows A", 1: WRONG_PAIR[args.nsp]}},
+    )
+    # The pass of all workers as one batch: the same global samples in the same order.
+    with closing(TrainLoader(dataset, args.batch_size * args.world_size)) as train:
+        show_batches(train, samples, args, False, wording)

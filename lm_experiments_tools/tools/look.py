@@ -1,0 +1,292 @@
+"""What `lmtools inspect` and `lmtools inspect_bert` share: counts of token files, steps, padding, samples."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm_experiments_tools.args import check_minimum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lm_experiments_tools.args import BatchArgs
+    from lm_experiments_tools.data.indexed import IndexedDataset
+
+MEASURED_MICRO_BATCHES = 64
+_DOCUMENTS_AT_ONCE = 1 << 14
+_ORIGIN = ("vocab_file", "vocab_sha256", "vocab_size")  # of PREFIX.json: what made the ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookArgs:
+    """What to look at."""
+
+    samples: int = 3
+    """Samples to show, the first ones of the run."""
+    frequent: int = 12
+    """Most frequent tokens to show."""
+    documents: int | None = None
+    """Look at the first so many documents of each --data_path only. None: all; 10000 of a Hugging Face dataset and
+    with --streaming."""
+    world_size: int = 1
+    """Workers of the run to come: the steps of an epoch, and what stands in a micro-batch, depend on it."""
+    output: str | None = None
+    """Folder for a PNG of document lengths and token frequencies, for each --data_path. None: none."""
+
+    def check(self) -> None:
+        check_minimum(self, 0, "samples", "frequent")
+        check_minimum(self, 1, "documents", "world_size")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tokens that are looked at, of one data path.
+
+    Attributes:
+        path: as it was given.
+        tokens: of all documents, or of the first ones.
+        share: the part of the data that they are, 1.0 for all; None where its size is not known.
+    """
+
+    path: str
+    tokens: IndexedDataset
+    share: float | None = 1.0
+
+    def heading(self) -> str:
+        if self.share == 1.0:
+            return self.path
+        part = "a part of unknown size" if self.share is None else f"{self.share:.2%}"
+        return f"{self.path}: the first {self.tokens.num_documents:,} documents, {part} of it"
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How ids and labels are written.
+
+    Attributes:
+        decode: ids -> text.
+        shown: ids with a name of their own.
+        labels_at_inputs: whether a label belongs to the input at its position (masked words).
+        meanings: entry of a batch -> value -> its meaning.
+    """
+
+    decode: Callable[[list[int]], str]
+    shown: Mapping[int, str]
+    labels_at_inputs: bool = False
+    meanings: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+
+
+def first_documents(path: str, tokens: IndexedDataset, limit: int | None, scratch: Path) -> Source:
+    """The first `limit` documents of a token file, copied to the prefix `scratch`; all of them where it is None."""
+    import numpy as np
+
+    from lm_experiments_tools.data.indexed import IndexedDataset, IndexedDatasetWriter
+
+    if limit is None or limit >= tokens.num_documents:
+        return Source(path, tokens)
+    with IndexedDatasetWriter(scratch, tokens.dtype) as writer:
+        for start in range(0, limit, _DOCUMENTS_AT_ONCE):
+            bounds = tokens.document_indices[start : min(start + _DOCUMENTS_AT_ONCE, limit) + 1]
+            lengths = tokens.sequence_lengths[bounds[0] : bounds[-1]].astype(np.int64)
+            ids = np.asarray(tokens.tokens[writer.num_tokens : writer.num_tokens + int(lengths.sum())])
+            writer.add_documents(ids, lengths, np.diff(bounds))
+        writer.finalize({name: tokens.meta[name] for name in _ORIGIN if name in tokens.meta})
+    return Source(path, IndexedDataset(scratch), writer.num_tokens / max(tokens.num_tokens, 1))
+
+
+def show_counts(
+    source: Source,
+    args: LookArgs,
+    *,
+    vocab_size: int,
+    unk_id: int,
+    piece: Callable[[int], str],
+    marks: Mapping[str, int],
+    sentences: bool = False,
+) -> None:
+    """Print documents, tokens, lengths, frequent ids and the unknown rate; write the picture if one is asked for.
+
+    Args:
+        marks: name -> tokens, lengths to mark in the picture.
+        sentences: whether the sequences of a document are sentences, with lengths of their own.
+    """
+    from lm_experiments_tools.data.statistics import length_percentiles, plot_statistics, token_statistics
+
+    counts = token_statistics(source.tokens, vocab_size)
+    text = ""
+    if counts.num_bytes:
+        per_token = counts.num_bytes / max(counts.num_tokens, 1)
+        text = f" from {counts.num_bytes / 1e6:,.1f} MB of text, {per_token:.2f} bytes a token"
+    print(f"\n{source.heading()}\n  documents  {counts.num_documents:,}")
+    if sentences:
+        print(f"  sentences  {counts.num_sequences:,}")
+    print(f"  tokens     {counts.num_tokens:,}{text}")
+    print(f"  length     {_percentiles(counts.length_percentiles())}   (tokens of a document)")
+    if sentences:
+        print(f"             {_percentiles(length_percentiles(counts.sequence_lengths))}   (tokens of a sentence)")
+        print(
+            f"             {_percentiles(length_percentiles(counts.document_sequences))}   (sentences of a document)"
+        )
+    counted = "" if counts.num_counted == counts.num_tokens else f" (of {counts.num_counted:,} tokens counted)"
+    print(
+        f"  vocabulary {counts.ids_in_use:,} of {vocab_size:,} ids occur{counted}; unknown "
+        f"{counts.rate(unk_id):.4%} of the tokens"
+    )
+    frequent = (f"{piece(i)!r} {n / counts.num_counted:.2%}" for i, n in counts.most_frequent(args.frequent))
+    print(f"  frequent   {'  '.join(frequent)}")
+    if args.output is not None:
+        name = re.sub(r"[^\w.-]+", "_", source.path).strip("_")
+        print(f"  picture    {plot_statistics(counts, Path(args.output) / f'{name}.png', marks)}")
+
+
+def _percentiles(values: Mapping[int, int]) -> str:
+    names = {0: "min", 50: "median", 100: "max"}
+    return "  ".join(f"{names.get(p, f'{p} %')} {n:,}" for p, n in values.items())
+
+
+def whole_epoch(samples: int, sources: list[Source], weights: list[float]) -> float | None:
+    """Samples in an epoch of all the data, from those of the documents looked at; None where nobody knows.
+
+    A source gives samples in proportion to its tokens times its weight. One worked example: 30 samples of two sources
+    with 100 and 200 tokens, weight 1 each, the first a tenth of its file and the second all of it, are
+    30 * (1000 + 200) / (100 + 200) = 120.
+    """
+    if any(source.share is None or not source.share for source in sources):
+        return None
+    tokens = [source.tokens.num_tokens * weight for source, weight in zip(sources, weights, strict=True)]
+    return samples * (sum(t / s.share for t, s in zip(tokens, sources, strict=True)) / sum(tokens))
+
+
+def show_steps(samples: int | None, epoch: float | None, args: Any) -> None:
+    """Print the steps of an epoch.
+
+    Args:
+        samples: in an epoch of what is looked at; None where it is known at its end only.
+        epoch: in one of all the data, more than `samples` where documents were left out; None: not known.
+        args: of the run, and `LookArgs`.
+    """
+    rows = args.global_batch_size(args.world_size)
+    shape = f"{args.batch_size} x {args.gradient_accumulation_steps} accumulated x {args.world_size} worker(s)"
+    if samples is None:
+        print(f"steps        {rows} examples each ({shape}); the examples of an epoch are known at its end only")
+        return
+    if epoch is None:
+        print(
+            f"an epoch     of these documents has {samples:,} examples = {samples / rows:,.1f} steps of {rows} "
+            f"({shape}); of all the data it is not known from them"
+        )
+        return
+    about, why = ("", "") if epoch == samples else ("about ", ", estimated from these documents")
+    print(
+        f"an epoch     {about}{round(epoch):,} examples = {about}{epoch / rows:,.1f} steps of {rows} ({shape}){why}; "
+        f"--iters {args.iters:,} = {about}{args.iters * rows / epoch:.2f} epochs"
+    )
+
+
+def forward_passes(
+    batches: Iterable[Mapping[str, Tensor]], args: Any, has_decoder: bool
+) -> Iterator[list[dict[str, Tensor]]]:
+    """What the model gets on each worker, pass by pass: by rank, a micro-batch cut as the loop cuts it.
+
+    Args:
+        batches: of `batch_size * world_size` rows, global samples in their order: rows `rank::world_size` are a
+            worker's (see data/loader.py).
+        args: of the run, and `LookArgs`.
+    """
+    import torch
+
+    from lm_experiments_tools.batches import split_batch
+
+    where = torch.device("cpu"), has_decoder, ("labels",), args.trim_to()
+    for batch in batches:
+        own = [
+            {name: rows[rank :: args.world_size] for name, rows in batch.items()} for rank in range(args.world_size)
+        ]
+        yield [split_batch(rows, args.batch_size, set(rows), *where).micro_batches[0].batch for rows in own]
+
+
+def show_batches(
+    batches: Iterable[Mapping[str, Tensor]], samples: int | None, args: Any, has_decoder: bool, wording: Wording
+) -> None:
+    """Print what part of the first micro-batches is padding, and the first samples of the run.
+
+    Args:
+        batches: as `forward_passes`.
+        samples: in an epoch, which is not gone beyond to measure padding.
+    """
+    wanted = min(MEASURED_MICRO_BATCHES, ceil((samples or 1 << 62) / args.batch_size))
+    padding = Padding(wording.labels_at_inputs)
+    shown: list[tuple[str, dict[str, Any]]] = []
+    first = 0
+    for micro_batches in forward_passes(batches, args, has_decoder):
+        for micro_batch in micro_batches[: max(wanted - padding.micro_batches, 0)]:
+            padding.add(micro_batch)
+        for row, rank in itertools.product(range(args.batch_size), range(args.world_size)):
+            if len(shown) < args.samples:
+                worker = f" (worker {rank})" if args.world_size > 1 else ""
+                values = {name: entries[row].numpy() for name, entries in micro_batches[rank].items()}
+                shown.append((f"sample {first + row * args.world_size + rank}{worker}", values))
+        first += args.batch_size * args.world_size
+        if padding.micro_batches >= wanted and len(shown) >= args.samples:
+            break
+    print(padding.describe(args))
+    _show_samples(shown, wording)
+
+
+def _show_samples(rows: list[tuple[str, dict[str, Any]]], wording: Wording) -> None:
+    from lm_experiments_tools.data.samples import render_sample
+
+    for title, row in rows:
+        lines = render_sample(
+            row,
+            wording.decode,
+            wording.shown,
+            labels_at_inputs=wording.labels_at_inputs,
+            meanings=wording.meanings,
+        )
+        print("\n" + "\n".join([title, *(f"  {line}" for line in lines)]))
+
+
+class Padding:
+    """Counts cells of micro-batches, and those that hold nothing.
+
+    Args:
+        labels_at_inputs: labels are of masked words: counted is what is predicted, not what is padded.
+    """
+
+    def __init__(self, labels_at_inputs: bool) -> None:
+        self.labels_at_inputs = labels_at_inputs
+        self.micro_batches = self._inputs = self._attended = self._targets = self._predicted = 0
+        self._widths: dict[str, set[int]] = {"input_ids": set(), "labels": set()}
+
+    def add(self, micro_batch: Mapping[str, Tensor]) -> None:
+        from lm_experiments_tools.batches import IGNORED_LABEL
+
+        mask, labels = micro_batch["attention_mask"], micro_batch["labels"]
+        self.micro_batches += 1
+        self._inputs += mask.numel()
+        self._attended += int(mask.sum())
+        self._targets += labels.numel()
+        self._predicted += int((labels != IGNORED_LABEL).sum())
+        for name, widths in self._widths.items():
+            widths.add(micro_batch[name].shape[1])
+
+    def describe(self, args: BatchArgs) -> str:
+        """The line that is printed."""
+        inputs = f"{1 - self._attended / self._inputs:.2%} of the inputs"
+        if self.labels_at_inputs:
+            rates = f"{inputs}; {self._predicted / self._attended:.2%} of the other tokens are to be predicted"
+        else:
+            rates = f"{inputs}, {1 - self._predicted / self._targets:.2%} of the targets"
+        names = {"input_ids": "inputs", "labels": "targets"}
+        spans = {name: f"{min(widths)} to {max(widths)}" for name, widths in self._widths.items()}
+        spans |= {name: str(min(widths)) for name, widths in self._widths.items() if len(widths) == 1}
+        wide = ", ".join(f"{span} {names[name]}" for name, span in spans.items())
+        measured = f"measured on {self.micro_batches} micro-batches of {args.batch_size} rows, {wide} wide"
+        return f"padding      {rates}: {measured}"
