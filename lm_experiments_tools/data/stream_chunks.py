@@ -9,11 +9,13 @@ a stream is read from its beginning, which takes as long as it took and gives th
 
 import json
 import logging
+import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from dataclasses import asdict, dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +75,7 @@ class ExampleStream:
                 continue
             number = values.pop("chunk")
             found[number] = ChunkRecord(**values)
-        return [found[number] for number in range(len(found)) if number in found]
+        return [found[number] for number in takewhile(found.__contains__, count())]
 
     def _remember(self, record: ChunkRecord) -> None:
         self._records.append(record)
@@ -134,8 +136,7 @@ class ExampleStream:
         record = ChunkRecord(len(dataset), meta["num_tokens"], meta["end"])
         if number == len(self._records):
             self._remember(record)
-            with open(self._index, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"chunk": number, **asdict(record)}) + "\n")
+            _append_line(self._index, json.dumps({"chunk": number, **asdict(record)}))
         elif record != self._records[number]:
             raise UserError(
                 f"chunk {number} of stream {self.number} has {record.num_tokens} tokens and had "
@@ -158,6 +159,16 @@ class ExampleStream:
         for number in np.unique(chunks).tolist():
             here = np.flatnonzero(chunks == number)
             yield here, self._open[number], samples[here] - self._begins[number]
+
+
+def _append_line(path: Path, line: str) -> None:
+    """A line of its own, also after one that was cut short by a kill or a full disk."""
+    with open(path, "ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                line = f"\n{line}"
+        file.write(f"{line}\n".encode())
 
 
 class ChunkFeed:
@@ -234,9 +245,9 @@ class ChunkFeed:
 
     def _check_bad_lines(self) -> None:
         limit = self._greeting["max_bad_lines"]
-        if (count := sum(stream.bad_lines for stream in self.streams.values())) > limit:
+        if (found := sum(stream.bad_lines for stream in self.streams.values())) > limit:
             raise UserError(
-                f"more than {limit} bad lines: {count} so far, listed in {bad_lines_path(self._greeting['folder'])}: "
+                f"more than {limit} bad lines: {found} so far, listed in {bad_lines_path(self._greeting['folder'])}: "
                 f"mend them or allow more with --max_bad_lines"
             )
 

@@ -297,6 +297,23 @@ def test_resumed_is_uninterrupted(start, in_process, left):
     next(again)
     again.seek(50 * 8)
     assert_equal(take(again, 20), expected)
+    again.close()
+    index = (folder / "stream-00001.jsonl").read_bytes()
+    once_more = start(streams=2)
+    once_more.seek(50 * 8)
+    assert_equal(take(once_more, 20), expected)
+    assert (folder / "stream-00001.jsonl").read_bytes().startswith(index)
+
+
+def test_an_index_with_a_gap_is_good_up_to_the_gap(start, in_process):
+    whole = start(streams=1, data_n_workers=1)
+    expected = take(whole, 60)
+    whole.close()
+    index = next(Path(".cache/streams").iterdir()) / "stream-00000.jsonl"
+    lines = index.read_text().splitlines(keepends=True)
+    assert len(lines) > 4
+    index.write_text("".join([*lines[:2], lines[2][:40] + lines[2], *lines[3:]]))  # a full disk, then a restart
+    assert_equal(take(start(streams=1, data_n_workers=1), 60), expected)
 
 
 def test_resumed_by_another_number_of_workers(start, in_process):
