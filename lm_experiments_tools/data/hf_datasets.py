@@ -70,8 +70,12 @@ def read_shard(item: str, shard: int, column: str, skip: int = 0) -> Iterator[di
         raise UserError(f"shard {shard} of the dataset {item} is damaged after row {number}: {reason}") from None
 
 
-def identity(item: str) -> list[str]:
-    """What makes it this dataset: the files of its split, with their revision on the hub or their size here."""
+def identity(item: str, *, with_times: bool = False) -> list[str]:
+    """What makes it this dataset: the files of its split, with their revision on the hub or their size here.
+
+    Args:
+        with_times: also when files that lie here were changed last, which another machine's copy need not share.
+    """
     import datasets
 
     name, config, split = split_name(item)
@@ -79,4 +83,9 @@ def identity(item: str) -> list[str]:
     files = (builder.config.data_files or {}).get(split)
     if files is None:
         return [str(builder.config.version), str(builder.hash)]
-    return [f"{os.path.basename(file)}: {os.path.getsize(file)}" if os.path.exists(file) else file for file in files]
+    return [_file_identity(file, with_times) if os.path.exists(file) else file for file in files]
+
+
+def _file_identity(path: str, with_times: bool) -> str:
+    status = os.stat(path)
+    return f"{os.path.basename(path)}: {status.st_size}" + (f", {status.st_mtime_ns}" if with_times else "")

@@ -26,6 +26,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from lm_experiments_tools.data import hf_datasets
 from lm_experiments_tools.data.documents import (
     BadLine,
     Piece,
@@ -123,9 +124,9 @@ def ensure_tokenized(
 ) -> str:
     """The token prefix for `data_path`: itself where it is one, else text, tokenized once into `cache_dir`.
 
-    The cache is keyed by names, sizes and modification times of the input files, the vocabulary and the encoding
-    `options` (those of tokenize_corpus). Several processes may ask at once: one works, the others wait and use what it
-    made.
+    The cache is keyed by names, sizes and modification times of the input files (on the hub, the revision), the
+    vocabulary and the encoding `options` (those of tokenize_corpus). Several processes may ask at once: one works, the
+    others wait and use what it made.
 
     Raises:
         UserError: as tokenize_corpus; or the tokens at `data_path` were made with another vocabulary.
@@ -201,7 +202,12 @@ def _part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Enco
     how = asdict(encoding)
     del how["vocab_path"]
     whole = [(os.path.basename(piece.path), piece.kind, piece.start, piece.end, piece.num_bytes) for piece in pieces]
-    return own, hashlib.sha256(json.dumps([FORMAT, whole, how]).encode()).hexdigest()
+    identities = [hf_datasets.identity(name) for name in _datasets_of(pieces)]
+    return own, hashlib.sha256(json.dumps([FORMAT, whole, identities, how]).encode()).hexdigest()
+
+
+def _datasets_of(pieces: list[Piece]) -> list[str]:
+    return list(dict.fromkeys(piece.path for piece in pieces if piece.kind == "dataset"))
 
 
 def _plan_fingerprint(pieces: list[Piece], encoding: Encoding) -> str:
@@ -213,7 +219,8 @@ def _plan_fingerprint(pieces: list[Piece], encoding: Encoding) -> str:
     how = asdict(encoding)
     del how["vocab_path"]
     parts = [(os.path.abspath(p.path) if p.kind != "dataset" else p.path, p.kind, p.start, p.end) for p in pieces]
-    return hashlib.sha256(json.dumps([FORMAT, parts, sorted(stamps.items()), how]).encode()).hexdigest()
+    identities = [hf_datasets.identity(name, with_times=True) for name in _datasets_of(pieces)]
+    return hashlib.sha256(json.dumps([FORMAT, parts, sorted(stamps.items()), identities, how]).encode()).hexdigest()
 
 
 def _prepare_folder(folder: Path, fingerprint: str) -> None:

@@ -272,6 +272,22 @@ def test_ensure_tokenized_reuses_its_cache_until_text_or_options_change(tmp_path
     assert {path.suffix for path in cache.iterdir()} == {".bin", ".idx", ".json"}
 
 
+def test_tokens_of_a_dataset_are_not_those_of_its_former_files(tmp_path, vocab):
+    pytest.importorskip("datasets")
+    write_table = pytest.importorskip("pyarrow.parquet").write_table
+    table = pytest.importorskip("pyarrow").table
+    folder, cache = tmp_path / "parquet", tmp_path / "cache"
+    folder.mkdir()
+    found, sources = [], []
+    for texts in (["the a of model"], ["the a of token"], ["model token language memory"] * 3):
+        write_table(table({"text": texts}), folder / "train-00000-of-00001.parquet", compression="none")
+        found.append(sequences(ensure_tokenized(str(folder), vocab, cache, workers=1)))
+        origin = tokenize_corpus([str(folder)], vocab, tmp_path / "t", workers=1, shard=(0, 2))
+        sources.append(origin["shard"]["source"])
+    assert len(found[0]) == len(found[1]) == 1 and found[0] != found[1] and len(found[2]) == 3
+    assert sources[2] not in sources[:2]
+
+
 def test_ensure_tokenized_takes_a_prefix_as_it_is_and_checks_its_vocabulary(tmp_path, vocab):
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(20))
     prefix = str(tmp_path / "t")
