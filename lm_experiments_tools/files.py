@@ -6,6 +6,7 @@ import fcntl
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,14 +23,20 @@ def fsync_path(path: Path) -> None:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write `content` to a temporary file beside `path`, fsync it and rename: readers see the old file or the new."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Write `content` to a temporary file beside `path`, fsync it and rename: readers see the old file or the new.
+
+    Several processes may write the same file at once: one of their contents stays, whole.
+    """
+    temporary = path.with_name(f".{path.name}.tmp{secrets.token_hex(6)}")
     data = content.encode("utf-8") if isinstance(content, str) else content
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     fsync_path(path.parent)
 
 
