@@ -74,11 +74,10 @@ def _show_run(args: InspectArgs, sources: list[Source], vocabulary: "Vocabulary"
     from lm_experiments_tools.data.pretraining import pretraining_data
     from lm_experiments_tools.experiment import model_kind
 
-    # The pass of all workers as one micro-batch: the same global samples in the same order, buckets included.
+    # One worker with the rows of all: the same global batches, buckets included.
     settings = dataclasses.replace(
         _readable(args, sources),
         batch_size=args.batch_size * args.world_size,
-        gradient_accumulation_steps=1,
         backend="local",
         model_path=None,
         valid_data_path=None,

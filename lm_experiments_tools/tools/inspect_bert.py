@@ -89,6 +89,5 @@ def _show_run(args: InspectBertArgs, sources: list[Source], tokenizer: "BertData
         labels_at_inputs=True,
         meanings={"next_sentence_label": {0: "a right pair: B follows A", 1: WRONG_PAIR[args.nsp]}},
     )
-    # The pass of all workers as one batch: the same global samples in the same order.
-    with closing(TrainLoader(dataset, args.batch_size * args.world_size)) as train:
+    with closing(TrainLoader(dataset, args.global_batch_size(args.world_size))) as train:  # all workers' rows
         show_batches(train, samples, args, False, wording)

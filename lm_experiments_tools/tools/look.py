@@ -195,8 +195,8 @@ def forward_passes(
     """What the model gets on each worker, pass by pass: by rank, a micro-batch cut as the loop cuts it.
 
     Args:
-        batches: of `batch_size * world_size` rows, global samples in their order: rows `rank::world_size` are a
-            worker's (see data/loader.py).
+        batches: whole steps, global samples in their order: rows `rank::world_size` are a worker's (see
+            data/loader.py).
         args: of the run, and `LookArgs`.
     """
     import torch
@@ -208,7 +208,9 @@ def forward_passes(
         own = [
             {name: rows[rank :: args.world_size] for name, rows in batch.items()} for rank in range(args.world_size)
         ]
-        yield [split_batch(rows, args.batch_size, set(rows), *where).micro_batches[0].batch for rows in own]
+        steps = [split_batch(rows, args.batch_size, set(rows), *where).micro_batches for rows in own]
+        for micro_batches in zip(*steps, strict=True):
+            yield [micro_batch.batch for micro_batch in micro_batches]
 
 
 def show_batches(

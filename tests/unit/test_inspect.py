@@ -244,7 +244,7 @@ def test_samples_and_padding_are_those_of_the_micro_batches_of_the_run(vocab, te
     assert inspect(vocab, *flags, "--samples", "5", "--world_size", "4") == 0
     printed = capsys.readouterr().out
     (prefix,) = (str(path).removesuffix(".idx") for path in (text / ".cache" / "tokens").glob("*.idx"))
-    args, _ = parse(T5PretrainingArgs, ["--data_path", prefix, "--model_cfg", "x", *flags])
+    args, _ = parse(T5PretrainingArgs, ["--data_path", prefix, "--model_cfg", "x", "--lr", "1", *flags])
     vocabulary = Vocabulary.load(vocab)
     dataset = mixed_dataset(args, [IndexedDataset(prefix)], vocabulary, seed=5, world_size=4)
     has_decoder = task != "mlm"
