@@ -1,5 +1,6 @@
 """Settings of every test process. Nothing here knows the project."""
 
+import importlib.util
 import os
 
 # One thread a rank: on a small machine two ranks with a thread pool each are slower than two without, and tests that
@@ -10,6 +11,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import pytest
+
+# Loaded after TensorFlow, which some oracles are, triton aborts the process; torch, DeepSpeed and Megatron load it.
+if importlib.util.find_spec("triton"):
+    importlib.import_module("triton")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -54,8 +54,8 @@ def block_sparse_attention(
             documents packed into one row must.
         causal: query i attends to keys 0..i only, token by token whatever the layout.
         scale: head_dim ** -0.5 if None; T5 takes 1.0.
-        dropout_p: probability of dropping an attention weight. The seed is drawn from torch's CPU generator
-            (by "sdpa" from that of the device) and kept for the backward pass.
+        dropout_p: probability of dropping an attention weight; "gather" rounds it to a multiple of 2 ** -16. The seed
+            is drawn from torch's CPU generator and kept for the backward pass ("sdpa" uses the device's generator).
         backend: "auto", or one of "gather" (PyTorch alone, any device), "triton" (GPU, deterministic), "sdpa" (dense),
             "flex" (FlexAttention, GPU) and "reference" (dense float64). `explain` says what "auto" takes, and why.
 
