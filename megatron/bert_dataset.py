@@ -40,7 +40,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from lm_experiments_tools.data.indexed import IndexedDataset
+from lm_experiments_tools.data.indexed import IndexedDataset, search_sorted
 from lm_experiments_tools.data.order import permute, sample_words, stream_key
 from lm_experiments_tools.errors import UserError
 from megatron.masking import choose_masked, ngram_probabilities, replace_masked, word_starts
@@ -170,13 +170,15 @@ class BertDataset:
             raise UserError(f"{prefix} has no tokens: check that preprocessing found text.")
         check_tokenizer(tokens, self.tokenizer)
         self._check_ids(np.asarray(tokens.tokens[:_CHECKED_AT_START]))
-        if self.binary_head and int(np.diff(tokens.document_indices).max()) < 2:
+        if self.binary_head and all(np.diff(bounds).max() < 2 for bounds in tokens.document_bounds()):
             raise UserError(
                 f"{prefix} holds {tokens.num_documents:,} documents of one sequence each, so there are no sentences "
                 "to pair: preprocess the text with --split-sentences, or leave out next sentence prediction."
             )
-        if self.binary_head and self.nsp == "random" and np.count_nonzero(np.diff(tokens.document_indices)) < 2:
-            raise UserError(f"{prefix} holds one document, but nsp random takes sentences of another: use swap.")
+        if self.binary_head and self.nsp == "random":
+            with_text = sum(np.count_nonzero(np.diff(bounds)) for bounds in tokens.document_bounds())
+            if with_text < 2:
+                raise UserError(f"{prefix} holds one document, but nsp random takes sentences of another: use swap.")
 
     def _check_mapping(self) -> None:
         if len(self.mapping.rows) == 0:
@@ -285,7 +287,7 @@ class BertDataset:
             wrong = words[1] < np.uint64(1 << 31)
         else:
             split, wrong = end, np.zeros(len(rows), bool)
-        first_token, split_token, end_token = (self._offsets(sentence) for sentence in (first, split, end))
+        first_token, split_token, end_token = (self.tokens.offsets(sentence) for sentence in (first, split, end))
         starts, stops = np.stack([first_token, split_token]), np.stack([split_token, end_token])
         if self.nsp == "swap":
             starts, stops = np.where(wrong, starts[::-1], starts), np.where(wrong, stops[::-1], stops)
@@ -300,20 +302,14 @@ class BertDataset:
     def _elsewhere(self, sentence: np.ndarray, room: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Token ranges that start at a random sentence of another document and fill `room`, or end with it."""
         documents, num_sentences = self.tokens.document_indices, len(self.tokens)
-        own = np.searchsorted(documents, sentence, side="right")
+        own = search_sorted(documents, sentence, side="right")
         others = num_sentences - (documents[own] - documents[own - 1])
         drawn = (words[0] << _32 | words[1]) % others.astype(np.uint64)
         first = (documents[own] + drawn.astype(np.int64)) % num_sentences
-        last = documents[np.searchsorted(documents, first, side="right")]
-        start = self._offsets(first)
-        end = np.searchsorted(self.tokens.sequence_pointers, (start + room) * self.tokens.dtype.itemsize)
-        return start, self._offsets(np.clip(end, first + 1, last))
-
-    def _offsets(self, sentences: np.ndarray) -> np.ndarray:
-        """Where sentences begin in the file, in tokens; the number of sentences stands for its end."""
-        inside = np.minimum(sentences, len(self.tokens) - 1)
-        offsets = np.asarray(self.tokens.sequence_pointers[inside]) // self.tokens.dtype.itemsize
-        return np.where(sentences == inside, offsets, self.tokens.num_tokens)
+        last = documents[search_sorted(documents, first, side="right")]
+        start = self.tokens.offsets(first)
+        end = search_sorted(self.tokens.sequence_pointers, (start + room) * self.tokens.dtype.itemsize)
+        return start, self.tokens.offsets(np.clip(end, first + 1, last))
 
     def _cuts(self, epochs: np.ndarray, rows: np.ndarray, removed: np.ndarray) -> np.ndarray:
         """How many of `removed` int64[2, n] tokens go from the front, by a coin each: one bit of a random word."""

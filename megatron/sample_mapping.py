@@ -31,21 +31,23 @@ import logging
 import os
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
+from numpy.lib.format import dtype_to_descr, write_array_header_1_0
 
-from lm_experiments_tools.data.indexed import IndexedDataset
+from lm_experiments_tools.data.indexed import IndexedDataset, search_sorted
 from lm_experiments_tools.data.order import sample_words, stream_key
 
 logger = logging.getLogger(__name__)
 
 _VERSION = 1  # of the rows that settings and data give; part of the cache's name
 _CHUNK = 1 << 20  # sentences looked at together: bounds the memory of building
-_HASH_BLOCK = 1 << 24
+_HASH_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -122,10 +124,22 @@ def build_mapping(
 
     Returns:
         Rows uint32[n, 3], uint64 where there are more than 2**32 sentences; in the order of the text, pass by pass.
+        They are in memory, twice while they are joined: 24 bytes a sample (`load_mapping` writes them to a file).
     """
-    dtype = np.uint32 if len(sequence_lengths) < 1 << 32 else np.uint64
-    counts = MappingCounts()
-    parts = [np.empty((0, 3), dtype)]
+    counts, dtype = MappingCounts(), _row_dtype(sequence_lengths)
+    rows = [np.empty((0, 3), dtype), *_packed(document_indices, sequence_lengths, settings, counts)]
+    return SampleMapping(np.concatenate(rows), counts)
+
+
+def _row_dtype(sequence_lengths: np.ndarray) -> np.dtype:
+    return np.dtype(np.uint32 if len(sequence_lengths) < 1 << 32 else np.uint64)
+
+
+def _packed(
+    document_indices: np.ndarray, sequence_lengths: np.ndarray, settings: MappingSettings, counts: MappingCounts
+) -> Iterator[np.ndarray]:
+    """The rows of `build_mapping`, a chunk of documents at a time; what they leave out is added to `counts`."""
+    dtype, num_samples = _row_dtype(sequence_lengths), 0
     enough = np.inf if settings.max_num_samples is None else settings.max_num_samples
     for number in range(settings.num_epochs):
         for first, last in _chunks(document_indices):
@@ -138,18 +152,17 @@ def build_mapping(
             documents, starts, ends = _usable(bounds - offset, lengths, settings, counts if number == 0 else None)
             rows, truncated = _pack(first + documents, starts, ends, lengths, settings, number)
             counts.truncated_tokens += truncated if number == 0 else 0
-            parts.append((rows + [offset, offset, 0]).astype(dtype))
-        num_samples = sum(map(len, parts))
+            num_samples += len(rows)
+            yield (rows + [offset, offset, 0]).astype(dtype)
         if num_samples == 0 or num_samples >= enough:
             break
-    return SampleMapping(np.concatenate(parts), counts)
 
 
 def _chunks(document_indices: np.ndarray) -> Iterator[tuple[int, int]]:
     """Runs of documents [first, last) with about `_CHUNK` sentences each."""
     first, end = 0, len(document_indices) - 1
     while first < end:
-        last = int(np.searchsorted(document_indices, document_indices[first] + _CHUNK, side="right")) - 1
+        last = int(search_sorted(document_indices, document_indices[first] + _CHUNK, side="right")) - 1
         last = min(max(last, first + 1), first + _CHUNK, end)
         yield first, last
         first = last
@@ -225,7 +238,8 @@ def load_mapping(
     The cache is NAME.npy and NAME.json (counts, size, checksum) in `cache_dir`, by default beside the data; NAME holds
     a hash of data and settings. Each file is written under a name of its own and renamed, the .json last. Equal names
     have equal contents, so any number of processes on any machines may do this at once without waiting for each
-    other. Where nothing can be written, the mapping is kept in memory and a warning says so.
+    other. Rows go to the file as they are made, so that memory does not grow with the data. Where nothing can be
+    written, the mapping is kept in memory (see `build_mapping`) and a warning says so.
     """
     key = json.dumps([_VERSION, tokens.fingerprint, asdict(settings)], sort_keys=True)
     name = f"{Path(tokens.prefix).name}_samples_{settings.max_length}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
@@ -233,19 +247,18 @@ def load_mapping(
     path = folder / f"{name}.npy"
     damaged = path.with_suffix(".json").is_file()
     mapping = _read(path)
-    if mapping is None:
-        mapping = build_mapping(tokens.document_indices, tokens.sequence_lengths, settings)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            # Another process may have been faster; its file may be mapped by others already.
-            mapping = (None if damaged else _read(path)) or _write(path, mapping)
-        except OSError as error:
-            logger.warning(
-                "the sample mapping of %s cannot be kept in %s (%s), so each start builds it again: give another "
-                "cache directory",
-                *(tokens.prefix, folder, error.strerror),
-            )
-    return mapping
+    if mapping is not None:
+        return mapping
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return _write(path, tokens, settings, damaged)
+    except OSError as error:
+        logger.warning(
+            "the sample mapping of %s cannot be kept in %s (%s), so each start builds it again: give another cache "
+            "directory",
+            *(tokens.prefix, folder, error.strerror),
+        )
+    return build_mapping(tokens.document_indices, tokens.sequence_lengths, settings)
 
 
 def _read(path: Path) -> SampleMapping | None:
@@ -264,24 +277,55 @@ def _read(path: Path) -> SampleMapping | None:
     return SampleMapping(np.load(path, mmap_mode="r"), counts, path)
 
 
-def _write(path: Path, mapping: SampleMapping) -> SampleMapping:
-    _publish(path, lambda file: np.save(file, mapping.rows))
-    record = {"crc32": _checksum(path), "counts": asdict(mapping.counts)}
-    _publish(path.with_suffix(".json"), lambda file: file.write(json.dumps(record).encode()))
-    return SampleMapping(np.load(path, mmap_mode="r"), mapping.counts, path)
+def _write(path: Path, tokens: IndexedDataset, settings: MappingSettings, damaged: bool) -> SampleMapping:
+    """Build the mapping into its files; `damaged` files that are there already are replaced."""
+    counts, record = MappingCounts(), path.with_suffix(".json")
+    with _unnamed(path) as file:
+        rows = _packed(tokens.document_indices, tokens.sequence_lengths, settings, counts)
+        _save(file, rows, _row_dtype(tokens.sequence_lengths))
+        # Another process may have been faster; its file may be mapped by others already.
+        mapping = None if damaged else _read(path)
+        if mapping is not None:
+            return mapping
+        _name(file, path)
+    with _unnamed(record) as file:
+        file.write(json.dumps({"crc32": _checksum(path), "counts": asdict(counts)}).encode())
+        _name(file, record)
+    return SampleMapping(np.load(path, mmap_mode="r"), counts, path)
 
 
-def _publish(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Write a file completely before it has its name; the name it has until then is nobody else's."""
+def _save(file: BinaryIO, parts: Iterable[np.ndarray], dtype: np.dtype) -> None:
+    """np.save of rows [n, 3] that come in parts: numpy's header has the same size for any number of them."""
+
+    def write_header(num_rows: int) -> None:
+        shape = {"descr": dtype_to_descr(dtype), "fortran_order": False, "shape": (num_rows, 3)}
+        write_array_header_1_0(file, shape)
+
+    write_header(0)
+    num_rows = 0
+    for rows in parts:
+        file.write(np.ascontiguousarray(rows))
+        num_rows += len(rows)
+    file.seek(0)
+    write_header(num_rows)
+
+
+@contextmanager
+def _unnamed(path: Path) -> Iterator[BinaryIO]:
+    """A file to write beside `path`, under a name that is nobody else's; deleted unless `_name` gives it its own."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+            yield file
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _name(file: BinaryIO, path: Path) -> None:
+    """Give a file its name once all of it is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+    os.replace(file.name, path)
 
 
 def _checksum(path: Path) -> int:

@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -54,6 +54,29 @@ def dataset_exists(prefix: str | os.PathLike) -> bool:
     """True where both PREFIX.bin and PREFIX.idx are files."""
     bin_path, idx_path, _ = dataset_paths(prefix)
     return bin_path.is_file() and idx_path.is_file()
+
+
+def search_sorted(array: np.ndarray, values: np.ndarray, side: Literal["left", "right"] = "left") -> np.ndarray:
+    """np.searchsorted that reads only what it compares with: 8 * log2(len(array)) bytes for each value.
+
+    The header of an index has 34 bytes, so that its arrays are not aligned in memory; np.searchsorted copies such an
+    array whole, at each call.
+
+    Args:
+        array: int64[n], ascending, possibly a memory map.
+        values: int64 of any shape.
+        side: the first place where a value fits, or the last.
+
+    Returns:
+        int64 of the shape of `values`: how many elements are smaller ("left"), or not greater ("right").
+    """
+    array, found = np.asarray(array), np.zeros(np.shape(values), np.int64)
+    for bit in reversed(range(len(array).bit_length())):
+        further = found + (1 << bit)
+        passed = array[np.minimum(further, len(array)) - 1]
+        below = passed <= values if side == "right" else passed < values
+        found = np.where(below & (further <= len(array)), further, found)
+    return found
 
 
 class _SpilledIntegers:
@@ -404,6 +427,17 @@ class IndexedDataset:
                 f"{self.bin_path} was changed after it was written: its sha256 is {content.hexdigest()[:12]}, "
                 f"{self.meta_path} records {str(recorded)[:12]}; copy both again or tokenize again"
             )
+
+    def offsets(self, sequences: np.ndarray) -> np.ndarray:
+        """Where sequences begin in the .bin, in tokens, int64; the number of sequences stands for its end."""
+        inside = np.minimum(sequences, len(self) - 1)
+        begins = np.asarray(self.sequence_pointers[inside]) // self.dtype.itemsize if len(self) else 0
+        return np.where(sequences == inside, begins, self.num_tokens)
+
+    def document_bounds(self) -> Iterator[np.ndarray]:
+        """`document_indices` in blocks int64[k + 1] of k documents, each beginning with the end of the one before."""
+        for start in range(0, self.num_documents, _CHECK_BLOCK):
+            yield np.array(self.document_indices[start : start + _CHECK_BLOCK + 1])
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)

@@ -78,7 +78,10 @@ def token_statistics(tokens: IndexedDataset, vocab_size: int, max_counted: int =
     Raises:
         UserError: an id at or above `vocab_size`, which means another vocabulary made the file.
     """
-    lengths = [np.diff(tokens.offsets(bounds)) for bounds in tokens.document_bounds()]
+    lengths, sizes, done = np.empty(tokens.num_documents, np.int64), np.empty(tokens.num_documents, np.int64), 0
+    for bounds in tokens.document_bounds():
+        block = slice(done, done + len(bounds) - 1)
+        lengths[block], sizes[block], done = np.diff(tokens.offsets(bounds)), np.diff(bounds), block.stop
     step = max(1, -(-tokens.num_tokens // max(max_counted, 1)))
     frequencies, counted = np.zeros(vocab_size, np.int64), 0
     for start in range(0, tokens.num_tokens, _BLOCK * step):
@@ -96,8 +99,8 @@ def token_statistics(tokens: IndexedDataset, vocab_size: int, max_counted: int =
         num_sequences=len(tokens),
         num_tokens=tokens.num_tokens,
         num_bytes=int(tokens.meta.get("num_bytes", 0)),
-        document_lengths=np.concatenate([np.empty(0, np.int64), *lengths]),
-        document_sequences=np.diff(tokens.document_indices),
+        document_lengths=lengths,
+        document_sequences=sizes,
         sequence_lengths=tokens.sequence_lengths,
         frequencies=frequencies,
         num_counted=counted,
