@@ -117,13 +117,13 @@ class TaskExamples:
     def fingerprint(self) -> str:
         """sha256 over data, task, lengths, vocabulary, seed and versions: equal ones give equal streams.
 
-        Of the user's module it knows the structure of the task, not the code of its functions.
+        Of the user's module it knows the structure of the task and the settings bound to its steps, not their code.
         """
         job = self.job
         parts = {
-            "version": [_VERSION, seqio.__version__, version("t5") if self._text else None],
+            "version": [_VERSION, tf.__version__, seqio.__version__, version("t5") if self._text else None],
             "task": [job.task, [self._describe(task) for task in self._subtasks]],
-            "data": self._text.stamps() if self._text else None,
+            "data": [job.text_key, self._text.stamps()] if self._text else None,
             "lengths": [job.inputs_length, job.targets_length],
             "noise": [job.noise_density, job.mean_noise_span_length] if self._text else None,
             "vocabulary": self.vocabulary.sha256,
@@ -135,7 +135,7 @@ class TaskExamples:
         shards = [] if self._text else task.source.list_shards("train" if "train" in task.splits else task.splits[0])
         files = [[os.path.basename(s), os.path.getsize(s) if os.path.isfile(s) else None] for s in map(str, shards)]
         rate = self.task.get_rate(task) if isinstance(self.task, seqio.Mixture) else 1.0
-        steps = [seqio.utils.function_name(step) or type(step).__name__ for step in task.preprocessors]
+        steps = [step_name(step) for step in task.preprocessors]
         return [task.name, float(rate), type(task.source).__name__, files, steps]
 
     # ---- datasets
@@ -426,3 +426,15 @@ def _lines_before(piece: Piece) -> int:
             block = file.read(min(left, 1 << 20))
             lines, left = lines + block.count(b"\n"), left - len(block)
     return lines
+
+
+def step_name(step: Any) -> list[str]:
+    """A preprocessor's name and, where it is a `functools.partial`, the plain values bound in it."""
+    bound: list[str] = []
+    while isinstance(step, functools.partial):
+        values = [*enumerate(step.args), *sorted(step.keywords.items())]
+        bound += [
+            f"{name}={value!r}" for name, value in values if isinstance(value, (bool, int, float, str, list, tuple))
+        ]
+        step = step.func
+    return [seqio.utils.function_name(step) or type(step).__name__, *bound]

@@ -4,6 +4,7 @@ python seqio_oracle.py FOLDER    FOLDER holds vocab.model, docs.json, tasks.py; 
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import sys
@@ -15,7 +16,7 @@ import seqio
 import tensorflow as tf
 from t5.data import preprocessors as t5
 
-from lm_experiments_tools.data.seqio_tasks import TaskExamples
+from lm_experiments_tools.data.seqio_tasks import TaskExamples, step_name
 from lm_experiments_tools.data.seqio_worker import PADDING, Job
 from lm_experiments_tools.errors import UserError
 
@@ -96,6 +97,7 @@ def text_tasks(folder, made, said):
     said["bad_lines"] = [text for level, text in logged if level == logging.WARNING]
     forged = TaskExamples(job(folder, "prefix_lm", data_path=[str(folder / "forged.jsonl")]), print)
     made["forged"] = ours(forged, number=16)
+    said["bound"] = step_name(functools.partial(functools.partial(refusal, noise=0.5, steps=[1]), "a"))
     said["too_many"] = refusal(folder, "span_corruption", max_bad_lines=1)
     said["no_text"] = refusal(folder, "prefix_lm", data_path=[str(folder / "broken.jsonl")])
 

@@ -220,6 +220,8 @@ def test_bad_lines_are_set_aside_by_file_and_line(oracle, folder):
 def test_each_fingerprint_is_its_own(oracle):
     prints = [text for name, text in oracle[1].items() if name.startswith("fingerprint")]
     assert len(prints) == len(set(prints)) == 6
+    name, *bound = oracle[1]["bound"]
+    assert "refusal" in name and bound == ["0='a'", "noise=0.5", "steps=[1]"]
 
 
 @pytest.mark.parametrize(
