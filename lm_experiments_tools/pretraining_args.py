@@ -54,7 +54,8 @@ class DataArgs:
     text_key: str = "text"
     """Key of a .jsonl line that holds the text."""
     max_bad_lines: int = 100
-    """Unreadable lines of raw text to set aside (file and line are reported) before the run refuses to go on."""
+    """Unreadable lines of raw text to set aside (file and line are reported) before the run refuses to go on. With
+    --streaming: in what each worker reads, counted the first time it is read."""
     data_n_workers: int | None = None
     """Processes that tokenize raw text. None: one per core."""
     valid_samples: int | None = None

@@ -153,6 +153,7 @@ class SpanCorruptionDataset(DenoisingDataset):
         seed: fixes order, cut points and noise.
         trim_targets: where `targets_length` is larger than the targets, yield them at the length they need (and say
             so) rather than train on padding. False pads to `targets_length`.
+        quiet: do not say so.
 
     Raises:
         UserError: no tokens, a token id outside the vocabulary, targets that do not fit, or settings that
@@ -173,6 +174,7 @@ class SpanCorruptionDataset(DenoisingDataset):
         mean_noise_span_length: float = 3.0,
         seed: int = 0,
         trim_targets: bool = True,
+        quiet: bool = False,
     ) -> None:
         self.sentinel_ids = np.asarray(sentinel_ids, np.int64)
         self.noise_density, self.mean_noise_span_length = noise_density, mean_noise_span_length
@@ -181,7 +183,7 @@ class SpanCorruptionDataset(DenoisingDataset):
             self.counts, noise_density, mean_noise_span_length, self.sentinel_ids, eos_id, pad_id, None
         )
         self.eos_id, self._asked = eos_id, inputs_length
-        width = self._fit_targets(targets_length, trim_targets)
+        width = self._fit_targets(targets_length, trim_targets, quiet)
         super().__init__(tokens, [denoiser], pad_id=pad_id, vocab_size=vocab_size, seed=seed, targets_length=width)
         self.inputs_length = inputs_length
 
@@ -189,7 +191,7 @@ class SpanCorruptionDataset(DenoisingDataset):
     def tokens_length(self) -> int:
         return self.counts.tokens_length
 
-    def _fit_targets(self, targets_length: int | None, trim: bool) -> int:
+    def _fit_targets(self, targets_length: int | None, trim: bool, quiet: bool) -> int:
         needed = self.counts.targets_length
         if targets_length is None:
             return needed
@@ -200,10 +202,12 @@ class SpanCorruptionDataset(DenoisingDataset):
                 f"{self.mean_noise_span_length}: set it to {needed}, or leave it out."
             )
         if targets_length > needed and trim:
-            logger.info(
-                "targets are %d tokens long, not %d: the rest would be padding (inputs_length %d, noise_density %s)",
-                *(needed, targets_length, self._asked, self.noise_density),
-            )
+            if not quiet:
+                logger.info(
+                    "targets are %d tokens long, not %d: the rest would be padding (inputs_length %d, "
+                    "noise_density %s)",
+                    *(needed, targets_length, self._asked, self.noise_density),
+                )
             return needed
         return targets_length
 

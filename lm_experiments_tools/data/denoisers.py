@@ -198,13 +198,16 @@ class PrefixDenoiser:
         np.copyto(labels, IGNORED_LABEL, where=places > (length - drawn)[:, None])
 
 
-def fitting_span_denoiser(name: str, inputs_length: int, targets_length: int, denoiser: SpanDenoiser) -> SpanDenoiser:
+def fitting_span_denoiser(
+    name: str, inputs_length: int, targets_length: int, denoiser: SpanDenoiser, *, quiet: bool = False
+) -> SpanDenoiser:
     """`denoiser` for the longest rows whose inputs, targets and sentinels all fit.
 
     Args:
         name: of the denoiser, for messages.
         inputs_length, targets_length: room, EOS and mode token included.
         denoiser: its noise, ids and mode; its counts are not used.
+        quiet: do not log that rows are shorter for want of sentinels.
 
     Raises:
         UserError: no row of 2 tokens fits.
@@ -215,7 +218,7 @@ def fitting_span_denoiser(name: str, inputs_length: int, targets_length: int, de
     for length in range(longest, 1, -1):
         counts = count_spans(length, density, mean)
         if counts.inputs_length <= room and counts.targets_length <= targets_length and counts.num_spans <= sentinels:
-            if length < longest - 1 and counts.num_spans == sentinels:
+            if length < longest - 1 and counts.num_spans == sentinels and not quiet:
                 logger.info(
                     "denoiser %s reads rows of %d tokens, not %d, which need more spans than the %d sentinels",
                     *(name, length, longest, sentinels),

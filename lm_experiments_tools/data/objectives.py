@@ -103,7 +103,7 @@ def objective_dataset(
     Raises:
         UserError: settings that the objective refuses, or tokens of another vocabulary.
     """
-    return _in_buckets(args, _examples(args, tokens, vocabulary, seed), seed, world_size)
+    return _in_buckets(args, example_dataset(args, tokens, vocabulary, seed=seed), seed, world_size)
 
 
 def mixed_dataset(
@@ -114,40 +114,26 @@ def mixed_dataset(
         return objective_dataset(args, tokens[0], vocabulary, seed=seed, world_size=world_size)
     # A seed for each: equal ones would give members of equal size the same order and noise.
     members = [
-        _examples(args, source, vocabulary, stream_key(seed, f"member {number}"))
+        example_dataset(args, source, vocabulary, seed=stream_key(seed, f"member {number}"))
         for number, source in enumerate(tokens)
     ]
     mixture = MixtureDataset(members, args.data_weights or None, args.data_blending, pad_id=vocabulary.pad_id)
     return _in_buckets(args, mixture, seed, world_size)
 
 
-def mask_id(vocabulary: Vocabulary) -> int:
-    """What hides a token in masked LM: the piece [MASK] or <mask>, else sentinel 0.
-
-    Raises:
-        UserError: a vocabulary with none of them.
-    """
-    found = [index for piece in MASK_PIECES if (index := vocabulary.find(piece)) is not None]
-    if not found and vocabulary.num_sentinels == 0:
-        raise UserError(
-            f"--task mlm needs a token that hides others, but {vocabulary.path} has neither "
-            f"{' nor '.join(MASK_PIECES)} nor a sentinel: train one with `lmtools vocab`."
-        )
-    return found[0] if found else int(vocabulary.sentinel_ids[0])
-
-
-def _in_buckets(args: T5PretrainingArgs, dataset: SampleDataset, seed: int, world_size: int) -> SampleDataset:
-    if not args.varies_in_length():
-        return dataset
-    # By default all rows of a step, however they are split: a step then holds the same samples for any split of it.
-    rows = args.bucket_rows or args.global_batch_size(world_size)
-    return BucketedDataset(dataset, rows, seed, args.trim_to(), micro_rows=args.batch_size * world_size)
-
-
-def _examples(
-    args: T5PretrainingArgs, tokens: TokenSource | Sequence[TokenSource], vocabulary: Vocabulary, seed: int
+def example_dataset(
+    args: T5PretrainingArgs,
+    tokens: TokenSource | Sequence[TokenSource],
+    vocabulary: Vocabulary,
+    *,
+    seed: int,
+    quiet: bool = False,
 ) -> SampleDataset:
-    """The objective's examples in their own order."""
+    """`objective_dataset` before examples of like length are put together.
+
+    Args:
+        quiet: do not log what the settings come to, for one dataset of many with the same.
+    """
     ids = {"pad_id": vocabulary.pad_id, "vocab_size": vocabulary.size, "seed": seed}
     lengths = args.input_seq_len, args.target_seq_len
     if args.task == "mlm":
@@ -172,12 +158,38 @@ def _examples(
     if args.task == "ul2":
         modes = mode_ids(vocabulary) if args.mode_tokens else {}
         sentinels = [index for index in vocabulary.sentinel_ids.tolist() if index not in modes.values()]
-        return UL2Dataset(tokens, *lengths, args.denoiser_specs(), modes=modes, sentinel_ids=sentinels, **ids)
+        return UL2Dataset(
+            tokens, *lengths, args.denoiser_specs(), modes=modes, sentinel_ids=sentinels, quiet=quiet, **ids
+        )
     return SpanCorruptionDataset(
         tokens,
         *lengths,
         sentinel_ids=vocabulary.sentinel_ids,
         noise_density=args.noise_density,
         mean_noise_span_length=args.mean_noise_span_length,
+        quiet=quiet,
         **ids,
     )
+
+
+def mask_id(vocabulary: Vocabulary) -> int:
+    """What hides a token in masked LM: the piece [MASK] or <mask>, else sentinel 0.
+
+    Raises:
+        UserError: a vocabulary with none of them.
+    """
+    found = [index for piece in MASK_PIECES if (index := vocabulary.find(piece)) is not None]
+    if not found and vocabulary.num_sentinels == 0:
+        raise UserError(
+            f"--task mlm needs a token that hides others, but {vocabulary.path} has neither "
+            f"{' nor '.join(MASK_PIECES)} nor a sentinel: train one with `lmtools vocab`."
+        )
+    return found[0] if found else int(vocabulary.sentinel_ids[0])
+
+
+def _in_buckets(args: T5PretrainingArgs, dataset: SampleDataset, seed: int, world_size: int) -> SampleDataset:
+    if not args.varies_in_length():
+        return dataset
+    # By default all rows of a step, however they are split: a step then holds the same samples for any split of it.
+    rows = args.bucket_rows or args.global_batch_size(world_size)
+    return BucketedDataset(dataset, rows, seed, args.trim_to(), micro_rows=args.batch_size * world_size)

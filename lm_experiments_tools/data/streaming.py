@@ -23,9 +23,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import asdict, fields
 from math import gcd
 from pathlib import Path
@@ -39,7 +37,7 @@ from lm_experiments_tools.data.buckets import BucketedDataset
 from lm_experiments_tools.data.encoding import Encoding
 from lm_experiments_tools.data.indexed import IndexedDataset, dataset_exists
 from lm_experiments_tools.data.loader import SampleDataset
-from lm_experiments_tools.data.objectives import objective_dataset
+from lm_experiments_tools.data.objectives import example_dataset
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.stream_chunks import ChunkFeed, ExampleStream, in_background
 from lm_experiments_tools.data.stream_text import StreamPlan
@@ -58,7 +56,6 @@ CACHE = Path(".cache") / "streams"  # below the working directory
 _NOT_IN_SAMPLES = ("bucket_rows", "pad_to_multiple_of")  # objective flags that change no sample
 _VERSION = 1  # of the mapping (text, settings, seed) -> samples; part of the fingerprint
 _WORKERS = 4  # processes, unless --data_n_workers says otherwise: they wait for the network more than they work
-_QUIET = threading.Lock()  # while the level of a logger is changed
 _ROWS_AT_ONCE = 64  # of each stream: numpy's calls cost as much for one row
 
 
@@ -297,14 +294,13 @@ def _open(
     """Start the workers and wait for the first example of the first stream, which shows most of what can be wrong."""
     folder = (CACHE / fingerprint[:16]).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    said = threading.Event()
+    unsaid = threading.Lock()  # the first to take it logs what the settings come to, the same for every chunk
     encoding = Encoding(os.path.abspath(vocab_path), vocabulary.sha256, text_key=args.text_key)
 
     def build(prefix: str, stream: int, chunk: int) -> SampleDataset:
         seed = stream_key(args.seed, f"stream {stream}, chunk {chunk}")
-        with _quiet_but_once(said):
-            dataset = objective_dataset(args, IndexedDataset(prefix), vocabulary, seed=seed)
-        return dataset.dataset if isinstance(dataset, BucketedDataset) else dataset
+        quiet = not unsaid.acquire(blocking=False)
+        return example_dataset(args, IndexedDataset(prefix), vocabulary, seed=seed, quiet=quiet)
 
     greeting = {
         "plan": asdict(plan),
@@ -323,18 +319,3 @@ def _open(
             feed.close()
             raise
     return StreamLoader(dataset, fingerprint, args.rows_per_worker(), backend.rank, backend.world_size)
-
-
-@contextmanager
-def _quiet_but_once(said: threading.Event) -> Iterator[None]:
-    """An objective says of its settings what is the same for every chunk: let it say so once."""
-    parent = logging.getLogger(__package__)
-    with _QUIET:
-        level = parent.level
-        if said.is_set():
-            parent.setLevel(logging.WARNING)
-        try:
-            yield
-        finally:
-            parent.setLevel(level)
-            said.set()

@@ -86,6 +86,7 @@ class UL2Dataset(DenoisingDataset):
         specs: the denoisers.
         modes: id of the mode token of R, X and S; empty for none.
         sentinel_ids: ids of sentinel 0, 1, ...; a mode token must not be one.
+        quiet: do not log what the settings come to.
 
     Raises:
         UserError: as `SpanCorruptionDataset`, or a denoiser that has no room.
@@ -104,14 +105,17 @@ class UL2Dataset(DenoisingDataset):
         pad_id: int,
         vocab_size: int,
         seed: int = 0,
+        quiet: bool = False,
     ) -> None:
         self.specs, self.modes = list(specs), dict(modes)
         self.sentinel_ids, self.eos_id = np.asarray(sentinel_ids, np.int64), eos_id
-        denoisers = [self._denoiser(spec, inputs_length, targets_length, pad_id) for spec in specs]
+        denoisers = [self._denoiser(spec, inputs_length, targets_length, pad_id, quiet) for spec in specs]
         turn = turn_of([spec.weight for spec in specs])
         super().__init__(tokens, denoisers, turn, pad_id=pad_id, vocab_size=vocab_size, seed=seed)
 
-    def _denoiser(self, spec: DenoiserSpec, inputs_length: int, targets_length: int, pad_id: int) -> Denoiser:
+    def _denoiser(
+        self, spec: DenoiserSpec, inputs_length: int, targets_length: int, pad_id: int, quiet: bool
+    ) -> Denoiser:
         mode = self.modes.get(spec.mode)
         room = inputs_length - (mode is not None)
         if room < 3 or targets_length < 2:
@@ -124,7 +128,7 @@ class UL2Dataset(DenoisingDataset):
             return PrefixDenoiser(room - 1, spec.noise_density, targets_length, self.eos_id, pad_id, mode)
         noise = spec.noise_density, spec.mean_noise_span_length
         like = SpanDenoiser(SpanCounts(0, 0, 0), *noise, self.sentinel_ids, self.eos_id, pad_id, mode)
-        return fitting_span_denoiser(str(spec), inputs_length, targets_length, like)
+        return fitting_span_denoiser(str(spec), inputs_length, targets_length, like, quiet=quiet)
 
     def describe(self) -> str:
         """The denoisers with their shares, and the size of the data, for the log."""

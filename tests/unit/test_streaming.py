@@ -1,6 +1,7 @@
 """--streaming: each document once a pass, one order for any number of workers and any speed, resume at any sample."""
 
 import json
+import logging
 import random
 import shutil
 import threading
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from lm_experiments_tools.backends.backend import LocalBackend
-from lm_experiments_tools.data import hf_datasets, stream_chunks, stream_text, streaming_worker
+from lm_experiments_tools.data import hf_datasets, stream_chunks, stream_text, streaming, streaming_worker
 from lm_experiments_tools.data.documents import Document, plan_pieces, read_piece
 from lm_experiments_tools.data.encoding import Encoding
 from lm_experiments_tools.data.indexed import IndexedDataset, IndexedDatasetWriter
@@ -376,6 +377,25 @@ def test_the_first_batch_waits_for_the_first_chunks_alone(start, in_process, tmp
 # ---- what can go wrong ----
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"), [({}, "targets are "), ({"task": "ul2", "denoisers": ("R:1:0.5",)}, "denoiser R:1:0.5 ")]
+)
+def test_settings_are_said_once_and_other_lines_are_not_lost(start, in_process, caplog, changes, message):
+    caplog.set_level(logging.INFO)
+
+    def open_and_log(prefix):  # stands for another thread, at any moment of the work on a chunk
+        logging.getLogger("lm_experiments_tools.data.loader").info("a line of the training")
+        return IndexedDataset(prefix)
+
+    in_process.setattr(streaming, "IndexedDataset", open_and_log)
+    loader = start(input_seq_len=512, target_seq_len=512, **changes)
+    take(loader, 30)
+    folder = next(Path(".cache/streams").iterdir())
+    loader.close()
+    assert len([text for text in caplog.messages if text.startswith(message)]) == 1
+    assert caplog.messages.count("a line of the training") >= len(list(folder.rglob("*.idx"))) > 4
+
+
 def test_a_real_worker_process_and_its_death(start, monkeypatch):
     expected_error = r"the streamed text stopped: the process that tokenizes ended with exit code -9 \(-9: killed"
     loader = start()
@@ -422,7 +442,7 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
         ),
         ({"data_path": ("NUMBERS",), "text_key": "id"}, r"stream \d has more than 100 bad lines.*no key 'id'"),
         ({"data_path": ("TOKENS",)}, "is tokenized already: leave out --streaming"),
-        ({"data_weights": (1.0,)}, "--data_weights cannot be had with --streaming"),
+        ({"data_path": ("BLANK", "NUMBERS"), "data_weights": (1.0, 2.0)}, "--data_weights cannot be had with --streaming"),
         ({"noise_density": 0.9, "mean_noise_span_length": 1.0}, "noise_density|spans"),
     ],
 )
