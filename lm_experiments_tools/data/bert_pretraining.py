@@ -13,6 +13,7 @@ from lm_experiments_tools.batches import IGNORED_LABEL, forward_names_of
 from lm_experiments_tools.data.indexed import IndexedDataset
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, ValidLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
+from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.experiment import class_and_config
 from lm_experiments_tools.state import on_all, on_main
@@ -125,9 +126,14 @@ def bert_datasets(
         cache_dir=CACHE / args.data_name,
     )
     passes = {"num_epochs": args.data_n_epochs, "max_num_samples": args.data_n_samples}
-    members = [dataset(open_sentences(path), **passes) for path in args.data_path]
-    train = members[0]
-    if len(members) > 1:
+    if len(args.data_path) == 1:
+        train = dataset(open_sentences(args.data_path[0]), **passes)
+    else:
+        # A seed for each: equal ones would give members of equal size the same order and noise.
+        members = [
+            dataset(open_sentences(path), seed=stream_key(args.seed, f"member {number}"), **passes)
+            for number, path in enumerate(args.data_path)
+        ]
         train = MixtureDataset(members, args.data_weights or None, args.data_blending, pad_id=tokenizer.pad)
     if args.valid_data_path is None:
         return train, None, None

@@ -1,5 +1,6 @@
 """run_bert_pretraining.py in this process: what it logs is exact, what it saves loads, bad input is a sentence."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForPreT
 from lm_experiments_tools.backends import fsdp
 from lm_experiments_tools.bert_args import BertPretrainingArgs
 from lm_experiments_tools.cli import parse
-from lm_experiments_tools.data.bert_pretraining import bert_metrics
+from lm_experiments_tools.data.bert_pretraining import bert_datasets, bert_metrics
 from lm_experiments_tools.data.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.data.loader import ValidLoader
 from lm_experiments_tools.errors import UserError
@@ -205,6 +206,25 @@ def test_bad_input_is_one_sentence(data, work, changed, sentence):
 def test_a_model_that_does_not_fit_the_data_is_refused(data, work, changed, sentence):
     (work / "other.json").write_text(json.dumps({**TINY, **changed}))
     refused(data, sentence, model_cfg="other.json")
+
+
+def test_members_of_equal_size_have_an_order_and_noise_of_their_own(data, work):
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=data / "vocab.txt")
+
+    def training_samples(*paths):
+        flags = ["--model_cfg", data / "tiny.json", "--vocab_file", data / "vocab.txt", "--data_path", *paths]
+        args, _ = parse(
+            BertPretrainingArgs, [*map(str, flags), "--short_seq_prob", "0", "--input_seq_len", "48", "--lr", "1e-3"]
+        )
+        return bert_datasets(args, tokenizer)[0]
+
+    alone = training_samples(data / "train")
+    first, second = training_samples(data / "train", data / "train").datasets
+    assert len(first) == len(second) == len(alone)
+    numbers = np.arange(len(alone))
+    inputs = [samples.batch(numbers)["input_ids"] for samples in (alone, first, second)]
+    for one, other in itertools.combinations(inputs, 2):
+        assert (one == other).all(axis=1).mean() < 0.05
 
 
 def test_data_without_sentences_is_refused_for_pairs_and_fine_without(data, work):
