@@ -155,6 +155,12 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
         where = f"rank {launcher_rank()}" + ("" if step is None else f" step {step}")
         print(f"error: {where}: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
+    except OSError as error:
+        if error.errno is None:  # raised by a library for reasons of its own
+            raise
+        what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        print(f"error: rank {launcher_rank()}: {what}", file=sys.stderr, flush=True)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(128 + signal.SIGINT)

@@ -33,6 +33,11 @@ VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
+_META_TYPES = {  # of what other modules read in PREFIX.json
+    **dict.fromkeys(("num_bytes", "bad_lines", "num_sequences", "empty_documents"), int),
+    **dict.fromkeys(("vocab_file", "vocab_sha256", "bin_sha256", "tokenizer_fingerprint"), str),
+    "shard": dict,
+}
 _CHECK_BLOCK = 1 << 20  # index entries checked at a time: bounds the memory of opening a large index
 
 
@@ -392,6 +397,12 @@ class IndexedDataset:
             raise UserError(
                 f"{self.meta_path} holds {type(meta).__name__}, not an object; delete it or tokenize again"
             )
+        for key, kind in _META_TYPES.items():
+            if not isinstance(meta.get(key), (kind, type(None))):
+                raise UserError(
+                    f"{self.meta_path} records {key} {meta[key]!r}, which is no {kind.__name__}; copy it again or "
+                    "tokenize again"
+                )
         facts = {"dtype": self.dtype.name, "num_documents": self.num_documents, "num_tokens": self.num_tokens}
         for key, value in facts.items():
             if meta.get(key, value) != value:

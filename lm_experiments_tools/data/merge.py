@@ -19,7 +19,7 @@ from lm_experiments_tools.files import locked
 
 _SUFFIX = re.compile(r"\.(bin|idx|json|bad_lines\.jsonl)$")
 _SHARD = "-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].idx"
-_SUMMED = ("num_documents", "num_tokens", "num_bytes", "bad_lines")
+_SUMMED = ("num_documents", "num_sequences", "num_tokens", "num_bytes", "bad_lines", "empty_documents")
 _OWN = (*_SUMMED, "bin_sha256", "shard", "vocab_file")  # what may differ between files that belong together
 
 
@@ -72,8 +72,12 @@ def _in_order(datasets: list[IndexedDataset]) -> list[IndexedDataset]:
         raise UserError(f"{other.prefix} is no shard but {sharded[0].prefix} is one: merge the shards first")
     first = sharded[0].meta["shard"]
     for dataset in sharded:
+        number, of = (dataset.meta["shard"].get(key) for key in ("number", "of"))
+        if not (isinstance(number, int) and isinstance(of, int) and 0 <= number < of < 100_000):
+            raise UserError(f"{dataset.meta_path} records shard {number} of {of}, which cannot be; tokenize it again")
+    for dataset in sharded:
         shard = dataset.meta["shard"]
-        if (shard["of"], shard["source"]) != (first["of"], first["source"]):
+        if (shard["of"], shard.get("source")) != (first["of"], first.get("source")):
             raise UserError(
                 f"{dataset.prefix} (shard {shard['number']} of {shard['of']}) and {sharded[0].prefix} (shard "
                 f"{first['number']} of {first['of']}) were not cut from the same text with the same settings: they "

@@ -32,13 +32,13 @@ from lm_experiments_tools.data.documents import BadLine, Piece, Quarantine, no_d
 from lm_experiments_tools.data.seqio_worker import PADDING, Job, one_line
 from lm_experiments_tools.data.vocabulary import Vocabulary, sentinel_piece
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import hash_of_ends
 
 FEATURES = ("inputs", "targets")
 _VERSION = 1  # of the mapping (text, settings, seed) -> stream; part of the fingerprint
 _AHEAD = 4  # batches prepared before they are asked for
 _VALIDATION_ROWS = 256  # written at a time
 _PROGRESS_SECONDS = 30.0
-_SAMPLED_BYTES = 1 << 16  # of a file's beginning and end, for its fingerprint
 _UNUSED = sentencepiece_model_pb2.ModelProto.SentencePiece.UNUSED
 
 Log = Callable[[int, str], None]
@@ -404,16 +404,8 @@ class TextSource:
             if kind == "dataset":
                 stamps.append([path])
             else:
-                size = os.path.getsize(path)
-                stamps.append([os.path.basename(path), size, _hash_of_ends(path, size)])
+                stamps.append([os.path.basename(path), os.path.getsize(path), hash_of_ends(path)])
         return stamps
-
-
-def _hash_of_ends(path: str, size: int) -> str:
-    with open(path, "rb") as file:
-        content = file.read(_SAMPLED_BYTES)
-        file.seek(max(size - _SAMPLED_BYTES, 0))
-        return hashlib.sha256(content + file.read()).hexdigest()
 
 
 def _lines_before(piece: Piece) -> int:

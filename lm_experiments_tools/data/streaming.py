@@ -43,6 +43,7 @@ from lm_experiments_tools.data.stream_chunks import ChunkFeed, ExampleStream, in
 from lm_experiments_tools.data.stream_text import StreamPlan
 from lm_experiments_tools.data.vocabulary import Vocabulary
 from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.files import hash_of_ends
 from lm_experiments_tools.pretraining_args import ObjectiveArgs
 from lm_experiments_tools.state import on_all, on_main
 
@@ -260,7 +261,7 @@ def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> t
 
 
 def _identity(plan: StreamPlan) -> list[Any]:
-    """Names, bounds and sizes of pieces; files of a dataset. Not where they lie, nor when they were copied there."""
+    """Names, bounds, sizes, beginnings and ends of files; files of a dataset. Not where they lie, nor since when."""
     identities = {
         path: hf_datasets.identity(path)
         for path in dict.fromkeys(piece.path for piece in plan.pieces if piece.kind == "dataset")
@@ -268,7 +269,8 @@ def _identity(plan: StreamPlan) -> list[Any]:
     pieces = [
         (os.path.basename(piece.path), piece.kind, piece.start, piece.end, piece.num_bytes) for piece in plan.pieces
     ]
-    return [pieces, list(identities.values())]
+    files = dict.fromkeys(piece.path for piece in plan.pieces if piece.kind != "dataset")
+    return [pieces, [hash_of_ends(path) for path in files], list(identities.values())]
 
 
 def _bucket_rows(args: T5PretrainingArgs, num_streams: int, world_size: int) -> int | None:

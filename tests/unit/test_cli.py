@@ -321,6 +321,8 @@ def main():
         error = RuntimeError("first line\\nsecond line")
         error.step = 7
         raise error
+    if what == "disk":
+        open("/proc/nowhere/file", "w")
     if what == "code":
         return 5
 
@@ -335,6 +337,7 @@ run_main(main)
         (["parse", *REQUIRED], 0, ""),
         (["interrupt"], 130, "interrupted"),
         (["code"], 5, ""),
+        (["disk"], 1, "error: rank 3: /proc/nowhere/file: No such file or directory"),
         (["crash"], 1, "rank 3 step 7: RuntimeError: first line"),
     ],
 )

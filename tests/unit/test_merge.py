@@ -263,3 +263,26 @@ def test_the_fingerprint_is_of_the_tokens_themselves(whole, tmp_path):
     os.utime(tmp_path / "t.bin", (later, later))
     assert IndexedDataset(tmp_path / "t").fingerprint == dataset.fingerprint
     assert dataset_exists(tmp_path / "t")
+
+
+def test_files_of_sentences_are_merged(tmp_path):
+    for number, sizes in enumerate(([2, 1], [4])):
+        with IndexedDatasetWriter(tmp_path / f"in{number}", np.uint16) as writer:
+            for size in sizes:
+                for sentence in range(size):
+                    writer.add_sequence([sentence, number])
+                writer.end_document()
+            writer.finalize({"num_sequences": sum(sizes), "empty_documents": number})
+    meta = merge_datasets([str(tmp_path / f"in{number}") for number in range(2)], tmp_path / "out")
+    assert (meta["num_sequences"], meta["empty_documents"]) == (7, 1)
+    assert IndexedDataset(tmp_path / "out").document_indices.tolist() == [0, 2, 3, 7]
+
+
+@pytest.mark.parametrize("shard", [{"number": 0, "of": 10**9, "source": "a"}, {"number": "0", "of": 2}, {}])
+def test_a_shard_that_cannot_be_is_named(tmp_path, shard):
+    with IndexedDatasetWriter(tmp_path / "in", np.uint16) as writer:
+        writer.add_sequence([1])
+        writer.end_document()
+        writer.finalize({"shard": shard})
+    with pytest.raises(UserError, match="which cannot be"):
+        merge_datasets([str(tmp_path / "in")], tmp_path / "out")

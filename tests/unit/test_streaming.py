@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from lm_experiments_tools import files
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.data import hf_datasets, stream_chunks, stream_text, streaming, streaming_worker
 from lm_experiments_tools.data.documents import Document, plan_pieces, read_piece
@@ -475,17 +476,28 @@ def test_a_full_disk_is_one_sentence(start, in_process):
 
 def test_text_that_changed_under_a_run_is_noticed(start, in_process, tmp_path):
     texts = make_texts(3000)
+    in_process.setattr(files, "SAMPLED_BYTES", 100)  # the edit is not seen by the fingerprint
     settings = {"data_path": (write_jsonl(tmp_path / "d.jsonl", texts),), "streams": 1, "data_n_workers": 1}
     loader = start(**settings)
     take(loader, 30)
     loader.close()
     folder = next(Path(".cache/streams").iterdir())
     shutil.rmtree(folder / "stream-00000")
-    write_jsonl(tmp_path / "d.jsonl", [text.replace(" ", "", 1) + " " for text in texts])  # the same size
+    write_jsonl(
+        tmp_path / "d.jsonl",
+        [text.replace(" ", "", 1) + " " if 5 < i < 2990 else text for i, text in enumerate(texts)],
+    )
     loader = start(**settings)
     loader.seek(30 * 8)
     with pytest.raises(UserError, match="the text has changed since"):
         take(loader, 1)
+
+
+def test_edited_text_of_the_same_size_is_other_text(start, in_process, tmp_path):
+    path = write_jsonl(tmp_path / "d.jsonl", ["one word after the other"] * 300)
+    first = start(data_path=(path,)).fingerprint
+    write_jsonl(tmp_path / "d.jsonl", ["one word after one other"] * 300)
+    assert start(data_path=(path,)).fingerprint != first
 
 
 def test_the_fingerprint_names_text_objective_and_seed_but_not_where_it_lies(start, in_process, data, tmp_path):
