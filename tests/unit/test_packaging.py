@@ -16,6 +16,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from lm_experiments_tools import cli
+from lm_experiments_tools.bert_args import BertPretrainingArgs
 from lm_experiments_tools.pretraining_args import T5PretrainingArgs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,7 +151,8 @@ def test_installed_version_is_one_we_pin(name):
 
 def test_shipped_settings_parse():
     for path in sorted((ROOT / "examples").glob("pretrain*.yaml")):
-        args, origins = cli.parse(T5PretrainingArgs, ["--config", str(path)])
+        args_class = BertPretrainingArgs if "bert" in path.stem else T5PretrainingArgs
+        args, origins = cli.parse(args_class, ["--config", str(path)])
         assert set(yaml.safe_load(path.read_text())) == {n for n, origin in origins.items() if origin != "default"}
         assert args.iters > 0
 
