@@ -183,23 +183,20 @@ class FullyShardedBackend(AccelerateBackend):
             raise UserError(
                 f"FSDP version {plugin.fsdp_version} was asked for: set fsdp_version: 2, the one supported"
             )
-        if self.precision.dtype is not None and plugin.mixed_precision_policy is None:
-            from torch.distributed.fsdp import MixedPrecisionPolicy
-
-            plugin.mixed_precision_policy = MixedPrecisionPolicy(
-                param_dtype=self.precision.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-            )
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         check_unprepared(model, optimizer)
         fsdp.join_shared_modules(model)
         plugin = self.accelerator.state.fsdp_plugin
         named = plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None) or []
-        plugin.transformer_cls_names_to_wrap = fsdp.unit_classes(model, named)
+        settings = {
+            "transformer_cls_names_to_wrap": fsdp.unit_classes(model, named),
+            "mixed_precision_policy": plugin.mixed_precision_policy or fsdp.mixed_precision(self.precision.dtype),
+        }
         if not plugin.cpu_ram_efficient_loading:  # where only rank 0 has weights
             self._broadcast_tensors([*model.parameters(), *model.buffers()])
         stepped = optimizer or torch.optim.SGD(model.parameters(), lr=0.0)  # FSDP2 prepares no model alone
-        with fsdp.tied_in_one_unit(model):
+        with fsdp.tied_in_one_unit(model), fsdp.set_for_now(plugin, settings):
             self.model, _ = self.accelerator.prepare(model, stepped)
         self._inner = model
         _, self.optimizer = self.precision.initialize(model, optimizer, self.device)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
@@ -63,6 +63,26 @@ def tied_in_one_unit(model: nn.Module) -> Iterator[None]:
     finally:
         for name in hidden:
             delattr(model, name)
+
+
+def mixed_precision(dtype: torch.dtype | None) -> MixedPrecisionPolicy | None:
+    """Weights gathered in `dtype`, gradients reduced in fp32; None where weights stay as they are."""
+    if dtype is None:
+        return None
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+@contextmanager
+def set_for_now(holder: Any, values: dict[str, Any]) -> Iterator[None]:
+    """Attributes of the user's own object for the time of one call: the next model may need others."""
+    before = {name: getattr(holder, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(holder, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(holder, name, value)
 
 
 def _is_shared(model: nn.Module, modules: Sequence[nn.Module]) -> bool:

@@ -195,12 +195,7 @@ def test_adafactor_equals_one_process_and_goes_on_from_its_state(results, kind):
         assert rank["same"]
 
 
-SPARSE_UNDER_FSDP = pytest.mark.xfail(
-    strict=True, reason="FSDP: weights differ by 7e-3 after four steps, cause not found"
-)
-
-
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=SPARSE_UNDER_FSDP if k == "fsdp" else ()) for k in UNSHARDED])
+@pytest.mark.parametrize("kind", UNSHARDED)
 def test_block_sparse_attention_equals_one_process(results, kind):
     alone, together = results.weights("local", "sparse"), results.weights(kind, "sparse")
     assert largest_difference(alone, together) < 2e-6
