@@ -1,0 +1,152 @@
+"""softmax(q k^T * scale + bias) v for the models of this project: one function, three ways to compute it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm_experiments_tools.attention.bias import DistanceBias, dense_bias
+from lm_experiments_tools.attention.functional import block_sparse_attention
+from lm_experiments_tools.attention.plan import Layout, SparsityConfig
+from lm_experiments_tools.attention.reference import attend_mask
+from lm_experiments_tools.errors import UserError
+
+IMPLEMENTATIONS = ("eager", "sdpa", "block_sparse")
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    implementation: str = "sdpa",
+    layout: SparsityConfig | Layout | None = None,
+    bias: DistanceBias | Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    output_attentions: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of queries to the keys that masks and layout leave; a query left without any gets zeros.
+
+    Args:
+        q: [batch, heads, query_length, head_dim].
+        k, v: [batch, heads, key_length, head_dim].
+        implementation: "eager" (plain matrices, softmax in float32 at least), "sdpa" (PyTorch's
+            scaled_dot_product_attention), or "block_sparse" (`block_sparse_attention`, which skips blocks and keeps a
+            distance bias short; under a `mask` it is dense, within the layout). All agree to rounding.
+        layout: the blocks of self-attention, for "block_sparse" alone; None for all.
+        bias: a distance bias, or a matrix [1 or batch, 1 or heads, query_length, key_length]. Added after scaling.
+        key_padding_mask: bool [batch, key_length], True where keys are attended to.
+        mask: bool [1 or batch, 1 or heads, query_length, key_length], True where allowed: of a cache, or a user's.
+        causal: query i attends to keys 0..i; not with a cache, whose mask says it.
+        scale: head_dim ** -0.5 if None; T5 takes 1.0.
+        dropout_p: probability of dropping an attention weight; 0 outside training.
+        output_attentions: return the weights too, computed the eager way.
+
+    Returns:
+        [batch, heads, query_length, head_dim], and the weights [batch, heads, query_length, key_length] or None.
+
+    Raises:
+        UserError: an unknown implementation, a layout for a dense one, or arguments that do not fit each other.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise UserError(f"attn_implementation={implementation!r} is none of {', '.join(IMPLEMENTATIONS)}.")
+    if layout is not None and implementation != "block_sparse":
+        raise UserError(f'a sparse layout needs attn_implementation="block_sparse", not {implementation!r}.')
+    if implementation == "block_sparse" and mask is None and not output_attentions:
+        output = block_sparse_attention(
+            *(q, k, v, layout, bias, key_padding_mask),
+            causal=causal,
+            scale=scale,
+            dropout_p=dropout_p,
+        )
+        return output, None
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    bias = shared_bias(bias, q.shape[2], k.shape[2], "eager")
+    only_causal = causal and bias is None and key_padding_mask is None and mask is None and layout is None
+    if only_causal and implementation == "sdpa" and not output_attentions:  # has fused kernels
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True, scale=scale), None
+    allowed = _allowed(q, k, layout, key_padding_mask, mask, causal)
+    if output_attentions or implementation == "eager":
+        return _eager(q, k, v, bias, allowed, scale, dropout_p)
+    return _sdpa(q, k, v, bias, allowed, scale, dropout_p), None
+
+
+def shared_bias(
+    bias: DistanceBias | Tensor | None, query_length: int, key_length: int, implementation: str
+) -> DistanceBias | Tensor | None:
+    """The bias in the form that layers share: its matrix, made once, for all but "block_sparse", which wants none."""
+    if bias is None or isinstance(bias, Tensor) or implementation == "block_sparse":
+        return bias
+    return dense_bias(bias, query_length, key_length)
+
+
+def limit_float16(x: Tensor) -> Tensor:
+    """`x` with infinities of float16 brought back to its range, so that no sum or softmax turns them into NaN.
+
+    T5's activations outgrow float16; other dtypes are returned as they are. Gradients of what was cut are zero.
+    """
+    if x.dtype != torch.float16:
+        return x
+    limit = torch.finfo(torch.float16).max - 1000  # the room that transformers' T5 leaves
+    return x.clamp(-limit, limit)
+
+
+def _allowed(
+    q: Tensor,
+    k: Tensor,
+    layout: SparsityConfig | Layout | None,
+    key_padding_mask: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+) -> Tensor | None:
+    """Keys each query may attend to, bool broadcastable to [batch, heads, query_length, key_length]; None for all."""
+    query_length, key_length = q.shape[2], k.shape[2]
+    allowed = mask
+    if layout is not None:  # queries are the last of the keys, as with a cache
+        blocks = attend_mask(1, q.shape[1], key_length, key_length, layout, device=q.device)
+        blocks = blocks[:, :, key_length - query_length :]
+        allowed = blocks if allowed is None else allowed & blocks
+    if causal or key_padding_mask is not None:
+        rest = attend_mask(
+            *(q.shape[0], q.shape[1], query_length, key_length),
+            key_padding_mask=key_padding_mask,
+            causal=causal,
+            device=q.device,
+        )
+        allowed = rest if allowed is None else allowed & rest
+    return allowed
+
+
+def _eager(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, allowed: Tensor | None, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    scores = q @ k.transpose(-1, -2) * scale
+    if bias is not None:
+        scores = scores + bias
+    scores = limit_float16(scores)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+    weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)
+    if allowed is not None:  # a row of nothing has been given equal weights
+        weights = weights.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+    weights = F.dropout(weights, dropout_p)
+    return weights @ v, weights
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, allowed: Tensor | None, scale: float, dropout_p: float
+) -> Tensor:
+    if allowed is None:
+        attn_mask = None if bias is None else bias.to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale)
+    empty = ~allowed.any(-1, keepdim=True)  # softmax over nothing has no gradient: open these rows, then zero them
+    attn_mask = allowed | empty
+    if bias is not None:
+        attn_mask = bias.to(q.dtype).masked_fill(~attn_mask, -torch.inf)
+    output = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale)
+    return output.masked_fill(empty, 0.0)

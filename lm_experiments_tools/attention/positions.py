@@ -1,0 +1,152 @@
+"""How attention learns of positions: one object a layer, that turns queries and keys, adds to scores, or does neither.
+
+A model asks its `PositionScheme` twice: `rotate` before keys enter the cache, `bias` for what is added to scores. A
+scheme of your own overrides one of the two; nothing else in a model knows which scheme it has.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lm_experiments_tools.attention.bias import AlibiBias, DistanceBias, T5Bias, alibi_slopes, t5_bucket
+from lm_experiments_tools.errors import UserError
+
+
+class PositionScheme(nn.Module):
+    """What all schemes share: both questions answered by "nothing"."""
+
+    def rotate(self, q: Tensor, k: Tensor, offset: int | Tensor = 0) -> tuple[Tensor, Tensor]:
+        """Queries and keys with their positions in them.
+
+        Args:
+            q, k: [batch, heads, length, head_dim], of the tokens at positions offset, offset + 1, ...
+            offset: tokens already in the cache.
+        """
+        return q, k
+
+    def bias(
+        self,
+        query_length: int,
+        key_length: int,
+        offset: int | Tensor = 0,
+        device: torch.device | str | None = None,
+    ) -> DistanceBias | Tensor | None:
+        """What is added to scores: a short table where queries and keys are the same tokens, which `attend` takes as
+        it is, a matrix [1, heads, query_length, key_length] for `query_length` tokens after `offset` others."""
+        return None
+
+
+class NoPosition(PositionScheme):
+    """Attention that does not know the order of tokens (in a decoder, the causal mask still tells it)."""
+
+
+class RotaryPosition(PositionScheme):
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864): pairs of features turn by angles of the position.
+
+    Features i and i + rotary_dim / 2 are a pair, as in transformers' Llama and GPT-NeoX (`rotate_half`); GPT-J and the
+    paper pair neighbours instead, which is the same up to an order of the features. Nothing is learned or stored.
+
+    Args:
+        head_dim: features of a head.
+        rotary_dim: how many of them turn, the first ones (GPT-NeoX's partial rotary); all if None.
+        base: the slowest pair turns once in about 2 pi * base tokens.
+
+    Raises:
+        UserError: rotary_dim is odd or not within 2..head_dim, or base is not above 1.
+    """
+
+    def __init__(self, head_dim: int, rotary_dim: int | None = None, base: float = 10000.0) -> None:
+        super().__init__()
+        self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        self.base = base
+        if not 2 <= self.rotary_dim <= head_dim or self.rotary_dim % 2:
+            raise UserError(
+                f"rotary_dim={self.rotary_dim} must be an even number from 2 to the {head_dim} features of a head."
+            )
+        if not base > 1:
+            raise UserError(f"rotary_base={base} must be above 1 (10000 is usual).")
+
+    def rotate(self, q: Tensor, k: Tensor, offset: int | Tensor = 0) -> tuple[Tensor, Tensor]:
+        exact = torch.promote_types(q.dtype, torch.float32)
+        pairs = torch.arange(0, self.rotary_dim, 2, device=q.device, dtype=exact)
+        positions = torch.arange(q.shape[2], device=q.device) + offset
+        angles = positions[:, None] * self.base ** (-pairs / self.rotary_dim)  # [length, rotary_dim / 2]
+        return self._turn(q, angles.cos(), angles.sin()), self._turn(k, angles.cos(), angles.sin())
+
+    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first, second, rest = x.tensor_split((self.rotary_dim // 2, self.rotary_dim), dim=-1)
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        return torch.cat([turned.to(x.dtype), rest], dim=-1)
+
+
+class AlibiPosition(PositionScheme):
+    """Attention with linear biases (Press et al. 2022, arXiv 2108.12409): -slope * |distance|, in both directions.
+
+    Slopes are those of the paper and not learned.
+    """
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+
+    def bias(
+        self,
+        query_length: int,
+        key_length: int,
+        offset: int | Tensor = 0,
+        device: torch.device | str | None = None,
+    ) -> DistanceBias | Tensor:
+        slopes = alibi_slopes(self.num_heads).to(device)
+        if _same_tokens(query_length, key_length, offset):
+            return AlibiBias(slopes)
+        distance = _distances(query_length, key_length, offset, device).abs()
+        return (-slopes[:, None, None] * distance)[None]
+
+
+class RelativeBiasPosition(PositionScheme):
+    """T5's relative attention bias (Raffel et al. 2020, arXiv 1910.10683, 2.1): a number per head and bucket.
+
+    Its one parameter is `weight` [num_buckets, num_heads], so that a layer which calls the scheme
+    `relative_attention_bias` has the names of transformers' state dicts.
+
+    Args:
+        num_buckets, max_distance, bidirectional: as of `T5Bias`.
+        num_heads: heads of the layer.
+
+    Raises:
+        UserError: buckets without a logarithmic part, or fewer than the direction needs.
+    """
+
+    def __init__(self, num_buckets: int, max_distance: int, num_heads: int, bidirectional: bool) -> None:
+        super().__init__()
+        self.num_buckets, self.max_distance, self.bidirectional = num_buckets, max_distance, bidirectional
+        self.weight = nn.Parameter(torch.empty(num_buckets, num_heads))
+        nn.init.normal_(self.weight)
+        self._table_bias()  # refuses what cannot be
+
+    def _table_bias(self) -> T5Bias:
+        return T5Bias(self.weight, self.bidirectional, self.num_buckets, self.max_distance)
+
+    def bias(
+        self,
+        query_length: int,
+        key_length: int,
+        offset: int | Tensor = 0,
+        device: torch.device | str | None = None,
+    ) -> DistanceBias | Tensor:
+        if _same_tokens(query_length, key_length, offset):
+            return self._table_bias()
+        distances = _distances(query_length, key_length, offset, device)
+        buckets = t5_bucket(distances, self.bidirectional, self.num_buckets, self.max_distance)
+        return nn.functional.embedding(buckets, self.weight).permute(2, 0, 1)[None]
+
+
+def _same_tokens(query_length: int, key_length: int, offset: int | Tensor) -> bool:
+    return isinstance(offset, int) and offset == 0 and query_length == key_length
+
+
+def _distances(query_length: int, key_length: int, offset: int | Tensor, device: torch.device | str | None) -> Tensor:
+    """Key position - query position, int64 [query_length, key_length]."""
+    queries = torch.arange(query_length, device=device) + offset
+    return torch.arange(key_length, device=device) - queries[:, None]
