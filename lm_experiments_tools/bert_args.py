@@ -80,6 +80,9 @@ class BertObjectiveArgs:
     """Fraction of samples that are shorter than --input_seq_len."""
     max_sentence_length: int | None = 512
     """Documents with a longer sentence, in tokens, are left out, being rarely prose (Megatron's rule). None: none."""
+    max_unread: float = 0.75
+    """Part of the tokens that samples may have no room for, as where documents are not split in sentences, before the
+    data is refused; 1 allows all. `lmtools inspect_bert` prints it."""
     use_nsp: bool = True
     """Also tell right pairs of sentences from wrong ones; --use_nsp 0 masks only."""
     nsp: Literal["swap", "random"] = "swap"
@@ -96,6 +99,8 @@ class BertObjectiveArgs:
             raise UserError(f"--mlm_prob is {self.mlm_prob}: it must lie between 0 and 1, for example 0.15.")
         if not 0.0 <= self.short_seq_prob <= 1.0:
             raise UserError(f"--short_seq_prob is {self.short_seq_prob}: it is a fraction, from 0 to 1.")
+        if not 0.0 <= self.max_unread <= 1.0:
+            raise UserError(f"--max_unread is {self.max_unread}: it is a part of the tokens, from 0 to 1.")
         if self.nsp != "swap" and not self.use_nsp:
             raise UserError(f"--nsp {self.nsp} is about pairs of sentences, which --use_nsp 0 leaves out.")
 

@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 _VERSION = 1  # of the mapping (seed, sample) -> example; part of the fingerprint
 _BLOCK = 64  # rows made at once: few enough for the caches, enough to spread the cost of numpy's calls
+_UNREAD_WARNING = 0.05  # of the tokens without room in a sample: every text has a few long or lone sentences
 _CHECKED_AT_START = 1 << 20  # tokens compared with the vocabulary before the first step
 _32 = np.uint64(32)
 
@@ -93,11 +94,14 @@ class BertDataset:
         whole_word: mask words, not pieces.
         max_ngram, favor_longer_ngram, geometric: lengths of masked spans in words, see `ngram_probabilities`.
         max_sentence_length: documents with a longer sentence are left out, as in Megatron; None keeps them.
+        max_unread: part of the tokens that no sample may have room for; 1 allows all. Where documents are not split in
+            sentences it is large: a sample shows one piece of each document.
         seed: fixes packing, order and noise.
         cache_dir: folder of the sample mapping; None is beside the data.
 
     Raises:
-        UserError: data of another tokenizer, without pairs of sentences, or empty; settings out of range.
+        UserError: data of another tokenizer, without pairs of sentences, empty, or most of which no sample can hold;
+            settings out of range.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class BertDataset:
         favor_longer_ngram: bool = False,
         geometric: bool = False,
         max_sentence_length: int | None = 512,
+        max_unread: float = 0.75,
         seed: int = 0,
         cache_dir: str | os.PathLike | None = None,
     ) -> None:
@@ -138,7 +143,7 @@ class BertDataset:
             max_num_samples=max_num_samples,
         )
         self.mapping = load_mapping(tokens, self.settings, cache_dir)
-        self._check_mapping()
+        self._check_mapping(max_unread)
         special = [*tokenizer.special_ids, tokenizer.cls, tokenizer.sep, tokenizer.mask, tokenizer.pad]
         self._is_text = np.ones(tokenizer.vocab_size, bool)
         self._is_text[special] = False
@@ -180,13 +185,33 @@ class BertDataset:
             if with_text < 2:
                 raise UserError(f"{prefix} holds one document, but nsp random takes sentences of another: use swap.")
 
-    def _check_mapping(self) -> None:
+    def _check_mapping(self, max_unread: float) -> None:
+        counts, prefix = self.mapping.counts, self.tokens.prefix
         if len(self.mapping.rows) == 0:
-            raise UserError(f"{self.tokens.prefix} gives no sample: {self.mapping.counts.describe()}.")
-        counts = self.mapping.counts
-        left_out = counts.few_sentences_documents + counts.long_sentence_documents
-        level = logging.WARNING if left_out else logging.INFO
-        logger.log(level, "%s: %d samples; %s", self.tokens.prefix, len(self), counts.describe())
+            raise UserError(f"{prefix} gives no sample: {counts.describe()}; {self._unread_remedy()}.")
+        logger.info("%s: %d samples; %s", prefix, len(self), counts.describe())
+        if counts.unread <= _UNREAD_WARNING:
+            return
+        unread = (
+            f"{prefix}: no sample of {self.max_seq_length} has room for {counts.unread:.1%} of the tokens, "
+            f"{counts.describe_unread()}; {self._unread_remedy()}"
+        )
+        if counts.unread > max_unread:
+            raise UserError(f"{unread}, or allow it with --max_unread 1.")
+        logger.warning("%s", unread)
+
+    def _unread_remedy(self) -> str:
+        """What to do about tokens that are not read, by what most of them are."""
+        counts, longest = self.mapping.counts, self.settings.max_sentence_length
+        level = self.tokens.meta.get("level")
+        if level == "document":
+            return "it was made without --split-sentences: preprocess the text again with it"
+        if counts.long_sentence_tokens > counts.few_sentences_tokens + counts.overlong_tokens:
+            return f"raise --max_sentence_length {longest} (none keeps all documents)"
+        if counts.few_sentences_tokens > counts.overlong_tokens:
+            return "leave out sentence pairs (--use_nsp 0), which need two sentences of a document"
+        split = "" if level == "sentence" else ", or preprocess the text again if it was without --split-sentences"
+        return f"raise --input_seq_len {self.max_seq_length}{split}"
 
     def _check_ids(self, ids: np.ndarray) -> None:
         lowest, highest = int(ids.min()), int(ids.max())

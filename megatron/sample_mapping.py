@@ -8,6 +8,8 @@ Sentences of one document are packed until they reach a target length, document 
                 than one sentence is left over; otherwise it ends with the document
     left out    documents with fewer than `min_sentences` sentences, and documents of several sentences one of which
                 is longer than `max_sentence_length` (Megatron's 512: rarely prose). They are counted and logged.
+    unread      what is left out, and what a sentence has beyond `max_length`: a sentence is in one sample of an epoch,
+                which has no room for it. (What is cut off beyond a target is another part in each epoch.)
 
 One worked example, max_length 10, min_sentences 2, no short targets: two documents with sentences of 4 3 5 6 2 and
 7 8 tokens give the rows [first sentence, end, target]
@@ -45,7 +47,7 @@ from lm_experiments_tools.data.order import sample_words, stream_key
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1  # of the rows that settings and data give; part of the cache's name
+_VERSION = 2  # of the rows and counts that settings and data give; part of the cache's name
 _CHUNK = 1 << 20  # sentences looked at together: bounds the memory of building
 _HASH_BLOCK = 1 << 20
 
@@ -85,6 +87,25 @@ class MappingCounts:
     long_sentence_documents: int = 0
     long_sentence_tokens: int = 0
     truncated_tokens: int = 0
+    overlong_tokens: int = 0  # of a kept sentence, beyond the longest sample
+
+    @property
+    def unread_tokens(self) -> int:
+        """Tokens that no sample of an epoch has room for (at least: a pair has room for less of each sentence)."""
+        return self.few_sentences_tokens + self.long_sentence_tokens + self.overlong_tokens
+
+    @property
+    def unread(self) -> float:
+        """The part of all tokens that no sample has room for, from 0 to 1."""
+        return self.unread_tokens / max(self.tokens, 1)
+
+    def describe_unread(self) -> str:
+        """What is not read, and why, for a sentence."""
+        return (
+            f"{self.unread_tokens:,} of {self.tokens:,} ({self.few_sentences_tokens:,} in documents with too few "
+            f"sentences, {self.long_sentence_tokens:,} in documents with a sentence that is too long, "
+            f"{self.overlong_tokens:,} in what sentences have beyond a sample)"
+        )
 
     def describe(self) -> str:
         """One line for the log: what is not read, and why."""
@@ -96,7 +117,8 @@ class MappingCounts:
             f"of {self.documents:,} documents with {self.tokens:,} tokens, left out: {self.empty_documents:,} empty; "
             f"{self.few_sentences_documents:,} with too few sentences, {part(self.few_sentences_tokens)}; "
             f"{self.long_sentence_documents:,} with a sentence that is too long, {part(self.long_sentence_tokens)}; "
-            f"cut off where sentences overshoot a target: {part(self.truncated_tokens)}"
+            f"cut off where sentences overshoot a target: {part(self.truncated_tokens)}, of which in sentences longer "
+            f"than any sample: {part(self.overlong_tokens)}"
         )
 
 
@@ -188,6 +210,9 @@ def _usable(
     if counts is not None:
         counts.empty_documents += len(bounds) - 1 - len(numbers)
     kept = ~few & ~long
+    if counts is not None and starts.size:
+        excess = np.maximum(lengths - settings.max_length, 0)
+        counts.overlong_tokens += int(np.add.reduceat(excess, starts)[kept].sum())
     return numbers[kept], starts[kept], ends[kept]
 
 

@@ -122,6 +122,7 @@ def bert_datasets(
         whole_word=args.whole_word,
         max_ngram=args.max_ngram,
         max_sentence_length=args.max_sentence_length,
+        max_unread=args.max_unread,
         seed=args.seed,
         cache_dir=CACHE / args.data_name,
     )

@@ -26,6 +26,7 @@ from lm_experiments_tools.tools.look import (
 )
 
 if TYPE_CHECKING:
+    from megatron.bert_dataset import BertDataset
     from megatron.tokenizers import BertDataTokenizer
 
 WRONG_PAIR = {"swap": "a wrong pair: B comes before A", "random": "a wrong pair: B is from another document"}
@@ -70,13 +71,17 @@ def _show_run(args: InspectBertArgs, sources: list[Source], tokenizer: "BertData
     """What the run makes of the data: objective, steps, padding, samples."""
     from lm_experiments_tools.data.bert_pretraining import bert_datasets
     from lm_experiments_tools.data.loader import TrainLoader
+    from lm_experiments_tools.data.mixture import MixtureDataset
 
-    settings = dataclasses.replace(args, valid_data_path=None)
+    settings = dataclasses.replace(args, valid_data_path=None, max_unread=1.0)  # looked at all the same
     if any(source.share != 1.0 for source in sources):  # the mapping of a part is of no use to the run
         prefixes = tuple(source.tokens.prefix for source in sources)
         settings = dataclasses.replace(settings, data_path=prefixes, data_name=folder)
     dataset, _, _ = bert_datasets(settings, tokenizer)
     print(f"\nobjective    {dataset.describe()}, vocabulary {tokenizer.vocab_size:,}")
+    members = dataset.datasets if isinstance(dataset, MixtureDataset) else [dataset]
+    for source, member in zip(sources, members, strict=True):
+        _show_unread(source, member, args.max_unread)
     samples = len(dataset)
     weighted = args.data_weights and args.data_blending == "proportional"
     epoch = whole_epoch(samples, sources, list(args.data_weights) if weighted else [1.0] * len(sources))
@@ -91,3 +96,12 @@ def _show_run(args: InspectBertArgs, sources: list[Source], tokenizer: "BertData
     )
     with closing(TrainLoader(dataset, args.global_batch_size(args.world_size))) as train:  # all workers' rows
         show_batches(train, samples, args, False, wording)
+
+
+def _show_unread(source: Source, dataset: "BertDataset", limit: float) -> None:
+    counts = dataset.mapping.counts
+    refused = f"; more than --max_unread {limit:g}, so that training refuses it" if counts.unread > limit else ""
+    print(
+        f"not read     no sample has room for {counts.unread:.2%} of the tokens of {source.path}, "
+        f"{counts.describe_unread()}{refused}"
+    )

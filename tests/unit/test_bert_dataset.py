@@ -58,7 +58,8 @@ def data(tmp_path_factory):
 
 
 def dataset(tokens, **settings):
-    return BertDataset(tokens, settings.pop("tokenizer", tokenizer()), **{"max_seq_length": 64} | settings)
+    settings = {"tokenizer": tokenizer(), "max_seq_length": 64, "max_unread": 1.0} | settings
+    return BertDataset(tokens, **settings)
 
 
 def rows_of(batch):
@@ -275,11 +276,48 @@ def test_settings_and_data_that_do_not_go_together_are_refused(tmp_path, data):
 
 def test_what_is_left_out_is_logged(tmp_path, caplog):
     tokens = write(tmp_path / "mixed", numbered([[10, 10], [7], [], [513, 2, 2]]))
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         assert len(dataset(tokens)) == 1
     assert (
         "1 empty; 1 with too few sentences, 7 tokens (1.3 %); 1 with a sentence that is too long, 517" in caplog.text
     )
+
+
+@pytest.mark.parametrize("binary_head", [False, True])
+def test_what_no_sample_has_room_for_is_what_an_epoch_does_not_read(tmp_path, caplog, binary_head):
+    # more than a sample, two sentences, one short one, one longer than max_sentence_length
+    tokens = write(tmp_path / "mixed", numbered([[1000], [30, 20], [50], [513, 7], [300, 1]]))
+    samples = dataset(tokens, binary_head=binary_head, short_seq_prob=0)
+    seen = {token for a, b, _ in rows_of(samples.batch(np.arange(len(samples)))) for token in a + b}
+    counts = samples.mapping.counts
+    assert counts.unread_tokens == counts.few_sentences_tokens + 520 + counts.overlong_tokens
+    # besides, a pair leaves out one token where a sentence of 1 stands beside one that fills the sample
+    assert len(seen) == tokens.num_tokens - counts.unread_tokens - (counts.truncated_tokens - counts.overlong_tokens)
+    assert counts.unread == pytest.approx((1050 + 520 + 239 if binary_head else 1000 - 62 + 520 + 238) / 1921)
+    assert f"no sample of 64 has room for {counts.unread:.1%} of the tokens" in caplog.text
+
+
+def test_data_most_of_which_no_sample_has_room_for_is_refused_unless_it_is_allowed(tmp_path, caplog):
+    whole = write(tmp_path / "whole", numbered([[1000], [900], [40]]), {"level": "document"})
+    with pytest.raises(
+        UserError, match=r"room for 91.5% of the tokens, 1,776 of 1,940 .*without --split-sentences: pre"
+    ):
+        dataset(whole, binary_head=False, max_unread=0.5)
+    assert len(dataset(whole, binary_head=False, max_unread=0.92)) == 3
+    assert "91.5% of the tokens" in caplog.text
+    long = write(tmp_path / "long", numbered([[600, 600], [10, 10]]))
+    with pytest.raises(UserError, match="raise --max_sentence_length 512 .*allow it with --max_unread 1"):
+        dataset(long, max_unread=0.5)
+    lone = write(tmp_path / "lone", numbered([[30], [30], [10, 10]]))
+    with pytest.raises(UserError, match="leave out sentence pairs .--use_nsp 0."):
+        dataset(lone, max_unread=0.5)
+    with pytest.raises(UserError, match="raise --input_seq_len 12, or preprocess the text again if it was without"):
+        dataset(lone, max_unread=0.4, binary_head=False, max_seq_length=12)
+
+
+def test_ordinary_sentences_are_nothing_to_warn_of_however_many_overshoot(data, caplog):
+    assert dataset(data, max_unread=0.0).mapping.counts.truncated_tokens > 0.1 * data.num_tokens
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_fingerprint_names_data_tokenizer_and_settings(tmp_path, data):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -357,6 +358,24 @@ def test_bert_reads_the_settings_of_a_run(bert, tmp_path, monkeypatch, capsys):
     assert "single segments, of 24 tokens" in printed and "documents  5" in printed
     assert "next_sentence_label" not in printed and "estimated from these documents" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]  # no run, and no mapping of a part
+
+
+def test_bert_shows_what_is_not_read_of_data_that_training_refuses(bert, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tokens = IndexedDataset(bert / "train")
+    with IndexedDatasetWriter("whole", tokens.dtype) as writer:  # the same documents, as one sequence each
+        for first, last in pairwise(tokens.document_indices.tolist()):
+            writer.add_sequence(np.concatenate([tokens[index] for index in range(first, last)]))
+            writer.end_document()
+        writer.finalize(tokens.meta | {"level": "document"})
+    lengths = IndexedDataset("whole").sequence_lengths
+    unread = np.maximum(lengths - 30, 0).sum() / lengths.sum()
+    assert inspect_bert(bert, "--data_path", "whole", "--use_nsp", "0") == 0
+    printed = capsys.readouterr().out
+    assert unread > 0.9 and f"no sample has room for {unread:.2%} of the tokens of whole," in printed
+    assert "more than --max_unread 0.75, so that training refuses it" in printed
+    assert inspect_bert(bert, "--input_seq_len", "48") == 0
+    assert "training refuses" not in capsys.readouterr().out
 
 
 def test_bert_with_another_tokenizer_is_one_sentence(bert, tmp_path, monkeypatch, capsys):
