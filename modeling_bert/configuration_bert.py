@@ -1,0 +1,53 @@
+"""The settings of BERT: transformers' own, and those of this package's variants, which are off by default."""
+
+from typing import Any
+
+import transformers
+from huggingface_hub.dataclasses import strict
+
+POSITIONS = ("absolute", "relative_key", "relative_key_query", "relative_attention_bias", "rotary", "alibi", "none")
+
+
+@strict
+class BertConfig(transformers.BertConfig):
+    """transformers' BertConfig and these keys:
+
+    Args:
+        pre_layer_norm: norm the inputs of attention and feed-forward (Xiong et al. 2020, arXiv 2002.04745), not the
+            sums behind them.
+        last_layer_norm: with pre_layer_norm, norm the output of the last layer, which nothing else does.
+        position_embedding_type: "absolute" (Devlin et al. 2018), "relative_key" (Shaw et al. 2018, arXiv 1803.02155),
+            "relative_key_query" (Huang et al. 2020, method 4, arXiv 2009.13658), "relative_attention_bias" (one T5
+            table for all layers), "rotary", "alibi", or "none". All but "absolute" do without position embeddings.
+        relative_attention_num_buckets, relative_last_bucket_distance: of "relative_attention_bias"; T5's 32 and 128.
+        rotary_dim: features of a head that "rotary" turns, the first ones; all if None.
+        rotary_base: of "rotary".
+        sparse_config_cls, sparse_attention: name and settings of a block-sparse layout, e.g. "BigBird" and
+            `{"block": 64}` (`lm_experiments_tools.attention.layouts`); DeepSpeed's names are understood.
+
+    Raises:
+        ValueError: settings that are unknown, out of range, or exclude each other.
+    """
+
+    pre_layer_norm: bool = False
+    last_layer_norm: bool = True
+    position_embedding_type: str = "absolute"
+    relative_attention_num_buckets: int = 32
+    relative_last_bucket_distance: int = 128
+    rotary_dim: int | None = None
+    rotary_base: float | int = 10000.0
+    sparse_config_cls: str | None = None
+    sparse_attention: dict | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.position_embedding_type not in POSITIONS:
+            raise ValueError(
+                f"position_embedding_type={self.position_embedding_type!r} is none of {', '.join(POSITIONS)}."
+            )
+        if self.is_decoder or self.add_cross_attention:
+            raise ValueError("is_decoder and add_cross_attention are for decoders, but this BERT is an encoder.")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}."
+            )

@@ -1,0 +1,211 @@
+"""The maths of BERT, in the order in which a batch passes through it. Modules carry the names of transformers' BERT.
+
+Shapes: B sequences, L tokens, D features (`hidden_size`), H heads of d = D / H features each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import GradientCheckpointingLayer, apply_chunking_to_forward
+from transformers.activations import ACT2FN
+
+from lm_experiments_tools.attention.attend import attend, shared_bias
+from lm_experiments_tools.attention.bias import DistanceBias
+from lm_experiments_tools.attention.huggingface import configured_layout
+from lm_experiments_tools.attention.layouts import SparsityConfig
+from lm_experiments_tools.attention.positions import PositionScheme
+from modeling_bert.configuration_bert import BertConfig
+from modeling_bert.positions import content_position, shared_position
+
+
+class Allowed(NamedTuple):
+    """Which keys attention may look at; None where a mask would say "all"."""
+
+    key_padding_mask: Tensor | None  # bool [B, L], True for real tokens
+    mask: Tensor | None  # bool [B, 1 or H, L, L], True where allowed
+
+
+class BertEmbeddings(nn.Module):
+    """Tokens, token types and, for "absolute" positions, positions: added up and normed."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
+        self.position_embeddings = (
+            nn.Embedding(config.max_position_embeddings, config.hidden_size)
+            if config.position_embedding_type == "absolute"
+            else None
+        )
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, inputs_embeds: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None) -> Tensor:
+        """Embeddings [B, L, D] from those of the words alone; types are 0 and positions 0..L-1 unless given [B, L]."""
+        if token_type_ids is None:
+            token_type_ids = torch.zeros(inputs_embeds.shape[:-1], dtype=torch.long, device=inputs_embeds.device)
+        x = inputs_embeds + self.token_type_embeddings(token_type_ids)
+        if self.position_embeddings is not None:
+            if position_ids is None:
+                position_ids = torch.arange(x.shape[1], device=x.device)[None]
+            x = x + self.position_embeddings(position_ids)
+        return self.dropout(self.LayerNorm(x))
+
+
+class BertSelfAttention(nn.Module):
+    """Attention of each token to all that it may see; positions and sparsity are arguments, not branches."""
+
+    def __init__(self, config: BertConfig, layout: SparsityConfig | None) -> None:
+        super().__init__()
+        self.config = config
+        self.layout = layout
+        self.num_heads = config.num_attention_heads
+        self.query = nn.Linear(config.hidden_size, config.hidden_size)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size)
+        self.distance_embedding = content_position(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        bias: DistanceBias | Tensor | None,
+        position: PositionScheme,
+        allowed: Allowed,
+        output_attentions: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[B, L, D] -> [B, L, D] and, if asked for, the weights [B, H, L, L]."""
+        q, k, v = (
+            project(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, L, d]
+            for project in (self.query, self.key, self.value)
+        )
+        q, k = position.rotate(q, k)
+        if self.distance_embedding is not None:
+            bias = self.distance_embedding(q, k)
+        output, weights = attend(
+            *(q, k, v),
+            implementation=implementation(self.config),
+            layout=self.layout,
+            bias=bias,
+            key_padding_mask=allowed.key_padding_mask,
+            mask=allowed.mask,
+            dropout_p=self.config.attention_probs_dropout_prob if self.training else 0.0,
+            output_attentions=output_attentions,
+        )
+        return output.transpose(1, 2).flatten(2), weights
+
+
+class BertResidual(nn.Module):
+    """Back to D features, onto the residual stream; the sum is normed, unless `pre_layer_norm` norms elsewhere."""
+
+    def __init__(self, config: BertConfig, width: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, config.hidden_size)
+        self.LayerNorm = nn.Identity() if config.pre_layer_norm else _norm(config)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.LayerNorm(self.dropout(self.dense(x)) + residual)
+
+
+class BertAttention(nn.Module):
+    """Gives attention and its residual connection the names that checkpoints have."""
+
+    def __init__(self, config: BertConfig, layout: SparsityConfig | None) -> None:
+        super().__init__()
+        self.self = BertSelfAttention(config, layout)
+        self.output = BertResidual(config, config.hidden_size)
+
+
+class BertIntermediate(nn.Module):
+    """The wide half of the feed-forward network."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.dense(x))
+
+
+class BertLayer(GradientCheckpointingLayer):
+    """Attention and feed-forward, with norms in front of them (`pre_layer_norm`) or behind their sums.
+
+    The norms in front have the names of t5-experiments, which the GENA-LM checkpoints made with it carry.
+    """
+
+    def __init__(self, config: BertConfig, layout: SparsityConfig | None) -> None:
+        super().__init__()
+        self.config = config
+        self.pre_attention_ln = _norm(config) if config.pre_layer_norm else nn.Identity()
+        self.attention = BertAttention(config, layout)
+        self.post_attention_ln = _norm(config) if config.pre_layer_norm else nn.Identity()
+        self.intermediate = BertIntermediate(config)
+        self.output = BertResidual(config, config.intermediate_size)
+
+    def forward(
+        self,
+        x: Tensor,
+        bias: DistanceBias | Tensor | None,
+        position: PositionScheme,
+        allowed: Allowed,
+        output_attentions: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        attended, weights = self.attention.self(self.pre_attention_ln(x), bias, position, allowed, output_attentions)
+        x = self.attention.output(attended, x)
+        return apply_chunking_to_forward(self.feed_forward, self.config.chunk_size_feed_forward, 1, x), weights
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """[B, L, D] -> [B, L, D], each token by itself."""
+        return self.output(self.intermediate(self.post_attention_ln(x)), x)
+
+
+class BertEncoder(nn.Module):
+    """All layers, and what they share: the position scheme, whose bias is made once."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.position = shared_position(config)
+        self.layer = nn.ModuleList(BertLayer(config, layout) for layout in _layouts(config))
+        final_norm = config.pre_layer_norm and config.last_layer_norm
+        self.last_layer_ln = _norm(config) if final_norm else nn.Identity()
+
+    def forward(
+        self, x: Tensor, allowed: Allowed, output_attentions: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The last hidden state [B, L, D]; the states before and behind each layer, the last one normed; the weights
+        [B, H, L, L] of each layer, if asked for."""
+        length = x.shape[1]
+        bias = self.position.bias(length, length, device=x.device)
+        bias = shared_bias(bias, length, length, implementation(self.config))
+        states, all_weights = [], []
+        for layer in self.layer:
+            states.append(x)
+            x, weights = layer(x, bias, self.position, allowed, output_attentions)
+            all_weights.append(weights)
+        x = self.last_layer_ln(x)
+        return x, (*states, x), tuple(all_weights)
+
+
+def implementation(config: BertConfig) -> str:
+    """Who computes attention: whoever can do a layout where there is one, else what the user chose."""
+    return config._attn_implementation if config.sparse_config_cls is None else "block_sparse"
+
+
+def _norm(config: BertConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+
+def _layouts(config: BertConfig) -> list[SparsityConfig | None]:
+    """The layout of each layer: one for all, unless it has random blocks, which each layer draws for itself."""
+    layout = configured_layout(config)
+    if layout is None or not layout.uses_random_blocks:
+        return [layout] * config.num_hidden_layers
+    return [
+        dataclasses.replace(layout, layer_idx=layout.layer_idx + number) for number in range(config.num_hidden_layers)
+    ]

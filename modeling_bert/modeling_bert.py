@@ -1,0 +1,467 @@
+"""BERT (Devlin et al. 2018, arXiv 1810.04805) with its heads; the maths of a layer is in `layers`.
+
+Parameters have the names of transformers' BERT, so weights go either way: `BertForMaskedLM.from_pretrained` reads any
+BERT of the Hub, and transformers reads what `save_pretrained` writes, as long as no variant is switched on
+(`BertConfig` lists them; each is a key of config.json).
+
+Shapes: B sequences, L tokens, D features, V words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+from transformers import PreTrainedModel, initialization
+from transformers.activations import ACT2FN
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPooling,
+    MaskedLMOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.utils import ModelOutput, can_return_tuple
+
+from lm_experiments_tools.attention.positions import RelativeBiasPosition
+from modeling_bert.configuration_bert import BertConfig
+from modeling_bert.layers import Allowed, BertEmbeddings, BertEncoder, BertLayer
+from modeling_bert.positions import RelativeKeyPosition
+
+TIED = {
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
+
+
+class BertPreTrainedModel(PreTrainedModel):
+    """Loading, saving, initial values and everything else that transformers gives a model."""
+
+    config_class = BertConfig
+    base_model_prefix = "bert"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["BertEmbeddings", "BertLayer"]
+    _keys_to_ignore_on_load_unexpected = [r"embeddings\.position_ids$"]  # 0..511, in files of old transformers
+    _supports_sdpa = True
+    _supports_attention_backend = True  # "block_sparse", which lm_experiments_tools.attention registers
+
+    def __init__(self, config: BertConfig, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(config, BertConfig):
+            raise ValueError(
+                f"{type(self).__name__} needs a modeling_bert.BertConfig, not {type(config).__module__}."
+                f"{type(config).__name__}: BertConfig(**config.to_dict()) makes one."
+            )
+        super().__init__(config, *args, **kwargs)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initial values.
+
+        | parameter | distribution |
+        |---|---|
+        | matrices, embeddings, tables of position schemes | normal, mean 0, `initializer_range`; the padding word: 0 |
+        | biases | 0 |
+        | norms | weight 1, bias 0 |
+        """
+        super()._init_weights(module)
+        if isinstance(module, (RelativeBiasPosition, RelativeKeyPosition)):
+            initialization.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+        elif isinstance(module, BertPredictions):
+            initialization.zeros_(module.bias)
+
+
+class BertPooler(nn.Module):
+    """tanh of a linear layer, of the first token alone."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, L, D] -> [B, D]"""
+        return self.dense(x[:, 0]).tanh()
+
+
+class BertModel(BertPreTrainedModel):
+    """BERT without a head: hidden states, and the first token's, pooled."""
+
+    def __init__(self, config: BertConfig, add_pooling_layer: bool = True) -> None:
+        super().__init__(config)
+        self.embeddings = BertEmbeddings(config)
+        self.encoder = BertEncoder(config)
+        self.pooler = BertPooler(config) if add_pooling_layer else None
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embeddings.word_embeddings = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> BaseModelOutputWithPooling:
+        """Encode a batch.
+
+        Args:
+            input_ids: [B, L]; or inputs_embeds [B, L, D], one of the two.
+            attention_mask: [B, L], 1 for tokens and 0 for padding; or what each token may attend to, bool or integer
+                [B, L, L] or [B, 1 or heads, L, L].
+            token_type_ids: [B, L]; all 0 if None.
+            position_ids: [B or 1, L], for position_embedding_type "absolute" alone; 0..L-1 if None.
+
+        Raises:
+            ValueError: more tokens than positions, or inputs that are missing, doubled or of another shape.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds.")
+        if inputs_embeds is None:
+            inputs_embeds = self.embeddings.word_embeddings(input_ids)
+        self._check_positions(inputs_embeds.shape[1], position_ids)
+        allowed = _allowed(attention_mask, *inputs_embeds.shape[:2])
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        x = self.embeddings(inputs_embeds, token_type_ids, position_ids)
+        x, states, weights = self.encoder(x, allowed, output_attentions)
+        return BaseModelOutputWithPooling(
+            last_hidden_state=x,
+            pooler_output=None if self.pooler is None else self.pooler(x),
+            hidden_states=states if output_hidden_states else None,
+            attentions=weights if output_attentions else None,
+        )
+
+    def _check_positions(self, length: int, position_ids: Tensor | None) -> None:
+        kind, limit = self.config.position_embedding_type, self.config.max_position_embeddings
+        if kind in ("absolute", "relative_key", "relative_key_query") and length > limit:
+            raise ValueError(
+                f"{length} tokens are more than max_position_embeddings={limit}, and {kind} positions know no others: "
+                "cut the input, or choose rotary, alibi or relative_attention_bias."
+            )
+        if kind != "absolute" and position_ids is not None:
+            raise ValueError(f"position_ids are for absolute positions, but position_embedding_type is {kind}.")
+
+
+class BertPredictionTransform(nn.Module):
+    """The layer between the last hidden state and the words."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.LayerNorm(self.activation(self.dense(x)))
+
+
+class BertPredictions(nn.Module):
+    """Scores of all words for each token; the matrix is that of the word embeddings."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.transform = BertPredictionTransform(config)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))  # the decoder's, under its name of 2018
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, L, D] -> [B, L, V]"""
+        return self.decoder(self.transform(x))
+
+
+class BertHeads(nn.Module):
+    """What a BERT is pre-trained with: words for masked tokens and, where asked for, one judgement of a pair."""
+
+    def __init__(self, config: BertConfig, judges_pairs: bool) -> None:
+        super().__init__()
+        self.predictions = BertPredictions(config)
+        if judges_pairs:
+            self.seq_relationship = nn.Linear(config.hidden_size, 2)
+
+
+class _WithWords(BertPreTrainedModel):
+    """Models that have the words' matrix twice, as input and as output, and tie the two."""
+
+    _tied_weights_keys = TIED
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.cls.predictions.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.cls.predictions.decoder = new_embeddings
+        self.cls.predictions.bias = new_embeddings.bias
+
+
+@dataclasses.dataclass
+class BertForPreTrainingOutput(ModelOutput):
+    """transformers' fields in their order, then the two parts of the loss, which have different counts."""
+
+    loss: Tensor | None = None
+    prediction_logits: Tensor | None = None
+    seq_relationship_logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    loss_mlm: Tensor | None = None
+    loss_nsp: Tensor | None = None
+
+
+class BertForPreTraining(_WithWords):
+    """Masked words and sentence pairs, as BERT was pre-trained."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.bert = BertModel(config)
+        self.cls = BertHeads(config, judges_pairs=True)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        next_sentence_label: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BertForPreTrainingOutput:
+        """Args as of `BertModel`, and:
+
+        Args:
+            labels: [B, L], the masked words, -100 elsewhere.
+            next_sentence_label: [B], 0 for a pair in its order and 1 for another.
+
+        Returns:
+            `loss` is the sum of what labels were given for: `loss_mlm`, a mean over labels that are not -100, and
+            `loss_nsp`, a mean over sequences.
+        """
+        outputs = self.bert(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+        )
+        words = self.cls.predictions(outputs.last_hidden_state)
+        pairs = self.cls.seq_relationship(outputs.pooler_output)
+        loss_mlm = _word_loss(words, labels)
+        loss_nsp = None
+        if next_sentence_label is not None:
+            loss_nsp = cross_entropy(pairs, next_sentence_label.flatten())
+        parts = [part for part in (loss_mlm, loss_nsp) if part is not None]
+        return BertForPreTrainingOutput(
+            loss=sum(parts) if parts else None,
+            prediction_logits=words,
+            seq_relationship_logits=pairs,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            loss_mlm=loss_mlm,
+            loss_nsp=loss_nsp,
+        )
+
+
+class BertForMaskedLM(_WithWords):
+    """Masked words alone."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.bert = BertModel(config, add_pooling_layer=False)
+        self.cls = BertHeads(config, judges_pairs=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> MaskedLMOutput:
+        """Args as of `BertModel`; labels [B, L] are the masked words, -100 elsewhere."""
+        outputs = self.bert(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+        )
+        words = self.cls.predictions(outputs.last_hidden_state)
+        return MaskedLMOutput(
+            loss=_word_loss(words, labels),
+            logits=words,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class BertForSequenceClassification(BertPreTrainedModel):
+    """A label, several labels or a number for each sequence."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.bert = BertModel(config)
+        self.dropout = nn.Dropout(_classifier_dropout(config))
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """Args as of `BertModel`, and labels by `config.problem_type`, told from them where it is None: numbers [B]
+        (num_labels 1) or [B, num_labels] for "regression", classes [B] for "single_label_classification", 0. and 1.
+        [B, num_labels] for "multi_label_classification"."""
+        outputs = self.bert(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+        )
+        logits = self.classifier(self.dropout(outputs.pooler_output))
+        return SequenceClassifierOutput(
+            loss=None if labels is None else self._loss(logits, labels),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        problem = self.config.problem_type
+        if problem is None and self.num_labels == 1:
+            problem = "regression"
+        elif problem is None:
+            problem = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+        if problem == "regression":
+            return mse_loss(logits, labels.reshape(logits.shape))
+        if problem == "multi_label_classification":
+            return binary_cross_entropy_with_logits(logits, labels)
+        return cross_entropy(logits, labels.flatten())
+
+
+class BertForTokenClassification(BertPreTrainedModel):
+    """A label for each token."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.bert = BertModel(config, add_pooling_layer=False)
+        self.dropout = nn.Dropout(_classifier_dropout(config))
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> TokenClassifierOutput:
+        """Args as of `BertModel`; labels [B, L] are classes, -100 where there is none."""
+        outputs = self.bert(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+        )
+        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        return TokenClassifierOutput(
+            loss=None if labels is None else cross_entropy(logits.flatten(0, 1), labels.flatten()),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class BertForQuestionAnswering(BertPreTrainedModel):
+    """First and last token of an answer that stands in the text."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.bert = BertModel(config, add_pooling_layer=False)
+        self.qa_outputs = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        **kwargs: Any,
+    ) -> QuestionAnsweringModelOutput:
+        """Args as of `BertModel`; start_positions and end_positions [B]; those beyond the text do not count."""
+        outputs = self.bert(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+        )
+        start, end = self.qa_outputs(outputs.last_hidden_state).unbind(-1)  # [B, L] each
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = (_place_loss(start, start_positions) + _place_loss(end, end_positions)) / 2
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start,
+            end_logits=end,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+def _allowed(attention_mask: Tensor | None, batch: int, length: int) -> Allowed:
+    if attention_mask is None:
+        return Allowed(None, None)
+    if attention_mask.shape == (batch, length):
+        return Allowed(attention_mask != 0, None)
+    shape = list(attention_mask.shape)
+    fits = attention_mask.dim() in (3, 4) and shape[-2:] == [length, length] and shape[0] in (1, batch)
+    if not fits or attention_mask.is_floating_point():
+        raise ValueError(
+            f"attention_mask is {attention_mask.dtype} {shape}; it must be [{batch}, {length}], or bool or integer "
+            f"[{batch}, {length}, {length}] or [{batch}, heads, {length}, {length}], not 0 where attention is allowed."
+        )
+    mask = attention_mask if attention_mask.dim() == 4 else attention_mask[:, None]
+    return Allowed(None, mask != 0)
+
+
+def _word_loss(words: Tensor, labels: Tensor | None) -> Tensor | None:
+    return None if labels is None else cross_entropy(words.flatten(0, 1), labels.flatten())
+
+
+def _place_loss(scores: Tensor, positions: Tensor) -> Tensor:
+    """Cross-entropy over the places of a text, scores [B, L]; a place beyond it is ignored."""
+    length = scores.shape[1]
+    return cross_entropy(scores, positions.flatten().clamp(0, length), ignore_index=length)
+
+
+def _classifier_dropout(config: BertConfig) -> float:
+    return config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+
+
+__all__ = [
+    "BertForMaskedLM",
+    "BertForPreTraining",
+    "BertForQuestionAnswering",
+    "BertForSequenceClassification",
+    "BertForTokenClassification",
+    "BertLayer",
+    "BertModel",
+    "BertPreTrainedModel",
+]

@@ -1,0 +1,91 @@
+"""Position schemes of BERT by the name in its configuration, and the two that are BERT's alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from lm_experiments_tools.attention.positions import (
+    AlibiPosition,
+    NoPosition,
+    PositionScheme,
+    RelativeBiasPosition,
+    RotaryPosition,
+)
+from modeling_bert.configuration_bert import BertConfig
+
+
+def shared_position(config: BertConfig) -> PositionScheme:
+    """The scheme that all layers share; one that does nothing where embeddings, or each layer, know positions.
+
+    Raises:
+        UserError: settings that the scheme refuses.
+    """
+    heads = config.num_attention_heads
+    schemes = {
+        "rotary": lambda: RotaryPosition(config.hidden_size // heads, config.rotary_dim, config.rotary_base),
+        "alibi": lambda: AlibiPosition(heads),
+        "relative_attention_bias": lambda: RelativeBiasPosition(
+            *(config.relative_attention_num_buckets, config.relative_last_bucket_distance, heads),
+            bidirectional=True,
+        ),
+    }
+    return schemes.get(config.position_embedding_type, NoPosition)()
+
+
+def content_position(config: BertConfig) -> RelativeKeyPosition | None:
+    """A layer's own scheme, whose bias depends on what its queries and keys say."""
+    schemes = {"relative_key": RelativeKeyPosition, "relative_key_query": RelativeKeyQueryPosition}
+    scheme = schemes.get(config.position_embedding_type)
+    head_dim = config.hidden_size // config.num_attention_heads
+    return scheme and scheme(config.max_position_embeddings, head_dim)
+
+
+class RelativeKeyPosition(nn.Module):
+    """Queries are compared with an embedding of the distance too (Shaw et al. 2018, arXiv 1803.02155, equation 5).
+
+    `weight` [2 * max_length - 1, head_dim] has the name and the order that it had in transformers 4: row
+    query position - key position + max_length - 1.
+    """
+
+    def __init__(self, max_length: int, head_dim: int) -> None:
+        super().__init__()
+        self.max_length = max_length
+        self.weight = nn.Parameter(torch.empty(2 * max_length - 1, head_dim))
+        nn.init.normal_(self.weight)
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        """What is added to scaled scores [B, H, L, L], from q and k [B, H, L, d]."""
+        return self.by_query(q) * q.shape[-1] ** -0.5
+
+    def by_query(self, q: Tensor) -> Tensor:
+        """q_i . a_(i - j), [B, H, L, L]."""
+        return diagonals(q @ self._embeddings(q.shape[2]).flip(0).t())
+
+    def _embeddings(self, length: int) -> Tensor:
+        """Those of distances -(L - 1)..L - 1, [2 L - 1, d]."""
+        return self.weight[self.max_length - length : self.max_length + length - 1]
+
+
+class RelativeKeyQueryPosition(RelativeKeyPosition):
+    """Keys are compared with it as well (Huang et al. 2020, arXiv 2009.13658, method 4)."""
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        return (self.by_query(q) + self.by_key(k)) * q.shape[-1] ** -0.5
+
+    def by_key(self, k: Tensor) -> Tensor:
+        """k_j . a_(i - j), [B, H, L, L]."""
+        return diagonals(k @ self._embeddings(k.shape[2]).t()).transpose(-1, -2)
+
+
+def diagonals(x: Tensor) -> Tensor:
+    """[..., L, 2 L - 1] -> [..., L, L]: row i is moved left by L - 1 - i, so that column j is what stood at j - i.
+
+    Columns of `x` are distances -(L - 1)..L - 1. Nothing is gathered: in rows that are one longer, and read as rows
+    that are not, every row starts one further to the left (Huang et al. 2018, arXiv 1809.04281, section 3.4.1).
+    """
+    length = x.shape[-2]
+    flat = pad(x, (0, 1)).flatten(-2)  # row i starts at 2 L i
+    rows = flat[..., length - 1 : length - 1 + length * (2 * length - 1)].unflatten(-1, (length, 2 * length - 1))
+    return rows[..., :length]
