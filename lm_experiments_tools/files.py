@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
 import secrets
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 SAMPLED_BYTES = 1 << 16  # of either end of a file, see `hash_of_ends`
 
@@ -57,7 +60,11 @@ def locked(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         with open(path, "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.info("waiting for another process, which holds %s", path)
+                fcntl.flock(file, fcntl.LOCK_EX)
             # The holder before us may have removed the file we waited for: then lock the one that has its name now.
             if not _is_named(file.fileno(), path):
                 continue

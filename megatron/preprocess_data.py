@@ -10,7 +10,7 @@ reads .json and .jsonl files (one object a line, also .gz) and writes, for each 
     PREFIX.bad_lines.jsonl           lines that could not be used, if any: file, line, reason
 
 (`document` in place of `sentence` without --split-sentences). The files are the same for any number of workers, and
-appear only when they are whole.
+appear only when they are whole; a run that was stopped starts over. Runs to one PREFIX wait for each other.
 """
 
 import logging
@@ -30,9 +30,18 @@ if __name__ == "__main__" and not __package__:
 
 from lm_experiments_tools.args import check_minimum
 from lm_experiments_tools.cli import parse, run_main
-from lm_experiments_tools.data.documents import JSON_SUFFIXES, Piece, Quarantine, no_documents, plan_pieces, read_lines
-from lm_experiments_tools.data.indexed import IndexedDatasetWriter, token_dtype
+from lm_experiments_tools.data.documents import (
+    JSON_SUFFIXES,
+    NO_KEY,
+    Piece,
+    Quarantine,
+    no_documents,
+    plan_pieces,
+    read_lines,
+)
+from lm_experiments_tools.data.indexed import IndexedDatasetWriter, remove_unfinished, token_dtype
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import locked
 from megatron.encoding import EncodedBatch, EncodedKey, EncodingSettings, LineBatch, encode_all
 from megatron.sentences import SentenceSplitter
 from megatron.tokenizers import BertDataTokenizer
@@ -152,19 +161,31 @@ def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
     """Write the token files; returns, by prefix, what their .json holds.
 
     Raises:
-        UserError: input, tokenizer or sentence splitter cannot be had; too many bad lines; a key without any text.
+        UserError: input, tokenizer or sentence splitter cannot be had; too many bad lines; a key that no line has, or
+            without any text.
     """
     settings = args.settings()
     tokenizer = settings.tokenizer()
     SentenceSplitter(args.sentence_splitter)  # refused here rather than in a worker
     pieces = _input_files(args.input)
-    if args.split_sentences is False and args.tokenizer_type != "HFTokenizer":
+    if not args.split_sentences:
         logger.warning(
-            "without --split-sentences a document is one sequence, of which BERT can make no sentence pairs"
+            "without --split-sentences a document is one sequence, of which BERT makes no sentence pairs and reads no "
+            "more than the length of a sample"
         )
     if args.keep_newlines and not args.split_sentences:
         logger.warning("--keep-newlines changes nothing without --split-sentences")
+    with locked(Path(f"{args.output_prefix}.lock")):
+        return _write(args, settings, tokenizer, pieces)
+
+
+def _write(
+    args: PreprocessArgs, settings: EncodingSettings, tokenizer: BertDataTokenizer, pieces: list[Piece]
+) -> dict[str, dict[str, Any]]:
+    """`preprocess` while no other run writes to the same prefix."""
     prefixes = [f"{args.output_prefix}_{key}_{args.level}" for key in args.json_keys]
+    for prefix in prefixes:
+        remove_unfinished(prefix)
     bad_lines = Quarantine(f"{args.output_prefix}.bad_lines.jsonl", args.max_bad_lines)
     with ExitStack() as stack:
         stack.enter_context(closing(bad_lines))
@@ -172,11 +193,7 @@ def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
         encoded = stack.enter_context(
             closing(encode_all(_line_batches(pieces, settings.max_document_bytes), settings, args.workers))
         )
-        for batch in _with_progress(encoded, args.log_interval):
-            for bad in batch.bad_lines:
-                bad_lines.add(batch.path, bad)
-            for writer, part in zip(writers, batch.keys, strict=True):
-                writer.add(part)
+        _check_and_add(_with_progress(encoded, args.log_interval), writers, bad_lines, args)
         for key, writer in zip(args.json_keys, writers, strict=True):
             if not writer.num_documents:
                 if not writer.num_empty:
@@ -189,6 +206,31 @@ def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
     if bad_lines.count:
         logger.warning("%s", bad_lines)
     return dict(zip(prefixes, metas, strict=True))
+
+
+def _check_and_add(
+    encoded: Iterable[EncodedBatch], writers: Sequence["_Writer"], bad_lines: Quarantine, args: PreprocessArgs
+) -> None:
+    """Give documents to the writers and bad lines to the quarantine; UserError for too many, or a key no line has."""
+    num_lines = num_lacking = 0
+    first = ""
+    for batch in encoded:
+        num_lines += batch.num_lines
+        num_lacking += sum(bad.reason.startswith(NO_KEY) for bad in batch.bad_lines)
+        first = first or next((f"{batch.path}:{bad.line}: {bad.reason}" for bad in batch.bad_lines), "")
+        if num_lacking == num_lines > args.max_bad_lines:
+            break
+        for bad in batch.bad_lines:
+            bad_lines.add(batch.path, bad)
+        for writer, part in zip(writers, batch.keys, strict=True):
+            writer.add(part)
+    if num_lacking == num_lines > 0:
+        bad_lines.close()
+        bad_lines.path.unlink(missing_ok=True)  # a list of all lines helps nobody
+        raise UserError(
+            f"none of the {num_lines} lines read from {args.input} has the text that --json-keys "
+            f"{' '.join(args.json_keys)} names; the first is {first}: name the keys that hold text"
+        )
 
 
 class _Writer(IndexedDatasetWriter):

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 TEXT_SUFFIXES = (".txt", ".txt.gz")
 DATASET_SUFFIXES = (".parquet", ".arrow")  # a folder of these is read by the datasets package
+NO_KEY = "no key"  # begins the reason why a record without the key is bad
 MAX_DOCUMENT_BYTES = 256 << 20  # on disk; encoding one takes many times that in memory
 _BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -113,6 +114,7 @@ def _resolve(item: str) -> list[tuple[str, str]]:
             for folder, _, names in os.walk(item)
             for name in names
             if not any(part.startswith(".") for part in Path(folder, name).relative_to(item).parts)
+            and not _is_output(name, names)
         ]
         files = [(path, _kind(path)) for path in sorted(found) if _kind(path)]
         if not files and any(path.endswith(DATASET_SUFFIXES) for path in found):
@@ -132,6 +134,11 @@ def _resolve(item: str) -> list[tuple[str, str]]:
     if looks_local or _kind(item) or not _DATASET_NAME.fullmatch(item):
         raise UserError(f"{item} does not exist")
     return [(item, "dataset")]
+
+
+def _is_output(name: str, names: Sequence[str]) -> bool:
+    """Whether a file of a folder with these names is what an earlier run wrote there: its record, or its bad lines."""
+    return name.endswith(".bad_lines.jsonl") or (name.endswith(".json") and f"{name[:-5]}.idx" in names)
 
 
 def _kind(path: str) -> str:
@@ -222,7 +229,7 @@ def too_long(num_bytes: int, max_bytes: int | None = None) -> str:
 def no_key(record: dict[str, Any], key: str) -> str:
     """The reason why a record without `key` is bad, with the keys it has."""
     keys = ", ".join(repr(key) for key in list(record)[:8])
-    return f"no key {key!r} (there is {keys or 'none'})"
+    return f"{NO_KEY} {key!r} (there is {keys or 'none'})"
 
 
 def _text_of(record: dict[str, Any], text_key: str) -> str | tuple[str]:

@@ -12,6 +12,7 @@ Document j holds the sequences document_indices[j] : document_indices[j + 1]. On
 The format is that of megatron/core/datasets/indexed_dataset.py (Megatron-LM): either reads the other's files.
 """
 
+import glob
 import hashlib
 import json
 import os
@@ -38,6 +39,7 @@ _META_TYPES = {  # of what other modules read in PREFIX.json
     **dict.fromkeys(("vocab_file", "vocab_sha256", "bin_sha256", "tokenizer_fingerprint"), str),
     "shard": dict,
 }
+_TOKEN_BYTES = 6  # of the part of a temporary name that is nobody else's
 _CHECK_BLOCK = 1 << 20  # index entries checked at a time: bounds the memory of opening a large index
 
 
@@ -129,6 +131,13 @@ class _SpilledIntegers:
             self._file.close()
 
 
+def remove_unfinished(prefix: str | os.PathLike) -> None:
+    """Delete what writers of PREFIX left that were killed. The caller holds a lock, so that none of them is alive."""
+    for path in dataset_paths(prefix):
+        for left in path.parent.glob(f"{glob.escape(path.name)}.tmp{'[0-9a-f]' * 2 * _TOKEN_BYTES}"):
+            left.unlink(missing_ok=True)
+
+
 class IndexedDatasetWriter:
     """Writes PREFIX.bin and PREFIX.idx, visible under their names only after `finalize`; memory does not grow.
 
@@ -141,7 +150,7 @@ class IndexedDatasetWriter:
             raise ValueError(f"tokens cannot be stored as {self.dtype}; use uint16 or int32")
         self.bin_path, self.idx_path, self.meta_path = dataset_paths(prefix)
         self.bin_path.parent.mkdir(parents=True, exist_ok=True)
-        own = secrets.token_hex(6)  # a process number would be another's too, on a disk that machines share
+        own = secrets.token_hex(_TOKEN_BYTES)  # a process number would be another's too, on a disk that machines share
         self._temporary = {path: path.with_name(f"{path.name}.tmp{own}") for path in self._paths}
         self._bin = open(self._temporary[self.bin_path], "wb")  # noqa: SIM115 (open until finalize or abort)
         self._lengths = _SpilledIntegers("i", self.bin_path.parent)

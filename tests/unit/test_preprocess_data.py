@@ -16,6 +16,7 @@ import pytest
 from lm_experiments_tools.cli import parse
 from lm_experiments_tools.data.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import locked
 from megatron import preprocess_data as module
 from megatron.preprocess_data import PreprocessArgs, preprocess
 from megatron.sentences import SentenceSplitter
@@ -384,7 +385,7 @@ def test_script_and_module_run_from_anywhere_and_count_what_they_did(folder):
         assert "2 bad lines left out (the first: " in err
     process = start(command(folder, "--json-keys", "title"), ROOT)
     _, err = process.communicate(timeout=120)
-    assert process.returncode == 2 and "there is no document in" in err and "Traceback" not in err
+    assert process.returncode == 2 and "no key 'title' (there is 'text')" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -397,12 +398,66 @@ def test_an_interrupted_run_leaves_nothing_behind(folder, number, code):
         if "Processed" in line:
             break
     workers = psutil.Process(process.pid).children()
-    assert len(workers) == 2 and len(list((folder / "out").iterdir())) == 1
+    assert len(workers) == 2 and len(list((folder / "out").iterdir())) == 2  # tokens so far, and the lock
     os.killpg(process.pid, number)  # as a terminal does
     _, err = process.communicate(timeout=60)
     assert process.returncode == code and "Traceback" not in err, err
     assert list((folder / "out").iterdir()) == []
     assert psutil.wait_procs(workers, timeout=10)[1] == []
+
+
+@pytest.mark.parametrize("num_lines", [3, 300])  # fewer and more than --max-bad-lines
+def test_a_key_that_no_line_has_is_named_with_those_there_are(folder, monkeypatch, num_lines):
+    monkeypatch.setattr(module, "_BATCH_BYTES", 2000)
+    write_lines(folder / "in" / "data.jsonl", [{"content": "a", "url": n} for n in range(num_lines)])
+    with pytest.raises(UserError, match=r"data.jsonl:1: no key 'text' \(there is 'content', 'url'\): name the keys"):
+        run(folder)
+    assert list((folder / "out").iterdir()) == []
+    with pytest.raises(UserError, match=r"--json-keys content text names; .* no key 'text'"):
+        run(folder, "--json-keys", "content", "text")
+    assert list((folder / "out").iterdir()) == []
+
+
+def test_a_key_that_some_lines_lack_leaves_these_out(folder, tokenizer):
+    records = [{"text": "fine"}] + [{"content": "a"}] * 150
+    write_lines(folder / "in" / "data.jsonl", records)
+    with pytest.raises(UserError, match="more than 100 bad lines: 101 so far, the first is .*no key 'text'"):
+        run(folder)
+    run(folder, "--max-bad-lines", 150)
+    assert documents(f"{folder}/out/x_text_document") == [[tokenizer.tokenize("fine")]]
+    bad = (folder / "out" / "x.bad_lines.jsonl").read_text().splitlines()
+    assert [json.loads(line)["line"] for line in bad] == list(range(2, 152))
+
+
+def test_a_killed_run_starts_over_and_leaves_nothing(folder):
+    record = json.dumps({"text": "A sentence.\n" * 2000}) + "\n"
+    (folder / "in" / "data.jsonl").write_text(record * 600)
+    flags = ("--log-interval", 1, "--sentence-splitter", "newline")
+    process = start(command(folder, *flags), ROOT)
+    for line in process.stderr:
+        if "Processed" in line:
+            break
+    process.kill()
+    process.communicate(timeout=60)
+    left = [path.name for path in (folder / "out").iterdir()]
+    assert any(".tmp" in name for name in left) and "x.lock" in left
+    stranger = folder / "out" / "x_text_sentence.bin.tmpl"  # not a name that a writer gives
+    stranger.touch()
+    write_lines(folder / "in" / "data.jsonl", [{"text": "One. Two."}])
+    run(folder, "--split-sentences")
+    names = {f"x_text_sentence.{kind}" for kind in ("bin", "idx", "json")} | {stranger.name}
+    assert {path.name for path in (folder / "out").iterdir()} == names
+
+
+def test_runs_to_one_prefix_wait_for_each_other(folder, tokenizer):
+    write_lines(folder / "in" / "data.jsonl", [{"text": "fine"}])
+    with locked(folder / "out" / "x.lock"):
+        process = start(command(folder), ROOT)
+        assert any("waiting for another process, which holds" in line for line in process.stderr)
+        assert [path.name for path in (folder / "out").iterdir()] == ["x.lock"]  # nothing written yet
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert documents(f"{folder}/out/x_text_sentence") == [[tokenizer.tokenize("fine")]]
 
 
 def test_a_worker_that_dies_is_one_sentence(folder, monkeypatch):
@@ -438,3 +493,10 @@ def test_real_corpus_equals_the_ancestors_rules(folder):
     options = {"split_sentences": True, "split_tokens": False, "append_eod": False}
     expected = ancestor(records, "text", tokenizer, SentenceSplitter(), **options)
     assert documents(f"{folder}/out/x_text_sentence") == expected and sum(map(len, expected)) > 100
+
+
+def test_what_an_earlier_run_wrote_into_the_folder_is_not_read_as_text(folder):
+    write_lines(folder / "in" / "data.jsonl", [{"text": "fine"}, {"content": "bad"}])
+    flags = ("--output-prefix", folder / "in" / "x")
+    first, second = (run(folder, *flags) for _ in range(2))
+    assert first == second and first[f"{folder}/in/x_text_document"]["bad_lines"] == 1
