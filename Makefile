@@ -21,10 +21,10 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env env-full horovod horovod-if-possible data data-bert pretrain pretrain-bert test test-all lint bench clean
+.PHONY: help env env-full horovod horovod-if-possible data data-bert pretrain pretrain-bert test test-launchers test-all lint bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  PYTHON=python3.12 chooses the interpreter, ARGS='...' is passed on to the script or to pytest."
 
 env: $(ENV) ## .venv with what pre-training needs
@@ -84,6 +84,9 @@ pretrain-bert: env horovod-if-possible data-bert ## train a small BERT on this m
 
 test: env-full horovod-if-possible ## the test suite, without what takes minutes or needs a GPU
 	@$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
+
+test-launchers: env-full horovod-if-possible ## every objective under every launcher, killed and continued: a table
+	@$(BIN)/python -m pytest -q -s tests/distributed/test_objectives_launchers.py $(ARGS)
 
 test-all: env-full horovod-if-possible ## the whole test suite
 	@$(BIN)/python -m pytest -q $(ARGS)

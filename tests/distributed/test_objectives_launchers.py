@@ -1,0 +1,181 @@
+"""Every objective under every launcher, on real text: losses fall, and a killed run continues exactly.
+
+`make test-launchers` prints the table of benchmarks/launchers.md. The text is two shards (5 MB) of the folder that
+PRETRAINING_DATA names, by default ../shared/data. Models are without dropout, and a step has the same 8 rows however
+they are split, so that all launchers must log the losses of the uninterrupted run of one process, step by step.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import ROOT, horovodrun, missing, run, torchrun
+from tests.distributed.test_run_script import CPU, kill_after
+
+DATA = Path(os.environ.get("PRETRAINING_DATA", ROOT.parent / "shared" / "data"))
+SHARDS = [DATA / "corpus" / f"train-0000{k}-of-00008.jsonl" for k in range(2)]
+T5_VOCAB = DATA / "vocabs" / "t5_32k" / "sentencepiece.model"
+BERT_VOCAB = DATA / "vocabs" / "bert-base-uncased" / "vocab.txt"
+ABSENT = [path for path in (*SHARDS, T5_VOCAB, BERT_VOCAB) if not path.is_file()]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.distributed,
+    pytest.mark.skipif(bool(ABSENT), reason=f"PRETRAINING_DATA: there is no {ABSENT[0] if ABSENT else ''}"),
+]
+
+STEPS, SAVE_INTERVAL = 40, 14
+T5_SCRIPT, BERT_SCRIPT = ROOT / "run_t5_pretraining.py", ROOT / "run_bert_pretraining.py"
+BERT = {
+    "model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+    "max_position_embeddings": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+CONFIGS = {
+    "t5": {
+        "base": str(ROOT / "models_configs" / "t5_configs" / "t5-small.json"), "d_model": 32, "d_kv": 8, "d_ff": 64,
+        "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
+    },
+    "gpt2": {
+        "model_type": "gpt2", "vocab_size": 32128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
+        "bos_token_id": 1, "eos_token_id": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    },
+    "bert_mlm": {**BERT, "vocab_size": 32128},
+    "bert": {**BERT, "vocab_size": 30592},
+}  # fmt: skip
+
+NATIVE = ["--data_pipeline", "native"]
+SEQIO = ["--data_pipeline", "seqio"]
+T5 = ["--model_cls", "transformers:T5ForConditionalGeneration", "--model_cfg", "t5.json"]
+# name in the table: script, flags, packages
+OBJECTIVES = {
+    "span_corruption": (T5_SCRIPT, [*NATIVE, *T5, "--task", "span_corruption", "--target_seq_len", 24], ()),
+    "prefix_lm": (T5_SCRIPT, [*NATIVE, *T5, "--task", "prefix_lm", "--target_seq_len", 64], ()),
+    "ul2": (T5_SCRIPT, [*NATIVE, *T5, "--task", "ul2", "--target_seq_len", 64], ()),
+    "causal_lm": (
+        T5_SCRIPT,
+        [*NATIVE, "--task", "causal_lm", "--model_cls", "transformers:GPT2LMHeadModel", "--model_cfg", "gpt2.json"],
+        (),
+    ),
+    "mlm": (
+        T5_SCRIPT,
+        [*NATIVE, "--task", "mlm", "--model_cls", "transformers:BertForMaskedLM", "--model_cfg", "bert_mlm.json"],
+        (),
+    ),
+    "seqio_span_corruption": (
+        T5_SCRIPT,
+        [*SEQIO, *T5, "--task", "span_corruption", "--target_seq_len", 24],
+        ("t5", "seqio", "tensorflow"),
+    ),
+    "seqio_prefix_lm": (
+        T5_SCRIPT,
+        [*SEQIO, *T5, "--task", "prefix_lm", "--target_seq_len", 64],
+        ("t5", "seqio", "tensorflow"),
+    ),
+    "bert": (BERT_SCRIPT, ["--model_cls", "transformers:BertForPreTraining", "--model_cfg", "bert.json"], ()),
+}
+# how to start, flags that split the 8 rows of a step, environment, packages, what the log says
+LAUNCHERS = {
+    "python": (lambda: [sys.executable], (8, 1), {}, (), "1 worker(s)"),
+    "horovodrun": (horovodrun, (2, 2), {}, ("horovod",), "backend horovod, 2 worker(s)"),
+    "torchrun": (torchrun, (2, 2), CPU, ("accelerate",), "DistributedDataParallel"),
+}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """Two shards of text, sentences of them for BERT, and the models' configurations."""
+    from megatron.preprocess_data import main as preprocess
+
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "text").mkdir()
+    for shard in SHARDS:
+        (folder / "text" / shard.name).symlink_to(shard)
+    preprocess([
+        "--input", str(folder / "text"), "--output-prefix", str(folder / "corpus"), "--split-sentences",
+        "--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(BERT_VOCAB),
+    ])  # fmt: skip
+    for name, config in CONFIGS.items():
+        (folder / f"{name}.json").write_text(json.dumps(config))
+    return folder
+
+
+def command(objective, work, run_dir, split):
+    script, flags, _ = OBJECTIVES[objective]
+    batch_size, accumulation = split
+    if script == BERT_SCRIPT:
+        data = ["--data_path", work / "corpus_text_sentence", "--vocab_file", BERT_VOCAB]
+    else:
+        data = ["--data_path", work / "text", "--vocab", T5_VOCAB]
+    flags = [work / flag if str(flag).endswith(".json") else flag for flag in flags]
+    return [
+        script, *flags, *data, "--model_path", run_dir, "--working_dir", work, "--input_seq_len", 64, "--batch_size",
+        batch_size, "--gradient_accumulation_steps", accumulation, "--iters", STEPS, "--log_interval", 1,
+        "--save_interval", SAVE_INTERVAL, "--lr", "5e-3",
+    ]  # fmt: skip
+
+
+def logged(run_dir):
+    """(step, samples consumed, loss) of every step."""
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [(r["step"], r["samples"], r["loss"]) for r in records if r["split"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(work, tmp_path_factory):
+    """The log of the run of one process that nobody killed, by objective; made at the first call."""
+    found = {}
+
+    def of(objective):
+        if objective not in found:
+            folder = tmp_path_factory.mktemp("whole")
+            job = run([sys.executable], *command(objective, work, folder, (8, 1)), timeout=300)
+            assert job.returncode == 0, job.output[-3000:]
+            found[objective] = logged(folder)
+        return found[objective]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Rows of the table that is printed at the end."""
+    rows = []
+    yield rows
+    head = ["data and objective", "launcher", "loss, steps 1-4", "last 4", "resumed at", "largest difference"]
+    print("", *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)), sep="\n")
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_losses_fall_and_a_killed_run_continues_exactly(objective, launcher, work, uninterrupted, table, tmp_path):
+    start, split, extra, packages, described = LAUNCHERS[launcher]
+    if reason := missing(*packages, *OBJECTIVES[objective][2]):
+        pytest.skip(reason)
+    whole = uninterrupted(objective)
+    assert [position[:2] for position in whole] == [(k, 8 * k) for k in range(1, STEPS + 1)]
+
+    arguments = command(objective, work, tmp_path, split)
+    kill_after(start(), arguments, extra, tmp_path / "checkpoints" / f"step_{SAVE_INTERVAL:06d}", timeout=300)
+    at_kill = len((tmp_path / "metrics.jsonl").read_text().splitlines())
+    job = run(start(), *arguments, timeout=300, **extra)
+    assert job.returncode == 0, job.output[-4000:]
+    assert described in job.output
+    resumed = int(job.output.split("resumed from", 1)[1].split("step ", 1)[1].split(",", 1)[0])
+    assert SAVE_INTERVAL <= resumed <= at_kill < STEPS
+
+    found = logged(tmp_path)
+    assert [position[:2] for position in found] == [position[:2] for position in whole]
+    losses = [loss for _, _, loss in found]
+    difference = max(abs(ours - theirs) for ours, (_, _, theirs) in zip(losses, whole, strict=True))
+    shown = "0" if difference == 0 else f"{difference:.0e}"
+    first, last = mean(losses[:4]), mean(losses[-4:])
+    table.append([objective, launcher, f"{first:.3f}", f"{last:.3f}", f"step {resumed}", shown])
+    assert last < first - 0.5
+    assert difference <= (0 if launcher == "python" else 2e-4)
