@@ -16,6 +16,7 @@ import torch
 from lm_experiments_tools.errors import UserError
 
 IGNORED_LABEL = -100
+_ROWS_AT_ONCE, _CELLS_AT_ONCE = 256, 1 << 20  # 8 MiB
 LABELS = frozenset({"labels", "next_sentence_label"})  # the entries of a batch that a loss is a mean over
 
 
@@ -100,8 +101,10 @@ class TrainLoader:
         _check_rank(rows_per_worker, rank, world_size)
         self.dataset, self.rank, self.world_size = dataset, rank, world_size
         self.rows_per_worker = rows_per_worker
+        # One thread makes every batch, so that no two are ever made at once.
         self._executor = ThreadPoolExecutor(1, "data-prefetch") if prefetch else None
-        self._ahead: tuple[int, Future] | None = None
+        self._following: Future | None = None
+        self._steps_at_once = 1  # until the size of a batch is known
         self.seek(consumed_samples)
 
     @property
@@ -128,35 +131,50 @@ class TrainLoader:
         if consumed_samples < 0:
             raise ValueError(f"consumed_samples must not be negative, got {consumed_samples}")
         self._consumed = consumed_samples
+        self._ready: list[dict[str, np.ndarray]] = []  # steps made, the next one last
+        self._following = None
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
         """Tensors int64[rows_per_worker, length] of this worker's part of the next global batch."""
-        if self._executor is None:
-            batch = self._make(self._consumed)
-        else:
-            # A batch prepared before a seek was for another position. The one thread makes every batch, so that no two
-            # are ever made at once.
-            position, future = self._ahead or (None, None)
-            if position != self._consumed:
-                future = self._executor.submit(self._make, self._consumed)
-            following = self._consumed + self.global_batch
-            self._ahead = following, self._executor.submit(self._make, following)
-            batch = future.result()
+        if not self._ready:
+            self._ready = self._next_steps()
         self._consumed += self.global_batch
-        return _to_torch(batch)
+        return _to_torch(self._ready.pop())
 
-    def _make(self, position: int) -> dict[str, np.ndarray]:
-        samples = np.arange(position + self.rank, position + self.global_batch, self.world_size, dtype=np.int64)
-        return self.dataset.batch(samples)
+    def _next_steps(self) -> list[dict[str, np.ndarray]]:
+        """What `_make` gives from here on; with a background thread, what comes after it is then on its way."""
+        if self._executor is None:
+            steps = self._make(self._consumed, self._steps_at_once)
+        else:
+            here = self._following or self._executor.submit(self._make, self._consumed, self._steps_at_once)
+            steps = here.result()
+        self._steps_at_once = self._how_many_at_once(steps[-1])
+        if self._executor is not None:
+            after = self._consumed + len(steps) * self.global_batch
+            self._following = self._executor.submit(self._make, after, self._steps_at_once)
+        return steps
+
+    def _make(self, position: int, num_steps: int) -> list[dict[str, np.ndarray]]:
+        """The steps from a position on, the first one last."""
+        end = position + num_steps * self.global_batch
+        rows = self.dataset.batch(np.arange(position + self.rank, end, self.world_size, dtype=np.int64))
+        size = self.rows_per_worker
+        steps = [{name: values[k * size : (k + 1) * size] for name, values in rows.items()} for k in range(num_steps)]
+        return steps[::-1]
+
+    def _how_many_at_once(self, batch: dict[str, np.ndarray]) -> int:
+        """Steps made by one call, which costs nearly the same for 8 rows as for 64."""
+        cells = sum(values.size for values in batch.values())
+        return max(1, min(_ROWS_AT_ONCE // self.rows_per_worker, _CELLS_AT_ONCE // cells))
 
     def close(self) -> None:
         """Stop the background thread. Batches can still be asked for, and are then made on the spot."""
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
-            self._executor = self._ahead = None
+            self._executor = self._following = None
 
 
 class ValidLoader:

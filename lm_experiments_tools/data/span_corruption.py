@@ -160,10 +160,11 @@ def random_span_lengths(counts: SpanCounts, words: np.ndarray) -> np.ndarray:
     num_rows, num_cuts = words.shape[1], counts.num_spans - 1
     # Non-noise in the first half of the columns and noise in the second: one pass of Floyd's algorithm serves both.
     parts = np.repeat(np.array([counts.num_nonnoise_tokens, counts.num_noise_tokens]), num_rows)
-    chosen = np.empty((num_cuts, 2 * num_rows), np.int32)
-    last = (parts - 1 - num_cuts + np.arange(num_cuts)[:, None]).astype(np.int32)  # the newest gap at each step
-    picks = words.reshape(num_cuts, 2 * num_rows) * (last + 1).astype(np.uint64) >> np.uint64(32)
-    for step, pick in enumerate(picks.astype(np.int32)):
+    narrow = np.int16 if counts.tokens_length < 1 << 15 else np.int32
+    chosen = np.empty((num_cuts, 2 * num_rows), narrow)
+    last = (parts - 1 - num_cuts + np.arange(num_cuts)[:, None]).astype(narrow)  # the newest gap at each step
+    picks = words.reshape(num_cuts, 2 * num_rows) * (last.astype(np.uint64) + np.uint64(1)) >> np.uint64(32)
+    for step, pick in enumerate(picks.astype(narrow)):
         taken = np.logical_or.reduce(chosen[:step] == pick, axis=0)
         chosen[step] = np.where(taken, last[step], pick)
     cuts = np.empty((2 * num_rows, counts.num_spans + 1), np.int64)
