@@ -95,9 +95,10 @@ lint: env-full ## ruff: style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-bench: env-full data ## the benchmarks of this machine: the loop, the data path, the optimizers
+bench: env-full data data-bert ## the benchmarks of this machine: the loop, the data path, the optimizers
 	$(BIN)/python benchmarks/loop_overhead.py
-	$(BIN)/python benchmarks/data.py --corpus $(DATA)/corpus/train.jsonl --vocab $(DATA)/vocab.model
+	$(BIN)/python benchmarks/data.py --corpus $(DATA)/corpus/train.jsonl --vocab $(DATA)/vocab.model \
+	  --bert_vocab $(DATA)/bert_vocab.txt
 	$(BIN)/python benchmarks/objectives.py --vocab $(DATA)/vocab.model
 	$(BIN)/python benchmarks/optimizers.py
 

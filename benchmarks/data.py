@@ -52,7 +52,7 @@ class Inputs:
     bert_vocab: Path | None
 
 
-def native(inputs: Inputs) -> Iterator[float]:
+def native(inputs: Inputs, batch: int = BATCH) -> Iterator[float]:
     from lm_experiments_tools.data.dataset import SpanCorruptionDataset
     from lm_experiments_tools.data.indexed import IndexedDataset
     from lm_experiments_tools.data.loader import TrainLoader
@@ -67,9 +67,9 @@ def native(inputs: Inputs) -> Iterator[float]:
         pad_id=vocabulary.pad_id,
         vocab_size=vocabulary.size,
     )
-    for batch in TrainLoader(dataset, BATCH, prefetch=False):
-        assert batch["input_ids"].shape == (BATCH, INPUTS) and batch["labels"].shape == (BATCH, TARGETS)
-        yield BATCH
+    for rows in TrainLoader(dataset, batch, prefetch=False):
+        assert rows["input_ids"].shape == (batch, INPUTS) and rows["labels"].shape == (batch, TARGETS)
+        yield batch
 
 
 def sentencepiece(inputs: Inputs) -> Iterator[float]:
@@ -259,6 +259,7 @@ def bert_megatron_core(inputs: Inputs, length: int) -> Iterator[float]:
 
 PATHS: dict[str, tuple[Callable[[Inputs], Iterator[float]], tuple[str, ...]]] = {
     "native": (native, ()),
+    "native, batches of 8": (partial(native, batch=8), ()),
     "collator": (collator, ()),
     "datasets + collator": (datasets_collator, ("datasets",)),
     "seqio cached": (seqio_cached, ("t5", "seqio")),
