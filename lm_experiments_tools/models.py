@@ -30,7 +30,16 @@ HUB_KEYS = {
     "task_specific_params",
 }
 # What every PreTrainedConfig takes though its dataclass has no field for it.
-GENERAL_KEYS = {"bos_token_id", "decoder_start_token_id", "dtype", "tie_word_embeddings", "torch_dtype"}
+GENERAL_KEYS = {
+    "attn_implementation",
+    "bos_token_id",
+    "decoder_start_token_id",
+    "dtype",
+    "tie_word_embeddings",
+    "torch_dtype",
+}
+# What `build_model` makes of a model of transformers (`attention.huggingface.enable`).
+SPARSE_KEYS = {"sparse_config_cls", "sparse_attention"}
 # Keys of the Hub's older files that transformers has given up, with the one value that changes nothing.
 INERT_VALUES = {"gradient_checkpointing": False, "position_embedding_type": "absolute"}
 # What only a class of our own varies.
@@ -43,8 +52,6 @@ OWN_KEYS = {
         "relative_last_bucket_distance",
         "rotary_base",
         "rotary_dim",
-        "sparse_attention",
-        "sparse_config_cls",
     }
 }
 
@@ -136,21 +143,49 @@ def build_model(model_cls: type, config: PreTrainedConfig, *, seed: int) -> PreT
     The initial values are those of the class. Note that transformers draws an untied T5 output layer with standard
     deviation 1, so the first losses of such a model are near 100, not near ln(vocabulary).
 
+    A model of transformers whose configuration names a layout (`sparse_config_cls`, `sparse_attention`) gets
+    block-sparse attention; see `attention.huggingface.enable`.
+
     Raises:
-        UserError: the class refuses the configuration.
+        UserError: the class refuses the configuration, or there is no such attention implementation or layout.
     """
+    takes_our_attention = _takes_our_attention(config)
     generator = torch.random.default_generator  # the CPU's alone, which is where models are initialised
     state = generator.get_state()
     generator.manual_seed(seed)
     try:
         model = model_cls(config)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{model_cls.__name__} refuses this {type(config).__name__}: {error}") from error
+    except (TypeError, ValueError, AttributeError, ImportError) as error:
+        raise UserError(
+            f"{model_cls.__name__} refuses this {type(config).__name__}: {' '.join(str(error).split())}"
+        ) from error
     finally:
         generator.set_state(state)
     if getattr(config, "tie_word_embeddings", None) is False and getattr(model, "_tied_weights_keys", None):
         _untie_only_output(model)
+    if takes_our_attention:
+        from lm_experiments_tools.attention.huggingface import enable
+
+        enable(model)
     return model
+
+
+def _takes_our_attention(config: PreTrainedConfig) -> bool:
+    """Whether the model is to be converted to block-sparse attention, whose name transformers then knows."""
+    from transformers import AttentionInterface
+
+    name = getattr(config, "_attn_implementation", None)
+    named = [key for key in SPARSE_KEYS if getattr(config, key, None) is not None]
+    if name == "block_sparse" or (name is None and named):
+        import lm_experiments_tools.attention.huggingface  # noqa: F401 - registers the name
+
+        return not SPARSE_KEYS <= _own_keys(type(config))  # a class with such keys of its own reads them itself
+    if named:
+        raise UserError(f'attn_implementation "{name}" would ignore {" and ".join(named)}: leave it out.')
+    known = sorted({"eager", *AttentionInterface().valid_keys()} - {"block_sparse", "block_sparse_with_weights"})
+    if name is not None and name not in known and "/" not in str(name):  # with a slash: a kernel of the Hub
+        raise UserError(f'There is no attn_implementation "{name}"; there are block_sparse, {", ".join(known)}.')
+    return False
 
 
 def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int) -> int:
@@ -269,9 +304,13 @@ def _config_class(model_type: str | None, path: Path) -> type:
     return CONFIG_MAPPING[model_type]
 
 
+def _own_keys(config_cls: type) -> set[str]:
+    return {key for key in vars(config_cls()) if not key.startswith("_")}
+
+
 def _known_keys(config_cls: type) -> set[str]:
-    public = {key for key in vars(config_cls()) if not key.startswith("_")}
-    return public | set(getattr(config_cls, "attribute_map", {})) | HUB_KEYS | GENERAL_KEYS
+    aliases = set(getattr(config_cls, "attribute_map", {}))
+    return _own_keys(config_cls) | aliases | HUB_KEYS | GENERAL_KEYS | SPARSE_KEYS
 
 
 def _untie_only_output(model: PreTrainedModel) -> None:

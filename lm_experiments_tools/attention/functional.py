@@ -19,8 +19,12 @@ from lm_experiments_tools.errors import UserError
 _BACKENDS = {name: f"lm_experiments_tools.attention.{name}" for name in ("reference", "gather", "sdpa", "flex")}
 _BACKENDS["triton"] = "lm_experiments_tools.attention.triton_backend"
 
+# Lengths and densities at which two backends take equally long, forward and backward, on a CPU.
 _SHORT = 256  # up to here a dense call costs less than making pieces of it
 _DENSE = 0.5  # from this density on, skipping blocks gains less than SDPA's fused loop does
+# A trained bias keeps SDPA from its fused loop: dense calls are overtaken at some length, sparse ones from _SHORT on.
+_SHORT_DENSE = 768
+_NEARLY_DENSE = 0.75
 _MATRIX_BYTES = 1 << 30  # of masks, biases and scores that SDPA may write out
 
 
@@ -130,6 +134,8 @@ def _choose_on_cpu(request: Request) -> tuple[ModuleType, str]:
     if length <= _SHORT:
         return sdpa, f"{length} tokens are few (at most {_SHORT})"
     if request.trains_bias:
+        if length <= _SHORT_DENSE and request.density > _NEARLY_DENSE:
+            return sdpa, f"{length} tokens at density {request.density:.2f} are few (at most {_SHORT_DENSE})"
         return gather, "the bias is trained, and a dense call would write its gradient out as a matrix"
     if request.density > _DENSE:
         return sdpa, f"density {request.density:.2f} is above {_DENSE}"

@@ -49,6 +49,21 @@ def register() -> None:
     for name, forward in ((NAME, attention_forward), (WITH_WEIGHTS, forward_with_weights)):
         AttentionInterface.register(name, forward)
         AttentionMaskInterface.register(name, attention_mask)
+    if not hasattr(PreTrainedConfig.to_dict, "__wrapped__"):
+        PreTrainedConfig.to_dict = _with_name(PreTrainedConfig.to_dict)
+
+
+def _with_name(to_dict: Any) -> Any:
+    """transformers saves no attention implementation; beside a layout ours belongs to what the model computes."""
+
+    @functools.wraps(to_dict)
+    def to_dict_with_name(self: PreTrainedConfig) -> dict[str, Any]:
+        values = to_dict(self)
+        if self._attn_implementation == NAME and values.get(TYPE_KEY) is not None:
+            values["attn_implementation"] = NAME
+        return values
+
+    return to_dict_with_name
 
 
 def enable(model: PreTrainedModel, layout: SparsityConfig | str | None = None, **settings: Any) -> PreTrainedModel:
@@ -70,6 +85,8 @@ def enable(model: PreTrainedModel, layout: SparsityConfig | str | None = None, *
         layout = get_sparsity_config(layout, num_heads, **settings)
     elif settings:
         raise UserError(f"enable: {', '.join(settings)} go with the name of a layout, not {type(layout).__name__}.")
+    else:
+        layout = layout or configured_layout(model.config)
     if layout is not None and layout.num_heads != num_heads:
         raise UserError(
             f"{type(layout).__name__} is for {layout.num_heads} heads, but {type(model).__name__} has {num_heads}."
@@ -78,15 +95,32 @@ def enable(model: PreTrainedModel, layout: SparsityConfig | str | None = None, *
     if model.config._attn_implementation != NAME:
         raise UserError(f"{type(model).__name__} has attention of its own, which cannot be converted.")
     configs = {id(module.config): module.config for module in model.modules() if _has_config(module)}
-    for config in configs.values():
-        config.attn_implementation = NAME  # read back by from_pretrained; `_attn_implementation` is not saved
-        if layout is not None:
-            values = layout.to_dict()
-            config.sparse_config_cls = values.pop(TYPE_KEY)
-            config.sparse_attention = values
+    for config in configs.values() if layout is not None else ():
+        values = layout.to_dict()
+        config.sparse_config_cls = values.pop(TYPE_KEY)
+        config.sparse_attention = values
     for name in {type(module).__module__ for module in model.modules()}:
         _keep_biases_short(sys.modules[name])
     return model
+
+
+def configured_layout(config: PreTrainedConfig) -> SparsityConfig | None:
+    """The layout that a model's configuration names by `sparse_config_cls` and `sparse_attention`; None without one.
+
+    Raises:
+        UserError: an unknown layout, settings that it does not have or refuses, or settings of no layout.
+    """
+    name, settings = getattr(config, TYPE_KEY, None), getattr(config, SETTINGS_KEY, None)
+    if name is None:
+        if settings is not None:
+            raise UserError(f"{SETTINGS_KEY} is given without {TYPE_KEY}, the name of a layout (e.g. BigBird).")
+        return None
+    if not (isinstance(name, str) and isinstance(settings, dict | None)):
+        raise UserError(
+            f"{TYPE_KEY}={name!r} must be the name of a layout and {SETTINGS_KEY}={settings!r} an object with its "
+            "settings."
+        )
+    return get_sparsity_config(name, **{"num_heads": config.num_attention_heads, **(settings or {})})
 
 
 def _has_config(module: nn.Module) -> bool:

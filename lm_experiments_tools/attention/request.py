@@ -90,6 +90,8 @@ def check(
                 f"key_padding_mask is {_describe(key_padding_mask)}; it must be bool [{batch}, {key_length}] (batch, "
                 "key_length), True where keys are attended to."
             )
+        if key_padding_mask.device.type == "cpu" and key_padding_mask.all():  # looking would make a GPU wait
+            key_padding_mask = None
     return Request(
         *(q, k, v, resolve_layout(layout, num_heads, query_length, key_length), bias, key_padding_mask),
         *(_check_segments(segment_ids, batch, query_length, key_length), causal),

@@ -63,18 +63,21 @@ def attend(request: Request, seed: int) -> Tensor:
     return out.to(request.q.dtype)
 
 
-def _matrix(request: Request, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _matrix(request: Request, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """(bias with -inf where nothing may be attended to, queries that may attend to nothing [..., query_length, 1])."""
+    bias = request.bias
+    if bias is not None:
+        bias = bias if isinstance(bias, Tensor) else dense_bias(bias, *request.scores_shape[2:], dtype=dtype)
+        bias = bias.to(dtype)
+    if request.is_dense and not request.causal and request.key_padding_mask is None and request.segment_ids is None:
+        return bias, None
     allowed = attend_mask(
         *request.scores_shape,
         *(request.layout, request.key_padding_mask, request.segment_ids, request.causal, request.q.device),
     )
     dead = ~allowed.any(-1, keepdim=True)
-    allowed = allowed | dead  # softmax over nothing has no gradient; these rows are zeroed afterwards
-    if request.bias is None:
-        return allowed, dead
-    if isinstance(request.bias, Tensor):
-        bias = request.bias.to(dtype)
+    if dead.device.type == "cpu" and not dead.any():  # looking would make a GPU wait
+        dead = None
     else:
-        bias = dense_bias(request.bias, *request.scores_shape[2:], dtype=dtype)
-    return bias.masked_fill(~allowed, -torch.inf), dead
+        allowed = allowed | dead  # softmax over nothing has no gradient; these rows are zeroed afterwards
+    return allowed if bias is None else bias.masked_fill(~allowed, -torch.inf), dead

@@ -392,7 +392,8 @@ def test_auto_takes_what_is_fast_and_says_why():
 
     learned, frozen = T5Bias(torch.zeros(32, 2, requires_grad=True)), T5Bias(torch.zeros(32, 2))
     bigbird = BigBirdSparsityConfig(2, block=64)
-    assert taken(256, bigbird, learned)[0] == "sdpa"
+    assert taken(256, bigbird, learned)[0] == taken(512, None, learned)[0] == taken(768, None, learned)[0] == "sdpa"
+    assert taken(512, bigbird, learned)[0] == taken(512, None, learned, causal=True)[0] == "gather"
     assert taken(4096)[0] == taken(2048, None, frozen)[0] == taken(16384, causal=True)[0] == "sdpa"
     assert taken(1024, None, learned)[0] == taken(4096, bigbird)[0] == taken(4096, bigbird, frozen)[0] == "gather"
     assert taken(512, LocalSlidingWindowSparsityConfig(2, block=64, num_sliding_window_blocks=15))[0] == "sdpa"

@@ -64,6 +64,14 @@ def test_preset_has_the_published_number_of_parameters(preset):
     assert model.decoder.embed_tokens.weight is model.shared.weight
 
 
+def test_block_sparse_preset_is_its_base_with_a_layout():
+    with torch.device("meta"):
+        model = build_model(T5, load_model_config("t5-small-bigbird", T5.config_class), seed=0)
+    assert num_parameters(model).total == PUBLISHED["t5-small"]
+    assert model.config._attn_implementation == "block_sparse"
+    assert {"num_heads": 8, "block": 64, "num_random_blocks": 3}.items() <= model.config.sparse_attention.items()
+
+
 def test_every_published_preset_is_shipped():
     assert {*PUBLISHED, "t5-micro"} <= set(list_presets())
 
@@ -177,6 +185,49 @@ def test_bad_configuration_is_one_sentence(tmp_path, values, message):
     config_cls = None if values.get("model_type") == "t6" else transformers.T5Config
     with pytest.raises(UserError, match=message):
         load_model_config(path, config_cls)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, "sdpa"),
+        ({"attn_implementation": "eager"}, "eager"),
+        ({"attn_implementation": "block_sparse"}, "block_sparse"),
+        ({"sparse_config_cls": "deepspeed.ops.sparse_attention:BigBirdSparsityConfig"}, "block_sparse"),
+        ({"sparse_config_cls": "BigBird", "attn_implementation": "block_sparse"}, "block_sparse"),
+    ],
+)
+def test_attention_that_a_configuration_names_is_what_the_model_gets(tmp_path, values, expected):
+    path = write(tmp_path / "tiny.json", base="t5-small", vocab_size=100, **SMALL, **values)
+    config = build_model(T5, load_model_config(path, T5.config_class), seed=0).config
+    assert config._attn_implementation == expected
+    if "sparse_config_cls" in values:
+        assert config.sparse_config_cls == "BigBirdSparsityConfig" and config.sparse_attention["num_heads"] == 4
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"attn_implementation": "block_spars"},
+            'attn_implementation "block_spars"; there are block_sparse, eager,',
+        ),
+        ({"attn_implementation": 3}, 'no attn_implementation "3"'),
+        ({"attn_implementation": "flash_attention_2"}, "T5ForConditionalGeneration refuses this T5Config"),
+        ({"attn_implementation": "sdpa", "sparse_config_cls": "BigBird"}, 'sdpa" would ignore sparse_config_cls'),
+        ({"sparse_config_cls": "BigBrd"}, "no sparsity configuration 'BigBrd': did you mean BigBirdSparsityConfig"),
+        ({"sparse_config_cls": 5}, "sparse_config_cls=5 must be the name"),
+        ({"sparse_config_cls": "BigBird", "sparse_attention": [4]}, r"sparse_attention=\[4\] an object"),
+        ({"sparse_config_cls": "BigBird", "sparse_attention": {"blok": 4}}, "no setting 'blok': did you mean 'block'"),
+        ({"sparse_config_cls": "BigBird", "sparse_attention": {"num_heads": 3}}, "for 3 heads, but T5.* has 4"),
+        ({"sparse_attention": {"block": 4}}, "given without sparse_config_cls"),
+    ],
+)
+def test_attention_that_cannot_be_had_is_one_sentence(tmp_path, values, message):
+    path = write(tmp_path / "tiny.json", base="t5-small", vocab_size=100, **SMALL, **values)
+    with pytest.raises(UserError, match=message) as error:
+        build_model(T5, load_model_config(path, T5.config_class), seed=0)
+    assert "\n" not in str(error.value)
 
 
 def test_unknown_preset_broken_json_and_missing_type_are_named(tmp_path):
