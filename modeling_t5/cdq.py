@@ -1,0 +1,96 @@
+"""Attention whose queries know the whole sequence: the "cdQ" variant of t5-experiments, with its parameter names.
+
+A context-dependent head h pools the sequence into one vector, and computes each token's query from both::
+
+    P_h = softmax over tokens of T_h relu(W_t x)  times  x      [D], padding left out
+    q_h = cd_q cd_w [P_h; x]                                    [d]
+
+Regular heads are as ever. Head i of either sort has the same keys, values and position bias.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Cache
+
+from lm_experiments_tools.attention.bias import DistanceBias
+from modeling_t5.configuration_t5 import T5Config
+from modeling_t5.layers import ENCODER_SELF, Allowed, T5Attention, limit_float16
+
+
+class T5CDQAttention(T5Attention):
+    """`T5Attention` with `num_cdq_heads` context-dependent heads among its `num_heads`: half of them, or all.
+
+    With none it is `T5Attention`. Half of the heads keep half of the keys and values, and thereby of their weights.
+
+    Raises:
+        ValueError: anywhere but in an encoder; the pooled vector would tell a decoder what comes next.
+    """
+
+    def __init__(self, config: T5Config, kind: str, layer_idx: int) -> None:
+        if kind != ENCODER_SELF:
+            raise ValueError(
+                f"{kind}_layer is T5CDQAttention, which is for encoders alone: its queries depend on the whole "
+                "sequence, so that a decoder would see the tokens it is to predict."
+            )
+        self.num_cdq_heads = config.num_cdq_heads
+        super().__init__(_with_heads(config, config.num_cdq_heads or config.num_heads), kind, layer_idx)
+        self.config = config  # the model's own, in which the attention implementation may change
+        if not self.num_cdq_heads:
+            return
+        if self.num_cdq_heads == config.num_heads:
+            self.q = None
+        self.cd_q = nn.Linear(config.d_model, config.d_kv, bias=False)
+        self.cd_w = nn.Linear(2 * config.d_model, config.d_model, bias=False)
+        self.T = nn.Linear(config.d_model, self.num_cdq_heads, bias=False)
+        self.W_t = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.o = nn.Linear(config.num_heads * config.d_kv, config.d_model, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        allowed: Allowed,
+        bias: DistanceBias | Tensor | None = None,
+        key_value_states: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        output_attentions: bool = False,
+    ) -> tuple[Tensor, DistanceBias | Tensor | None, Tensor | None]:
+        if not self.num_cdq_heads:
+            return super().forward(x, allowed, bias, output_attentions=output_attentions)
+        k, v = self.split_heads(self.k(x)), self.split_heads(self.v(x))
+        bias = self.position_bias(bias, k.shape[2], k.shape[2], 0, x.device)
+        queries = [self.context_queries(x, allowed)]
+        if self.q is not None:
+            queries.insert(0, self.split_heads(self.q(x)))
+        pairs = [self.position.rotate(q, k) for q in queries]
+        outputs, weights = zip(
+            *[self.attend(q, turned, v, bias, allowed, output_attentions) for q, turned in pairs], strict=True
+        )
+        weights = None if weights[0] is None else torch.cat(weights, dim=1)
+        return self.join_heads(torch.cat(outputs, dim=1)), bias, weights
+
+    def context_queries(self, x: Tensor, allowed: Allowed) -> Tensor:
+        """Queries [B, num_cdq_heads, L, d] of tokens x [B, L, D]."""
+        scores = self.T(F.relu(limit_float16(self.W_t(x)))).transpose(1, 2)  # [B, heads, L]
+        seen = allowed.key_padding_mask
+        if allowed.mask is not None:  # a token counts if any other may look at it
+            seen = allowed.mask.any(dim=2).any(dim=1)
+        scores = limit_float16(scores)
+        if seen is not None:
+            scores = scores.masked_fill(~seen[:, None], torch.finfo(scores.dtype).min)
+        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(x.dtype)
+        pooled = F.dropout(weights, self.dropout, self.training) @ x  # [B, heads, D]
+        # cd_w [P; x] is a sum of two parts, of which one is the same for all tokens and the other for all heads.
+        for_pooled, for_token = self.cd_w.weight.chunk(2, dim=1)
+        mixed = F.linear(pooled, for_pooled)[:, :, None] + F.linear(x, for_token)[:, None]  # [B, heads, L, D]
+        return limit_float16(self.cd_q(limit_float16(mixed)))
+
+
+def _with_heads(config: T5Config, num_heads: int) -> T5Config:
+    """The configuration of the part that keys, values and positions make up."""
+    values = {**config.to_dict(), "num_heads": num_heads, "num_cdq_heads": 0}
+    shared = type(config)(**values)
+    shared.is_decoder = config.is_decoder
+    return shared

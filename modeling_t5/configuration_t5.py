@@ -1,0 +1,99 @@
+"""The settings of T5: transformers' own, and those of this package's variants, which are off by default."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import transformers
+from huggingface_hub.dataclasses import strict
+
+POSITIONS = ("relative_attention_bias", "rotary", "alibi", "none")
+
+
+@strict
+class T5Config(transformers.T5Config):
+    """transformers' T5Config and these keys; docs/models.md says where each comes from.
+
+    `tie_word_embeddings` means what it says: False gives the output layer a matrix of its own and does not scale its
+    input (T5 1.1, mT5, FLAN, UL2), True shares the input table (T5 1.0). transformers 5 always sets it to True.
+
+    Args:
+        position_embedding_type: "relative_attention_bias" (T5's), "rotary", "alibi", "none", or a class of yours,
+            "module:Class", called with (config, bidirectional) for each layer of self-attention; it derives from
+            `lm_experiments_tools.attention.positions.PositionScheme`.
+        relative_attention_bias_per_layer: a table for each layer (as in umT5), not one for all layers of a stack.
+        rotary_dim: features of a head that "rotary" turns, the first ones; all if None.
+        rotary_base: of "rotary".
+        encoder_self_attention_layer, decoder_self_attention_layer, decoder_cross_attention_layer: the class of each
+            kind of attention, "module:Class", called with (config, kind, layer_idx); see `layers.T5Attention`.
+        num_cdq_heads: heads of `T5CDQAttention` whose queries know the sequence: half of num_heads, or all of them.
+        num_memory_tokens: learned vectors before the encoder's input, which all layers and the decoder attend to.
+        sparse_config_cls, sparse_attention: name and settings of a block-sparse layout of the encoder, e.g. "BigBird"
+            and `{"block": 64}` (`lm_experiments_tools.attention.layouts`); DeepSpeed's names are understood.
+        keep_in_fp32: parts of module names whose weights `from_pretrained(dtype=torch.float16)` leaves in float32.
+        fp32_residual: keep the sum that layers add to in float32 where weights are float16 or bfloat16.
+        z_loss: weight of log(Z)^2 in the loss, Z the softmax's denominator (1e-4 in T5X).
+        label_smoothing: share of the target's probability that is spread over the vocabulary.
+        cross_entropy_chunk_size: target tokens whose logits are held at once while the loss is computed, which are
+            then not returned unless asked for (`return_logits=True`); 0 for all at once.
+
+    Raises:
+        ValueError: settings that are unknown, out of range, or exclude each other.
+    """
+
+    position_embedding_type: str = "relative_attention_bias"
+    relative_attention_bias_per_layer: bool = False
+    rotary_dim: int | None = None
+    rotary_base: float | int = 10000.0
+    encoder_self_attention_layer: str = "modeling_t5:T5Attention"
+    decoder_self_attention_layer: str = "modeling_t5:T5Attention"
+    decoder_cross_attention_layer: str = "modeling_t5:T5Attention"
+    num_cdq_heads: int = 0
+    num_memory_tokens: int = 0
+    sparse_config_cls: str | None = None
+    sparse_attention: dict | None = None
+    keep_in_fp32: list[str] = dataclasses.field(default_factory=lambda: ["wo"])
+    fp32_residual: bool = False
+    z_loss: float | int = 0.0
+    label_smoothing: float | int = 0.0
+    cross_entropy_chunk_size: int = 0
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        tied = kwargs.get("tie_word_embeddings") is not False
+        super().__post_init__(**kwargs)
+        self.tie_word_embeddings = tied
+        self._check_sizes()
+        if self.position_embedding_type not in POSITIONS and ":" not in self.position_embedding_type:
+            raise ValueError(
+                f"position_embedding_type={self.position_embedding_type!r} is none of {', '.join(POSITIONS)}, nor a "
+                "class written module:Class."
+            )
+        if self.num_cdq_heads not in (0, self.num_heads, self.num_heads / 2):
+            raise ValueError(
+                f"num_cdq_heads={self.num_cdq_heads} must be 0, half of num_heads={self.num_heads}, or all of them: "
+                "regular and context-dependent heads share keys and values in pairs."
+            )
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing={self.label_smoothing} must be at least 0 and below 1.")
+
+    def _check_sizes(self) -> None:
+        for name in ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name in ("num_cdq_heads", "num_memory_tokens", "cross_entropy_chunk_size", "z_loss"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
+
+
+def class_named(key: str, name: str, base: type) -> type:
+    """The class that the configuration's `key` names as "module:Class"; ValueError if there is none of that kind."""
+    module_name, _, class_name = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{key}={name!r} does not name a class as module:Class ({error}).") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(f"{key}={name!r} is not a subclass of {base.__module__}:{base.__name__}.")
+    return found

@@ -1,0 +1,369 @@
+"""The maths of T5, in the order in which a batch passes through it. Modules carry the names of transformers' T5.
+
+Shapes: B sequences, Q tokens that ask and K that answer (Q = K = L in self-attention), D features (`d_model`), H heads
+of d features (`d_kv`).
+
+float16: T5's activations outgrow its range of 65504, so every float16 tensor that leaves a matrix product or a sum is
+cut to it (`limit_float16`, which does nothing to other dtypes); infinities would become NaN one operation later.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, EncoderDecoderCache, GradientCheckpointingLayer
+from transformers.activations import ACT2FN
+
+from lm_experiments_tools.attention.attend import attend, limit_float16, shared_bias
+from lm_experiments_tools.attention.bias import DistanceBias
+from lm_experiments_tools.attention.huggingface import configured_layout
+from lm_experiments_tools.attention.layouts import SparsityConfig
+from lm_experiments_tools.attention.positions import (
+    AlibiPosition,
+    NoPosition,
+    PositionScheme,
+    RelativeBiasPosition,
+    RotaryPosition,
+)
+from modeling_t5.configuration_t5 import T5Config, class_named
+
+ENCODER_SELF = "encoder_self_attention"
+DECODER_SELF = "decoder_self_attention"
+DECODER_CROSS = "decoder_cross_attention"
+
+
+class Allowed(NamedTuple):
+    """Which keys attention may look at; None where a mask would say "all"."""
+
+    key_padding_mask: Tensor | None = None  # bool [B, K], True for real tokens
+    mask: Tensor | None = None  # bool [1 or B, 1 or H, Q, K], True where allowed
+    causal: bool = False  # query i sees keys 0..i
+
+
+class T5LayerNorm(nn.Module):
+    """Root mean square norm (Zhang and Sennrich 2019, arXiv 1910.07467), the mean in float32."""
+
+    def __init__(self, features: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(features))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.weight.dtype in (torch.float16, torch.bfloat16):
+            x = x.to(self.weight.dtype)
+        return self.weight * x
+
+
+class FeedForward(nn.Module):
+    """wo(inner(x)), where subclasses say what is inside; `inner_layers` are the names of its matrices [d_ff, D]."""
+
+    inner_layers: tuple[str, ...]
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__()
+        for name in self.inner_layers:
+            self.add_module(name, nn.Linear(config.d_model, config.d_ff, bias=False))
+        self.wo = nn.Linear(config.d_ff, config.d_model, bias=False)
+        self.dropout = nn.Dropout(config.dropout_rate)
+        self.act = ACT2FN[config.dense_act_fn]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(limit_float16(self.inner(x)))
+        if self.wo.weight.is_floating_point():  # it may be kept in float32, or quantized to integers
+            x = x.to(self.wo.weight.dtype)
+        return limit_float16(self.wo(x))
+
+
+class T5DenseActDense(FeedForward):
+    """wo(act(wi(x))), T5 1.0."""
+
+    inner_layers = ("wi",)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.act(self.wi(x))
+
+
+class T5DenseGatedActDense(FeedForward):
+    """wo(act(wi_0(x)) * wi_1(x)) (Shazeer 2020, arXiv 2002.05202), T5 1.1."""
+
+    inner_layers = ("wi_0", "wi_1")
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.act(self.wi_0(x)) * self.wi_1(x)
+
+
+class T5LayerFF(nn.Module):
+    """x + feed-forward(norm(x))."""
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__()
+        self.DenseReluDense = (T5DenseGatedActDense if config.is_gated_act else T5DenseActDense)(config)
+        self.layer_norm = T5LayerNorm(config.d_model, config.layer_norm_epsilon)
+        self.dropout = nn.Dropout(config.dropout_rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return limit_float16(x + self.dropout(self.DenseReluDense(self.layer_norm(x))))
+
+
+def position_scheme(config: T5Config, kind: str, layer_idx: int) -> PositionScheme:
+    """How one layer learns of positions. Layers behind one with a shared bias are given it, and have none."""
+    name, bidirectional = config.position_embedding_type, kind == ENCODER_SELF
+    is_shared = name == "relative_attention_bias" and not config.relative_attention_bias_per_layer
+    if kind == DECODER_CROSS or (is_shared and layer_idx > 0):
+        return NoPosition()
+    if ":" in name:
+        return class_named("position_embedding_type", name, PositionScheme)(config, bidirectional)
+    schemes = {
+        "relative_attention_bias": lambda: RelativeBiasPosition(
+            *(config.relative_attention_num_buckets, config.relative_attention_max_distance, config.num_heads),
+            bidirectional=bidirectional,
+        ),
+        "rotary": lambda: RotaryPosition(config.d_kv, config.rotary_dim, config.rotary_base),
+        "alibi": lambda: AlibiPosition(config.num_heads),
+        "none": NoPosition,
+    }
+    return schemes[name]()
+
+
+def encoder_layout(config: T5Config, layer_idx: int) -> SparsityConfig | None:
+    """The block-sparse layout of a layer of the encoder, with random blocks of its own; None for exact attention."""
+    layout = configured_layout(config)
+    if layout is None:
+        return None
+    if layout.num_heads != config.num_heads:
+        raise ValueError(
+            f"sparse_attention has num_heads={layout.num_heads}, but the model {config.num_heads}: leave it out."
+        )
+    layout.layer_idx += layer_idx
+    return layout
+
+
+class T5Attention(nn.Module):
+    """Attention with T5's unscaled scores. Derive from it for a variant of your own, named in the configuration.
+
+    Args:
+        config: that of the encoder's or decoder's stack.
+        kind: "encoder_self_attention", "decoder_self_attention" or "decoder_cross_attention".
+        layer_idx: number of the layer in its stack.
+    """
+
+    def __init__(self, config: T5Config, kind: str, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.kind, self.layer_idx = config, kind, layer_idx
+        self.head_dim, self.dropout = config.d_kv, config.dropout_rate
+        inner = config.num_heads * config.d_kv
+        self.q = nn.Linear(config.d_model, inner, bias=False)
+        self.k = nn.Linear(config.d_model, inner, bias=False)
+        self.v = nn.Linear(config.d_model, inner, bias=False)
+        self.o = nn.Linear(inner, config.d_model, bias=False)
+        position = position_scheme(config, kind, layer_idx)
+        # The one scheme with parameters that transformers knows is found under transformers' name.
+        self.position_name = "relative_attention_bias" if isinstance(position, RelativeBiasPosition) else "scheme"
+        self.add_module(self.position_name, position)
+        self.layout = encoder_layout(config, layer_idx) if kind == ENCODER_SELF else None
+
+    @property
+    def position(self) -> PositionScheme:
+        return self._modules[self.position_name]
+
+    @property
+    def implementation(self) -> str:
+        return "block_sparse" if self.layout is not None else self.config._attn_implementation
+
+    def forward(
+        self,
+        x: Tensor,
+        allowed: Allowed,
+        bias: DistanceBias | Tensor | None = None,
+        key_value_states: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        output_attentions: bool = False,
+    ) -> tuple[Tensor, DistanceBias | Tensor | None, Tensor | None]:
+        """Attend.
+
+        Args:
+            x: normed hidden states [B, Q, D].
+            allowed: which keys may be looked at.
+            bias: what an earlier layer made and shares.
+            key_value_states: the encoder's output [B, K, D] in cross-attention.
+            past_key_values: cache of a decoder.
+
+        Returns:
+            [B, Q, D]; the bias, for layers that share it; weights [B, H, Q, K] if asked for or "eager", else None.
+        """
+        offset = self.tokens_seen(past_key_values)
+        q = self.split_heads(self.q(x))
+        k, v, q = self.keys_and_values(q, x if key_value_states is None else key_value_states, past_key_values, offset)
+        if self.kind == DECODER_SELF:
+            allowed = with_cache(allowed, q.shape[2], k.shape[2], offset, x.device)
+        bias = self.position_bias(bias, q.shape[2], k.shape[2], offset, x.device)
+        output, weights = self.attend(q, k, v, bias, allowed, output_attentions)
+        return self.join_heads(output), bias, weights
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: DistanceBias | Tensor | None,
+        allowed: Allowed,
+        output_attentions: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[B, H, Q, d] from queries, keys and values of that form, and the weights or None."""
+        return attend(
+            *(q, k, v),
+            implementation=self.implementation,
+            layout=self.layout,
+            bias=bias,
+            **allowed._asdict(),
+            scale=1.0,
+            dropout_p=self.dropout if self.training else 0.0,
+            output_attentions=output_attentions,
+        )
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """[B, L, H * d] -> [B, H, L, d]."""
+        return limit_float16(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def join_heads(self, x: Tensor) -> Tensor:
+        """[B, H, L, d] -> [B, L, D]."""
+        return limit_float16(self.o(x.transpose(1, 2).flatten(2)))
+
+    def tokens_seen(self, past_key_values: Cache | None) -> int | Tensor:
+        """Tokens in the cache before this call; a static cache counts in a tensor, which it then changes."""
+        if past_key_values is None or self.kind == DECODER_CROSS:
+            return 0
+        seen = past_key_values.get_seq_length(self.layer_idx)
+        return seen.clone() if isinstance(seen, Tensor) else seen
+
+    def keys_and_values(
+        self, q: Tensor, states: Tensor, past_key_values: Cache | None, offset: int | Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values [B, H, K, d], those of the cache included, and the queries with their positions."""
+        is_cross = self.kind == DECODER_CROSS
+        both = isinstance(past_key_values, EncoderDecoderCache)
+        if is_cross and both and past_key_values.is_updated.get(self.layer_idx):
+            layer = past_key_values.cross_attention_cache.layers[self.layer_idx]
+            return layer.keys, layer.values, q
+        k, v = self.split_heads(self.k(states)), self.split_heads(self.v(states))
+        q, k = self.position.rotate(q, k, offset)
+        if is_cross and both:
+            k, v = past_key_values.cross_attention_cache.update(k, v, self.layer_idx)
+            past_key_values.is_updated[self.layer_idx] = True
+        elif past_key_values is not None and not is_cross:
+            cache = past_key_values.self_attention_cache if both else past_key_values
+            k, v = cache.update(k, v, self.layer_idx)
+        return k, v, q
+
+    def position_bias(
+        self,
+        bias: DistanceBias | Tensor | None,
+        query_length: int,
+        key_length: int,
+        offset: int | Tensor,
+        device: torch.device,
+    ) -> DistanceBias | Tensor | None:
+        """The bias of an earlier layer, or else this layer's own."""
+        if bias is None:
+            bias = self.position.bias(query_length, key_length, offset, device)
+        return shared_bias(bias, query_length, key_length, self.implementation)
+
+
+def with_cache(
+    allowed: Allowed, query_length: int, key_length: int, offset: int | Tensor, device: torch.device
+) -> Allowed:
+    """What a decoder's queries, `offset` tokens into a cache, may look at; unchanged where nothing is cached."""
+    if allowed.mask is not None or (isinstance(offset, int) and offset == 0 and query_length == key_length):
+        return allowed
+    queries = torch.arange(query_length, device=device) + offset
+    mask = (torch.arange(key_length, device=device) <= queries[:, None])[None, None]
+    padding = allowed.key_padding_mask
+    if padding is not None:  # places of a static cache that are not filled yet lie in the future
+        mask = mask & nn.functional.pad(padding, (0, key_length - padding.shape[1]), value=True)[:, None, None]
+    return Allowed(mask=mask)
+
+
+def make_attention(config: T5Config, kind: str, layer_idx: int) -> T5Attention:
+    """The attention that the configuration names for this kind."""
+    key = f"{kind}_layer"
+    return class_named(key, getattr(config, key), T5Attention)(config, kind, layer_idx)
+
+
+class T5LayerSelfAttention(nn.Module):
+    """x + attention(norm(x)); returns what `T5Attention` does."""
+
+    def __init__(self, config: T5Config, layer_idx: int) -> None:
+        super().__init__()
+        kind = DECODER_SELF if config.is_decoder else ENCODER_SELF
+        self.SelfAttention = make_attention(config, kind, layer_idx)
+        self.layer_norm = T5LayerNorm(config.d_model, config.layer_norm_epsilon)
+        self.dropout = nn.Dropout(config.dropout_rate)
+
+    def forward(
+        self,
+        x: Tensor,
+        allowed: Allowed,
+        bias: DistanceBias | Tensor | None,
+        past_key_values: Cache | None,
+        output_attentions: bool,
+    ) -> tuple[Tensor, DistanceBias | Tensor | None, Tensor | None]:
+        output, bias, weights = self.SelfAttention(
+            self.layer_norm(x), allowed, bias, past_key_values=past_key_values, output_attentions=output_attentions
+        )
+        return limit_float16(x + self.dropout(output)), bias, weights
+
+
+class T5LayerCrossAttention(nn.Module):
+    """x + attention(norm(x), encoder's output); returns the sum and the weights or None."""
+
+    def __init__(self, config: T5Config, layer_idx: int) -> None:
+        super().__init__()
+        self.EncDecAttention = make_attention(config, DECODER_CROSS, layer_idx)
+        self.layer_norm = T5LayerNorm(config.d_model, config.layer_norm_epsilon)
+        self.dropout = nn.Dropout(config.dropout_rate)
+
+    def forward(
+        self,
+        x: Tensor,
+        key_value_states: Tensor,
+        allowed: Allowed,
+        past_key_values: Cache | None,
+        output_attentions: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        output, _, weights = self.EncDecAttention(
+            self.layer_norm(x),
+            allowed,
+            key_value_states=key_value_states,
+            past_key_values=past_key_values,
+            output_attentions=output_attentions,
+        )
+        return limit_float16(x + self.dropout(output)), weights
+
+
+class T5Block(GradientCheckpointingLayer):
+    """Self-attention, in a decoder cross-attention, feed-forward. Returns hidden states and the bias to share."""
+
+    def __init__(self, config: T5Config, layer_idx: int) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList([T5LayerSelfAttention(config, layer_idx)])
+        if config.is_decoder:
+            self.layer.append(T5LayerCrossAttention(config, layer_idx))
+        self.layer.append(T5LayerFF(config))
+
+    def forward(
+        self,
+        x: Tensor,
+        allowed: Allowed,
+        bias: DistanceBias | Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_allowed: Allowed | None = None,
+        past_key_values: Cache | None = None,
+        output_attentions: bool = False,
+    ) -> tuple[Tensor, DistanceBias | Tensor | None]:
+        x, bias, _ = self.layer[0](x, allowed, bias, past_key_values, output_attentions)
+        if encoder_hidden_states is not None:
+            x, _ = self.layer[1](x, encoder_hidden_states, encoder_allowed, past_key_values, output_attentions)
+        return self.layer[-1](x), bias

@@ -1,0 +1,59 @@
+"""Cross-entropy over a large vocabulary, of all logits or of some at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+IGNORED = -100
+
+
+def token_loss(logits: Tensor, labels: Tensor, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Tensor:
+    """Sum over valid labels of -log p(label) + z_loss * log(Z)^2, in float32 at least.
+
+    Args:
+        logits: [tokens, vocabulary].
+        labels: [tokens], -100 where there is none.
+        z_loss: weight of log(Z)^2, Z the sum of exp(logits), which keeps log(Z) near 0 (T5X; Chowdhery et al. 2022,
+            arXiv 2204.02311, section 5).
+        label_smoothing: share of the target's probability spread over the vocabulary, the label included (Szegedy et
+            al. 2016, arXiv 1512.00567, section 7).
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    loss = cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
+    if z_loss:
+        loss = loss + z_loss * (logits.logsumexp(-1).square() * (labels != IGNORED)).sum()
+    return loss
+
+
+def chunked_token_loss(
+    hidden_states: Tensor,
+    head: Callable[[Tensor], Tensor],
+    labels: Tensor,
+    chunk_size: int,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`token_loss(head(hidden_states), labels)` with the logits of at most `chunk_size` tokens in memory.
+
+    The backward pass computes each chunk's logits once more: one product with the vocabulary's matrix, about a third
+    of the head's cost, instead of 4 to 10 bytes for each token and word.
+
+    Args:
+        hidden_states: [tokens, features].
+        head: [tokens, features] -> [tokens, vocabulary].
+        labels: [tokens], -100 where there is none.
+    """
+
+    def chunk_loss(states: Tensor, targets: Tensor) -> Tensor:
+        return token_loss(head(states), targets, z_loss, label_smoothing)
+
+    losses = [
+        checkpoint(chunk_loss, states, targets, use_reentrant=False, preserve_rng_state=False)
+        for states, targets in zip(hidden_states.split(chunk_size), labels.split(chunk_size), strict=True)
+    ]
+    return torch.stack(losses).sum()

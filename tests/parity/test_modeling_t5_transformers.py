@@ -1,0 +1,187 @@
+"""modeling_t5 against transformers' T5 and umT5, float64, from random weights that both share."""
+
+import pytest
+import torch
+import transformers
+
+import modeling_t5
+from lm_experiments_tools.models import build_model
+
+SIZES = {
+    "vocab_size": 100, "d_model": 32, "d_kv": 8, "d_ff": 37, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+T5_1_0 = {}
+T5_1_1 = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+TIED_GATED = {"feed_forward_proj": "gated-silu", "tie_word_embeddings": True}
+UNTIED_RELU = {"tie_word_embeddings": False}
+
+
+def pair(name: str, implementation: str = "eager", **settings):
+    """transformers' model in eager attention and ours in any, with the same weights."""
+    config = transformers.T5Config(**SIZES, **settings, attn_implementation="eager")
+    config.tie_word_embeddings = settings.get("tie_word_embeddings", True)
+    theirs = build_model(getattr(transformers, name), config, seed=0).double().eval()
+    ours_cls = getattr(modeling_t5, name)
+    ours = ours_cls(modeling_t5.T5Config(**SIZES, **settings, attn_implementation=implementation)).double().eval()
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    return theirs, ours
+
+
+def batch(num_labels: int | None = None) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(2, 100, (3, 30), generator=generator)
+    mask = torch.ones_like(input_ids)
+    mask[0, 17:], mask[2, :5] = 0, 0
+    labels = torch.randint(2, 100, (3, 24), generator=generator)
+    labels[1, 9:] = -100
+    return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
+
+
+def assert_same(theirs, ours, inputs, atol=1e-10):
+    """Every output, and every gradient relative to the largest element of its tensor."""
+    wanted, got = theirs(**inputs), ours(**inputs)
+    names = [name for name in wanted if isinstance(wanted[name], torch.Tensor)]
+    assert names == [name for name in got if isinstance(got[name], torch.Tensor)]
+    for name in names:
+        torch.testing.assert_close(got[name], wanted[name], rtol=atol, atol=atol)
+    for outputs in (wanted, got):
+        outputs[0].square().sum().backward()
+    parameters = dict(ours.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        if parameter.grad is None:
+            assert parameters[name].grad is None
+            continue
+        scale = parameter.grad.abs().max()
+        assert (parameters[name].grad - parameter.grad).abs().max() <= atol * scale, name
+
+
+@pytest.mark.parametrize("settings", [T5_1_0, T5_1_1, TIED_GATED, UNTIED_RELU], ids=["1.0", "1.1", "gated", "untied"])
+def test_forward_loss_and_every_gradient(settings):
+    assert_same(*pair("T5ForConditionalGeneration", **settings), batch())
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "block_sparse"])
+def test_other_attention_is_the_same_function(implementation):
+    assert_same(*pair("T5ForConditionalGeneration", implementation, **T5_1_1), batch())
+
+
+def test_encoder_model():
+    inputs = batch()
+    del inputs["labels"]
+    assert_same(*pair("T5EncoderModel", **T5_1_1), inputs)
+
+
+@pytest.mark.parametrize("kind", ["single_label_classification", "multi_label_classification", "regression"])
+def test_sequence_classification(kind):
+    num_labels = 1 if kind == "regression" else 3
+    labels = {
+        "single_label_classification": torch.tensor([0, 2, 1]),
+        "multi_label_classification": torch.tensor([[0.0, 1, 1], [1, 0, 0], [0, 0, 0]]).double(),
+        "regression": torch.tensor([0.5, -1.0, 2.0]).double(),
+    }[kind]
+    theirs, ours = pair("T5ForSequenceClassification", num_labels=num_labels)
+    inputs = {**batch(), "labels": labels}
+    inputs["input_ids"][:, [3, 16]] = 1  # two </s> a row, of which the last counts
+    assert_same(theirs, ours, inputs)
+    assert ours.config.problem_type == theirs.config.problem_type == kind
+
+
+@pytest.fixture(scope="module")
+def generators():
+    return pair("T5ForConditionalGeneration", **T5_1_0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_cache": False},
+        {"num_beams": 3},
+        {"num_beams": 3, "use_cache": False},
+        {"do_sample": True, "top_k": 20},
+        {"do_sample": True, "num_beams": 2, "num_return_sequences": 2},
+        {"cache_implementation": "static"},
+    ],
+    ids=str,
+)
+def test_generate(generators, options):
+    inputs = batch()
+    del inputs["labels"]
+    written = []
+    for model in generators:
+        torch.manual_seed(3)
+        written.append(model.generate(**inputs, max_new_tokens=9, eos_token_id=None, **options))
+    assert written[0].shape[1] == 10 and torch.equal(*written)
+
+
+def test_cached_steps_give_the_logits_of_the_whole(generators):
+    _, model = generators
+    inputs = batch()
+    labels = inputs.pop("labels").clamp(min=0)
+    whole = model(**inputs, decoder_input_ids=labels, use_cache=False).logits
+    cache, steps = None, []
+    for step in labels.split([1, 3, 20], dim=1):
+        out = model(**inputs, decoder_input_ids=step, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        steps.append(out.logits)
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-10, atol=1e-10)
+
+
+def test_masks_of_the_decoder_and_of_each_query():
+    theirs, ours = pair("T5ForConditionalGeneration")
+    inputs = batch()
+    padding = torch.ones(3, 24, dtype=torch.long)
+    padding[1, 20:] = 0
+    assert_same(theirs, ours, {**inputs, "decoder_attention_mask": padding})
+    square = torch.rand(3, 1, 24, 24, generator=torch.Generator().manual_seed(0)) < 0.5
+    square = (square | torch.eye(24, dtype=torch.bool)).tril()
+    added = torch.zeros(3, 1, 24, 24, dtype=torch.float64).masked_fill(~square, torch.finfo(torch.float64).min)
+    assert_same(theirs, ours, {**inputs, "decoder_attention_mask": added})  # theirs would add True as 1
+    wanted = ours(**inputs, decoder_attention_mask=added).logits
+    for same in (square, square.long(), square[:, 0]):
+        torch.testing.assert_close(ours(**inputs, decoder_attention_mask=same).logits, wanted)
+
+
+def test_hidden_states_and_attention_weights_of_all_layers():
+    theirs, ours = pair("T5ForConditionalGeneration")
+    wanted, got = (model(**batch(), output_hidden_states=True, output_attentions=True) for model in (theirs, ours))
+    assert list(wanted) == list(got)
+    names = [name for name in wanted if isinstance(wanted[name], tuple)]
+    assert len(names) == 5
+    for name in names:
+        assert len(wanted[name]) == len(got[name])
+        for a, b in zip(wanted[name], got[name], strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-10)
+
+
+def test_a_bias_for_each_layer_is_umt5():
+    settings = {"feed_forward_proj": "gated-gelu"}
+    theirs = transformers.UMT5ForConditionalGeneration(
+        transformers.UMT5Config(**SIZES, **settings, attn_implementation="eager")
+    )
+    config = modeling_t5.T5Config(**SIZES, **settings, relative_attention_bias_per_layer=True)
+    ours = modeling_t5.T5ForConditionalGeneration(config).double().eval()
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    assert_same(theirs.double().eval(), ours, batch())
+
+
+def test_checkpoints_go_either_way(tmp_path):
+    for settings in (T5_1_0, T5_1_1):
+        theirs, ours = pair("T5ForConditionalGeneration", **settings)
+        theirs.save_pretrained(tmp_path / "theirs")
+        ours.save_pretrained(tmp_path / "ours")
+        inputs = batch()
+        wanted = theirs(**inputs).logits
+        for cls, folder in ((modeling_t5, "theirs"), (modeling_t5, "ours"), (transformers, "ours")):
+            loaded, report = cls.T5ForConditionalGeneration.from_pretrained(
+                tmp_path / folder, attn_implementation="eager", dtype=torch.float64, output_loading_info=True
+            )
+            assert not (report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"])
+            torch.testing.assert_close(loaded.eval()(**inputs).logits, wanted, rtol=1e-10, atol=1e-10)
+            is_tied = settings.get("tie_word_embeddings", True)
+            assert (loaded.lm_head.weight is loaded.shared.weight) == is_tied
+            assert loaded.encoder.embed_tokens.weight is loaded.shared.weight
