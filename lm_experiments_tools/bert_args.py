@@ -56,7 +56,10 @@ class BertDataArgs:
                 "FOLDER-OR-NAME."
             )
         if not self.lower_case and self.vocab_file is None:
-            raise UserError("--no_lower_case is about --vocab_file: a --tokenizer has its own rule.")
+            raise UserError(
+                "--no_lower_case says that --vocab_file is cased; a --tokenizer knows this of itself: leave out "
+                "--no_lower_case."
+            )
         if self.data_impl != "mmap":
             raise UserError(
                 f"--data_impl {self.data_impl} does not exist any more: the same .bin and .idx files are mapped into "
@@ -79,7 +82,7 @@ class BertObjectiveArgs:
     short_seq_prob: float = 0.1
     """Fraction of samples that are shorter than --input_seq_len."""
     max_sentence_length: int | None = 512
-    """Documents with a longer sentence, in tokens, are left out, being rarely prose (Megatron's rule). None: none."""
+    """Documents with a longer sentence, in tokens, are left out, as rarely prose (Megatron's rule). None: all stay."""
     max_unread: float = 0.75
     """Part of the tokens that samples may have no room for, as where documents are not split in sentences, before the
     data is refused; 1 allows all. `lmtools inspect_bert` prints it."""
@@ -94,7 +97,12 @@ class BertObjectiveArgs:
 
     def check(self) -> None:
         check_minimum(self, 5, "input_seq_len")
-        check_minimum(self, 1, "max_ngram", "max_sentence_length")
+        check_minimum(self, 1, "max_ngram")
+        if self.max_sentence_length is not None and self.max_sentence_length < 1:
+            raise UserError(
+                f"--max_sentence_length is {self.max_sentence_length}: it must be at least 1, or none, which leaves out "
+                "no document."
+            )
         if not 0.0 < self.mlm_prob < 1.0:
             raise UserError(f"--mlm_prob is {self.mlm_prob}: it must lie between 0 and 1, for example 0.15.")
         if not 0.0 <= self.short_seq_prob <= 1.0:

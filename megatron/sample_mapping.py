@@ -101,11 +101,13 @@ class MappingCounts:
 
     def describe_unread(self) -> str:
         """What is not read, and why, for a sentence."""
-        return (
-            f"{self.unread_tokens:,} of {self.tokens:,} ({self.few_sentences_tokens:,} in documents with too few "
-            f"sentences, {self.long_sentence_tokens:,} in documents with a sentence that is too long, "
-            f"{self.overlong_tokens:,} in what sentences have beyond a sample)"
-        )
+        parts = {
+            "in documents with too few sentences": self.few_sentences_tokens,
+            "in documents with a sentence that is too long": self.long_sentence_tokens,
+            "in what sentences have beyond a sample": self.overlong_tokens,
+        }
+        reasons = ", ".join(f"{number:,} {where}" for where, number in parts.items() if number)
+        return f"{self.unread_tokens:,} of {self.tokens:,}" + (f" ({reasons})" if reasons else "")
 
     def describe(self) -> str:
         """One line for the log: what is not read, and why."""

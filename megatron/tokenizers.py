@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -78,12 +78,26 @@ def check_tokenizer(data: IndexedDataset, tokenizer: "BertDataTokenizer") -> Non
     """
     made_with = data.meta.get("vocab_sha256")
     if made_with is not None and made_with != tokenizer.fingerprint:
+        if tokenizer.other_case is not None and made_with == tokenizer.other_case().fingerprint:
+            raise UserError(_other_case(data, tokenizer))
         raise UserError(
             f"the tokens {data.prefix} were made with the tokenizer {data.meta.get('vocab_file')} (fingerprint "
             f"{made_with[:12]}, {data.meta.get('vocab_size')} ids), not with {tokenizer.name} (fingerprint "
             f"{tokenizer.fingerprint[:12]}, {tokenizer.vocab_size} ids); give that tokenizer or run "
             f"megatron/preprocess_data.py again"
         )
+
+
+def _other_case(data: IndexedDataset, tokenizer: "BertDataTokenizer") -> str:
+    """The sentence for tokens of the same vocabulary, made cased and read uncased, or the reverse."""
+    if tokenizer.lowercase:
+        made, read, remedy = "cased (BertWordPieceCase)", "lower case", "give --no_lower_case"
+    else:
+        made, read, remedy = "in lower case (BertWordPieceLowerCase)", "cased", "leave out --no_lower_case"
+    return (
+        f"the tokens {data.prefix} were made {made}, but {tokenizer.name} is to be read as {read} here: {remedy}, or "
+        f"run megatron/preprocess_data.py again"
+    )
 
 
 class BertDataTokenizer:
@@ -95,11 +109,20 @@ class BertDataTokenizer:
         cls, sep, mask, pad: ids of the special tokens.
         eod: what ends a document: the tokenizer's end-of-sequence token, or `sep` where it has none, as BERT's.
         special_ids: int64, sorted: all special tokens, which masking leaves alone.
+        other_case: makes the tokenizer of the same vocab.txt that treats case the other way; None for other kinds.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, special: dict[str, int], name: str, pretrained: Any = None):
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special: dict[str, int],
+        name: str,
+        pretrained: Any = None,
+        other_case: "Callable[[], BertDataTokenizer] | None" = None,
+    ):
         """`special` maps cls, sep, mask, pad, eod to ids; `pretrained` is the transformers tokenizer, if any."""
         self.name = name
+        self.other_case = other_case
         self._backend = backend
         self._pretrained = pretrained
         backend.no_truncation()
@@ -155,6 +178,11 @@ class BertDataTokenizer:
         """Id of what no piece stands for; None for a tokenizer with a piece for everything."""
         model = self._settings["model"]
         return model["unk_id"] if model["type"] == "Unigram" else self._pieces.get(model["unk_token"])
+
+    @property
+    def lowercase(self) -> bool:
+        """Whether BERT's normalizer makes the text lower case."""
+        return bool((self._settings["normalizer"] or {}).get("lowercase"))
 
     @cached_property
     def starts_word(self) -> np.ndarray:
@@ -307,17 +335,17 @@ def _encode(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> tuple[np.nda
 def _from_vocab_file(path: Path, lowercase: bool) -> BertDataTokenizer:
     path = path / "vocab.txt" if path.is_dir() else path
     if not path.is_file():
-        raise UserError(f"--vocab-file {path} does not exist; `lmtools vocab --type wordpiece` makes one from text")
+        raise UserError(f"the vocabulary {path} does not exist; `lmtools vocab --type wordpiece` makes one from text")
     try:
         lines = path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"--vocab-file {path} is not UTF-8 text (byte {error.start}); give a vocab.txt") from None
+        raise UserError(f"the vocabulary {path} is not UTF-8 text (byte {error.start}); give a vocab.txt") from None
     pieces = [line.removesuffix("\r") for line in lines]
     vocab = {piece: index for index, piece in enumerate(pieces)}
     missing = [piece for piece in _BERT_ROLES.values() if piece not in vocab]
     if missing:
         raise UserError(
-            f"--vocab-file {path} ({len(pieces)} lines) has no {', '.join(missing)}: it is no BERT vocabulary, or "
+            f"the vocabulary {path} ({len(pieces)} lines) has no {', '.join(missing)}: it is no BERT vocabulary, or "
             f"another tokenizer's file"
         )
     if len(vocab) < len(pieces):
@@ -325,29 +353,39 @@ def _from_vocab_file(path: Path, lowercase: bool) -> BertDataTokenizer:
         logger.warning("%s names %r twice; the last line counts, as in transformers", path, twice)
     backend = tokenizers.BertWordPieceTokenizer(vocab=vocab, lowercase=lowercase)._tokenizer
     special = {role: vocab[_BERT_ROLES[role]] for role in _ROLES}
-    return BertDataTokenizer(backend, {**special, "eod": special["sep"]}, str(path))
+    other_case = partial(_from_vocab_file, path, not lowercase)
+    return BertDataTokenizer(backend, {**special, "eod": special["sep"]}, str(path), other_case=other_case)
 
 
 def _from_pretrained(name: str) -> BertDataTokenizer:
     from transformers import AutoTokenizer
 
+    path = Path(name)
+    if path.is_file():
+        raise UserError(
+            f"the tokenizer {name} is a file: give the folder of a Hugging Face tokenizer, or name a vocab.txt as the "
+            "vocabulary file, not as the tokenizer"
+        )
+    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):  # no name on the hub
+        raise UserError(f"the tokenizer {name} does not exist")
     try:
         pretrained = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # OSError, ValueError, KeyError, ..., plain Exception: as the files are damaged
-        reason = next(iter(str(error).splitlines()), "").rstrip(".")
-        raise UserError(
-            f"--tokenizer-name-or-path {name} cannot be loaded ({type(error).__name__}): {reason}"
-        ) from error
+        reason = next(iter(str(error).splitlines()), "").rstrip(".: ")
+        if path.is_dir() and not (path / "tokenizer.json").is_file():
+            holds = ", ".join(sorted(os.listdir(path))[:5]) or "nothing"
+            reason = f"the folder holds {holds}, but no tokenizer.json, which a tokenizer's save_pretrained() writes"
+        raise UserError(f"the tokenizer {name} cannot be loaded ({type(error).__name__}): {reason}") from error
     if not pretrained.is_fast:
         raise UserError(
-            f"--tokenizer-name-or-path {name} is a {type(pretrained).__name__}, which runs in Python alone and is too "
+            f"the tokenizer {name} is a {type(pretrained).__name__}, which runs in Python alone and is too "
             f"slow for a corpus; give a tokenizer that has a tokenizer.json"
         )
     special = {role: getattr(pretrained, f"{role}_token_id") for role in _ROLES}
     missing = [f"{role}_token" for role in _ROLES if special[role] is None]
     if missing:
         raise UserError(
-            f"--tokenizer-name-or-path {name} has no {', '.join(missing)}, which BERT's samples are made with; give a "
+            f"the tokenizer {name} has no {', '.join(missing)}, which BERT's samples are made with; give a "
             f"BERT-like tokenizer (for T5 there is `lmtools tokenize`)"
         )
     eos = pretrained.eos_token_id

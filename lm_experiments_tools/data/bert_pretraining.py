@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.batches import IGNORED_LABEL, forward_names_of
-from lm_experiments_tools.data.indexed import IndexedDataset
+from lm_experiments_tools.data.indexed import IndexedDataset, dataset_paths
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, ValidLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.order import stream_key
@@ -143,8 +145,18 @@ def bert_datasets(
 
 
 def open_sentences(path: str) -> IndexedDataset:
-    """The token file of a prefix, which may end in .bin or .idx."""
-    return IndexedDataset(path.removesuffix(".bin").removesuffix(".idx"))
+    """The token file of a prefix, which may end in .bin or .idx; UserError for text, or a prefix without files."""
+    prefix = path.removesuffix(".bin").removesuffix(".idx")
+    if any(file.is_file() for file in dataset_paths(prefix)[:2]):
+        return IndexedDataset(prefix)
+    longer = [name.removesuffix(".idx") for name in sorted(glob.glob(f"{glob.escape(prefix)}_*.idx"))]
+    if longer:
+        raise UserError(f"there is no {prefix}.idx, but {' and '.join(longer)}: give the whole prefix")
+    found = "is text" if os.path.exists(path) else f"does not exist: there is no {prefix}.idx"
+    raise UserError(
+        f"the data {path} {found}; BERT reads the prefix of token files that `python -m megatron.preprocess_data "
+        "--input TEXT --output-prefix PREFIX --split-sentences ...` makes from JSON lines (PREFIX_text_sentence)"
+    )
 
 
 def check_bert_model(args: BertPretrainingArgs, tokenizer: BertDataTokenizer) -> None:

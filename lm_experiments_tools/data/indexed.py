@@ -21,6 +21,7 @@ import struct
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -61,6 +62,24 @@ def dataset_exists(prefix: str | os.PathLike) -> bool:
     """True where both PREFIX.bin and PREFIX.idx are files."""
     bin_path, idx_path, _ = dataset_paths(prefix)
     return bin_path.is_file() and idx_path.is_file()
+
+
+def token_prefix(path: str | os.PathLike) -> str | None:
+    """The prefix of the token file that `path` names, also by its .bin or .idx; None where it is something else.
+
+    Raises UserError where one of PREFIX.bin and PREFIX.idx is there without the other.
+    """
+    path = os.fspath(path)
+    prefix = path.removesuffix(".bin").removesuffix(".idx")
+    bin_path, idx_path, _ = dataset_paths(prefix)
+    found = [file for file in (bin_path, idx_path) if file.is_file()]
+    if len(found) == 1 and (prefix != path or not os.path.exists(path)):
+        missing = idx_path if found[0] == bin_path else bin_path
+        raise UserError(
+            f"{found[0]} is there without {missing}, and a token file is both: copy the other one too, or make both "
+            f"again by `lmtools tokenize --output {prefix}`"
+        )
+    return prefix if len(found) == 2 else None
 
 
 def search_sorted(array: np.ndarray, values: np.ndarray, side: Literal["left", "right"] = "left") -> np.ndarray:
@@ -114,7 +133,8 @@ class _SpilledIntegers:
     def _spill(self) -> None:
         if self._file is None:
             self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (open until close)
-        self._block.tofile(self._file)
+        with _named(self._folder):
+            self._block.tofile(self._file)
         self._num_spilled += len(self._block)
         del self._block[:]
 
@@ -169,7 +189,8 @@ class IndexedDatasetWriter:
         return self._digest.hexdigest()
 
     def _write_tokens(self, content: bytes) -> None:
-        self._bin.write(content)
+        with _named(self.bin_path):
+            self._bin.write(content)
         self._digest.update(content)
 
     def add_sequence(self, ids: Iterable[int]) -> None:
@@ -233,13 +254,14 @@ class IndexedDatasetWriter:
         """Write the index (and `meta` as PREFIX.json) and publish: an index is never beside other tokens."""
         if self._document_indices.last != len(self._lengths):
             raise ValueError("the last document is not ended: call end_document() before finalize()")
-        _sync_and_close(self._bin)
-        with open(self._temporary[self.idx_path], "wb") as file:
+        with _named(self.bin_path):
+            _sync_and_close(self._bin)
+        with _named(self.idx_path), open(self._temporary[self.idx_path], "wb") as file:
             self._write_index(file)
             _sync_and_close(file)
         written = [self.bin_path]
         if meta is not None:
-            with open(self._temporary[self.meta_path], "wb") as file:
+            with _named(self.meta_path), open(self._temporary[self.meta_path], "wb") as file:
                 file.write((json.dumps(meta, indent=2, ensure_ascii=False) + "\n").encode())
                 _sync_and_close(file)
             written.append(self.meta_path)
@@ -266,7 +288,8 @@ class IndexedDatasetWriter:
 
     def abort(self) -> None:
         """Close and remove the unfinished files."""
-        self._bin.close()
+        with suppress(OSError):  # what is still in the buffer of a full disk
+            self._bin.close()
         self._lengths.close()
         self._document_indices.close()
         for path in self._temporary.values():
@@ -280,6 +303,17 @@ class IndexedDatasetWriter:
             self.abort()
         elif not self._bin.closed:
             self.finalize()
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors of writing, which Python raises without a name, get that of the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _sync_and_close(file: Any) -> None:
@@ -312,12 +346,17 @@ class IndexedDataset:
     def __init__(self, prefix: str | os.PathLike):
         self.prefix = os.fspath(prefix)
         self.bin_path, self.idx_path, self.meta_path = dataset_paths(self.prefix)
-        for path in (self.idx_path, self.bin_path):
-            if not path.is_file():
-                raise UserError(
-                    f"token file {path} does not exist; give the prefix of a .bin/.idx pair, which "
-                    f"`lmtools tokenize --output PREFIX` makes from text"
-                )
+        missing = [path for path in (self.idx_path, self.bin_path) if not path.is_file()]
+        if len(missing) == 2:
+            raise UserError(
+                f"token file {self.idx_path} does not exist; give the prefix of a .bin/.idx pair, which "
+                f"`lmtools tokenize --output PREFIX` makes from text"
+            )
+        if missing:
+            there = self.bin_path if missing[0] == self.idx_path else self.idx_path
+            raise UserError(
+                f"token file {missing[0]} is missing beside {there}: copy it from where that came from, or make both"
+            )
         self._read_index()
         self._check_index()
         shape = (self.num_tokens,)

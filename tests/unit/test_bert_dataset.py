@@ -22,7 +22,13 @@ def tokenizer(vocab_size=20_000, continues=(), **changes):
     starts_word = np.ones(vocab_size, bool)
     starts_word[list(continues)] = False
     special = {"cls": CLS, "sep": SEP, "mask": MASK, "pad": PAD, "special_ids": np.array([PAD, CLS, SEP, MASK])}
-    settings = {"vocab_size": vocab_size, "starts_word": starts_word, "fingerprint": "f" * 64, "name": "toy"}
+    settings = {
+        "vocab_size": vocab_size,
+        "starts_word": starts_word,
+        "fingerprint": "f" * 64,
+        "name": "toy",
+        "other_case": None,
+    }
     return SimpleNamespace(**special | settings | changes)
 
 

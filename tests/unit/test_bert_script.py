@@ -166,19 +166,28 @@ def test_the_ancestors_command_line_is_understood(caplog, data, work):
         ({"data_impl": "lazy"}, "--data_impl lazy does not exist any more"),
         ({"vocab_file": None}, "no tokenizer is named: .*--vocab_file"),
         ({"tokenizer": "here"}, "--tokenizer and --vocab_file exclude each other"),
-        ({"vocab_file": None, "tokenizer": "t", "lower_case": False}, "--no_lower_case is about --vocab_file"),
+        (
+            {"vocab_file": None, "tokenizer": "t", "lower_case": False},
+            "--no_lower_case says that --vocab_file is cased",
+        ),
         ({"data_weights": (1, 2)}, "--data_weights has 2 numbers for 1"),
         ({"use_nsp": 2}, "--use_nsp is true or false, not '2'"),
         ({"use_nsp": 0, "nsp": "random"}, "--nsp random is about pairs"),
         ({"mlm_prob": 15}, "--mlm_prob is 15"),
         ({"short_seq_prob": -0.1}, "--short_seq_prob is -0.1"),
         ({"input_seq_len": 4}, "--input_seq_len is 4"),
+        ({"max_sentence_length": 0}, "--max_sentence_length is 0: it must be at least 1, or none"),
+        ({"max_unread": 75}, "--max_unread is 75.0: it is a part"),
         ({"report": True}, "--report shows masked words.*--valid_data_path"),
         ({"save_best": True}, "--save_best needs validation data"),
         ({"use_generate_on_valid": True}, "--use_generate_on_valid: BERT"),
         ({"model_cfg": None}, "no model is named: .*bert_base_uncased"),
         # what only the files tell
-        ({"lower_case": False}, "made with the tokenizer"),
+        ({"lower_case": False}, r"in lower case .* is to be read as cased here: leave out --no_lower_case, or run"),
+        (
+            {"data_path": "nowhere.jsonl"},
+            r"nowhere.jsonl does not exist: .*megatron.preprocess_data .*--split-sentences",
+        ),
         ({"input_seq_len": 65}, "--input_seq_len 65 is more than the model's 64 positions"),
         ({"model_cls": "transformers:BertForMaskedLM"}, "does not judge pairs.*--use_nsp 0"),
         (
@@ -235,6 +244,30 @@ def test_data_without_sentences_is_refused_for_pairs_and_fine_without(data, work
     writer.finalize()
     refused(data, "no sentences to pair: .*--split-sentences", data_path="documents")
     start(data, data_path="documents", use_nsp=0, iters=1)
+
+
+def test_data_that_is_text_or_lacks_a_file_names_what_makes_it(data, work):
+    (work / "text.jsonl").write_text('{"text": "a"}\n')
+    refused(
+        data, r"text.jsonl is text; .*megatron.preprocess_data --input .*--split-sentences", data_path="text.jsonl"
+    )
+    refused(data, "data . is text; .*--split-sentences", data_path=".")
+    copy = IndexedDatasetWriter("own_text_sentence", np.uint16)
+    copy.finalize()
+    refused(data, "there is no own.idx, but own_text_sentence: give the whole prefix", data_path="own")
+    copy.bin_path.unlink()
+    refused(data, "own_text_sentence.bin is missing beside own_text_sentence.idx", data_path="own_text_sentence.idx")
+
+
+def test_data_made_cased_and_read_uncased_says_which_flag_is_wanted(data, work):
+    tokenizer = build_tokenizer("BertWordPieceCase", vocab_file=data / "vocab.txt")
+    writer = IndexedDatasetWriter("cased", np.uint16)
+    writer.add_sequence([5])
+    writer.end_document()
+    writer.finalize({"vocab_sha256": tokenizer.fingerprint})
+    refused(
+        data, r"made cased .BertWordPieceCase.*read as lower case here: give --no_lower_case, or", data_path="cased"
+    )
 
 
 def test_other_settings_of_the_same_run_are_refused(data, work):

@@ -215,6 +215,7 @@ def test_what_cannot_be_a_bert_tokenizer_is_one_sentence(vocab_file, tmp_path):
     (tmp_path / "wrong").mkdir()
     (tmp_path / "wrong" / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "Quantum"}}')
     (tmp_path / "wrong" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (tmp_path / "folder").mkdir()
     no_mask = {name: token for name, token in ROLES.items() if name != "mask_token"}
     hugging_face_folder(tmp_path / "gpt", byte_level(), **no_mask)
     wordpiece, hugging_face = "BertWordPieceCase", "HFTokenizer"
@@ -224,7 +225,9 @@ def test_what_cannot_be_a_bert_tokenizer_is_one_sentence(vocab_file, tmp_path):
         (wordpiece, {"vocab_file": tmp_path / "binary.txt"}, "not UTF-8 text .byte 6."),
         (wordpiece, {"vocab_file": tmp_path / "other.txt"}, r".2 lines. has no .UNK., .CLS., .MASK., .PAD."),
         (hugging_face, {}, "needs --tokenizer-name-or-path"),
-        (hugging_face, {"name_or_path": tmp_path / "none"}, "none cannot be loaded .[A-Za-z]+.: "),
+        (hugging_face, {"name_or_path": tmp_path / "none"}, "none does not exist"),
+        (hugging_face, {"name_or_path": tmp_path / "folder"}, "folder holds nothing, but no tokenizer.json, which"),
+        (hugging_face, {"name_or_path": tmp_path / "other.txt"}, "other.txt is a file: give the folder"),
         (hugging_face, {"name_or_path": tmp_path / "broken"}, "broken cannot be loaded .[A-Za-z]+.: "),
         (hugging_face, {"name_or_path": tmp_path / "wrong"}, "wrong cannot be loaded .[A-Za-z]+.: "),
         (hugging_face, {"name_or_path": tmp_path / "gpt"}, "gpt has no mask_token"),
