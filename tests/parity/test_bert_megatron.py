@@ -189,7 +189,7 @@ def segments_of(ours, row, sample):
     """(Our segments for Megatron's choices, whether neither begins within a word, where ours differ on purpose)."""
     first, end, target = row
     pivot = first + (sample["pivot"] if end - first >= 3 else 1)
-    a, b = (ours._offsets(np.array([first, pivot])), ours._offsets(np.array([pivot, end])))
+    a, b = (ours.tokens.offsets(np.array([first, pivot])), ours.tokens.offsets(np.array([pivot, end])))
     exchange, *sides = sample["coins"]
     if exchange < 0.5:
         a, b = b, a
