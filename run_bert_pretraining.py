@@ -48,13 +48,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         backend,
         model,
         optimizer,
-        None if args.validate_only else data.train,
+        data.train,
         data.valid,
         batch_metrics_fn=bert_metrics,
         tokenizer_dir=data.tokenizer_dir,
         loss=bert_loss(args.use_nsp),
     )
-    show_run(args, origins, run, backend, backend.unwrap(), data.train.samples_per_epoch, data.objective)
+    epoch = None if data.train is None else data.train.samples_per_epoch
+    show_run(args, origins, run, backend, backend.unwrap(), epoch, data.objective)
     if args.validate_only:
         trainer.validate(data.valid)
     else:
@@ -62,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer.save_metrics(args.model_path)
     if args.report:
         write_report(trainer, fill_in_masked_words(trainer, data))
-    data.train.close()
+    if data.train is not None:
+        data.train.close()
     backend.close()
 
 

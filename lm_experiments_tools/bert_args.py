@@ -100,8 +100,8 @@ class BertObjectiveArgs:
         check_minimum(self, 1, "max_ngram")
         if self.max_sentence_length is not None and self.max_sentence_length < 1:
             raise UserError(
-                f"--max_sentence_length is {self.max_sentence_length}: it must be at least 1, or none, which leaves out "
-                "no document."
+                f"--max_sentence_length is {self.max_sentence_length}: it must be at least 1, or none, which leaves "
+                "out no document."
             )
         if not 0.0 < self.mlm_prob < 1.0:
             raise UserError(f"--mlm_prob is {self.mlm_prob}: it must lie between 0 and 1, for example 0.15.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ class BertPretrainingData:
     """What a run reads.
 
     Attributes:
-        train: this worker's endless batches.
+        train: this worker's endless batches; None with `--validate_only`.
         valid, valid_tokens: this worker's part of the validation samples, and the sentences they are made of; None
             without `--valid_data_path`.
         tokenizer_dir: Hugging Face tokenizer files; None for a run that saves nothing.
@@ -44,7 +44,7 @@ class BertPretrainingData:
     """
 
     tokenizer: BertDataTokenizer
-    train: TrainLoader
+    train: TrainLoader | None
     valid: ValidLoader | None
     valid_tokens: IndexedDataset | None
     tokenizer_dir: Path | None
@@ -92,11 +92,11 @@ def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend) -> BertPr
         on_main(backend, lambda: tokenizer.save(tokenizer_dir))
     return BertPretrainingData(
         tokenizer,
-        TrainLoader(train, *where),
+        None if train is None else TrainLoader(train, *where),
         None if valid is None else ValidLoader(valid, *where, num_samples=args.valid_samples),
         valid_tokens,
         tokenizer_dir,
-        f"{train.describe()}, vocabulary {tokenizer.vocab_size:,}",
+        f"{(train or valid).describe()}, vocabulary {tokenizer.vocab_size:,}",
     )
 
 
@@ -110,8 +110,9 @@ def bert_tokenizer(args: BertPretrainingArgs) -> BertDataTokenizer:
 
 def bert_datasets(
     args: BertPretrainingArgs, tokenizer: BertDataTokenizer
-) -> tuple[SampleDataset, BertDataset | None, IndexedDataset | None]:
-    """Training samples; validation samples and their sentences, None without `--valid_data_path`."""
+) -> tuple[SampleDataset | None, BertDataset | None, IndexedDataset | None]:
+    """Training samples, None with `--validate_only`; validation samples and their sentences, None without
+    `--valid_data_path`."""
     dataset = partial(
         BertDataset,
         tokenizer=tokenizer,
@@ -128,20 +129,25 @@ def bert_datasets(
         seed=args.seed,
         cache_dir=CACHE / args.data_name,
     )
-    passes = {"num_epochs": args.data_n_epochs, "max_num_samples": args.data_n_samples}
-    if len(args.data_path) == 1:
-        train = dataset(open_sentences(args.data_path[0]), **passes)
-    else:
-        # A seed for each: equal ones would give members of equal size the same order and noise.
-        members = [
-            dataset(open_sentences(path), seed=stream_key(args.seed, f"member {number}"), **passes)
-            for number, path in enumerate(args.data_path)
-        ]
-        train = MixtureDataset(members, args.data_weights or None, args.data_blending, pad_id=tokenizer.pad)
+    train = None if args.validate_only else _training_samples(args, dataset, tokenizer.pad)
     if args.valid_data_path is None:
         return train, None, None
     valid_tokens = open_sentences(args.valid_data_path)
     return train, dataset(valid_tokens), valid_tokens
+
+
+def _training_samples(
+    args: BertPretrainingArgs, dataset: Callable[..., BertDataset], pad_id: int
+) -> BertDataset | MixtureDataset:
+    passes = {"num_epochs": args.data_n_epochs, "max_num_samples": args.data_n_samples}
+    if len(args.data_path) == 1:
+        return dataset(open_sentences(args.data_path[0]), **passes)
+    # A seed for each: equal ones would give members of equal size the same order and noise.
+    members = [
+        dataset(open_sentences(path), seed=stream_key(args.seed, f"member {number}"), **passes)
+        for number, path in enumerate(args.data_path)
+    ]
+    return MixtureDataset(members, args.data_weights or None, args.data_blending, pad_id=pad_id)
 
 
 def open_sentences(path: str) -> IndexedDataset:

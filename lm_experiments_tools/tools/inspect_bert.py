@@ -73,7 +73,9 @@ def _show_run(args: InspectBertArgs, sources: list[Source], tokenizer: "BertData
     from lm_experiments_tools.data.loader import TrainLoader
     from lm_experiments_tools.data.mixture import MixtureDataset
 
-    settings = dataclasses.replace(args, valid_data_path=None, max_unread=1.0)  # looked at all the same
+    settings = dataclasses.replace(
+        args, valid_data_path=None, validate_only=False, max_unread=1.0
+    )  # looked at all the same
     if any(source.share != 1.0 for source in sources):  # the mapping of a part is of no use to the run
         prefixes = tuple(source.tokens.prefix for source in sources)
         settings = dataclasses.replace(settings, data_path=prefixes, data_name=folder)

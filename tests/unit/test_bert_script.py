@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -234,6 +235,18 @@ def test_members_of_equal_size_have_an_order_and_noise_of_their_own(data, work):
     inputs = [samples.batch(numbers)["input_ids"] for samples in (alone, first, second)]
     for one, other in itertools.combinations(inputs, 2):
         assert (one == other).all(axis=1).mean() < 0.05
+
+
+def test_validate_only_gives_the_checkpoints_numbers_and_opens_no_training_data(data, work):
+    copies = [shutil.copy(data / f"train.{kind}", work) for kind in ("bin", "idx")]
+    flags = {"data_path": "train", "valid_data_path": data / "valid", "valid_interval": 3}
+    start(data, **flags)
+    for path in (*copies, "run/metrics.json"):
+        Path(path).unlink()
+    start(data, **flags, validate_only=True)
+    (trained,) = records("valid")
+    alone = json.loads(Path("run/metrics.json").read_text())["valid"]
+    assert {name: alone[name] for name in METRICS} == pytest.approx(trained, rel=1e-6)
 
 
 def test_data_without_sentences_is_refused_for_pairs_and_fine_without(data, work):
