@@ -78,6 +78,11 @@ class T5Config(transformers.T5Config):
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing={self.label_smoothing} must be at least 0 and below 1.")
 
+    @property
+    def shares_position_bias(self) -> bool:
+        """Whether all layers of a stack add the bias that the first one makes; a scheme of yours is asked in each."""
+        return not self.relative_attention_bias_per_layer and ":" not in self.position_embedding_type
+
     def _check_sizes(self) -> None:
         for name in ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads"):
             if getattr(self, name) < 1:

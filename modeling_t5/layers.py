@@ -111,8 +111,8 @@ class T5LayerFF(nn.Module):
 def position_scheme(config: T5Config, kind: str, layer_idx: int) -> PositionScheme:
     """How one layer learns of positions. Layers behind one with a shared bias are given it, and have none."""
     name, bidirectional = config.position_embedding_type, kind == ENCODER_SELF
-    is_shared = name == "relative_attention_bias" and not config.relative_attention_bias_per_layer
-    if kind == DECODER_CROSS or (is_shared and layer_idx > 0):
+    is_given = name == "relative_attention_bias" and config.shares_position_bias and layer_idx > 0
+    if kind == DECODER_CROSS or is_given:
         return NoPosition()
     if ":" in name:
         return class_named("position_embedding_type", name, PositionScheme)(config, bidirectional)

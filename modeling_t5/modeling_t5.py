@@ -194,7 +194,7 @@ class T5Stack(T5PreTrainedModel):
                 past_key_values=past_key_values,
                 output_attentions=self.config.output_attentions if output_attentions is None else output_attentions,
             )
-            bias = None if self.config.relative_attention_bias_per_layer else made
+            bias = made if self.config.shares_position_bias else None
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=self.dropout(self.final_layer_norm(x)), past_key_values=past_key_values
         )
