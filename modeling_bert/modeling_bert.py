@@ -44,7 +44,7 @@ class BertPreTrainedModel(PreTrainedModel):
     base_model_prefix = "bert"
     supports_gradient_checkpointing = True
     _no_split_modules = ["BertEmbeddings", "BertLayer"]
-    _keys_to_ignore_on_load_unexpected = [r"embeddings\.position_ids$"]  # 0..511, in files of old transformers
+    _keys_to_ignore_on_load_unexpected = [r"embeddings\.position_ids$"]  # 0..511, which transformers 4 saved
     _supports_sdpa = True
     _supports_attention_backend = True  # "block_sparse", which lm_experiments_tools.attention registers
 
@@ -55,6 +55,9 @@ class BertPreTrainedModel(PreTrainedModel):
                 f"{type(config).__name__}: BertConfig(**config.to_dict()) makes one."
             )
         super().__init__(config, *args, **kwargs)
+        if config.position_embedding_type != "absolute":  # and this table, whether it was used or not
+            unused = r"embeddings\.position_embeddings\.weight$"
+            self._keys_to_ignore_on_load_unexpected = [*self._keys_to_ignore_on_load_unexpected, unused]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
