@@ -20,11 +20,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from lm_experiments_tools.batches import IGNORED_LABEL, split_batch
+from lm_experiments_tools.batches import split_batch
 from lm_experiments_tools.data.buckets import BucketedDataset
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader
 from lm_experiments_tools.data.objectives import objective_dataset
 from lm_experiments_tools.data.vocabulary import Vocabulary
+from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.pretraining_args import T5PretrainingArgs
 
 TASKS = {

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lm_experiments_tools.errors import UserError
-
-IGNORED_LABEL = -100
+from lm_experiments_tools.labels import IGNORED_LABEL
 
 
 def random_state() -> dict[str, Any]:

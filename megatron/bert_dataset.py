@@ -43,6 +43,7 @@ import numpy as np
 from lm_experiments_tools.data.indexed import IndexedDataset, search_sorted
 from lm_experiments_tools.data.order import permute, sample_words, stream_key
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.labels import IGNORED_LABEL
 from megatron.masking import choose_masked, ngram_probabilities, replace_masked, word_starts
 from megatron.sample_mapping import MappingSettings, load_mapping
 from megatron.tokenizers import BertDataTokenizer, check_tokenizer
@@ -116,7 +117,7 @@ class BertDataset:
         nsp: Literal["swap", "random"] = "swap",
         num_epochs: int | None = None,
         max_num_samples: int | None = None,
-        mask_label_id: int = -100,
+        mask_label_id: int = IGNORED_LABEL,
         whole_word: bool = True,
         max_ngram: int = 3,
         favor_longer_ngram: bool = False,

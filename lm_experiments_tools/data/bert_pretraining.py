@@ -11,13 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_experiments_tools.batches import IGNORED_LABEL, forward_names_of
+from lm_experiments_tools.batches import forward_names_of
 from lm_experiments_tools.data.indexed import IndexedDataset, dataset_paths
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, ValidLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.experiment import class_and_config
+from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.state import on_all, on_main
 from megatron.bert_dataset import BertDataset
 from megatron.tokenizers import BertDataTokenizer, build_tokenizer

@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.tape import IGNORED_LABEL, TapeDataset, TokenSource
+from lm_experiments_tools.data.tape import TapeDataset, TokenSource
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.labels import IGNORED_LABEL
 
 
 class CausalLMDataset(TapeDataset):

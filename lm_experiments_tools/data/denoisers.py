@@ -24,8 +24,8 @@ from lm_experiments_tools.data.span_corruption import (
     random_span_lengths,
     random_spans_lengths,
 )
-from lm_experiments_tools.data.tape import IGNORED_LABEL
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.labels import IGNORED_LABEL
 
 logger = logging.getLogger(__name__)
 

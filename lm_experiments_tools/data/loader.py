@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.labels import IGNORED_LABEL
 
-IGNORED_LABEL = -100
 _ROWS_AT_ONCE, _CELLS_AT_ONCE = 256, 1 << 20  # 8 MiB
 LABELS = frozenset({"labels", "next_sentence_label"})  # the entries of a batch that a loss is a mean over
 

@@ -21,8 +21,9 @@ from typing import Literal
 
 import numpy as np
 
-from lm_experiments_tools.data.loader import IGNORED_LABEL, SampleDataset
+from lm_experiments_tools.data.loader import SampleDataset
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.labels import IGNORED_LABEL
 
 _VERSION = 1  # of the mapping sample -> (member, sample of the member); part of the fingerprint
 _MAX_MEMBERS = 255  # a member's number is kept in one byte a sample

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from lm_experiments_tools.data.order import sample_words, stream_key
-from lm_experiments_tools.data.tape import BLOCK, IGNORED_LABEL, TapeDataset, TokenSource
+from lm_experiments_tools.data.tape import BLOCK, TapeDataset, TokenSource
+from lm_experiments_tools.labels import IGNORED_LABEL
 
 _32 = np.uint64(32)
 MASKED, RANDOM = 0.8, 0.1  # of the chosen tokens

@@ -7,7 +7,7 @@ from itertools import groupby
 
 import numpy as np
 
-IGNORED_LABEL = -100
+from lm_experiments_tools.labels import IGNORED_LABEL
 
 
 def render_ids(ids: np.ndarray, decode: Callable[[list[int]], str], shown: Mapping[int, str]) -> str:

@@ -23,7 +23,6 @@ import numpy as np
 from lm_experiments_tools.data.order import epoch_shift, permute
 from lm_experiments_tools.errors import UserError
 
-IGNORED_LABEL = -100
 BLOCK = 64  # rows made at once: few enough for the caches, enough to spread the cost of numpy's calls
 _CHECKED_AT_START = 1 << 20  # tokens of each source compared with the vocabulary before the first step
 _VERSION = 1  # of the mapping (seed, sample) -> example; part of the fingerprint

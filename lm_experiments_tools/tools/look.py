@@ -268,7 +268,7 @@ class Padding:
         self._widths: dict[str, set[int]] = {"input_ids": set(), "labels": set()}
 
     def add(self, micro_batch: Mapping[str, Tensor]) -> None:
-        from lm_experiments_tools.batches import IGNORED_LABEL
+        from lm_experiments_tools.labels import IGNORED_LABEL
 
         mask, labels = micro_batch["attention_mask"], micro_batch["labels"]
         self.micro_batches += 1
