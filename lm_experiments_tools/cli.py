@@ -6,23 +6,28 @@ its field; tyro also prints `--help`. So a value means the same in both places (
 can say where the value came from. Anything a user can mend raises UserError with one sentence.
 """
 
+import ast
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import io
 import os
+import shutil
 import signal
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import tyro
 import yaml
 
 from lm_experiments_tools.args import help_groups
-from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.errors import RunError, UserError, os_sentence
 
 Args = TypeVar("Args")
 
@@ -158,8 +163,7 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
     except OSError as error:
         if error.errno is None:  # raised by a library for reasons of its own
             raise
-        what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-        print(f"error: rank {launcher_rank()}: {what}", file=sys.stderr, flush=True)
+        print(f"error: rank {launcher_rank()}: {os_sentence(error)}", file=sys.stderr, flush=True)
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
@@ -194,19 +198,48 @@ def _reader_may_leave() -> Iterator[None]:
 
 
 def _print_help(args_class: type, description: str | None) -> None:
-    """Have tyro print the groups as nested dataclasses, which it titles by field name."""
+    """Have tyro print the groups as nested dataclasses, which it titles by field name.
+
+    The text above them is printed here: tyro would neither wrap it nor leave its examples as they are.
+    """
+    if description is not None:
+        print(wrapped(description, shutil.get_terminal_size().columns), end="\n\n")
     defaults = {field.name: field.default for cls in (args_class, ConfigArgs) for field in dataclasses.fields(cls)}
-    fields = []
+    titled = []
     for group in (*help_groups(args_class), ConfigArgs):
-        values = {name: defaults[name] for name in group.__annotations__}
-        missing = {name: tyro.MISSING for name, value in values.items() if value is dataclasses.MISSING}
+        texts, fields = _help_texts(group), []
+        for name, kind in group.__annotations__.items():
+            default = tyro.MISSING if defaults[name] is dataclasses.MISSING else defaults[name]
+            text = tyro.conf.arg(help=texts[name]) if name in texts else None  # None: overrides only the default
+            fields.append((name, typing.Annotated[kind, text], dataclasses.field(default=default)))
+        shown = dataclasses.make_dataclass(group.__name__, fields, frozen=True, namespace={"__doc__": group.__doc__})
         title = group.__name__.removesuffix("Args").lower()
-        fields.append((title, group, dataclasses.field(default=group(**values | missing))))
-    everything = dataclasses.make_dataclass("Everything", fields, frozen=True)
+        titled.append((title, shown, dataclasses.field(default=shown())))
+    everything = dataclasses.make_dataclass("Everything", titled, frozen=True)
     options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-    with contextlib.suppress(SystemExit):
-        tyro.cli(everything, args=["--help"], description=description, use_underscores=True, config=options)
     sys.stdout.flush()
+    with contextlib.suppress(SystemExit):
+        tyro.cli(everything, args=["--help"], description="", use_underscores=True, config=options)
+    sys.stdout.flush()
+
+
+def _help_texts(group: type) -> dict[str, str]:
+    """The string under each field in the source of a class, as one line; tyro would keep its line breaks."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(group))).body[0].body
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+
+
+def wrapped(text: str, width: int) -> str:
+    """A docstring for the screen: paragraphs filled to `width`, indented blocks as they are, "::" as a colon."""
+    blocks = []
+    for block in inspect.cleandoc(text).split("\n\n"):
+        is_example = block.startswith(" ")
+        blocks.append(block if is_example else textwrap.fill(block.replace("::", ":"), width))
+    return "\n\n".join(blocks)
 
 
 # Reading: text and where it stood

@@ -1,5 +1,14 @@
 """The exceptions that are sentences for a user, not tracebacks for a programmer."""
 
+import errno
+import os
+
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space there or choose another folder"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions or choose another path"),
+    errno.EROFS: "that disk takes no writes: choose another folder",
+}
+
 
 class UserError(ValueError):
     """Input the user can mend: a flag, a file, a configuration.
@@ -14,3 +23,12 @@ class RunError(RuntimeError):
 
     Entry points print its one sentence and exit with code 1; what was saved before is untouched.
     """
+
+
+def os_sentence(error: OSError) -> str:
+    """File, what the system says about it, and what to do; for errors without a number, what a library says."""
+    if error.errno is None:
+        return str(error)
+    file = "the output" if error.filename is None else os.fsdecode(error.filename)
+    remedy = f": {_REMEDIES[error.errno]}" if error.errno in _REMEDIES else ""
+    return f"{file}: {error.strerror}{remedy}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from lm_experiments_tools import checkpoint
-from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.errors import RunError, UserError, os_sentence
 from lm_experiments_tools.tree import load_tree, save_tree
 
 if TYPE_CHECKING:
@@ -89,7 +89,9 @@ def on_all(backend: Backend, function: Callable[[], T], *, only_main: bool = Fal
             result = function()
         except UserError as error:
             failure = (True, str(error))
-        except (OSError, RunError) as error:
+        except OSError as error:
+            failure = (False, os_sentence(error))
+        except RunError as error:
             failure = (False, str(error))
     failures = [f for f in backend.gather(failure) if f is not None]
     if failures:

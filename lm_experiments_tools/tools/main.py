@@ -15,7 +15,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import UserError, os_sentence
 
 # Module NAME of this folder has a frozen dataclass NameArgs and a function run(args); of two_words, TwoWordsArgs.
 COMMANDS = {
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: {error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
+        print(f"error: {os_sentence(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

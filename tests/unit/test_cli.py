@@ -7,11 +7,13 @@ import subprocess
 import sys
 import textwrap
 import typing
+from itertools import pairwise
 from typing import Literal
 
 import pytest
 import yaml
 
+import run_t5_pretraining
 from lm_experiments_tools import cli
 from lm_experiments_tools.args import ModelArgs
 from lm_experiments_tools.errors import UserError
@@ -303,6 +305,36 @@ def test_every_field_has_a_help_line(capsys, monkeypatch):
     for field in dataclasses.fields(T5PretrainingArgs):
         after_flag = words.split(f"--{field.name} " if field.type is not bool else f"--no_{field.name} ", 1)[1]
         assert "." in after_flag.split("(default", 1)[0].split("(required", 1)[0], field.name
+
+
+def test_help_fills_its_lines(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.parse(T5PretrainingArgs, ["--help"], description=run_t5_pretraining.__doc__)
+    text = capsys.readouterr().out
+    above, options = text.split("usage:")
+    assert "    horovodrun --gloo -np 2 python\n    torchrun --nproc_per_node 2\n" in above and "::" not in above
+    assert "objective (--task)." in above and "\n\n\n" not in above
+    lines = [line.strip("│").rstrip() for line in options.splitlines() if line.startswith("│")]
+    for line, following in pairwise(lines):
+        indent = len(line) - len(line.lstrip())
+        if indent == len(following) - len(following.lstrip()) > 1 and not following.lstrip().startswith(("--", "(")):
+            # the next word, with a blank and the margin, had no room
+            assert len(line) + 1 + len(following.split()[0]) > 76, (line, following)
+
+
+def test_a_docstring_is_filled_but_for_its_examples():
+    text = """First line
+    of a paragraph::
+
+        an example   of
+        two lines
+
+    2. (with brackets)
+    `and` quotes.
+    """
+    example = "    an example   of\n    two lines"
+    assert cli.wrapped(text, 80) == f"First line of a paragraph:\n\n{example}\n\n2. (with brackets) `and` quotes."
 
 
 MAIN = """
