@@ -23,6 +23,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -85,10 +86,8 @@ def plan_pieces(inputs: Sequence[str], piece_bytes: int | None = None) -> list[P
     The plan depends on the inputs alone. Raises UserError where an input does not exist or is of an unknown kind, and
     where there is nothing to read at all.
     """
-    files = [file for item in inputs for file in _resolve(os.fspath(item))]
+    files = find_files(inputs)
     sizes = {path: os.path.getsize(path) for path, kind in files if kind != "dataset"}
-    if len(sizes) == len(set(files)) and not any(sizes.values()):
-        raise UserError(f"there is no text in {_listed(inputs)}: {len(sizes)} files, all of them empty")
     piece_bytes = piece_bytes or min(max(sum(sizes.values()) // 64, 2 << 20), 64 << 20)
     pieces: list[Piece] = []
     for path, kind in files:
@@ -100,6 +99,17 @@ def plan_pieces(inputs: Sequence[str], piece_bytes: int | None = None) -> list[P
             bounds = _boundaries(path, kind, sizes[path], piece_bytes)
             pieces += [Piece(path, kind, start, end) for start, end in pairwise(bounds)]
     return pieces
+
+
+def find_files(inputs: Sequence[str]) -> list[tuple[str, str]]:
+    """(path, kind) of all files, and of the datasets by name, which are not opened.
+
+    Raises UserError where an input does not exist or is of an unknown kind, and where there is nothing to read at all.
+    """
+    files = [file for item in inputs for file in _resolve(os.fspath(item))]
+    if not any(kind == "dataset" or os.path.getsize(path) for path, kind in files):
+        raise UserError(f"there is no text in {_listed(inputs)}: {len(set(files))} files, all of them empty")
+    return files
 
 
 def _listed(inputs: Sequence[str]) -> str:
@@ -308,6 +318,19 @@ def read_lines(piece: Piece, first_line: int = 1, max_bytes: int | None = None) 
         raise UserError(f"{piece.path} is damaged after line {number} ({error}); compress or copy it again") from None
 
 
+@lru_cache(maxsize=64)
+def lines_before(piece: Piece) -> int:
+    """Lines of the file before a piece of it, from whose own start `read_piece` counts; reads all of that."""
+    if piece.kind == "dataset":
+        return 0
+    lines, left = 0, piece.start
+    with open(piece.path, "rb") as file:
+        while left:
+            block = file.read(min(left, 1 << 20))
+            lines, left = lines + block.count(b"\n"), left - len(block)
+    return lines
+
+
 def excerpt(line: bytes) -> str:
     """The beginning of a bad line, to recognise it by."""
     return line[: 4 * _EXCERPT].rstrip(b"\r\n").decode("utf-8", errors="backslashreplace")[:_EXCERPT]
@@ -333,7 +356,7 @@ class Quarantine:
         self.path = Path(path)
         self.limit = limit
         self.count = 0
-        self._first = ""
+        self.first = ""
         self._file: TextIO | None = None
         self.path.unlink(missing_ok=True)
 
@@ -343,7 +366,7 @@ class Quarantine:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 (open until close)
         self.count += 1
-        self._first = self._first or f"{file}:{bad.line}: {bad.reason}"
+        self.first = self.first or f"{file}:{bad.line}: {bad.reason}"
         self._file.write(
             json.dumps({"file": file, "line": bad.line, "reason": bad.reason, "content": bad.content}) + "\n"
         )
@@ -354,7 +377,7 @@ class Quarantine:
     def error(self) -> UserError:
         """The sentence for "too many bad lines"."""
         return UserError(
-            f"more than {self.limit} bad lines: {self.count} so far, the first is {self._first}; they are listed in "
+            f"more than {self.limit} bad lines: {self.count} so far, the first is {self.first}; they are listed in "
             f"{self.path}: mend them or allow more with --max_bad_lines"
         )
 
@@ -364,12 +387,16 @@ class Quarantine:
             self._file.close()
 
     def __str__(self) -> str:
-        return f"{self.count} bad lines left out (the first: {self._first}), listed in {self.path}"
+        return f"{self.count} bad lines left out (the first: {self.first}), listed in {self.path}"
 
 
-def no_documents(inputs: Sequence[str], bad_lines: int = 0) -> UserError:
-    """The sentence for inputs that hold no document."""
-    return UserError(f"there is no document in {_listed(inputs)}: {bad_lines} bad lines and nothing else")
+def no_documents(inputs: Sequence[str], bad_lines: int = 0, first: str = "", listed_in: object = "") -> UserError:
+    """The sentence for inputs that hold no document; `first` of the bad lines with its reason, the file of all."""
+    details = f" (the first: {first}; all are listed in {listed_in})" if first else ""
+    remedy = ": name the key of the text by --text_key" if ": no key " in first else ""
+    return UserError(
+        f"there is no document in {_listed(inputs)}: {bad_lines} bad lines and nothing else{details}{remedy}"
+    )
 
 
 def iter_documents(
@@ -399,4 +426,4 @@ def iter_documents(
     if bad_lines.count:
         logger.warning("%s", bad_lines)
     if not found:
-        raise no_documents(inputs, bad_lines.count)
+        raise no_documents(inputs, bad_lines.count, bad_lines.first, bad_lines.path)

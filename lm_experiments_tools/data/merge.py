@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_experiments_tools.data.indexed import IndexedDataset, IndexedDatasetWriter, dataset_exists
+from lm_experiments_tools.data.indexed import IndexedDataset, IndexedDatasetWriter, token_prefix
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
 
@@ -42,6 +42,8 @@ def merge_datasets(inputs: Sequence[str], output_prefix: str | os.PathLike) -> d
         raise UserError(f"{output} is an input too, which would be overwritten: choose another output")
     datasets = _in_order([IndexedDataset(prefix) for prefix in prefixes])
     _check_same_kind(datasets)
+    if not any(dataset.num_documents for dataset in datasets):
+        raise UserError(f"there is no document in {', '.join(prefixes)}: nothing to merge; look at the text's path")
     with locked(Path(f"{output}.lock")):
         return _write(datasets, output)
 
@@ -54,7 +56,9 @@ def _without_suffixes(inputs: Sequence[str]) -> list[str]:
 
 
 def _found(item: str) -> list[str]:
-    if dataset_exists(item):
+    if not item:
+        raise UserError("--input is an empty name: give token prefixes, or the prefix that shards have in common")
+    if token_prefix(item) is not None:
         return [item]
     shards = sorted(path.removesuffix(".idx") for path in glob.glob(glob.escape(item) + _SHARD))
     if not shards:
@@ -101,10 +105,11 @@ def _check_same_kind(datasets: list[IndexedDataset]) -> None:
     first = datasets[0]
     expected = {name: value for name, value in first.meta.items() if name not in _OWN}
     for dataset in datasets[1:]:
-        if dataset.dtype != first.dtype:
-            raise UserError(f"{dataset.prefix} holds {dataset.dtype} and {first.prefix} {first.dtype} tokens")
         found = {name: value for name, value in dataset.meta.items() if name not in _OWN}
-        for name in sorted(expected.keys() | found.keys()):
+        names = sorted(expected.keys() | found.keys(), key=lambda name: (not name.startswith("vocab"), name))
+        if dataset.dtype != first.dtype and found.get("vocab_sha256") == expected.get("vocab_sha256"):
+            raise UserError(f"{dataset.prefix} holds {dataset.dtype} and {first.prefix} {first.dtype} tokens")
+        for name in names:
             ours, theirs = found.get(name), expected.get(name)
             if ours != theirs:
                 what = "the vocabulary" if name.startswith("vocab") else name

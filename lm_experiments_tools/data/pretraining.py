@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lm_experiments_tools.batches import IGNORED_LABEL
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
-from lm_experiments_tools.data.indexed import IndexedDataset, dataset_exists
+from lm_experiments_tools.data.indexed import IndexedDataset, token_prefix
 from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.objectives import mixed_dataset, objective_dataset
 from lm_experiments_tools.data.tokenize import ensure_tokenized
@@ -74,14 +74,18 @@ def pretraining_data(args: T5PretrainingArgs, backend: Backend) -> PretrainingDa
     """
     vocab_path = vocabulary_path(args)
     vocabulary = Vocabulary.load(vocab_path)
+    pipeline = choose_pipeline(args)
+    if pipeline == "seqio":
+        from lm_experiments_tools.data.seqio_data import check_module, check_possible, seqio_data
+
+        on_all(backend, lambda: check_possible(args))  # before validation text is tokenized
+        if ":" in args.task:
+            on_all(backend, lambda: check_module(args.task))
     valid: ValidSource | None = None
     valid_tokens = None
     if args.valid_data_path is not None:
         valid_tokens = on_all(backend, lambda: open_tokens(args.valid_data_path, vocab_path, args))
-    pipeline = choose_pipeline(args)
     if pipeline == "seqio":
-        from lm_experiments_tools.data.seqio_data import seqio_data
-
         train, valid, objective = seqio_data(args, backend, vocabulary, vocab_path)
     elif args.streaming:
         from lm_experiments_tools.data.streaming import streaming_data
@@ -107,8 +111,8 @@ def choose_pipeline(args: T5PretrainingArgs) -> Literal["native", "seqio"]:
         return "seqio"
     if args.of_native_pipeline() or len(args.data_path) > 1 or args.task not in SEQIO_TASKS:
         return "native"
-    path = args.data_path[0].removesuffix(".bin").removesuffix(".idx")
-    if dataset_exists(path) or not os.path.exists(path):
+    path = args.data_path[0]
+    if token_prefix(path) is not None or not os.path.exists(path):
         return "native"
     if importlib.util.find_spec("seqio") is None:
         logger.info("seqio is not installed, so the text is tokenized once and read natively (--data_pipeline native)")

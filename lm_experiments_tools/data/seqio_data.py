@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import queue
+import re
 import shutil
 import signal
 import socket
@@ -21,13 +22,15 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import torch
 
-from lm_experiments_tools.data.indexed import dataset_exists
+from lm_experiments_tools.data.documents import find_files
+from lm_experiments_tools.data.indexed import token_prefix
 from lm_experiments_tools.data.loader import IGNORED_LABEL, ValidLoader, ValidSource
 from lm_experiments_tools.data.seqio_worker import FRAME, PADDING, SOCKET, VALIDATION, Job
 from lm_experiments_tools.data.span_corruption import plan_spans, random_spans_lengths
@@ -57,7 +60,7 @@ def seqio_data(
     Raises:
         UserError: a package that is missing, settings that t5 would treat wrongly, or a task that gives no examples.
     """
-    _check_possible(args)
+    check_possible(args)
     targets_length = _targets_length(args, vocabulary)
     folder = tempfile.gettempdir()
     machine = (socket.gethostname(), os.stat(folder).st_dev, os.stat(folder).st_ino)  # containers share only the first
@@ -85,9 +88,14 @@ def seqio_data(
     return train, valid, f"{answer['title']}, {lengths[0]} inputs + {lengths[1]} targets"
 
 
-def _check_possible(args: T5PretrainingArgs) -> None:
+def check_possible(args: T5PretrainingArgs) -> None:
+    """Refuse what can be seen to fail without TensorFlow, whose start takes long.
+
+    Raises:
+        UserError: tokens instead of text, text that is not there, a package that is missing.
+    """
     for path in args.data_path:
-        if dataset_exists(path.removesuffix(".bin").removesuffix(".idx")):
+        if token_prefix(path) is not None:
             raise UserError(f"--data_path {path} holds tokens, and seqio reads text: choose --data_pipeline native.")
     for package in ("tensorflow", "seqio", *(["t5"] if ":" not in args.task else [])):
         if importlib.util.find_spec(package) is None:
@@ -96,6 +104,22 @@ def _check_possible(args: T5PretrainingArgs) -> None:
                 f"--task {args.task} through seqio needs the package {package}, which is not installed: "
                 f'pip install "lm_experiments_tools[seqio]"{native}'
             )
+    if ":" not in args.task:
+        find_files(args.data_path)
+
+
+def check_module(task: str) -> None:
+    """Refuse a --task that is not of the form module:name, or whose module's package is not where it is looked for."""
+    module, _, name = task.partition(":")
+    package = module.partition(".")[0]
+    if not all(part.isidentifier() for part in module.split(".")) or not re.fullmatch(r"[\w.:#]+", name):
+        raise UserError(f"--task {task} names no task: write module:name, the name of letters, digits, '_', '.', ':'.")
+    if package in sys.modules or PathFinder.find_spec(package, [os.getcwd()]) or importlib.util.find_spec(package):
+        return
+    raise UserError(
+        f"--task {task}: the module {module} cannot be imported (No module named {package!r}); it must lie in "
+        f"{os.getcwd()}, in PYTHONPATH or be installed"
+    )
 
 
 def _targets_length(args: T5PretrainingArgs, vocabulary: Vocabulary) -> int:

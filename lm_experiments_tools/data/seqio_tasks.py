@@ -17,6 +17,7 @@ import logging
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -28,7 +29,15 @@ import seqio
 import tensorflow as tf
 from sentencepiece import sentencepiece_model_pb2
 
-from lm_experiments_tools.data.documents import BadLine, Piece, Quarantine, no_documents, plan_pieces, read_piece
+from lm_experiments_tools.data.documents import (
+    BadLine,
+    Piece,
+    Quarantine,
+    lines_before,
+    no_documents,
+    plan_pieces,
+    read_piece,
+)
 from lm_experiments_tools.data.seqio_worker import PADDING, Job, one_line
 from lm_experiments_tools.data.vocabulary import Vocabulary, sentinel_piece
 from lm_experiments_tools.errors import UserError
@@ -39,6 +48,7 @@ _VERSION = 1  # of the mapping (text, settings, seed) -> stream; part of the fin
 _AHEAD = 4  # batches prepared before they are asked for
 _VALIDATION_ROWS = 256  # written at a time
 _PROGRESS_SECONDS = 30.0
+_SMALL_TEXT = 1 << 20  # bytes
 _UNUSED = sentencepiece_model_pb2.ModelProto.SentencePiece.UNUSED
 
 Log = Callable[[int, str], None]
@@ -234,7 +244,7 @@ class TaskExamples:
         for _ in self._padded(self._dataset("train", num_epochs=1, shuffle=False).take(1), 1):
             return
         if self._text is not None:
-            raise no_documents(self.job.data_path, self._text.num_bad_lines)
+            raise self._text.no_documents()
         raise UserError(f"--task {self.job.task} gives no example from its split 'train'")
 
 
@@ -255,10 +265,16 @@ def registered_task(name: str) -> seqio.Task | seqio.Mixture:
     module, _, task_name = name.partition(":")
     try:
         importlib.import_module(module)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise UserError(
             f"--task {name}: the module {module} cannot be imported ({error}); it must lie in {os.getcwd()}, in "
             "PYTHONPATH or be installed"
+        ) from error
+    except (Exception, SystemExit) as error:  # the user's own code: whatever it raises is theirs to mend
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"--task {name}: importing the module {module} fails with {one_line(error)} ({where.filename} line "
+            f"{where.lineno})"
         ) from error
     known = [*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()]
     if task_name not in known:
@@ -364,18 +380,33 @@ class TextSource:
         self._lock = threading.Lock()  # pieces are read in several threads
         self.failure: UserError | None = None
 
-    @property
-    def num_bad_lines(self) -> int:
-        return self._bad_lines.count
+    def no_documents(self) -> UserError:
+        """The sentence for a text without any."""
+        return no_documents(self._job.data_path, self._bad_lines.count, self._bad_lines.first, self._bad_lines.path)
 
     def source(self) -> seqio.FileDataSource:
-        return seqio.FileDataSource(self._read_file, {"train": [str(k) for k in range(len(self._pieces))]})
+        """The source. A small text is read now: a shuffle buffer takes thousands of passes over a few lines, and a
+        pass costs TensorFlow a millisecond and more. That of one piece is given many times over, as in as many passes.
+        """
+        files = {"train": [str(k) for k in range(len(self._pieces))]}
+        size = sum(piece.num_bytes for piece in self._pieces)
+        if size > _SMALL_TEXT or any(piece.kind == "dataset" or piece.end is None for piece in self._pieces):
+            return seqio.FileDataSource(self._read_file, files)
+        texts = [[item["text"] for item in self._documents(number)] for number in range(len(self._pieces))]
+        kept = tf.ragged.constant(texts, tf.string, ragged_rank=1)
+        passes = -(-_SMALL_TEXT // size) if len(texts) == 1 else 1
+
+        def read_kept(number: tf.Tensor) -> tf.data.Dataset:
+            piece = kept[tf.strings.to_number(number, tf.int32)]
+            return tf.data.Dataset.from_tensor_slices({"text": piece}).repeat(passes)
+
+        return seqio.FileDataSource(read_kept, files)
 
     def _read_file(self, number: tf.Tensor) -> tf.data.Dataset:
         signature = {"text": tf.TensorSpec([], tf.string)}
         return tf.data.Dataset.from_generator(self._documents, args=(number,), output_signature=signature)
 
-    def _documents(self, number: bytes) -> Iterator[dict[str, str]]:
+    def _documents(self, number: bytes | int) -> Iterator[dict[str, str]]:
         piece = self._pieces[int(number)]
         try:
             for item in read_piece(piece, self._job.text_key):
@@ -388,7 +419,7 @@ class TextSource:
             raise
 
     def _set_aside(self, piece: Piece, bad: BadLine) -> None:
-        line = _lines_before(piece) + bad.line
+        line = lines_before(piece) + bad.line
         with self._lock:
             if (piece.path, line) in self._seen:
                 return
@@ -406,18 +437,6 @@ class TextSource:
             else:
                 stamps.append([os.path.basename(path), os.path.getsize(path), hash_of_ends(path)])
         return stamps
-
-
-def _lines_before(piece: Piece) -> int:
-    """Lines of the file before a piece of it; `read_piece` counts from the piece's own start."""
-    if piece.kind == "dataset" or not piece.start:
-        return 0
-    lines, left = 0, piece.start
-    with open(piece.path, "rb") as file:
-        while left:
-            block = file.read(min(left, 1 << 20))
-            lines, left = lines + block.count(b"\n"), left - len(block)
-    return lines
 
 
 def step_name(step: Any) -> list[str]:

@@ -155,9 +155,16 @@ def end_with_parent(parent: int, folder: str) -> None:
 
 
 def import_triton() -> None:
-    """Load triton before TensorFlow: loaded after it, as a module of the user may, it aborts the process."""
-    if importlib.util.find_spec("triton"):
+    """Load triton before TensorFlow: loaded after it, as a module of the user may, it aborts the process.
+
+    One that is broken, or built for another system, is not needed here.
+    """
+    if not importlib.util.find_spec("triton"):
+        return
+    try:
         import triton  # noqa: F401
+    except (ImportError, OSError) as error:
+        print(f"triton is not loaded: {one_line(error)}", file=sys.stderr)
 
 
 def serve(job: Job, hub: Hub) -> None:

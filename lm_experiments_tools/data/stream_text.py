@@ -14,16 +14,26 @@ so is each place in it (`Position`), whatever the speed of the source and whoeve
 
 import heapq
 import logging
+import os
 import time
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.documents import BadLine, Document, Piece, no_documents, plan_pieces, read_piece
+from lm_experiments_tools.data.documents import (
+    BadLine,
+    Document,
+    Piece,
+    lines_before,
+    no_documents,
+    plan_pieces,
+    read_piece,
+)
 from lm_experiments_tools.data.encoding import Encoding, encode_documents, num_bytes
 from lm_experiments_tools.data.order import permute, stream_key
 from lm_experiments_tools.data.vocabulary import Vocabulary
@@ -36,6 +46,9 @@ _SMALLEST_PIECE = 1 << 12
 _LARGEST_PIECE = 64 << 20
 _UNEVEN = 1.1  # the largest stream may have so many times the average
 _BATCH_BYTES = 1 << 16  # text per call into sentencepiece: little, so that the first chunk is there soon
+_KEPT_BYTES = 1 << 20  # text of each stream held in memory: a chunk may be made of thousands of passes over a tiny one
+_ITEM_BYTES = 200  # of a document besides its text
+_COUNTED_BYTES = 256 << 20  # of a file, read to give the number of a bad line: a fraction of a second
 _WAITS = (1.0, 4.0, 15.0, 60.0)  # seconds before another try, after those of the datasets package itself
 
 
@@ -106,6 +119,8 @@ def _is_even(loads: Sequence[int], num_streams: int) -> bool:
 def _deal(plan: StreamPlan, passes: int) -> list[list[int]]:
     """Numbers of pieces by stream: the largest piece first, each to the emptiest stream; then in random order."""
     count = len(plan.pieces)
+    if count == 1:  # of a tiny text, read in thousands of passes; the permutation takes milliseconds
+        return [[0]]
     ranks = permute(np.arange(count), count, stream_key(plan.seed, "pieces"), np.full(count, passes)).tolist()
     weights = _weights(plan.pieces)
     streams: list[list[int]] = [[] for _ in range(plan.num_streams)]
@@ -124,15 +139,29 @@ class StreamText:
         position: behind the last document given.
         bad_lines: those of pass 0 met so far.
 
+    Args:
+        listed_in: the file where the caller lists `bad_lines`, for messages.
+
     Raises:
         UserError: more than `max_bad_lines` in pass 0; no document in as many pieces in a row as there are.
         OSError: a source that cannot be read, after some tries.
     """
 
-    def __init__(self, plan: StreamPlan, stream: int, position: Position, text_key: str, max_bad_lines: int):
+    def __init__(
+        self,
+        plan: StreamPlan,
+        stream: int,
+        position: Position,
+        text_key: str,
+        max_bad_lines: int,
+        listed_in: str | os.PathLike = "",
+    ):
         self.plan, self.stream, self.position = plan, stream, position
-        self._text_key, self._max_bad_lines = text_key, max_bad_lines
+        self._text_key, self._max_bad_lines, self._listed_in = text_key, max_bad_lines, listed_in
+        self._first_bad_line = ""
         self.bad_lines: list[tuple[Piece, BadLine]] = []
+        self._kept: dict[Piece, list[Document | BadLine]] = {}
+        self._room = _KEPT_BYTES
 
     def __iter__(self) -> Iterator[Document]:
         empty_pieces = 0
@@ -141,7 +170,7 @@ class StreamText:
             while self.position.piece < len(pieces):
                 piece = pieces[self.position.piece]
                 found = False
-                for item in self._items(piece):
+                for item in self._kept_or_read(piece):
                     self._advance(piece, item)
                     if isinstance(item, Document):
                         found = True
@@ -149,21 +178,43 @@ class StreamText:
                 empty_pieces = 0 if found else empty_pieces + 1
                 if empty_pieces > len(self.plan.pieces):
                     paths = list(dict.fromkeys(piece.path for piece in self.plan.pieces))
-                    raise no_documents(paths, self.position.bad_lines)
+                    first = self._first_bad_line
+                    raise no_documents(paths, self.position.bad_lines, first, self._listed_in)
                 self.position = replace(self.position, piece=self.position.piece + 1, items=0)
             self.position = replace(self.position, passes=self.position.passes + 1, piece=0)
 
     def _advance(self, piece: Piece, item: Document | BadLine) -> None:
         bad_lines = self.position.bad_lines
+        if isinstance(item, BadLine) and not self._first_bad_line:
+            self._first_bad_line = "{file}:{line}: {reason}".format(**_listing(piece, item))
         if isinstance(item, BadLine) and self.position.passes == 0:
             self.bad_lines.append((piece, item))
             bad_lines += 1
         self.position = replace(self.position, items=self.position.items + 1, bad_lines=bad_lines)
         if bad_lines > self._max_bad_lines:
             raise UserError(
-                f"stream {self.stream} has more than {self._max_bad_lines} bad lines, the last is line {item.line} of "
-                f"{piece.path}{_where(piece)}: {item.reason}; mend them or allow more with --max_bad_lines"
+                f"stream {self.stream} has more than {self._max_bad_lines} bad lines, the first is "
+                f"{self._first_bad_line}; they are listed in {self._listed_in}: mend them or allow more with "
+                f"--max_bad_lines"
             )
+
+    def _kept_or_read(self, piece: Piece) -> Iterator[Document | BadLine]:
+        """The rest of a piece; the first pieces that were read whole are kept for the passes to come."""
+        begin = self.position.items
+        if piece in self._kept:
+            yield from islice(self._kept[piece], begin, None)
+            return
+        items: list[Document | BadLine] = []
+        room = self._room if begin == 0 else -1
+        for item in self._items(piece):
+            room -= _weight(item)
+            if room >= 0:
+                items.append(item)
+            else:
+                items.clear()
+            yield item
+        if room >= 0:
+            self._kept[piece], self._room = items, room
 
     def _items(self, piece: Piece) -> Iterator[Document | BadLine]:
         """The rest of a piece; begun again where the connection to a remote one breaks."""
@@ -188,11 +239,21 @@ class StreamText:
                 time.sleep(wait)
 
 
-def _where(piece: Piece) -> str:
-    """Where in a file or dataset a piece begins, from which its lines are counted."""
+def _weight(item: Document | BadLine) -> int:
+    """Bytes of memory, about."""
+    return _ITEM_BYTES + len(item.text if isinstance(item, Document) else item.content)
+
+
+def _listing(piece: Piece, bad: BadLine) -> dict[str, Any]:
+    """What is said of a bad line. Where the file before its piece is too long to count, lines count from there."""
+    file, line = piece.path, bad.line
     if piece.kind == "dataset":
-        return f", shard {piece.start}"
-    return f", from byte {piece.start} on" if piece.start else ""
+        file += f", shard {piece.start}"
+    elif piece.start <= _COUNTED_BYTES:
+        line += lines_before(piece)
+    else:
+        file += f", from byte {piece.start} on"
+    return {"file": file, "line": line, "reason": bad.reason, "content": bad.content}
 
 
 class StreamTokens:
@@ -206,8 +267,9 @@ class StreamTokens:
         vocabulary: Vocabulary,
         encoding: Encoding,
         max_bad_lines: int,
+        listed_in: str | os.PathLike = "",
     ):
-        self._text = StreamText(plan, stream, position, encoding.text_key, max_bad_lines)
+        self._text = StreamText(plan, stream, position, encoding.text_key, max_bad_lines, listed_in)
         self._vocabulary, self._encoding = vocabulary, encoding
         self._encoded = self._encode()
         self._taken_bad_lines = self._first_bad_line = position.bad_lines
@@ -224,15 +286,7 @@ class StreamTokens:
         self._taken_bad_lines = last
         offset = self._first_bad_line
         lines = self._text.bad_lines[first - offset : None if all_met else last - offset]
-        return [
-            {
-                "file": f"{piece.path}{_where(piece)}",
-                "line": bad.line,
-                "reason": bad.reason,
-                "content": bad.content,
-            }
-            for piece, bad in lines
-        ]
+        return [_listing(piece, bad) for piece, bad in lines]
 
     def _encode(self) -> Iterator[tuple[array, int, Position]]:
         batch: list[tuple[str, int, Position]] = []

@@ -35,14 +35,14 @@ import torch
 from lm_experiments_tools.data import hf_datasets
 from lm_experiments_tools.data.buckets import BucketedDataset
 from lm_experiments_tools.data.encoding import Encoding
-from lm_experiments_tools.data.indexed import IndexedDataset, dataset_exists
+from lm_experiments_tools.data.indexed import IndexedDataset, token_prefix
 from lm_experiments_tools.data.loader import SampleDataset
 from lm_experiments_tools.data.objectives import example_dataset
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.stream_chunks import ChunkFeed, ExampleStream, in_background
 from lm_experiments_tools.data.stream_text import StreamPlan
 from lm_experiments_tools.data.vocabulary import Vocabulary
-from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.errors import RunError, UserError, os_sentence
 from lm_experiments_tools.files import hash_of_ends
 from lm_experiments_tools.pretraining_args import ObjectiveArgs
 from lm_experiments_tools.state import on_all, on_main
@@ -190,7 +190,7 @@ class StreamLoader:
             try:
                 self._ready = following.result()
             except OSError as error:
-                raise RunError(f"the streamed text stopped: {error}") from error
+                raise RunError(f"the streamed text stopped: {os_sentence(error)}") from error
             after = self._consumed + len(self._ready) * self.global_batch
             self._following = in_background(self._make, after, self._block_steps)
         batch = self._ready.pop()
@@ -240,7 +240,7 @@ def streams_of(rank: int, world_size: int, num_streams: int) -> range:
 
 def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> tuple[StreamPlan, str]:
     for path in args.data_path:
-        if dataset_exists(path.removesuffix(".bin").removesuffix(".idx")):
+        if token_prefix(path) is not None:
             raise UserError(f"--data_path {path} is tokenized already: leave out --streaming, which tokenizes text")
     if args.data_weights:
         raise UserError("--data_weights cannot be had with --streaming, which reads each text once a pass")

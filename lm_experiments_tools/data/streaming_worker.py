@@ -95,7 +95,9 @@ class ChunkMaker:
         begin = Position(**request.begin)
         stream = self._streams.get(request.stream)
         if stream is None or stream.position != begin:
-            stream = StreamTokens(self.plan, request.stream, begin, self.vocabulary, self.encoding, self.max_bad_lines)
+            where = (self.plan, request.stream, begin)
+            settings = (self.vocabulary, self.encoding, self.max_bad_lines, bad_lines_path(self.folder))
+            stream = StreamTokens(*where, *settings)
             self._streams[request.stream] = stream
         return stream
 

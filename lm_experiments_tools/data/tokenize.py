@@ -41,6 +41,7 @@ from lm_experiments_tools.data.indexed import (
     IndexedDatasetWriter,
     dataset_exists,
     token_dtype,
+    token_prefix,
 )
 from lm_experiments_tools.data.vocabulary import Vocabulary
 from lm_experiments_tools.data.workers import WorkerEnded, ask, serve, start_worker
@@ -111,7 +112,7 @@ def tokenize_corpus(
         bad_lines = _collect_bad_lines(pieces, folder, f"{prefix}.bad_lines.jsonl", max_bad_lines)
         if bad_lines.count:
             logger.warning("%s", bad_lines)
-        meta = _join(pieces, folder, prefix, vocabulary, encoding, origin | {"bad_lines": bad_lines.count})
+        meta = _join(pieces, folder, prefix, vocabulary, encoding, origin, bad_lines)
         shutil.rmtree(folder)
     return meta
 
@@ -132,8 +133,7 @@ def ensure_tokenized(
         UserError: as tokenize_corpus; or the tokens at `data_path` were made with another vocabulary.
     """
     if isinstance(data_path, (str, os.PathLike)):
-        prefix = os.fspath(data_path).removesuffix(".bin").removesuffix(".idx")
-        if dataset_exists(prefix):
+        if (prefix := token_prefix(data_path)) is not None:
             _check_vocabulary(prefix, vocab_path)
             return prefix
         inputs = [os.fspath(data_path)]
@@ -182,6 +182,8 @@ def _part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Enco
 
     Consecutive, so that the parts one after the other are the whole. A part may be empty.
     """
+    if not count:
+        raise UserError(f"--shard {number}/0 is a part of none: the number after the slash is at least 1")
     if not 0 <= number < count:
         raise UserError(
             f"shard {number}/{count} does not exist: the {count} shards are 0/{count} to {count - 1}/{count}"
@@ -461,6 +463,7 @@ def _join(
     vocabulary: Vocabulary,
     encoding: Encoding,
     origin: dict[str, Any],
+    bad_lines: Quarantine,
 ) -> dict[str, Any]:
     """Write the final files out of the finished pieces, in order; returns what the sidecar holds."""
     num_documents = num_bytes = 0
@@ -472,7 +475,8 @@ def _join(
             num_bytes += part.meta["num_bytes"]
         if not num_documents and "shard" not in origin:
             writer.abort()
-            raise no_documents(list(dict.fromkeys(piece.path for piece in pieces)), origin["bad_lines"])
+            paths = list(dict.fromkeys(piece.path for piece in pieces))
+            raise no_documents(paths, bad_lines.count, bad_lines.first, bad_lines.path)
         meta = {
             "vocab_sha256": vocabulary.sha256,
             "vocab_file": encoding.vocab_path,
@@ -486,6 +490,7 @@ def _join(
             "dtype": writer.dtype.name,
             "bin_sha256": writer.bin_sha256,
             **origin,
+            "bad_lines": bad_lines.count,
         }
         writer.finalize(meta)
     return meta

@@ -8,6 +8,7 @@ import functools
 import json
 import logging
 import sys
+import time
 from itertools import islice
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import seqio
 import tensorflow as tf
 from t5.data import preprocessors as t5
 
+from lm_experiments_tools.data import seqio_tasks
 from lm_experiments_tools.data.seqio_tasks import TaskExamples, step_name
 from lm_experiments_tools.data.seqio_worker import PADDING, Job
 from lm_experiments_tools.errors import UserError
@@ -95,6 +97,18 @@ def text_tasks(folder, made, said):
             again = TaskExamples(job(folder, name, threads=1), print)
             made["from_100_rows_of_12"] = ours(again, start=100, rows=12, number=120)
     said["bad_lines"] = [text for level, text in logged if level == logging.WARNING]
+    # a text held in memory gives what the same text read by its pieces gives
+    for name, path in (("one", folder / "tiny.jsonl"), ("many", folder / "json")):
+        for kept, limit in (("kept", 1 << 20), ("read", 0)):
+            seqio_tasks._SMALL_TEXT = limit
+            examples = TaskExamples(job(folder, "span_corruption", data_path=[str(path)]), print)
+            made[f"{name}_{kept}"] = ours(examples, number=240)
+            said[f"print_{name}_{kept}"] = examples.fingerprint()
+    seqio_tasks._SMALL_TEXT = 1 << 20
+    began = time.process_time()
+    (folder / "one.txt").write_text("a few words\n")
+    ours(TaskExamples(job(folder, "span_corruption", data_path=[str(folder / "one.txt")]), print), number=240)
+    said["seconds_of_one_line"] = time.process_time() - began
     forged = TaskExamples(job(folder, "prefix_lm", data_path=[str(folder / "forged.jsonl")]), print)
     made["forged"] = ours(forged, number=16)
     said["bound"] = step_name(functools.partial(functools.partial(refusal, noise=0.5, steps=[1]), "a"))
@@ -104,6 +118,7 @@ def text_tasks(folder, made, said):
 
 def registered_tasks(folder, made, said):
     sys.path.insert(0, str(folder))
+    said["raises"], said["leaves"] = refusal(folder, "raises:lines"), refusal(folder, "leaves:lines")
     said["no_module"], said["no_name"] = refusal(folder, "nowhere:lines"), refusal(folder, "tasks:lanes")
     for name in ("nothing", "only_targets", "strangers", "unprepared"):
         said[name] = refusal(folder, f"tasks:{name}")

@@ -109,6 +109,9 @@ def folder(tmp_path_factory):
     train_vocabulary(folder, "vocab", 600, folder / "all.txt")
     train_vocabulary(folder, "other", 500, folder / "all.txt")
     (folder / "tasks.py").write_text(TASKS)
+    (folder / "raises.py").write_text("import seqio\n\nNUMBERS = {}\nNUMBERS['absent']\n")
+    (folder / "leaves.py").write_text("import sys\nsys.exit('not here')\n")
+    (folder / "tiny.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents[:3]))
     (folder / "lines").mkdir()
     (folder / "json").mkdir()
     for part in range(20):
@@ -210,6 +213,17 @@ def test_text_cannot_forge_a_sentinel(oracle, folder):
     assert (oracle[0]["forged"] < len(seqio_would_read)).all()
 
 
+@pytest.mark.parametrize("name", ["one", "many"])
+def test_a_small_text_held_in_memory_is_the_text_read_by_its_pieces(oracle, name):
+    made, said = oracle
+    np.testing.assert_array_equal(made[f"{name}_kept"], made[f"{name}_read"])
+    assert said[f"print_{name}_kept"] == said[f"print_{name}_read"]
+
+
+def test_a_line_of_text_does_not_crawl(oracle):
+    assert oracle[1]["seconds_of_one_line"] < 60  # of all cores; tens of thousands of passes took minutes
+
+
 def test_bad_lines_are_set_aside_by_file_and_line(oracle, folder):
     _, said = oracle
     assert len(set(said["bad_lines"])) == 1 and "part_07.jsonl:4" in said["bad_lines"][0]
@@ -228,6 +242,8 @@ def test_each_fingerprint_is_its_own(oracle):
     ("case", "sentence"),
     [
         ("no_module", "the module nowhere cannot be imported"),
+        ("raises", r"importing the module raises fails with KeyError: 'absent' \(.*raises\.py line 4\)"),
+        ("leaves", r"importing the module leaves fails with SystemExit: not here \(.*leaves\.py line 2\)"),
         ("no_name", "tasks registers no seqio Task or Mixture 'lanes'; there is .*lines"),
         ("nothing", "gives no example"),
         ("only_targets", "has the features targets"),

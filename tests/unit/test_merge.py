@@ -11,9 +11,9 @@ import pytest
 from lm_experiments_tools.data import indexed
 from lm_experiments_tools.data import tokenize as module
 from lm_experiments_tools.data.documents import plan_pieces
-from lm_experiments_tools.data.indexed import IndexedDataset, IndexedDatasetWriter, dataset_exists
+from lm_experiments_tools.data.indexed import IndexedDataset, IndexedDatasetWriter, dataset_exists, token_prefix
 from lm_experiments_tools.data.merge import merge_datasets
-from lm_experiments_tools.data.tokenize import shard_prefix, tokenize_corpus
+from lm_experiments_tools.data.tokenize import ensure_tokenized, shard_prefix, tokenize_corpus
 from lm_experiments_tools.data.vocab import train_vocab
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools import main
@@ -225,6 +225,9 @@ def test_flags_that_make_no_sense_are_one_sentence(text, shards, tmp_path, capsy
         ([*tokenize, "--shard", "3"], "--shard 3 is not i/n"),
         ([*tokenize, "--shard", "-1/3"], "is not i/n|--shard"),
         ([*tokenize, "--shard", "3/3"], "shard 3/3 does not exist"),
+        ([*tokenize, "--shard", "0/0"], "--shard 0/0 is a part of none"),
+        (["merge", "--input", "", "--output", str(tmp_path / "m")], "--input needs a value"),
+        (["merge", "--input", shards, "", "--output", str(tmp_path / "m")], "is an empty name"),
         (["merge", "--input", str(tmp_path / "none"), "--output", str(tmp_path / "m")], "none is no token prefix"),
         (["merge", "--input", shards, "--output", str(tmp_path / "m.bin")], "must be a prefix"),
         (["merge", "--input", each(shards)[0], "--output", each(shards)[0]], "is an input too"),
@@ -234,13 +237,15 @@ def test_flags_that_make_no_sense_are_one_sentence(text, shards, tmp_path, capsy
 
 
 def test_a_full_disk_leaves_nothing_behind(shards, tmp_path, monkeypatch, capsys):
-    def write(writer, content):
-        raise OSError(28, "No space left on device", str(writer.bin_path))
-
-    monkeypatch.setattr(IndexedDatasetWriter, "_write_tokens", write)
-    assert main.main(["merge", "--input", shards, "--output", str(tmp_path / "m")]) == 1
-    assert "m.bin: No space left on device" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(indexed.secrets, "token_hex", lambda length: "X")
+    for suffix in (".bin", ".idx", ".json"):  # the system's disk that is always full
+        (tmp_path / f"m{suffix}.tmpX").symlink_to("/dev/full")
+        assert main.main(["merge", "--input", shards, "--output", str(tmp_path / "m")]) == 1
+        assert f"m{suffix}: No space left on device: free some space" in capsys.readouterr().err
+        assert {path.name for path in tmp_path.iterdir()} <= {"m.bad_lines.jsonl"}
+    Path(tmp_path / "file").touch()
+    assert main.main(["merge", "--input", shards, "--output", str(tmp_path / "file" / "m")]) == 1
+    assert "file" in capsys.readouterr().err
 
 
 def test_the_fingerprint_is_of_the_tokens_themselves(whole, tmp_path):
@@ -286,3 +291,46 @@ def test_a_shard_that_cannot_be_is_named(tmp_path, shard):
         writer.finalize({"shard": shard})
     with pytest.raises(UserError, match="which cannot be"):
         merge_datasets([str(tmp_path / "in")], tmp_path / "out")
+
+
+def token_file(prefix, dtype=np.uint16, documents=1, **meta):
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for _ in range(documents):
+            writer.add_sequence([1])
+            writer.end_document()
+        writer.finalize(meta or None)
+    return str(prefix)
+
+
+def test_of_files_of_two_vocabularies_the_vocabularies_are_named_whatever_else_differs(tmp_path):
+    ours = token_file(tmp_path / "a", append_eos=True, vocab_sha256="aa", vocab_size=100)
+    theirs = token_file(tmp_path / "b", np.int32, append_eos=False, vocab_sha256="bb", vocab_size=100_000)
+    with pytest.raises(UserError, match=r"differ in the vocabulary \(vocab_sha256 bb and aa\)"):
+        merge_datasets([ours, theirs], tmp_path / "m")
+    theirs = token_file(tmp_path / "b", np.int32, append_eos=True, vocab_sha256="aa", vocab_size=100)
+    with pytest.raises(UserError, match="holds int32 and .* uint16 tokens"):
+        merge_datasets([ours, theirs], tmp_path / "m")
+
+
+def test_files_without_a_document_are_not_merged_into_another(tmp_path, capsys):
+    empty = [token_file(tmp_path / name, documents=0) for name in "ab"]
+    assert main.main(["merge", "--input", *empty, "--output", str(tmp_path / "m")]) == 2
+    assert "there is no document in" in capsys.readouterr().err and not dataset_exists(tmp_path / "m")
+    full = token_file(tmp_path / "c")
+    assert merge_datasets([*empty, full], tmp_path / "m")["num_documents"] == 1
+
+
+@pytest.mark.parametrize("missing", [".bin", ".idx"])
+def test_half_a_token_file_is_named(tmp_path, missing):
+    prefix = token_file(tmp_path / "half")
+    Path(f"{prefix}{missing}").unlink()
+    there = {".bin": ".idx", ".idx": ".bin"}[missing]
+    for written in (prefix, f"{prefix}{there}"):
+        with pytest.raises(UserError, match=rf"half{there} is there without .*half{missing}"):
+            token_prefix(written)
+    with pytest.raises(UserError, match="without"):
+        merge_datasets([prefix], tmp_path / "m")
+    with pytest.raises(UserError, match="without"):
+        ensure_tokenized(prefix, "no.model", tmp_path)
+    (tmp_path / "half").mkdir()  # a folder of this name is text, whatever lies beside it
+    assert token_prefix(prefix) is None and token_prefix(tmp_path / "none") is None

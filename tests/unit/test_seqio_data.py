@@ -22,6 +22,7 @@ import pytest
 import sentencepiece
 
 from lm_experiments_tools.backends import get_backend
+from lm_experiments_tools.data import pretraining, seqio_worker
 from lm_experiments_tools.data import seqio_data as module
 from lm_experiments_tools.data.seqio_data import SeqioLoader, WorkerProcess, seqio_data, to_batch
 from lm_experiments_tools.data.seqio_worker import Job
@@ -276,6 +277,45 @@ def test_a_missing_package_is_a_sentence(vocab, monkeypatch, package):
     args = arguments(vocab, task="span_corruption", data_path=("text.txt",), data_pipeline="seqio")
     with pytest.raises(UserError, match=rf"package {package}, .*pip install .*\[seqio\].*--data_pipeline native"):
         sources_of(args, vocab)
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("tensorflow", "seqio", "t5")),
+    reason="without seqio its absence is what is said",
+)
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"data_path": ("./none.jsonl",)}, r"\./none\.jsonl does not exist"),
+        ({"data_path": ("empty.jsonl",)}, r"there is no text in empty\.jsonl: 1 files, all of them empty"),
+        ({"data_path": ("half",)}, r"half\.bin is there without half\.idx"),
+        ({"task": "nowhere.tasks:lines"}, r"nowhere\.tasks cannot be imported \(No module named 'nowhere'\)"),
+        ({"task": "my_tasks:"}, "names no task: write module:name"),
+        ({"task": ":lines"}, "names no task: write module:name"),
+        ({"task": "my-tasks:lines"}, "names no task: write module:name"),
+    ],
+)
+def test_what_needs_no_tensorflow_is_said_before_it_starts(vocab, tmp_path, monkeypatch, settings, sentence):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "WorkerProcess", lambda *_: pytest.fail("the worker was started"))
+    monkeypatch.setattr(pretraining, "open_tokens", lambda *_: pytest.fail("validation text was tokenized"))
+    for name in ("empty.jsonl", "half.bin", "my_tasks.py"):
+        Path(name).touch()
+    of_text = {"task": "prefix_lm", "data_pipeline": "seqio", "valid_data_path": "v.jsonl", "target_seq_len": 3}
+    args = arguments(vocab, **(of_text if "data_path" in settings else {}), **settings)
+    with pytest.raises(UserError, match=sentence):
+        pretraining.pretraining_data(args, get_backend(args))
+    module.check_module("my_tasks:a.b_1:#")
+
+
+@pytest.mark.parametrize("error", ["OSError('libcuda.so.1 is missing')", "ImportError('built for another python')"])
+def test_a_broken_triton_does_not_end_the_worker(tmp_path, monkeypatch, capsys, error):
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text(f"raise {error}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    seqio_worker.import_triton()
+    assert f"triton is not loaded: {error.split('(')[0]}: " in capsys.readouterr().err
 
 
 def test_tokens_are_not_text(vocab, tmp_path):

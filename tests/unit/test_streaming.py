@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import nullcontext
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -205,6 +205,34 @@ def test_as_many_streams_as_come_out_even(monkeypatch, sizes, most, num_streams)
     pieces = [stream_text.Piece("x", "json", 100 * i, 100 * i + size) for i, size in enumerate(sizes)]
     monkeypatch.setattr(stream_text, "plan_pieces", lambda *_: pieces)
     assert StreamPlan.make(["x"], most, 0).num_streams == num_streams
+
+
+def documents_of(plan, passes, begin=None):
+    """(position, document) of the passes that are left from `begin` on."""
+    text = StreamText(plan, 0, begin or Position(), "text", 10)
+    return list(takewhile(lambda found: found[0].passes < passes, ((text.position, item) for item in text)))
+
+
+@pytest.mark.parametrize("number", [1, 40])  # of one piece and of several
+def test_a_tiny_text_is_read_once_however_many_passes_a_chunk_takes(tmp_path, monkeypatch, number):
+    lines = [json.dumps({"text": text}) for text in make_texts(number)] + ["broken"]
+    (tmp_path / "tiny.jsonl").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(stream_text, "_SMALLEST_PIECE", 1 << 10)
+    plan = StreamPlan.make([str(tmp_path / "tiny.jsonl")], 1, seed=3)
+    assert (len(plan.pieces) == 1) == (number == 1)
+    reads = []
+    monkeypatch.setattr(stream_text, "read_piece", lambda *args, **more: reads.append(1) or read_piece(*args, **more))
+    passes = 3000 if number == 1 else 20
+    began = time.process_time()
+    kept = documents_of(plan, passes)
+    assert len(reads) == len(plan.pieces) and len(kept) == passes * number
+    if number == 1:  # each pass drew a permutation of one piece, which took 5 ms
+        assert time.process_time() - began < 3.0
+    middle = kept[len(kept) // 2][0]
+    assert documents_of(plan, passes, middle) == kept[len(kept) // 2 + 1 :]
+    monkeypatch.setattr(stream_text, "_KEPT_BYTES", 0)
+    assert documents_of(plan, min(passes, 50)) == [found for found in kept if found[0].passes < 50]
+    assert len(reads) > 2 * len(plan.pieces) + 40
 
 
 def test_a_broken_connection_is_taken_up_where_it_broke(parquet, monkeypatch):
@@ -425,8 +453,17 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
     listed = next(Path(".cache/streams").iterdir()) / "bad_lines.jsonl"
     listed = [json.loads(line) for line in listed.read_text().splitlines()]
     assert [line["content"] for line in listed] == ['{"text": 5}'] * 2
+    assert {(line["file"], line["line"]) for line in listed} == {(settings["data_path"][0], n) for n in (6, 401)}
+    in_process.setattr(stream_text, "_COUNTED_BYTES", 0)  # the file before a piece is too long to count its lines
+    loader = start(max_bad_lines=2, cache="bytes", **settings)
+    take(loader, 100)
+    loader.close()
+    listed = next(Path(".cache/streams").iterdir()) / "bad_lines.jsonl"
+    listed = [json.loads(line) for line in listed.read_text().splitlines()]
     assert {line["line"] for line in listed if line["file"].endswith("bad.jsonl")} == {6}
-    assert len({line["file"] for line in listed}) == 2 and any(", from byte " in line["file"] for line in listed)
+    (from_byte,) = [line for line in listed if ", from byte " in line["file"]]
+    start_byte = int(from_byte["file"].split(", from byte ")[1].split()[0])
+    assert (tmp_path / "bad.jsonl").read_bytes()[start_byte:].splitlines()[from_byte["line"] - 1] == b'{"text": 5}'
     with pytest.raises(UserError, match=r"more than 1 bad lines.*--max_bad_lines"):
         take(start(max_bad_lines=1, cache="again", **settings), 40)
 
@@ -439,9 +476,15 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
         ({"data_path": ("BLANK",)}, r"no document in .*blank\.jsonl"),
         (
             {"data_path": ("NUMBERS",)},
-            r"stream \d has more than 100 bad lines, the last is line 101 of .*not a string",
+            r"stream \d has more than 100 bad lines, the first is .*numbers.jsonl:\d+: .*not a string; they are",
         ),
         ({"data_path": ("NUMBERS",), "text_key": "id"}, r"stream \d has more than 100 bad lines.*no key 'id'"),
+        (
+            {"data_path": ("NUMBERS",), "text_key": "id", "max_bad_lines": 1000},
+            r"no document in .*numbers\.jsonl: \d+ bad lines and nothing else \(the first: .*numbers\.jsonl:\d+: "
+            r"no key 'id' \(there is 'text'\); all are listed in .*bad_lines\.jsonl\): name .* by --text_key",
+        ),
+        ({"data_path": ("HALF",)}, r"half\.idx is there without .*half\.bin"),
         ({"data_path": ("TOKENS",)}, "is tokenized already: leave out --streaming"),
         (
             {"data_path": ("BLANK", "NUMBERS"), "data_weights": (1.0, 2.0)},
@@ -455,7 +498,8 @@ def test_what_cannot_work_is_refused_before_training(start, in_process, tmp_path
     (tmp_path / "numbers.jsonl").write_text('{"text": 5}\n' * 1000)
     with IndexedDatasetWriter(tmp_path / "tokens", np.uint16) as writer:
         writer.end_document()
-    names = {name.upper(): str(tmp_path / name) for name in ("tokens", "blank.jsonl", "numbers.jsonl")}
+    (tmp_path / "half.idx").write_bytes((tmp_path / "tokens.idx").read_bytes())
+    names = {name.upper(): str(tmp_path / name) for name in ("tokens", "half", "blank.jsonl", "numbers.jsonl")}
     names = {name.removesuffix(".JSONL"): path for name, path in names.items()}
     if "data_path" in changes:
         changes = changes | {"data_path": tuple(names.get(path, path) for path in changes["data_path"])}
@@ -470,7 +514,7 @@ def test_a_full_disk_is_one_sentence(start, in_process):
         raise OSError(28, "No space left on device", str(writer.bin_path))
 
     in_process.setattr(IndexedDatasetWriter, "_write_tokens", write)
-    with pytest.raises(RunError, match=r"the streamed text stopped: .*No space left on device: '.*\.bin'"):
+    with pytest.raises(RunError, match=r"the streamed text stopped: .*\.bin: No space left on device: free some"):
         take(loader, 1000)
 
 
