@@ -85,6 +85,17 @@ def test_second_start_never_touches_the_first(tmp_path):
     assert {"config.1.yaml", "cmd.1.sh", "env.1.json"} <= {file.name for file in tmp_path.iterdir()}
 
 
+@pytest.mark.parametrize(("then", "now", "differ"), [(None, 32, False), (32, None, False), (None, 16, True)])
+def test_rows_of_a_bucket_left_out_are_those_of_a_step(tmp_path, then, now, differ):
+    batch = {"batch_size": 4, "gradient_accumulation_steps": 2}
+    directory = RunDirectory(tmp_path, rank=0)
+    directory.write_start({**batch, "bucket_rows": then}, {}, ["run.py"], world_size=4)
+    directory.metrics_file.write_text("{}\n")
+    same_step = {"batch_size": 16, "gradient_accumulation_steps": 1, "bucket_rows": now}
+    found = directory.check_compatible(same_step, resume=True, world_size=2)
+    assert found == ({"bucket_rows": (32, 16)} if differ else {})
+
+
 def git(repository: Path, *arguments: str) -> None:
     subprocess.run(
         ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
