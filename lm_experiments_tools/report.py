@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,10 +89,21 @@ def continued_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tup
 
 
 def _windows(tokens: IndexedDataset) -> list[np.ndarray]:
-    """The beginnings of a few documents, int64[WINDOW] each."""
-    offsets = np.append(tokens.sequence_pointers // tokens.dtype.itemsize, tokens.num_tokens)[tokens.document_indices]
-    starts = offsets[:-1][np.diff(offsets) >= WINDOW]
-    chosen = starts[np.linspace(0, len(starts) - 1, NUM_EXAMPLES).astype(int)] if len(starts) else []
+    """The beginnings of a few documents that are long enough, evenly from all of them, int64[WINDOW] each.
+
+    The index is read twice, block by block: first to count them.
+    """
+
+    def long_documents() -> Iterator[np.ndarray]:
+        for bounds in map(tokens.offsets, tokens.document_bounds()):
+            yield bounds[:-1][np.diff(bounds) >= WINDOW]
+
+    count, before = sum(map(len, long_documents())), 0
+    wanted, chosen = np.linspace(0, max(count - 1, 0), NUM_EXAMPLES).astype(int), []
+    for starts in long_documents():
+        here = wanted[(wanted >= before) & (wanted < before + len(starts))]
+        chosen += starts[here - before].tolist()
+        before += len(starts)
     return [np.asarray(tokens.tokens[start : start + WINDOW], dtype=np.int64) for start in chosen]
 
 

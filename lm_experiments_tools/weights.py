@@ -7,6 +7,7 @@ import fnmatch
 import json
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,13 +78,30 @@ def _write_model(
 ) -> None:
     if hasattr(model, "save_pretrained"):
         weights = None if state_dict is None else _tie(state_dict, getattr(model, "all_tied_weights_keys", None) or {})
-        with _quiet_transformers():
+        with _quiet_transformers(), _deepspeed_not_imported():
             model.save_pretrained(path, state_dict=weights)
         if generation_config is not None:
             generation_config.save_pretrained(path)
     else:
         weights = state_dict if state_dict is not None else model.state_dict()
         save_file(_unshared(weights), path / "model.safetensors", metadata={"format": "pt"})
+
+
+@contextlib.contextmanager
+def _deepspeed_not_imported() -> Iterator[None]:
+    """Where DeepSpeed is installed, save_pretrained imports it to ask whether the model is one of its engines.
+
+    That takes seconds and prints a warning on machines without GPU; of what was never imported there is no engine.
+    """
+    asking = sys.modules.get("accelerate.utils.other")
+    if asking is None or "deepspeed" in sys.modules:
+        yield
+        return
+    original, asking.is_deepspeed_available = asking.is_deepspeed_available, lambda: False
+    try:
+        yield
+    finally:
+        asking.is_deepspeed_available = original
 
 
 def load_weights(
