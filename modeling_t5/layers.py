@@ -68,7 +68,11 @@ class FeedForward(nn.Module):
             self.add_module(name, nn.Linear(config.d_model, config.d_ff, bias=False))
         self.wo = nn.Linear(config.d_ff, config.d_model, bias=False)
         self.dropout = nn.Dropout(config.dropout_rate)
-        self.act = ACT2FN[config.dense_act_fn]
+        self.activation = ACT2FN[config.dense_act_fn]
+
+    def act(self, x: Tensor) -> Tensor:
+        """The activation; in float32 for float16, whose cube in GELU makes infinite gradients from 40 on."""
+        return self.activation(x.float()).to(x.dtype) if x.dtype == torch.float16 else self.activation(x)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.dropout(limit_float16(self.inner(x)))
@@ -83,7 +87,7 @@ class T5DenseActDense(FeedForward):
     inner_layers = ("wi",)
 
     def inner(self, x: Tensor) -> Tensor:
-        return self.act(self.wi(x))
+        return self.act(limit_float16(self.wi(x)))
 
 
 class T5DenseGatedActDense(FeedForward):
@@ -92,7 +96,7 @@ class T5DenseGatedActDense(FeedForward):
     inner_layers = ("wi_0", "wi_1")
 
     def inner(self, x: Tensor) -> Tensor:
-        return self.act(self.wi_0(x)) * self.wi_1(x)
+        return self.act(limit_float16(self.wi_0(x))) * limit_float16(self.wi_1(x))
 
 
 class T5LayerFF(nn.Module):

@@ -137,9 +137,9 @@ class T5PreTrainedModel(PreTrainedModel):
 class T5Stack(T5PreTrainedModel):
     """The encoder or, if `config.is_decoder`, the decoder."""
 
-    def __init__(self, config: T5Config, embed_tokens: nn.Embedding | None = None) -> None:
+    def __init__(self, config: T5Config) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model) if embed_tokens is None else embed_tokens
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)  # tied to `shared` of the model around it
         self.is_decoder = config.is_decoder
         num_memory_tokens = 0 if config.is_decoder else config.num_memory_tokens
         self.memory_tokens = (
@@ -241,7 +241,7 @@ class T5EncoderModel(T5PreTrainedModel):
         config.is_encoder_decoder, config.use_cache = False, False
         super().__init__(config)
         self.shared = nn.Embedding(config.vocab_size, config.d_model)
-        self.encoder = T5Stack(config, self.shared)
+        self.encoder = T5Stack(config)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -280,10 +280,10 @@ class T5Model(T5PreTrainedModel):
         self.shared = nn.Embedding(config.vocab_size, config.d_model)
         encoder_config = copy.deepcopy(config)
         encoder_config.use_cache = False
-        self.encoder = T5Stack(encoder_config, self.shared)
+        self.encoder = T5Stack(encoder_config)
         decoder_config = copy.deepcopy(config)
         decoder_config.is_decoder, decoder_config.num_layers = True, config.num_decoder_layers
-        self.decoder = T5Stack(decoder_config, self.shared)
+        self.decoder = T5Stack(decoder_config)
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.shared
@@ -451,12 +451,13 @@ class T5ForSequenceClassification(T5PreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Seq2SeqSequenceClassifierOutput:
-        """Loss and logits [B, num_labels]; labels are classes [B], or values [B, num_labels] (`problem_type`)."""
-        if input_ids is None:
-            raise NotImplementedError(
-                f"{type(self).__name__} finds </s> in input_ids, so inputs_embeds alone will not do."
-            )
+        """Loss and logits [B, num_labels]; labels are classes [B], or values [B, num_labels] (`problem_type`).
+
+        With inputs_embeds, in which `</s>` cannot be found, the last place that is not padding is classified.
+        """
         if decoder_input_ids is None and decoder_inputs_embeds is None:
+            if input_ids is None:
+                raise ValueError("inputs_embeds say nothing of the decoder's input: give decoder_inputs_embeds too.")
             decoder_input_ids = self._shift_right(input_ids)
         outputs = self.transformer(
             *(input_ids, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs),
@@ -466,9 +467,12 @@ class T5ForSequenceClassification(T5PreTrainedModel):
             **{**kwargs, "return_dict": True},
         )
         x = outputs.last_hidden_state
-        is_end = input_ids == self.config.eos_token_id
-        if not is_end.any(1).all():
-            raise ValueError(f"Every row needs an eos token ({self.config.eos_token_id}), whose state is classified.")
+        if input_ids is not None:
+            is_end = input_ids == self.config.eos_token_id
+            if not is_end.any(1).all():
+                raise ValueError(f"Every row needs the eos token {self.config.eos_token_id}: its state is classified.")
+        else:
+            is_end = torch.ones(x.shape[:2], device=x.device) if attention_mask is None else attention_mask != 0
         last = is_end.shape[1] - 1 - is_end.flip(1).int().argmax(1)
         logits = self.classification_head(x[torch.arange(len(x), device=x.device), last])
         loss = None if labels is None else classification_loss(self.config, logits, labels.to(logits.device))

@@ -1,0 +1,142 @@
+"""Numbers of modeling_t5 that could go wrong: float16 that overflows, and a loss whose logits are never whole."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from modeling_t5 import T5Config, T5ForConditionalGeneration
+from modeling_t5.losses import chunked_token_loss, token_loss
+
+SIZES = {
+    "vocab_size": 50, "d_model": 16, "d_kv": 4, "d_ff": 20, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
+    "dropout_rate": 0.0, "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu",
+}  # fmt: skip
+
+
+def make(**settings):
+    torch.manual_seed(0)
+    return T5ForConditionalGeneration(T5Config(**{**SIZES, **settings})).eval()
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, 50, (2, 9), generator=generator)
+    return {"input_ids": ids, "labels": ids.flip(1)}
+
+
+SCALED = {"wi": 3e3, "wo": 3e5, "q": 1e4, "o": 1e5}
+
+
+@torch.no_grad()
+def scale(model, part):
+    for name, parameter in model.named_parameters():
+        if name.rsplit(".", 2)[-2].startswith(part):
+            parameter.mul_(SCALED[part]).clamp_(-6e4, 6e4)  # what a float16 checkpoint can hold
+
+
+@pytest.mark.parametrize("part", SCALED)
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "block_sparse"])
+@pytest.mark.parametrize("how", ["weights", "autocast"])
+def test_weights_scaled_to_overflow_float16_give_finite_losses_and_gradients(part, implementation, how):
+    model = make(attn_implementation=implementation)
+    scale(model, part)
+    if how == "weights":
+        model.half()
+    with torch.autocast("cpu", dtype=torch.float16, enabled=how == "autocast"):
+        outputs = model(**batch())
+    assert outputs.loss.isfinite() and outputs.logits.isfinite().all()
+    outputs.loss.backward()
+    assert all(p.grad is None or not p.grad.isnan().any() for p in model.parameters())
+
+
+def test_the_scaled_weights_do_overflow():
+    """What the test above guards against: the same weights in transformers' T5, in float16 throughout."""
+    config = transformers.T5Config(**SIZES, attn_implementation="eager")
+    theirs = transformers.T5ForConditionalGeneration(config).eval()
+    theirs.load_state_dict(make().state_dict())
+    scale(theirs, "wi")
+    assert theirs.half()(**batch()).loss.isnan()
+
+
+def test_ordinary_weights_in_float16_are_the_float32_model():
+    model = make()
+    wanted = model(**batch()).logits
+    torch.testing.assert_close(model.half()(**batch()).logits.float(), wanted, rtol=0.02, atol=0.02)
+
+
+def test_parts_stay_in_float32_where_the_configuration_says_so(tmp_path):
+    make(keep_in_fp32=["wo", "relative_attention_bias"]).save_pretrained(tmp_path)
+    model = T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
+    kept = {name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32}
+    assert kept == {n for n in model.state_dict() if n.endswith(("wo.weight", "relative_attention_bias.weight"))}
+    assert model(**batch()).loss.isfinite()
+    everywhere = T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16, keep_in_fp32=[])
+    assert {parameter.dtype for parameter in everywhere.parameters()} == {torch.float16}
+
+
+def test_residual_in_float32_is_nearer_to_the_float32_model():
+    wanted = make(num_layers=6)(**batch())
+    distance = {}
+    for is_kept in (False, True):
+        model = make(num_layers=6, fp32_residual=is_kept).bfloat16()
+        outputs = model(**batch(), output_hidden_states=True)
+        assert outputs.encoder_hidden_states[1].dtype == (torch.float32 if is_kept else torch.bfloat16)
+        assert outputs.logits.dtype == torch.bfloat16
+        distance[is_kept] = (outputs.encoder_last_hidden_state.float() - wanted.encoder_last_hidden_state).norm()
+    assert distance[True] < 0.8 * distance[False]
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 7, 100])
+def test_chunked_loss_and_its_gradients_are_those_of_the_whole(chunk_size):
+    extras = {"z_loss": 1e-2, "label_smoothing": 0.1}
+    whole, chunked = make(**extras).double(), make(**extras, cross_entropy_chunk_size=chunk_size).double()
+    inputs = batch()
+    inputs["labels"][0, 3:] = -100
+    wanted, got = whole(**inputs), chunked(**inputs)
+    assert got.logits is None
+    torch.testing.assert_close(got.loss, wanted.loss, rtol=1e-12, atol=1e-12)
+    wanted.loss.backward()
+    got.loss.backward()
+    parameters = dict(chunked.named_parameters())
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(parameters[name].grad, parameter.grad, rtol=1e-10, atol=1e-12)
+    asked = chunked(**inputs, return_logits=True)
+    assert torch.equal(asked.logits, wanted.logits) and torch.equal(asked.loss, wanted.loss)
+    del inputs["labels"]
+    assert chunked(**inputs, decoder_input_ids=inputs["input_ids"]).logits.shape == (2, 9, 50)
+
+
+def test_chunked_loss_never_holds_more_than_a_chunk_of_logits():
+    head = torch.nn.Linear(8, 1000, bias=False)
+    seen = []
+    head.register_forward_hook(lambda _, __, logits: seen.append(logits.shape[0]))
+    states = torch.randn(50, 8, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+        loss = chunked_token_loss(states, head, torch.randint(0, 1000, (50,)), 16)
+    loss.backward()
+    assert seen == [16, 16, 16, 2] + [2, 16, 16, 16] and max(saved) <= head.weight.numel()
+
+
+def test_loss_is_its_definition():
+    logits = torch.randn(6, 11, dtype=torch.float64)
+    labels = torch.tensor([1, 2, -100, 3, 10, 0])
+    log_z = logits.exp().sum(1).log()
+    total = 0.0
+    for row, label in enumerate(labels.tolist()):
+        if label >= 0:
+            target = torch.full((11,), 0.1 / 11, dtype=torch.float64)
+            target[label] += 0.9
+            total += (target * (log_z[row] - logits[row])).sum() + 1e-3 * log_z[row] ** 2
+    torch.testing.assert_close(token_loss(logits, labels, 1e-3, 0.1), total)
+    torch.testing.assert_close(token_loss(logits, labels), F.cross_entropy(logits, labels) * 5)
+
+
+def test_loss_over_the_tokens_of_a_whole_step():
+    model, inputs = make(), batch()
+    whole = model(**inputs).loss
+    halves = [
+        model(**{k: v[i : i + 1] for k, v in inputs.items()}, num_items_in_batch=torch.tensor(18)).loss for i in (0, 1)
+    ]
+    torch.testing.assert_close(sum(halves), whole)
