@@ -204,6 +204,11 @@ def _norm(config: BertConfig) -> nn.LayerNorm:
 def _layouts(config: BertConfig) -> list[SparsityConfig | None]:
     """The layout of each layer: one for all, unless it has random blocks, which each layer draws for itself."""
     layout = configured_layout(config)
+    if layout is not None and layout.num_heads != config.num_attention_heads:
+        raise ValueError(
+            f"sparse_attention is for num_heads={layout.num_heads}, but num_attention_heads is "
+            f"{config.num_attention_heads}: leave num_heads out of sparse_attention."
+        )
     if layout is None or not layout.uses_random_blocks:
         return [layout] * config.num_hidden_layers
     return [
