@@ -115,11 +115,11 @@ def _readable(args: InspectArgs, sources: list[Source]) -> InspectArgs:
 def _source(path: str, vocabulary: "Vocabulary", args: InspectArgs, scratch: Path) -> Source:
     """The tokens behind a data path: those the run will read, or of the first `--documents` in a scratch file."""
     from lm_experiments_tools.data.documents import plan_pieces
-    from lm_experiments_tools.data.indexed import dataset_exists
+    from lm_experiments_tools.data.indexed import token_prefix
     from lm_experiments_tools.data.pretraining import open_tokens
 
     vocab_path = Path(args.vocab)
-    if dataset_exists(path.removesuffix(".bin").removesuffix(".idx")):
+    if token_prefix(path) is not None:
         return first_documents(path, open_tokens(path, vocab_path, args), args.documents, scratch)
     limit = args.documents
     if limit is None and (args.streaming or any(piece.kind == "dataset" for piece in plan_pieces([path]))):
