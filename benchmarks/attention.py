@@ -4,25 +4,28 @@
     python benchmarks/attention.py --device cuda
     python benchmarks/attention.py --device cuda --tune
 
-All contenders of a length take turns (A B C A B C ...), so that whatever else the machine does falls on all alike.
-Times are process CPU time (CUDA: events) of one forward and backward pass, medians; peak memory is what a pass adds to
-a process of its own that holds inputs and gradients already (CUDA: of the allocator). A contender whose score matrices
-would not fit into --limit is left out. --tune times tiles for the Triton kernels and prints triton_backend.TILES anew.
+All contenders of a length take turns (A B C A B C ...), so that whatever else the machine does falls on all alike, and
+ratios are medians of the ratios within a turn. Times are process CPU time (CUDA: events) of one forward and backward
+pass; peak memory is what a pass adds to a process of its own that holds inputs and gradients already (CUDA: of the
+allocator). A contender that takes longer than --slowest gets one pass at that length and none at longer ones; one
+whose score matrices would not fit into --limit is left out. --tune times tiles for the Triton kernels and prints
+triton_backend.TILES anew.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
+import multiprocessing
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +36,8 @@ from lm_experiments_tools.attention.bias import t5_bucket
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig, BSLongformerSparsityConfig
 
 BASELINE = "SDPA, learned bias"
-MATRICES = {"eager, learned bias": 6, BASELINE: 6, "SDPA, frozen bias": 2}  # N x N tensors held at once, about
+SHARED = "SDPA, learned bias of all layers"
+MATRICES = {"eager, learned bias": 6, BASELINE: 6, SHARED: 6, "SDPA, frozen bias": 2}  # N x N tensors at once, about
 
 
 @dataclass
@@ -45,6 +49,7 @@ class Inputs:
     v: Tensor
     weight: Tensor
     frozen: Tensor | None = None
+    shared: Tensor | None = None
 
     def matrix(self) -> Tensor:
         """The bias as T5 implementations make it: buckets of all pairs, embedded."""
@@ -70,6 +75,13 @@ def with_frozen_bias(x: Inputs) -> Tensor:
     if x.frozen is None:
         x.frozen = x.matrix().detach()
     return sdpa(x.q, x.k, x.v, attn_mask=x.frozen)
+
+
+def with_shared_bias(x: Inputs) -> Tensor:
+    """What each layer of a T5 costs: the matrix is made, and its gradient brought back to the weight, once for all."""
+    if x.shared is None:
+        x.shared = x.matrix().detach().requires_grad_()
+    return sdpa(x.q, x.k, x.v, attn_mask=x.shared)
 
 
 def ours(layout: object, bias: bool = True, backend: str = "auto") -> Callable[[Inputs], Tensor]:
@@ -107,6 +119,7 @@ def contenders(args: argparse.Namespace) -> dict[str, Callable[[Inputs], Tensor]
     found = {
         "eager, learned bias": eager,
         BASELINE: lambda x: sdpa(x.q, x.k, x.v, attn_mask=x.matrix()),
+        SHARED: with_shared_bias,
         "SDPA, frozen bias": with_frozen_bias,
         "SDPA, no bias": lambda x: sdpa(x.q, x.k, x.v),
         "ours: dense, no bias": ours(None, bias=False),
@@ -126,8 +139,9 @@ def contenders(args: argparse.Namespace) -> dict[str, Callable[[Inputs], Tensor]
 
 def one_pass(call: Callable[[Inputs], Tensor], x: Inputs, grad: Tensor) -> None:
     call(x).backward(grad)
-    for leaf in (x.q, x.k, x.v, x.weight):
-        leaf.grad = None
+    for leaf in (x.q, x.k, x.v, x.weight, x.shared):
+        if leaf is not None:
+            leaf.grad = None
 
 
 def timed(call: Callable[[], None], device: str) -> float:
@@ -149,16 +163,19 @@ def fits(args: argparse.Namespace, name: str, length: int) -> bool:
     return MATRICES.get(name, 0) * batch * args.heads * length**2 * 4 <= args.limit * 2**30
 
 
-def measure(args: argparse.Namespace, length: int, dtype: torch.dtype) -> dict[str, list[float]]:
-    """Milliseconds of each of args.rounds passes of each contender, after two of warm-up."""
-    calls = {name: call for name, call in contenders(args).items() if fits(args, name, length)}
+def measure(args: argparse.Namespace, length: int, dtype: torch.dtype, slow: set[str]) -> dict[str, list[float]]:
+    """Milliseconds of each of args.rounds passes of each contender, or of the first of those that turn out `slow`."""
+    calls = {name: call for name, call in contenders(args).items() if fits(args, name, length) and name not in slow}
     inputs = {name: make_inputs(args, length, dtype) for name in calls}
     grad = torch.randn_like(next(iter(inputs.values())).q)
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(args.rounds + 2):
-        for name, call in calls.items():
-            took = timed(lambda call=call, x=inputs[name]: one_pass(call, x, grad), args.device)
-            if number >= 2:
+    for number in range(args.warm_up + args.rounds):
+        for name in sorted(calls.keys() - slow, key=list(calls).index):
+            took = timed(lambda name=name: one_pass(calls[name], inputs[name], grad), args.device)
+            if number == 0 and took > args.slowest * 1e3:
+                slow.add(name)
+                del inputs[name]
+            if number >= args.warm_up or name in slow:
                 times[name].append(took)
     return times
 
@@ -169,19 +186,20 @@ def peak_memory(args: argparse.Namespace, name: str, length: int, dtype: torch.d
         x = make_inputs(args, length, dtype)
         grad = torch.randn_like(x.q)
         one_pass(contenders(args)[name], x, grad)
-        x.frozen = None
+        x.frozen = x.shared = None
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         one_pass(contenders(args)[name], x, grad)
         return (torch.cuda.max_memory_allocated() - held) / 2**20
-    command = [sys.executable, __file__, "--peak", name, "--lengths", str(length), "--dtypes", str(dtype)[6:]]
-    command += ["--heads", str(args.heads), "--head_dim", str(args.head_dim), "--tokens", str(args.tokens)]
-    return json.loads(subprocess.run(command, check=True, text=True, capture_output=True).stdout)
+    context = multiprocessing.get_context("forkserver")  # its processes start with torch imported and nothing else
+    context.set_forkserver_preload(["torch", "lm_experiments_tools.attention.gather"])
+    with ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(peak_on_cpu, args, name, length, dtype).result()
 
 
-def print_peak(args: argparse.Namespace) -> None:
+def peak_on_cpu(args: argparse.Namespace, name: str, length: int, dtype: torch.dtype) -> float:
     """The same on a CPU, in a process that does nothing else: how far resident memory rises (Linux), in MiB."""
-    call, length, dtype = contenders(args)[args.peak], args.lengths[0], getattr(torch, args.dtypes[0])
+    call = contenders(args)[name]
     small = make_inputs(args, 128, dtype)
     one_pass(call, small, torch.ones_like(small.q))
     x = make_inputs(args, length, dtype)
@@ -191,7 +209,7 @@ def print_peak(args: argparse.Namespace) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     before = resident()["VmRSS"]
     call(x).backward(grad)
-    print((resident()["VmHWM"] - before) / 1024)
+    return (resident()["VmHWM"] - before) / 1024
 
 
 def resident() -> dict[str, int]:
@@ -200,24 +218,74 @@ def resident() -> dict[str, int]:
     return {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith(("VmRSS", "VmHWM"))}
 
 
-def table_of(args: argparse.Namespace, length: int, dtype: torch.dtype) -> list[str]:
-    """Rows of the report for one length and dtype."""
-    times = measure(args, length, dtype)
-    medians = {name: statistics.median(values) for name, values in times.items()}
+class Row(NamedTuple):
+    """What was measured of one contender at one length."""
+
+    length: int
+    dtype: str
+    name: str
+    times: list[float]  # milliseconds
+    memory: float  # MiB
+    operations: int
+
+    def over(self, other: Row) -> float:
+        """This one's time over another's, the median of turns."""
+        return statistics.median(a / b for a, b in zip(self.times, other.times, strict=False))
+
+    def line(self, baseline: Row | None) -> str:
+        median = statistics.median(self.times)
+        spread = "one pass" if len(self.times) == 1 else f"{(max(self.times) - min(self.times)) / median:.0%}"
+        return (
+            f"| {self.length} | {self.dtype} | {self.name} | {median:.4g} | {spread} "
+            f"| {'-' if baseline is None else f'{1 / self.over(baseline):.2f}'} "
+            f"| {self.operations / median / 1e9:.4g} | {self.memory:.0f} |"
+        )
+
+
+Rows = dict[tuple[str, int, str], Row]  # by dtype, length and name
+
+
+def rows_of(args: argparse.Namespace, length: int, dtype: torch.dtype, slow: set[str]) -> Rows:
+    """Measures one length and dtype; contenders too slow for a longer one are added to `slow`."""
+    times, short = measure(args, length, dtype, slow), str(dtype).removeprefix("torch.")
     batch = max(1, args.tokens // length)
     # Two products forward and five backward, of 2 * length^2 * head_dim operations each, whatever is skipped.
     operations = 14 * batch * args.heads * length**2 * args.head_dim
-    rows = []
+    found = {}
     for name, values in times.items():
-        ratio = f"{medians[BASELINE] / medians[name]:.2f}" if BASELINE in medians else "-"
-        spread = (max(values) - min(values)) / medians[name]
         memory = peak_memory(args, name, length, dtype) if args.memory else math.nan
-        rows.append(
-            f"| {length} | {str(dtype)[6:]} | {name} | {medians[name]:.4g} | {spread:.0%} | {ratio} "
-            f"| {operations / medians[name] / 1e9:.4g} | {memory:.0f} |"
-        )
-        print(rows[-1], flush=True)
-    return rows
+        found[short, length, name] = Row(length, short, name, values, memory, operations)
+    baseline = found.get((short, length, BASELINE))
+    for row in found.values():
+        print(row.line(baseline), flush=True)
+    return found
+
+
+def verdicts(rows: Rows) -> list[str]:
+    """Goals, and what was measured."""
+    sparse, found = "ours: BigBird, block 64", []
+    for dtype in dict.fromkeys(key[0] for key in rows):
+        by_name = {
+            name: {length: row for (kind, length, other), row in rows.items() if (kind, other) == (dtype, name)}
+            for name in (sparse, BASELINE, "ours: dense, no bias", "SDPA, no bias", "ours: dense, learned bias")
+        }
+        if 2048 in by_name[sparse] and 2048 in by_name[BASELINE]:
+            ratio = by_name[BASELINE][2048].over(by_name[sparse][2048])
+            found.append(f"{dtype}: at 2048 tokens BigBird is {ratio:.1f} times as fast as {BASELINE} (goal: 10)")
+        for mine, theirs in (("ours: dense, no bias", "SDPA, no bias"), ("ours: dense, learned bias", BASELINE)):
+            lengths = by_name[mine].keys() & by_name[theirs].keys()
+            ratios = {n: by_name[mine][n].over(by_name[theirs][n]) for n in lengths}
+            if ratios:
+                worst = max(ratios, key=ratios.get)
+                found.append(f"{dtype}: {mine}, takes {ratios[worst]:.2f} of {theirs} at worst, {worst} (goal: 1.05)")
+        lengths = sorted(by_name[sparse])
+        if len(lengths) > 1 and not math.isnan(by_name[sparse][lengths[0]].memory):
+            grows = by_name[sparse][lengths[-1]].memory / by_name[sparse][lengths[0]].memory
+            found.append(
+                f"{dtype}: from {lengths[0]} to {lengths[-1]} tokens, {lengths[-1] / lengths[0]:g} times as many, the "
+                f"memory of BigBird grows {grows:.1f} times (goal: linear)"
+            )
+    return found
 
 
 def candidates(kernel: str) -> list[triton_backend.Tile]:
@@ -251,41 +319,48 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--dtypes", nargs="+", help="default: float32 bfloat16, on a GPU bfloat16")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warm_up", type=int, default=1, help="passes before the rounds")
+    parser.add_argument("--slowest", type=float, help="seconds; default: 2.5, on a GPU no limit")
     parser.add_argument("--heads", type=int, help="default: 8, on a GPU 12")
     parser.add_argument("--head_dim", type=int, default=64)
     parser.add_argument("--tokens", type=int, help="of a batch; default: one row, on a GPU 16384 tokens")
     parser.add_argument("--limit", type=float, default=8.0, help="GiB of score matrices")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="measure peak memory")
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--peak", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
     args.dtypes = args.dtypes or (["bfloat16"] if on_gpu else ["float32", "bfloat16"])
     args.heads, args.tokens = args.heads or (12 if on_gpu else 8), args.tokens or (16384 if on_gpu else 1)
-    if args.peak:
-        return print_peak(args)
+    args.slowest = args.slowest or (math.inf if on_gpu else 2.5)
     if args.tune:
         return tune(args)
 
-    rows = []
+    rows: Rows = {}
     for name in args.dtypes:
-        for length in args.lengths:
-            rows += table_of(args, length, getattr(torch, name))
+        slow: set[str] = set()
+        for length in sorted(args.lengths):
+            rows |= rows_of(args, length, getattr(torch, name), slow)
+            write_report(args, rows)
+
+
+def write_report(args: argparse.Namespace, rows: Rows) -> None:
+    on_gpu = args.device == "cuda"
     where = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} thread(s)"
+    command = " ".join(["python benchmarks/attention.py", *sys.argv[1:]])
     output = args.output or Path(__file__).with_name("attention_gpu.md" if on_gpu else "attention.md")
     output.write_text(
         "# Attention\n\n"
-        f"`{'' if on_gpu else 'OMP_NUM_THREADS=1 '}python benchmarks/attention.py {' '.join(sys.argv[1:])}`\n\n"
+        f"`{'' if on_gpu else 'OMP_NUM_THREADS=1 '}{command}`\n\n"
         f"Forward and backward, {args.heads} heads of {args.head_dim}, "
         f"{f'batches of {args.tokens} tokens' if on_gpu else 'batch 1'}; torch {torch.__version__}; {where}; medians "
-        f"of {args.rounds} interleaved rounds. The spread is (slowest - fastest) / median; the ratio is the time of "
-        f"{BASELINE} over this row's; TFLOP/s count the dense matrix, whatever is skipped; memory is what a pass adds "
-        "at its peak.\n\n"
-        "| length | dtype | | ms | spread | ratio | TFLOP/s | MiB |\n|---|---|---|---|---|---|---|---|\n"
-        + "\n".join(rows)
-        + "\n"
+        f"of {args.rounds} interleaved rounds, or one pass if that takes more than {args.slowest:g} s. The spread is "
+        f"(slowest - fastest) / median; the ratio is the time of {BASELINE} over this row's; TFLOP/s count the dense "
+        "matrix, whatever is skipped; memory is what a pass adds at its peak.\n\n"
+        + "".join(f"- {verdict}\n" for verdict in verdicts(rows))
+        + "\n| length | dtype | | ms | spread | ratio | TFLOP/s | MiB |\n|---|---|---|---|---|---|---|---|\n"
+        + "".join(f"{row.line(rows.get((row.dtype, row.length, BASELINE)))}\n" for row in rows.values())
     )
 
 

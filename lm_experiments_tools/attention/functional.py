@@ -69,9 +69,15 @@ def block_sparse_attention(
     Raises:
         UserError: arguments that do not fit each other, or a named backend that cannot do what is asked.
     """
-    request = check(q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p)
+    # A compiled model leaves its graph here: lists are made from values, and the kernels are compiled already.
+    attend = torch.compiler.disable(_attend) if torch.compiler.is_compiling() else _attend
+    return attend(q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p, backend=backend)
+
+
+def _attend(*arguments: object, backend: str) -> Tensor:
+    request = check(*arguments)
     module, _ = _choose(request, backend)
-    seed = int(torch.randint(1 << 62, (), dtype=torch.int64)) if dropout_p else 0
+    seed = int(torch.randint(1 << 62, (), dtype=torch.int64)) if request.dropout_p else 0
     return module.attend(request, seed)
 
 

@@ -27,7 +27,7 @@ def attend_mask(
 
     Args are those of `block_sparse_attention`.
     """
-    mask = torch.ones(1, 1, query_length, key_length, dtype=torch.bool, device=device)
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
     if layout is not None:
         resolved = resolve_layout(layout, num_heads, query_length, key_length)
         blocks = resolved.blocks.to(device)

@@ -73,7 +73,8 @@ def _matrix(request: Request, dtype: torch.dtype) -> tuple[Tensor, Tensor | None
         return bias, None
     allowed = attend_mask(
         *request.scores_shape,
-        *(request.layout, request.key_padding_mask, request.segment_ids, request.causal, request.q.device),
+        None if request.is_dense else request.layout,
+        *(request.key_padding_mask, request.segment_ids, request.causal, request.q.device),
     )
     dead = ~allowed.any(-1, keepdim=True)
     if dead.device.type == "cpu" and not dead.any():  # looking would make a GPU wait

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +164,14 @@ def scenario_factored(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
 
 
 def scenario_sparse(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
-    """Block-sparse attention: the learned bias of the first layer is used by all of them."""
-    from lm_experiments_tools.attention.huggingface import enable
+    """Block-sparse attention: the learned bias of the first layer is used by all of them. Short inputs would take
+    SDPA, so the sparse backend is asked for."""
+    from lm_experiments_tools.attention import huggingface
 
-    setup(backend, model=enable(tiny_t5(seed=backend.rank), "BigBird", block=2, num_sliding_window_blocks=1))
+    huggingface.block_sparse_attention = partial(huggingface.block_sparse_attention, backend="gather")
+    setup(
+        backend, model=huggingface.enable(tiny_t5(seed=backend.rank), "BigBird", block=2, num_sliding_window_blocks=1)
+    )
     steps = [train_step(backend, step, max_norm=0.5) for step in range(4)]
     save_weights(backend, out, "sparse")
     return {"steps": steps}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lm_experiments_tools.attention import get_sparsity_config, huggingface
+from lm_experiments_tools.attention import gather, get_sparsity_config, huggingface
 from lm_experiments_tools.attention.bias import T5Bias
 from lm_experiments_tools.attention.huggingface import enable
 from lm_experiments_tools.errors import UserError
@@ -86,9 +87,17 @@ def convert(model: nn.Module, *layout: Any, **settings: Any) -> nn.Module:
     return enable(copy.deepcopy(model), *layout, **settings)
 
 
+@pytest.fixture(params=["gather", "sdpa"])
+def backend(request, monkeypatch) -> str:
+    """The backend that computes attention, whatever is fastest at these lengths."""
+    forced = functools.partial(huggingface.block_sparse_attention, backend=request.param)
+    monkeypatch.setattr(huggingface, "block_sparse_attention", forced)
+    return request.param
+
+
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpointed", "checkpointed_reentrant"])
 @pytest.mark.parametrize("make", [t5, bert])
-def test_dense_layout_equals_eager_in_loss_and_every_gradient(make, reentrant):
+def test_dense_layout_equals_eager_in_loss_and_every_gradient(make, reentrant, backend):
     model = make()
     ours = convert(model, "Dense")
     if reentrant is not None:
@@ -102,15 +111,16 @@ def test_dense_layout_equals_eager_in_loss_and_every_gradient(make, reentrant):
             assert gradient.abs().max() > 1e-4 and gradient.sum(0).abs().max() < 1e-12
 
 
-def allowed_tokens(config: Any) -> Tensor:
+def allowed_tokens(config: Any, length: int = LENGTH) -> Tensor:
     """What a layout lets queries attend to, bool [1, heads, queries, keys]."""
-    blocks = config.make_layout(-(-LENGTH // config.block) * config.block).bool()
+    blocks = config.make_layout(-(-length // config.block) * config.block).bool()
     tokens = blocks.repeat_interleave(config.block, 1).repeat_interleave(config.block, 2)
-    return tokens[None, :, :LENGTH, :LENGTH]
+    return tokens[None, :, :length, :length]
 
 
 @pytest.mark.parametrize("make", [lambda: t5(T5EncoderModel), bert], ids=["t5", "bert"])
-def test_sparse_layout_equals_eager_with_the_layout_as_a_mask(make):
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+def test_sparse_layout_equals_eager_with_the_layout_as_a_mask(make, checkpointed, backend):
     """Each head another pattern, and every query keeps some key, so that no row is undefined in eager attention."""
     config = get_sparsity_config(
         "Fixed", 4, block=4, different_layout_per_head=True, num_different_global_patterns=4,
@@ -118,6 +128,8 @@ def test_sparse_layout_equals_eager_with_the_layout_as_a_mask(make):
     )  # fmt: skip
     model = make()
     ours = convert(model, config)
+    if checkpointed:
+        ours.gradient_checkpointing_enable({"use_reentrant": False})
     rows = PADDING.clone()
     rows[2] = 0  # its few tokens are all in one block, which other windows' queries do not see
     results = []
@@ -133,6 +145,29 @@ def test_sparse_layout_equals_eager_with_the_layout_as_a_mask(make):
     torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=TOLERANCE)
     assert_equal_gradients(results[0][1], results[1][1])
     assert not torch.allclose(results[0][0], convert(model, "Dense")(IDS, attention_mask=PADDING)[0][rows.bool()])
+
+
+@pytest.mark.parametrize("make", [lambda: t5(T5EncoderModel, layers=1), lambda: bert(layers=1)], ids=["t5", "bert"])
+def test_long_inputs_take_the_sparse_backend_by_themselves_and_equal_eager(make, monkeypatch):
+    """Nothing forced: 300 tokens of which the layout leaves a third."""
+    taken, attend, length = [], gather.attend, 300
+    monkeypatch.setattr(gather, "attend", lambda *arguments: taken.append(1) or attend(*arguments))
+    config = get_sparsity_config("BSLongformer", 4, block=16)
+    model = make()
+    ids = torch.randint(1, 64, (2, length), generator=torch.Generator().manual_seed(0))
+    padding = torch.ones(2, length, dtype=torch.long)
+    padding[1, 250:] = 0
+    allowed = allowed_tokens(config, length) & padding.bool()[:, None, None, :]
+    added = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, torch.finfo(torch.float64).min)
+    results = []
+    for each, mask in ((convert(model, config), padding), (model, added)):
+        output = each(ids, attention_mask=mask)[0] * padding[:, :, None]
+        output.square().sum().backward()
+        grads = {name: p.grad for name, p in each.named_parameters() if p.grad is not None}
+        results.append((output.detach(), grads))
+    assert taken == [1]
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=TOLERANCE)
+    assert_equal_gradients(results[0][1], results[1][1])
 
 
 @pytest.mark.parametrize("options", [{"use_cache": True}, {"use_cache": False}, {"cache_implementation": "static"}])
@@ -198,8 +233,12 @@ def test_the_layout_is_saved_with_the_model_and_loaded(tmp_path):
     model.save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "config.json").read_text())
     assert stored["sparse_config_cls"] == "BigBirdSparsityConfig" and stored["sparse_attention"]["seed"] == 3
-    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float64)
-    assert torch.equal(loaded(**batch(model)).loss, model(**batch(model)).loss)
+    for folder in (tmp_path, tmp_path / "again"):  # transformers itself would drop the name when saving again
+        loaded = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float64)
+        assert torch.equal(loaded(**batch(model)).loss, model(**batch(model)).loss)
+        loaded.save_pretrained(tmp_path / "again")
+    loaded.set_attn_implementation("sdpa")
+    assert "attn_implementation" not in loaded.config.to_dict()
     dense = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager")
     assert not torch.allclose(dense(**batch(model)).loss, model(**batch(model)).loss)
     enable(dense)  # what its configuration says

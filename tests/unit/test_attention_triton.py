@@ -64,6 +64,7 @@ def test_kernels_are_exact_in_the_interpreter():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(6))
 def test_kernels_are_exact_over_the_whole_matrix_in_the_interpreter(part):
     cases = SLOW[part::6]
