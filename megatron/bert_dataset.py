@@ -210,7 +210,7 @@ class BertDataset:
         if counts.long_sentence_tokens > counts.few_sentences_tokens + counts.overlong_tokens:
             return f"raise --max_sentence_length {longest} (none keeps all documents)"
         if counts.few_sentences_tokens > counts.overlong_tokens:
-            return "leave out sentence pairs (--use_nsp 0), which need two sentences of a document"
+            return "give longer documents, or leave out sentence pairs (--use_nsp 0), which need two sentences of one"
         split = "" if level == "sentence" else ", or preprocess the text again if it was without --split-sentences"
         return f"raise --input_seq_len {self.max_seq_length}{split}"
 

@@ -66,7 +66,12 @@ class LineBatch:
     """Lines of one file, each with its number."""
 
     path: str
-    lines: list[tuple[int, bytes]]
+    lines: list[tuple[int, bytes]] = field(default_factory=list)
+    bad_lines: list[BadLine] = field(default_factory=list)  # that were no text to begin with
+
+    @property
+    def first_line(self) -> int:
+        return min([*(number for number, _ in self.lines), *(bad.line for bad in self.bad_lines)])
 
     @property
     def num_bytes(self) -> int:
@@ -109,7 +114,7 @@ class Encoder:
         keys = self.settings.json_keys
         sentences: list[list[str]] = [[] for _ in keys]
         num_sentences: list[list[int]] = [[] for _ in keys]
-        bad_lines = []
+        bad_lines = list(batch.bad_lines)
         for number, line in batch.lines:
             document = self._document(line)
             if isinstance(document, str):
@@ -119,7 +124,8 @@ class Encoder:
                 sentences[index] += parts
                 num_sentences[index].append(len(parts))
         encoded = [self._encode_key(*pair) for pair in zip(sentences, num_sentences, strict=True)]
-        return EncodedBatch(batch.path, encoded, len(batch.lines), batch.num_bytes, bad_lines)
+        num_lines = len(batch.lines) + len(batch.bad_lines)
+        return EncodedBatch(batch.path, encoded, num_lines, batch.num_bytes, bad_lines)
 
     def _document(self, line: bytes) -> list[list[str]] | str:
         """The sentences under each key, or the reason why the line is bad."""
@@ -218,7 +224,7 @@ class _Pool:
         except (EOFError, ConnectionError):
             raise UserError(
                 f"a process of --workers {self._num_workers} ended with exit code {process.wait()} (-9: killed, often "
-                f"for want of memory) at {batch.path} from line {batch.lines[0][0]} on; try again with fewer workers "
+                f"for want of memory) at {batch.path} from line {batch.first_line} on; try again with fewer workers "
                 f"or a smaller --max-document-mb"
             ) from None
         finally:

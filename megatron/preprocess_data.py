@@ -3,7 +3,8 @@
     python megatron/preprocess_data.py --input FILE_OR_FOLDER --output-prefix PREFIX --split-sentences \\
         --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt --workers 8
 
-reads .json and .jsonl files (one object a line, also .gz) and writes, for each key of --json-keys,
+reads .json and .jsonl files (one object a line) and .txt files (documents between blank lines), also as .gz, and
+writes, for each key of --json-keys,
 
     PREFIX_text_sentence.bin, .idx   the tokens: one sequence a sentence, one document a line (Megatron's format)
     PREFIX_text_sentence.json        tokenizer, counts, settings
@@ -13,6 +14,7 @@ reads .json and .jsonl files (one object a line, also .gz) and writes, for each 
 appear only when they are whole; a run that was stopped starts over. Runs to one PREFIX wait for each other.
 """
 
+import json
 import logging
 import os
 import signal
@@ -33,11 +35,14 @@ from lm_experiments_tools.cli import parse, run_main
 from lm_experiments_tools.data.documents import (
     JSON_SUFFIXES,
     NO_KEY,
+    TEXT_SUFFIXES,
+    BadLine,
     Piece,
     Quarantine,
     no_documents,
     plan_pieces,
     read_lines,
+    read_piece,
 )
 from lm_experiments_tools.data.indexed import IndexedDatasetWriter, remove_unfinished, token_dtype
 from lm_experiments_tools.errors import UserError
@@ -56,9 +61,11 @@ class InputArgs:
     """The text."""
 
     input: str
-    """A .json or .jsonl file (also .gz), one object a line, or a folder of them, read recursively in sorted order."""
+    """A .json or .jsonl file, one object a line, or a .txt file, documents between blank lines (all also .gz), or a
+    folder of them, read recursively in sorted order."""
     json_keys: tuple[str, ...] = ("text",)
-    """Keys of a line that hold text: a string, or a list of strings that are sentences already."""
+    """Keys of a line that hold text: a string, or a list of strings that are sentences already. A .txt file has one
+    key only."""
     split_sentences: bool = False
     """Make each sentence a sequence, as BERT's samples need it; otherwise a document is one sequence."""
     split_tokens: bool = False
@@ -167,7 +174,7 @@ def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
     settings = args.settings()
     tokenizer = settings.tokenizer()
     SentenceSplitter(args.sentence_splitter)  # refused here rather than in a worker
-    pieces = _input_files(args.input)
+    pieces = _input_files(args.input, args.json_keys)
     if not args.split_sentences:
         logger.warning(
             "without --split-sentences a document is one sequence, of which BERT makes no sentence pairs and reads no "
@@ -190,9 +197,7 @@ def _write(
     with ExitStack() as stack:
         stack.enter_context(closing(bad_lines))
         writers = [stack.enter_context(_Writer(prefix, tokenizer)) for prefix in prefixes]
-        encoded = stack.enter_context(
-            closing(encode_all(_line_batches(pieces, settings.max_document_bytes), settings, args.workers))
-        )
+        encoded = stack.enter_context(closing(encode_all(_line_batches(pieces, settings), settings, args.workers)))
         _check_and_add(_with_progress(encoded, args.log_interval), writers, bad_lines, args)
         for key, writer in zip(args.json_keys, writers, strict=True):
             if not writer.num_documents:
@@ -279,31 +284,52 @@ def _meta(args: PreprocessArgs, key: str, tokenizer: BertDataTokenizer, num_bad:
     }
 
 
-def _input_files(path: str) -> list[Piece]:
+def _input_files(path: str, json_keys: Sequence[str]) -> list[Piece]:
     if not os.path.exists(path):
         raise UserError(f"--input {path} does not exist")
     pieces = plan_pieces([path], piece_bytes=sys.maxsize)
-    found = [piece for piece in pieces if piece.kind == "json"]
-    if not found:
-        raise UserError(f"--input {path} has no {', '.join(JSON_SUFFIXES)} file: put each document on a line as JSON")
-    if len(found) < len(pieces):
-        logger.warning("%d text files in %s are passed over: only JSON lines are read", len(pieces) - len(found), path)
-    return found
+    if any(piece.kind == "dataset" for piece in pieces):
+        kinds = ", ".join(JSON_SUFFIXES + TEXT_SUFFIXES)
+        raise UserError(f"--input {path} has no {kinds} file: put each document on a line as JSON")
+    texts = [piece for piece in pieces if piece.kind == "text"]
+    if texts and len(json_keys) > 1:
+        raise UserError(
+            f"{texts[0].path} has one text a document, but --json-keys {' '.join(json_keys)} names {len(json_keys)}: "
+            "name one key"
+        )
+    if texts:
+        logger.info("%d text files in %s: a document ends at a blank line", len(texts), path)
+    return pieces
 
 
-def _line_batches(pieces: Iterable[Piece], max_document_bytes: int) -> Iterator[LineBatch]:
+def _line_batches(pieces: Iterable[Piece], settings: EncodingSettings) -> Iterator[LineBatch]:
     for piece in pieces:
-        batch, size = LineBatch(piece.path, []), 0
-        for number, line in read_lines(piece, max_bytes=max_document_bytes):
-            if line.isspace():
+        batch, size = LineBatch(piece.path), 0
+        for item in _lines(piece, settings):
+            if isinstance(item, BadLine):
+                batch.bad_lines.append(item)
                 continue
-            batch.lines.append((number, line))
-            size += len(line)
+            batch.lines.append(item)
+            size += len(item[1])
             if size >= _BATCH_BYTES:
                 yield batch
-                batch, size = LineBatch(piece.path, []), 0
-        if batch.lines:
+                batch, size = LineBatch(piece.path), 0
+        if batch.lines or batch.bad_lines:
             yield batch
+
+
+def _lines(piece: Piece, settings: EncodingSettings) -> Iterator[tuple[int, bytes] | BadLine]:
+    """(line number, JSON line) of each document; one of a text file is written as such a line."""
+    if piece.kind == "json":
+        lines = read_lines(piece, max_bytes=settings.max_document_bytes)
+        yield from ((number, line) for number, line in lines if not line.isspace())
+        return
+    for item in read_piece(piece):
+        if isinstance(item, BadLine):
+            yield item
+        else:
+            line = json.dumps({settings.json_keys[0]: item.text}, ensure_ascii=False).encode()
+            yield int(item.source.rpartition(":")[2]), line
 
 
 def _with_progress(encoded: Iterable[EncodedBatch], interval: int) -> Iterator[EncodedBatch]:

@@ -315,7 +315,7 @@ def test_data_most_of_which_no_sample_has_room_for_is_refused_unless_it_is_allow
     with pytest.raises(UserError, match="raise --max_sentence_length 512 .*allow it with --max_unread 1"):
         dataset(long, max_unread=0.5)
     lone = write(tmp_path / "lone", numbered([[30], [30], [10, 10]]))
-    with pytest.raises(UserError, match="leave out sentence pairs .--use_nsp 0."):
+    with pytest.raises(UserError, match="give longer documents, or leave out sentence pairs .--use_nsp 0."):
         dataset(lone, max_unread=0.5)
     with pytest.raises(UserError, match="raise --input_seq_len 12, or preprocess the text again if it was without"):
         dataset(lone, max_unread=0.4, binary_head=False, max_seq_length=12)

@@ -129,10 +129,11 @@ def test_files_of_a_folder_in_sorted_order_and_compressed(folder, tokenizer, cap
     (folder / "in" / "a.json.gz").write_bytes(gzip.compress(b'\xef\xbb\xbf{"text": "first"}\r\n\n'))
     write_lines(folder / "in" / "b.json", [{"text": "second"}])
     write_lines(folder / "in" / "z.jsonl", [{"text": "last"}])
-    (folder / "in" / "notes.txt").write_text("not read\n")
+    (folder / "in" / "notes.txt").write_text("text too\nof two lines\n\n\nand another\n")
+    caplog.set_level("INFO")
     run(folder)
     texts = [tokenizer.decode(document[0]) for document in documents(f"{folder}/out/x_text_document")]
-    assert texts == ["first", "second", "third", "last"]
+    assert texts == ["first", "second", "third", "text too of two lines", "and another", "last"]
     assert "1 text files in" in caplog.text and "no sentence pairs" in caplog.text
 
 
@@ -210,11 +211,11 @@ def test_input_without_any_text_is_one_sentence(folder):
         write_lines(data, records)
         with pytest.raises(UserError, match=message):
             run(folder, *flags)
-    data.rename(folder / "in" / "data.txt")
-    (folder / "in" / "data.txt").write_text("text")
+    data.rename(folder / "in" / "data.csv")
+    (folder / "in" / "data.csv").write_text("text")
     for source, message in [
         (folder / "none.jsonl", "--input .*none.jsonl does not exist"),
-        (folder / "in", r"has no .jsonl, .json, .jsonl.gz, .json.gz file"),
+        (folder / "in", r"has no .jsonl, .json, .jsonl.gz, .json.gz, .txt, .txt.gz file"),
     ]:
         with pytest.raises(UserError, match=message):
             run(folder, source=source)
@@ -416,6 +417,35 @@ def test_a_key_that_no_line_has_is_named_with_those_there_are(folder, monkeypatc
     with pytest.raises(UserError, match=r"--json-keys content text names; .* no key 'text'"):
         run(folder, "--json-keys", "content", "text")
     assert list((folder / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_text_files_give_what_the_same_documents_give_as_json(folder, workers):
+    texts = ["One here. Two\nthere.", 'caf\u00e9 \\ "three".']
+    (folder / "in" / "data.txt").write_bytes(
+        b"\n\n".join([texts[0].encode(), b"bad \xff", texts[1].encode(), b"nul \0"])
+    )
+    run(folder, "--split-sentences", "--json-keys", "body", "--workers", workers)
+    write_lines(folder / "data.jsonl", [{"body": text} for text in texts])
+    run(
+        folder,
+        "--split-sentences",
+        "--json-keys",
+        "body",
+        "--output-prefix",
+        folder / "j",
+        source=folder / "data.jsonl",
+    )
+    assert documents(f"{folder}/out/x_body_sentence") == documents(f"{folder}/j_body_sentence")
+    bad = [json.loads(line) for line in (folder / "out" / "x.bad_lines.jsonl").read_text().splitlines()]
+    assert [(entry["line"], entry["reason"]) for entry in bad] == [
+        (4, "not UTF-8 at byte 4"),
+        (8, "contains a NUL character"),
+    ]
+    with pytest.raises(
+        UserError, match=r"data.txt has one text a document, but --json-keys a b names 2: name one key"
+    ):
+        run(folder, "--json-keys", "a", "b")
 
 
 def test_a_key_that_some_lines_lack_leaves_these_out(folder, tokenizer):
