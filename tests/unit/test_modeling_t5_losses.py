@@ -25,7 +25,7 @@ def batch():
     return {"input_ids": ids, "labels": ids.flip(1)}
 
 
-SCALED = {"wi": 3e3, "wo": 3e5, "q": 1e4, "o": 1e5}
+SCALED = {"wi": 3e3, "wo": 3e5, "q": 1e6, "o": 1e5}
 
 
 @torch.no_grad()
