@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         generate_kwargs={"do_sample": False},
         tokenizer_dir=data.tokenizer_dir,
     )
-    show_run(args, origins, run, backend, backend.unwrap(), data.train.samples_per_epoch, data.objective)
+    epoch = None if data.train is None else data.train.samples_per_epoch
+    show_run(args, origins, run, backend, backend.unwrap(), epoch, data.objective)
     if args.validate_only:
         trainer.validate(data.valid)
     else:
@@ -64,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer.save_metrics(args.model_path)
     if args.report:
         write_report(trainer, t5_examples(trainer, data))
-    data.train.close()
+    if data.train is not None:
+        data.train.close()
     backend.close()
 
 

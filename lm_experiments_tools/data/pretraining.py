@@ -36,7 +36,7 @@ class PretrainingData:
     """What a run reads.
 
     Attributes:
-        train: this worker's endless batches.
+        train: this worker's endless batches; None with `--validate_only`, unless they bring the validation data.
         valid, valid_tokens: this worker's part of the validation examples, and the documents they are cut from; None
             without `--valid_data_path`.
         tokenizer_dir: Hugging Face tokenizer files of the vocabulary; None for a run that saves nothing.
@@ -44,7 +44,7 @@ class PretrainingData:
     """
 
     vocabulary: Vocabulary
-    train: TrainSource
+    train: TrainSource | None
     valid: ValidSource | None
     valid_tokens: IndexedDataset | None
     tokenizer_dir: Path | None
@@ -85,7 +85,10 @@ def pretraining_data(args: T5PretrainingArgs, backend: Backend) -> PretrainingDa
     valid_tokens = None
     if args.valid_data_path is not None:
         valid_tokens = on_all(backend, lambda: open_tokens(args.valid_data_path, vocab_path, args))
-    if pipeline == "seqio":
+    train: TrainSource | None = None
+    if args.validate_only and valid_tokens is not None:
+        objective = f"{args.task}, validation only"
+    elif pipeline == "seqio":
         train, valid, objective = seqio_data(args, backend, vocabulary, vocab_path)
     elif args.streaming:
         from lm_experiments_tools.data.streaming import streaming_data

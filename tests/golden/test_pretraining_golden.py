@@ -5,11 +5,11 @@ import os
 
 import numpy as np
 import pytest
-import sentencepiece
 
 from lm_experiments_tools.data.indexed import IndexedDatasetWriter
 from run_t5_pretraining import main
 from tests.distributed.launch import ROOT
+from tests.vocabulary_toys import numbered_words_vocabulary
 
 GOLDEN = [6.4465, 6.1434, 5.8007, 5.9466]
 
@@ -18,11 +18,7 @@ GOLDEN = [6.4465, 6.1434, 5.8007, 5.9466]
 def data(tmp_path_factory):
     """20,000 tokens of a Zipf-like source, and a vocabulary file for the special ids."""
     folder = tmp_path_factory.mktemp("golden")
-    (folder / "text.txt").write_text("\n".join(f"word{i} number{i * 7 % 101} token{i % 13}" for i in range(500)))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text.txt"), model_prefix=str(folder / "vocab"), vocab_size=100, pad_id=0, eos_id=1,
-        unk_id=2, bos_id=-1, hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
+    numbered_words_vocabulary(folder, 100)
     writer = IndexedDatasetWriter(str(folder / "tokens"), np.uint16)
     ranks = np.random.default_rng(0).zipf(1.3, 20_000)
     writer.add_sequence((3 + ranks[ranks < 90] % 90).astype(np.uint16))

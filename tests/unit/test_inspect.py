@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import sentencepiece
 
 from lm_experiments_tools.data.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.data.samples import render_ids, render_predictions, render_sample
@@ -16,6 +15,7 @@ from lm_experiments_tools.tools.main import main
 from megatron.bert_dataset import BertDataset
 from megatron.tokenizers import build_tokenizer
 from tests.bert_toys import make_bert_data
+from tests.vocabulary_toys import numbered_words_vocabulary
 
 LETTERS = "abcdefghij"
 
@@ -88,13 +88,7 @@ def test_a_sample_shows_every_entry_of_the_batch():
 
 @pytest.fixture(scope="module")
 def vocab(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vocab")
-    (folder / "text.txt").write_text("\n".join(f"word{i} number{i * 7 % 101} token{i % 13}" for i in range(500)))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text.txt"), model_prefix=str(folder / "vocab"), vocab_size=120, pad_id=0, eos_id=1,
-        unk_id=2, bos_id=-1, hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
-    return folder / "vocab.model"
+    return numbered_words_vocabulary(tmp_path_factory.mktemp("vocab"))
 
 
 @pytest.fixture

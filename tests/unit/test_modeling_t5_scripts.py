@@ -5,7 +5,6 @@ import json
 import re
 
 import pytest
-import sentencepiece
 import torch
 import transformers
 
@@ -14,6 +13,7 @@ from lm_experiments_tools.models import build_model, list_presets, load_model_co
 from modeling_t5 import T5Config, T5ForConditionalGeneration
 from run_t5_pretraining import main
 from tests.distributed.launch import ROOT
+from tests.vocabulary_toys import numbered_words_vocabulary
 
 SIZES = {
     "vocab_size": 512,
@@ -36,13 +36,7 @@ PARAMETERS = {  # of the checkpoints of those names on the Hugging Face Hub, the
 
 @pytest.fixture(scope="module")
 def vocab(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vocab")
-    (folder / "text.txt").write_text("\n".join(f"word{i} number{i * 7 % 101} token{i % 13}" for i in range(500)))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text.txt"), model_prefix=str(folder / "vocab"), vocab_size=120, pad_id=0, eos_id=1,
-        unk_id=2, bos_id=-1, hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
-    return folder / "vocab.model"
+    return numbered_words_vocabulary(tmp_path_factory.mktemp("vocab"))
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import sentencepiece
 import torch
 
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
@@ -22,6 +21,7 @@ from lm_experiments_tools.data.ul2 import UL2Dataset, mode_ids, turn_of
 from lm_experiments_tools.data.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.pretraining_args import PAPER_DENOISERS, DenoiserSpec, T5PretrainingArgs
+from tests.vocabulary_toys import train_vocabulary
 
 SENTINELS = np.arange(9_999, 9_899, -1)
 MODES = {"R": 9_890, "X": 9_891, "S": 9_892}
@@ -423,12 +423,9 @@ def test_samples_to_validate_on_are_a_random_choice_and_do_not_depend_on_the_bat
 
 
 def vocabulary(folder, *pieces, extra_ids=100):
-    (folder / "text.txt").write_text("\n".join(f"word{i} number{i * 7 % 101}" for i in range(300)))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text.txt"), model_prefix=str(folder / "v"), vocab_size=80, pad_id=0, eos_id=1, unk_id=2,
-        bos_id=-1, hard_vocab_limit=False, minloglevel=2, user_defined_symbols=list(pieces),
-    )  # fmt: skip
-    return Vocabulary.load(folder / "v.model", extra_ids)
+    lines = [f"word{i} number{i * 7 % 101}" for i in range(300)]
+    model = train_vocabulary(folder / "v.model", lines, 80, user_defined_symbols=list(pieces))
+    return Vocabulary.load(model, extra_ids)
 
 
 def test_mode_tokens_and_mask_are_pieces_of_the_vocabulary_where_it_has_them(tmp_path):

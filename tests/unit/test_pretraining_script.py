@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import sentencepiece
 
 from lm_experiments_tools.batches import split_batch
+from lm_experiments_tools.data import pretraining
 from lm_experiments_tools.data.causal_lm import CausalLMDataset
 from lm_experiments_tools.errors import UserError
 from run_t5_pretraining import main
 from tests.distributed.launch import ROOT, environment
+from tests.vocabulary_toys import numbered_words_vocabulary
 
 TINY = {
     "base": str(ROOT / "models_configs" / "t5_configs" / "t5-small.json"), "vocab_size": 512, "d_model": 16, "d_kv": 8,
@@ -46,13 +47,7 @@ OBJECTIVES = {
 
 @pytest.fixture(scope="module")
 def vocab(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vocab")
-    (folder / "text.txt").write_text("\n".join(f"word{i} number{i * 7 % 101} token{i % 13}" for i in range(500)))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text.txt"), model_prefix=str(folder / "vocab"), vocab_size=120, pad_id=0, eos_id=1,
-        unk_id=2, bos_id=-1, hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
-    return folder / "vocab.model"
+    return numbered_words_vocabulary(tmp_path_factory.mktemp("vocab"))
 
 
 @pytest.fixture
@@ -170,11 +165,12 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(work, vocab, c
     assert (work / "run" / "last").resolve().name == "step_000004"
 
 
-def test_validate_only_gives_the_checkpoints_loss_and_changes_nothing(work, vocab):
+def test_validate_only_gives_the_checkpoints_loss_and_changes_nothing(work, vocab, monkeypatch):
     start(vocab, valid_data_path="text.jsonl", valid_interval=2)
     trained = json.loads((work / "run" / "metrics.json").read_text())["valid"]["loss"]
     before = sorted(p.name for p in (work / "run" / "checkpoints").iterdir())
     os.remove(work / "run" / "metrics.json")
+    monkeypatch.setattr(pretraining, "_train_loader", pytest.fail)  # nobody reads the training data
     start(vocab, valid_data_path="text.jsonl", valid_interval=2, validate_only=True)
     assert json.loads((work / "run" / "metrics.json").read_text())["valid"]["loss"] == pytest.approx(trained, rel=1e-6)
     assert sorted(p.name for p in (work / "run" / "checkpoints").iterdir()) == before

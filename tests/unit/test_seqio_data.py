@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import sentencepiece
 
 from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.data import pretraining, seqio_worker
@@ -30,6 +29,7 @@ from lm_experiments_tools.data.vocabulary import Vocabulary
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.pretraining_args import T5PretrainingArgs
 from tests.distributed.launch import environment
+from tests.vocabulary_toys import numbered_words_vocabulary
 
 LENGTHS = (4, 2)
 FAKE = """
@@ -226,13 +226,7 @@ time.sleep(60)
 
 @pytest.fixture(scope="module")
 def vocab(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vocab")
-    (folder / "text.txt").write_text("\n".join(f"word{i} number{i * 7 % 101} token{i % 13}" for i in range(500)))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text.txt"), model_prefix=str(folder / "vocab"), vocab_size=120, pad_id=0, eos_id=1,
-        unk_id=2, bos_id=-1, hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
-    return folder / "vocab.model"
+    return numbered_words_vocabulary(tmp_path_factory.mktemp("vocab"))
 
 
 def arguments(vocabulary, **changed):
