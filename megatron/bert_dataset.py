@@ -179,7 +179,8 @@ class BertDataset:
         if self.binary_head and all(np.diff(bounds).max() < 2 for bounds in tokens.document_bounds()):
             raise UserError(
                 f"{prefix} holds {tokens.num_documents:,} documents of one sequence each, so there are no sentences "
-                "to pair: preprocess the text with --split-sentences, or leave out next sentence prediction."
+                "to pair: preprocess the text again with --split-sentences (without pairs, --use_nsp 0, an epoch has "
+                f"{self.max_seq_length - 2} tokens of each document)."
             )
         if self.binary_head and self.nsp == "random":
             with_text = sum(np.count_nonzero(np.diff(bounds)) for bounds in tokens.document_bounds())
@@ -230,7 +231,8 @@ class BertDataset:
         """The objective and the size of the data, for the log."""
         pairs = {"swap": "B before A", "random": "B from another document"}[self.nsp]
         segments = f"sentence pairs, half of them wrong ({pairs})" if self.binary_head else "single segments"
-        unit = f"1 to {len(self.ngram_probabilities)} {'words' if self.whole_word else 'pieces'}"
+        kind, most = "words" if self.whole_word else "pieces", len(self.ngram_probabilities)
+        unit = f"1 to {most} {kind}" if most > 1 else f"single {kind}"
         return (
             f"BERT, {segments}, of {self.max_seq_length} tokens, {self.masked_lm_prob:.0%} masked by {unit}; "
             f"{len(self):,} samples of {self.tokens.num_tokens:,} training tokens"
