@@ -281,7 +281,8 @@ def test_zero3_offload_with_cpu_adam(results):
         pytest.skip(reason)
     folder = results.folder / "offload"
     folder.mkdir()
-    job = run(shipped("zero3_offload"), Path(__file__).with_name("worker.py"), folder, "-", "trained", timeout=600)
+    command = [Path(__file__).with_name("worker.py"), folder, "-", "trained"]
+    job = run(shipped("zero3_offload"), *command, timeout=570, WORKER_SECONDS="560")
     assert job.returncode == 0, job.output[-3000:]
     trained = load_file(folder / "trained.safetensors")
     assert largest_difference(results.weights("local", "trained"), trained) < 1e-4

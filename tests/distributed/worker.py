@@ -322,7 +322,8 @@ def scenario_zero_refusals(backend: Backend, out: Path, _: Path) -> dict[str, An
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(130, exit=True)  # a worker that hangs says where, before launch.run kills it
+    # A worker that hangs says where, before launch.run kills it.
+    faulthandler.dump_traceback_later(float(os.environ.get("WORKER_SECONDS", "130")), exit=True)
     out, earlier, names = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
     try:
         backend = get_backend(TrainerArgs(**ARGS))
