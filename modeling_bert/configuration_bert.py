@@ -18,7 +18,9 @@ class BertConfig(transformers.BertConfig):
         last_layer_norm: with pre_layer_norm, norm the output of the last layer, which nothing else does.
         position_embedding_type: "absolute" (Devlin et al. 2018), "relative_key" (Shaw et al. 2018, arXiv 1803.02155),
             "relative_key_query" (Huang et al. 2020, method 4, arXiv 2009.13658), "relative_attention_bias" (one T5
-            table for all layers), "rotary", "alibi", or "none". All but "absolute" do without position embeddings.
+            table for all layers), "rotary", "alibi", "none", or a class of yours, "module:Class", a
+            `lm_experiments_tools.attention.positions.PositionScheme` made as Class(config, bidirectional). All but
+            "absolute" do without position embeddings.
         relative_attention_num_buckets, relative_last_bucket_distance: of "relative_attention_bias"; T5's 32 and 128.
         rotary_dim: features of a head that "rotary" turns, the first ones; all if None.
         rotary_base: of "rotary".
@@ -41,9 +43,10 @@ class BertConfig(transformers.BertConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        if self.position_embedding_type not in POSITIONS:
+        if self.position_embedding_type not in POSITIONS and ":" not in self.position_embedding_type:
             raise ValueError(
-                f"position_embedding_type={self.position_embedding_type!r} is none of {', '.join(POSITIONS)}."
+                f"position_embedding_type={self.position_embedding_type!r} is none of {', '.join(POSITIONS)}, nor a "
+                "class written module:Class."
             )
         if self.is_decoder or self.add_cross_attention:
             raise ValueError("is_decoder and add_cross_attention are for decoders, but this BERT is an encoder.")

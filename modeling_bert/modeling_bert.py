@@ -7,8 +7,6 @@ BERT of the Hub, and transformers reads what `save_pretrained` writes, as long a
 Shapes: B sequences, L tokens, D features, V words.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -24,7 +22,8 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
-from transformers.utils import ModelOutput, can_return_tuple
+from transformers.processing_utils import Unpack
+from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 
 from lm_experiments_tools.attention.positions import RelativeBiasPosition
 from modeling_bert.configuration_bert import BertConfig
@@ -239,7 +238,7 @@ class BertForPreTraining(_WithWords):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         next_sentence_label: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BertForPreTrainingOutput:
         """Args as of `BertModel`, and:
 
@@ -290,7 +289,7 @@ class BertForMaskedLM(_WithWords):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
         """Args as of `BertModel`; labels [B, L] are the masked words, -100 elsewhere."""
         outputs = self.bert(
@@ -325,7 +324,7 @@ class BertForSequenceClassification(BertPreTrainedModel):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
         """Args as of `BertModel`, and labels by `config.problem_type`, told from them where it is None: numbers [B]
         (num_labels 1) or [B, num_labels] for "regression", classes [B] for "single_label_classification", 0. and 1.
@@ -374,7 +373,7 @@ class BertForTokenClassification(BertPreTrainedModel):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> TokenClassifierOutput:
         """Args as of `BertModel`; labels [B, L] are classes, -100 where there is none."""
         outputs = self.bert(
@@ -409,7 +408,7 @@ class BertForQuestionAnswering(BertPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
         """Args as of `BertModel`; start_positions and end_positions [B]; those beyond the text do not count."""
         outputs = self.bert(

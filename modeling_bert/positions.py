@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -20,9 +22,11 @@ def shared_position(config: BertConfig) -> PositionScheme:
     """The scheme that all layers share; one that does nothing where embeddings, or each layer, know positions.
 
     Raises:
-        UserError: settings that the scheme refuses.
+        ValueError: settings that the scheme refuses, or no such class.
     """
-    heads = config.num_attention_heads
+    kind, heads = config.position_embedding_type, config.num_attention_heads
+    if ":" in kind:
+        return _scheme_named(kind)(config, True)
     schemes = {
         "rotary": lambda: RotaryPosition(config.hidden_size // heads, config.rotary_dim, config.rotary_base),
         "alibi": lambda: AlibiPosition(heads),
@@ -31,7 +35,20 @@ def shared_position(config: BertConfig) -> PositionScheme:
             bidirectional=True,
         ),
     }
-    return schemes.get(config.position_embedding_type, NoPosition)()
+    return schemes.get(kind, NoPosition)()
+
+
+def _scheme_named(name: str) -> type[PositionScheme]:
+    module_name, _, class_name = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"position_embedding_type={name!r} names no class as module:Class ({error}).") from error
+    if not (isinstance(found, type) and issubclass(found, PositionScheme)):
+        raise ValueError(
+            f"position_embedding_type={name!r} is no subclass of {PositionScheme.__module__}.PositionScheme."
+        )
+    return found
 
 
 def content_position(config: BertConfig) -> RelativeKeyPosition | None:

@@ -91,6 +91,8 @@ def test_masks_of_queries_by_keys_are_understood(way):
     [
         ({"hidden_size": 30}, "hidden_size=30 is not a multiple of num_attention_heads=4"),
         ({"position_embedding_type": "rope"}, "'rope' is none of absolute, .*rotary"),
+        ({"position_embedding_type": "nowhere:Mine"}, "'nowhere:Mine' names no class .*No module named 'nowhere'"),
+        ({"position_embedding_type": "json:JSONDecoder"}, "no subclass of .*PositionScheme"),
         ({"is_decoder": True}, "for decoders, but this BERT is an encoder"),
         ({"position_embedding_type": "rotary", "rotary_dim": 3}, "rotary_dim=3 must be an even number"),
         ({"position_embedding_type": "rotary", "rotary_dim": 10}, "rotary_dim=10 must be an even number"),
@@ -144,3 +146,36 @@ def test_a_file_with_an_unknown_key_or_a_value_of_another_kind_is_refused(change
     if "rotary_dim" in changed:
         with pytest.raises(StrictDataclassFieldValidationError, match="rotary_dim"):
             BertConfig(**changed)
+
+
+MINE = """
+import torch
+from lm_experiments_tools.attention.positions import PositionScheme
+
+
+class Window(PositionScheme):
+    def __init__(self, config, bidirectional):
+        super().__init__()
+        self.width = torch.nn.Parameter(torch.full((config.num_attention_heads,), 0.5))
+
+    def bias(self, query_length, key_length, offset=0, device=None):
+        places = torch.arange(key_length, device=device)
+        return -self.width[None, :, None, None] * (places - places[:, None]).abs()
+"""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_position_scheme_of_the_users_own(way, tmp_path, monkeypatch):
+    (tmp_path / "my_positions.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = model(position_embedding_type="my_positions:Window", **way)
+    alibi = model(position_embedding_type="alibi", **way)
+    mine.load_state_dict(alibi.state_dict(), strict=False)
+    mine.encoder.position.width.data.copy_(torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]))
+    found, expected = (bert(ids(20)).last_hidden_state for bert in (mine, alibi))
+    torch.testing.assert_close(found, expected)
+    found.pow(3).sum().backward()
+    assert mine.encoder.position.width.grad.all()
+    mine.save_pretrained(tmp_path / "saved")
+    loaded = BertModel.from_pretrained(tmp_path / "saved").eval()
+    torch.testing.assert_close(loaded(ids(20)).last_hidden_state, expected)
