@@ -175,12 +175,13 @@ def _takes_our_attention(config: PreTrainedConfig) -> bool:
     from transformers import AttentionInterface
 
     name = getattr(config, "_attn_implementation", None)
-    named = [key for key in SPARSE_KEYS if getattr(config, key, None) is not None]
+    named = [key for key in sorted(SPARSE_KEYS) if getattr(config, key, None) is not None]
+    reads_them_itself = SPARSE_KEYS <= _own_keys(type(config))
     if name == "block_sparse" or (name is None and named):
         import lm_experiments_tools.attention.huggingface  # noqa: F401 - registers the name
 
-        return not SPARSE_KEYS <= _own_keys(type(config))  # a class with such keys of its own reads them itself
-    if named:
+        return not reads_them_itself
+    if named and not reads_them_itself:
         raise UserError(f'attn_implementation "{name}" would ignore {" and ".join(named)}: leave it out.')
     known = sorted({"eager", *AttentionInterface().valid_keys()} - {"block_sparse", "block_sparse_with_weights"})
     if name is not None and name not in known and "/" not in str(name):  # with a slash: a kernel of the Hub

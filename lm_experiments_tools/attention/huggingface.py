@@ -187,8 +187,7 @@ def attention_forward(
     """
     _refuse_unsupported(kwargs)
     num_heads = query.shape[1]
-    if key.shape[1] != num_heads:  # grouped-query attention
-        key, value = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (key, value))
+    key, value = (_for_all_heads(x, num_heads) for x in (key, value))
     bias = _bias(module, position_bias)
     layout = _layout(module, num_heads)
     if attention_mask is not None and attention_mask.dim() == 4:
@@ -217,12 +216,18 @@ def forward_with_weights(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """The same attention with its weights, [batch, heads, queries, keys], to look at: dense, without dropout."""
+    key, value = (_for_all_heads(x, query.shape[1]) for x in (key, value))
     weights = attention_probabilities(
         *(query, key, _layout(module, query.shape[1]), _bias(module, position_bias), attention_mask),
         causal=_is_causal(module, is_causal, query, key),
         scale=scaling,
     ).to(query.dtype)
     return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def _for_all_heads(x: Tensor, num_heads: int) -> Tensor:
+    """Keys or values of grouped-query attention, one for each head."""
+    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None, query: Tensor, key: Tensor) -> bool:

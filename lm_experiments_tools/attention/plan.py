@@ -83,12 +83,13 @@ def resolve_layout(
     Raises:
         UserError: the layout is for other heads or lengths, or is made from a length but asked for cross-attention.
     """
-    owner = _DENSE if layout is None else layout
+    owner, block = (_DENSE, DENSE_BLOCK) if layout is None else (layout, layout.block)
     # What the object says now: blocks written to and settings changed since are seen.
     version = layout.blocks._version if isinstance(layout, Layout) else repr(layout)
+    shape = num_blocks(query_length, block), num_blocks(key_length, block), query_length == key_length
     return cached(
         owner,
-        ("blocks", num_heads, query_length, key_length, version),
+        ("blocks", num_heads, *shape, version),
         lambda: _resolve(layout, num_heads, query_length, key_length),
     )
 

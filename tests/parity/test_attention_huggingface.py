@@ -290,6 +290,9 @@ def test_a_decoder_alone_is_sparse_and_generates_the_same_with_and_without_cache
     assert not torch.allclose(sparse(IDS).logits, expected)
     cached, uncached = (sparse.generate(IDS, max_new_tokens=9, use_cache=use) for use in (True, False))
     assert torch.equal(cached, uncached)
+    expected = sparse(IDS).logits
+    sparse.set_attn_implementation("block_sparse_with_weights")
+    torch.testing.assert_close(sparse(IDS).logits, expected, rtol=0, atol=TOLERANCE)
 
 
 def test_bfloat16_autocast_keeps_the_bias_in_float32_and_trains_it():

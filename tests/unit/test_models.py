@@ -230,6 +230,14 @@ def test_attention_that_cannot_be_had_is_one_sentence(tmp_path, values, message)
     assert "\n" not in str(error.value)
 
 
+def test_a_class_that_reads_the_layout_itself_is_left_alone():
+    model_cls = get_cls_by_name("modeling_bert:BertForPreTraining")
+    config = load_model_config("bert_base_uncased-4L_preln_sparse_rope", model_cls.config_class)
+    for _ in range(2):  # transformers writes its choice for other layers into the configuration
+        with torch.device("meta"):
+            assert build_model(model_cls, config, seed=0).config._attn_implementation != "block_sparse"
+
+
 def test_unknown_preset_broken_json_and_missing_type_are_named(tmp_path):
     with pytest.raises(UserError, match="did you mean 't5-small'"):
         load_model_config("models_configs/t5_configs/t5-smal.json")
