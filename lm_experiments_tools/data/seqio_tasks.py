@@ -49,6 +49,7 @@ _AHEAD = 4  # batches prepared before they are asked for
 _VALIDATION_ROWS = 256  # written at a time
 _PROGRESS_SECONDS = 30.0
 _SMALL_TEXT = 1 << 20  # bytes
+_COMPRESSION = 16  # of a .gz file at most, as text goes
 _UNUSED = sentencepiece_model_pb2.ModelProto.SentencePiece.UNUSED
 
 Log = Callable[[int, str], None]
@@ -385,12 +386,14 @@ class TextSource:
         return no_documents(self._job.data_path, self._bad_lines.count, self._bad_lines.first, self._bad_lines.path)
 
     def source(self) -> seqio.FileDataSource:
-        """The source. A small text is read now: a shuffle buffer takes thousands of passes over a few lines, and a
-        pass costs TensorFlow a millisecond and more. That of one piece is given many times over, as in as many passes.
+        """The source; a small text is read now and kept.
+
+        A shuffle buffer takes thousands of passes over a few lines, each of which costs TensorFlow milliseconds.
+        So the only piece of a text is given many times over at once, which is the same stream.
         """
         files = {"train": [str(k) for k in range(len(self._pieces))]}
-        size = sum(piece.num_bytes for piece in self._pieces)
-        if size > _SMALL_TEXT or any(piece.kind == "dataset" or piece.end is None for piece in self._pieces):
+        size = sum(piece.num_bytes * (_COMPRESSION if piece.end is None else 1) for piece in self._pieces)
+        if size > _SMALL_TEXT or any(piece.kind == "dataset" for piece in self._pieces):
             return seqio.FileDataSource(self._read_file, files)
         texts = [[item["text"] for item in self._documents(number)] for number in range(len(self._pieces))]
         kept = tf.ragged.constant(texts, tf.string, ragged_rank=1)
