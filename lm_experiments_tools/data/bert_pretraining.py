@@ -178,9 +178,10 @@ def check_bert_model(args: BertPretrainingArgs, tokenizer: BertDataTokenizer) ->
             f"--model_cls {args.model_cls} does not judge pairs of sentences (its forward takes no "
             "next_sentence_label): choose --use_nsp 0, or a class such as transformers:BertForPreTraining"
         )
-    learned = getattr(config, "position_embedding_type", "absolute") == "absolute"
+    kind = getattr(config, "position_embedding_type", "absolute")
     positions = getattr(config, "max_position_embeddings", None)
-    if learned and positions is not None and args.input_seq_len > positions:
+    bounded = kind in ("absolute", "relative_key", "relative_key_query")
+    if bounded and positions is not None and args.input_seq_len > positions:
         raise UserError(
             f"--input_seq_len {args.input_seq_len} is more than the model's {positions} positions: shorten it, or "
             "raise max_position_embeddings in the model configuration"
