@@ -7,8 +7,6 @@ switched on (`T5Config` lists them; each is a key of config.json).
 Shapes: B sequences, L tokens of the encoder, T of the decoder, M memory tokens, D features, V words.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -23,7 +21,8 @@ from transformers.modeling_outputs import (
     Seq2SeqModelOutput,
     Seq2SeqSequenceClassifierOutput,
 )
-from transformers.utils import can_return_tuple
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from lm_experiments_tools.attention.positions import RelativeBiasPosition
@@ -165,7 +164,7 @@ class T5Stack(T5PreTrainedModel):
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """Hidden states [B, M + L, D]; masks are [B, L] or, as they are, [B, 1 or heads, L, keys].
 
@@ -257,7 +256,7 @@ class T5EncoderModel(T5PreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput:
         return self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
 
@@ -305,7 +304,7 @@ class T5Model(T5PreTrainedModel):
         inputs_embeds: Tensor | None = None,
         decoder_inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
         """Args are those of transformers' T5Model."""
         if encoder_outputs is None:
@@ -370,7 +369,7 @@ class T5ForConditionalGeneration(T5Model, GenerationMixin):
         use_cache: bool | None = None,
         return_logits: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
         """Loss and logits [B, T, V]; args are those of transformers' T5ForConditionalGeneration, and these.
 
@@ -449,7 +448,7 @@ class T5ForSequenceClassification(T5PreTrainedModel):
         decoder_inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqSequenceClassifierOutput:
         """Loss and logits [B, num_labels]; labels are classes [B], or values [B, num_labels] (`problem_type`).
 

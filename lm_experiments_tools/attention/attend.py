@@ -125,10 +125,9 @@ def _allowed(
 def _eager(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, allowed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    scores = q @ k.transpose(-1, -2) * scale
+    scores = limit_float16(q @ k.transpose(-1, -2) * scale)
     if bias is not None:
-        scores = scores + bias
-    scores = limit_float16(scores)
+        scores = limit_float16(scores + bias)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)

@@ -291,3 +291,18 @@ def test_loss_of_no_labels_is_zero():
     inputs = batch()
     inputs["labels"][:] = -100
     assert make()(**inputs).loss == 0
+
+
+@pytest.mark.gpu
+@variants
+def test_the_gpu_computes_the_same(settings):
+    model = make(**settings).double()
+    wanted = gradients(model, **batch())
+    inputs = {name: values.cuda() for name, values in batch().items()}
+    loss, found = gradients(model.cuda(), **inputs)
+    torch.testing.assert_close(loss.cpu(), wanted[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close({name: g.cpu() for name, g in found.items()}, wanted[1], rtol=1e-8, atol=1e-9)
+    del inputs["labels"]
+    options = {"max_new_tokens": 7, "min_new_tokens": 7, "num_beams": 2}
+    written = model.generate(**inputs, **options).cpu()
+    assert torch.equal(written, model.cpu().generate(**{k: v.cpu() for k, v in inputs.items()}, **options))
