@@ -154,10 +154,10 @@ class BertLayer(GradientCheckpointingLayer):
         position: PositionScheme,
         allowed: Allowed,
         output_attentions: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        attended, weights = self.attention.self(self.pre_attention_ln(x), bias, position, allowed, output_attentions)
+    ) -> Tensor:
+        attended, _ = self.attention.self(self.pre_attention_ln(x), bias, position, allowed, output_attentions)
         x = self.attention.output(attended, x)
-        return apply_chunking_to_forward(self.feed_forward, self.config.chunk_size_feed_forward, 1, x), weights
+        return apply_chunking_to_forward(self.feed_forward, self.config.chunk_size_feed_forward, 1, x)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """[B, L, D] -> [B, L, D], each token by itself."""
@@ -175,21 +175,14 @@ class BertEncoder(nn.Module):
         final_norm = config.pre_layer_norm and config.last_layer_norm
         self.last_layer_ln = _norm(config) if final_norm else nn.Identity()
 
-    def forward(
-        self, x: Tensor, allowed: Allowed, output_attentions: bool
-    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The last hidden state [B, L, D]; the states before and behind each layer, the last one normed; the weights
-        [B, H, L, L] of each layer, if asked for."""
+    def forward(self, x: Tensor, allowed: Allowed, output_attentions: bool) -> Tensor:
+        """[B, L, D] -> [B, L, D]"""
         length = x.shape[1]
         bias = self.position.bias(length, length, device=x.device)
         bias = shared_bias(bias, length, length, implementation(self.config))
-        states, all_weights = [], []
         for layer in self.layer:
-            states.append(x)
-            x, weights = layer(x, bias, self.position, allowed, output_attentions)
-            all_weights.append(weights)
-        x = self.last_layer_ln(x)
-        return x, (*states, x), tuple(all_weights)
+            x = layer(x, bias, self.position, allowed, output_attentions)
+        return self.last_layer_ln(x)
 
 
 def implementation(config: BertConfig) -> str:

@@ -24,10 +24,11 @@ from transformers.modeling_outputs import (
 )
 from transformers.processing_utils import Unpack
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
 
 from lm_experiments_tools.attention.positions import RelativeBiasPosition
 from modeling_bert.configuration_bert import BertConfig
-from modeling_bert.layers import Allowed, BertEmbeddings, BertEncoder, BertLayer
+from modeling_bert.layers import Allowed, BertEmbeddings, BertEncoder, BertLayer, BertSelfAttention
 from modeling_bert.positions import RelativeKeyPosition
 
 TIED = {
@@ -45,6 +46,7 @@ class BertPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["BertEmbeddings", "BertLayer"]
     _keys_to_ignore_on_load_unexpected = [r"embeddings\.position_ids$"]  # 0..511, which transformers 4 saved
     _supports_sdpa = True
+    _can_record_outputs = {"hidden_states": BertLayer, "attentions": BertSelfAttention}
     _supports_attention_backend = True  # "block_sparse", which lm_experiments_tools.attention registers
 
     def __init__(self, config: BertConfig, *args: Any, **kwargs: Any) -> None:
@@ -103,7 +105,7 @@ class BertModel(BertPreTrainedModel):
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.embeddings.word_embeddings = value
 
-    @can_return_tuple
+    @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -114,7 +116,7 @@ class BertModel(BertPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
     ) -> BaseModelOutputWithPooling:
-        """Encode a batch.
+        """Encode a batch; `capture_outputs` collects hidden states and attention weights where they are asked for.
 
         Args:
             input_ids: [B, L]; or inputs_embeds [B, L, D], one of the two.
@@ -134,15 +136,10 @@ class BertModel(BertPreTrainedModel):
         allowed = _allowed(attention_mask, *inputs_embeds.shape[:2])
         if output_attentions is None:
             output_attentions = self.config.output_attentions
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
         x = self.embeddings(inputs_embeds, token_type_ids, position_ids)
-        x, states, weights = self.encoder(x, allowed, output_attentions)
+        x = self.encoder(x, allowed, output_attentions)
         return BaseModelOutputWithPooling(
-            last_hidden_state=x,
-            pooler_output=None if self.pooler is None else self.pooler(x),
-            hidden_states=states if output_hidden_states else None,
-            attentions=weights if output_attentions else None,
+            last_hidden_state=x, pooler_output=None if self.pooler is None else self.pooler(x)
         )
 
     def _check_positions(self, length: int, position_ids: Tensor | None) -> None:
