@@ -147,6 +147,7 @@ def test_peft(kind, settings):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("settings", [{}, {**VARIANT, "position_embedding_type": "rotary"}], ids=["base", "variant"])
 def test_compiled_model_has_the_same_loss_and_gradients(settings):
     found = []
