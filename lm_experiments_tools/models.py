@@ -52,7 +52,23 @@ OWN_KEYS = {
         "relative_last_bucket_distance",
         "rotary_base",
         "rotary_dim",
-    }
+    },
+    "modeling_t5:T5ForConditionalGeneration": {
+        "cross_entropy_chunk_size",
+        "decoder_cross_attention_layer",
+        "decoder_self_attention_layer",
+        "encoder_self_attention_layer",
+        "fp32_residual",
+        "keep_in_fp32",
+        "label_smoothing",
+        "num_cdq_heads",
+        "num_memory_tokens",
+        "position_embedding_type",
+        "relative_attention_bias_per_layer",
+        "rotary_base",
+        "rotary_dim",
+        "z_loss",
+    },
 }
 
 
@@ -118,7 +134,7 @@ def load_model_config(path_or_preset: str | Path, config_cls: type | None = None
     values = {key: value for key, value in values.items() if key not in inert}
     for key in values:
         if key not in known:
-            raise UserError(f"{path}: {config_cls.__name__} has no '{key}'{_who_knows(key, known)}.")
+            raise UserError(f"{path}: {config_cls.__name__} has no '{key}'{_who_knows(key, known, kinds)}.")
 
     from huggingface_hub.errors import StrictDataclassError
 
@@ -239,10 +255,10 @@ def _nearest(word: str, known: object) -> str:
     return f"; did you mean '{near[0]}'" if near else ""
 
 
-def _who_knows(key: str, known: set[str]) -> str:
+def _who_knows(key: str, known: set[str], kinds: list[str | None]) -> str:
     """Where an unknown key of a configuration belongs: to a model class of our own, or to a mistyped name."""
     for model_cls, keys in OWN_KEYS.items():
-        if key in keys:
+        if key in keys and any(model_cls.startswith(f"modeling_{kind}") for kind in kinds):
             return f", which --model_cls {model_cls} understands"
     return _nearest(key, known)
 

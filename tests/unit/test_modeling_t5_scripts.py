@@ -76,6 +76,13 @@ def test_a_mistyped_key_is_refused_with_the_nearest(start):
         start("modeling_t5:T5ForConditionalGeneration", {"base": "t5-small", **SIZES, "num_cdq_heads": 5})
 
 
+def test_transformers_class_names_the_one_that_knows_our_keys():
+    with pytest.raises(UserError, match="which --model_cls modeling_t5:T5ForConditionalGeneration understands"):
+        load_model_config("t5-base-only-cdQ")
+    with pytest.raises(UserError, match="which --model_cls modeling_bert"):
+        load_model_config("bert_base_uncased-4L_preln_sparse_rope", transformers.BertConfig)
+
+
 def test_the_page_about_variants_is_right(start, tmp_path, monkeypatch):
     page = (ROOT / "docs" / "new_variant.md").read_text()
     code, config = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL)[1] for kind in ("python", "json"))
