@@ -62,14 +62,12 @@ class Tester:
 class OursTest(ModelTesterMixin, GenerationTesterMixin, unittest.TestCase):
     all_model_classes = (T5Model, T5ForConditionalGeneration, T5ForSequenceClassification)
     is_encoder_decoder = True
-    test_can_init_all_missing_weights_before_2023 = True
 
     def setUp(self):
         self.model_tester = Tester(is_encoder=False)
 
 class OursEncoderTest(ModelTesterMixin, unittest.TestCase):
     all_model_classes = (T5EncoderModel,)
-    test_can_init_all_missing_weights_before_2023 = True
 
     def setUp(self):
         self.model_tester = Tester(is_encoder=True)
