@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -14,6 +12,7 @@ from lm_experiments_tools.attention.positions import (
     PositionScheme,
     RelativeBiasPosition,
     RotaryPosition,
+    class_named,
 )
 from modeling_bert.configuration_bert import BertConfig
 
@@ -26,7 +25,7 @@ def shared_position(config: BertConfig) -> PositionScheme:
     """
     kind, heads = config.position_embedding_type, config.num_attention_heads
     if ":" in kind:
-        return _scheme_named(kind)(config, True)
+        return class_named("position_embedding_type", kind, PositionScheme)(config, True)
     schemes = {
         "rotary": lambda: RotaryPosition(config.hidden_size // heads, config.rotary_dim, config.rotary_base),
         "alibi": lambda: AlibiPosition(heads),
@@ -36,19 +35,6 @@ def shared_position(config: BertConfig) -> PositionScheme:
         ),
     }
     return schemes.get(kind, NoPosition)()
-
-
-def _scheme_named(name: str) -> type[PositionScheme]:
-    module_name, _, class_name = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"position_embedding_type={name!r} names no class as module:Class ({error}).") from error
-    if not (isinstance(found, type) and issubclass(found, PositionScheme)):
-        raise ValueError(
-            f"position_embedding_type={name!r} is no subclass of {PositionScheme.__module__}.PositionScheme."
-        )
-    return found
 
 
 def content_position(config: BertConfig) -> RelativeKeyPosition | None:

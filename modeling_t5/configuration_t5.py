@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from typing import Any
 
 import transformers
@@ -90,15 +89,3 @@ class T5Config(transformers.T5Config):
         for name in ("num_cdq_heads", "num_memory_tokens", "cross_entropy_chunk_size", "z_loss"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
-
-
-def class_named(key: str, name: str, base: type) -> type:
-    """The class that the configuration's `key` names as "module:Class"; ValueError if there is none of that kind."""
-    module_name, _, class_name = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{key}={name!r} does not name a class as module:Class ({error}).") from error
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise ValueError(f"{key}={name!r} is not a subclass of {base.__module__}:{base.__name__}.")
-    return found

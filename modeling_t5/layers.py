@@ -26,8 +26,9 @@ from lm_experiments_tools.attention.positions import (
     PositionScheme,
     RelativeBiasPosition,
     RotaryPosition,
+    class_named,
 )
-from modeling_t5.configuration_t5 import T5Config, class_named
+from modeling_t5.configuration_t5 import T5Config
 
 ENCODER_SELF = "encoder_self_attention"
 DECODER_SELF = "decoder_self_attention"

@@ -6,6 +6,8 @@ scheme of your own overrides one of the two; nothing else in a model knows which
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 from torch import Tensor, nn
 
@@ -140,6 +142,18 @@ class RelativeBiasPosition(PositionScheme):
         distances = _distances(query_length, key_length, offset, device)
         buckets = t5_bucket(distances, self.bidirectional, self.num_buckets, self.max_distance)
         return nn.functional.embedding(buckets, self.weight).permute(2, 0, 1)[None]
+
+
+def class_named(key: str, name: str, base: type) -> type:
+    """The class that the configuration's `key` names as "module:Class"; ValueError if there is none of that kind."""
+    module_name, _, class_name = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{key}={name!r} does not name a class as module:Class ({error}).") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(f"{key}={name!r} is not a subclass of {base.__module__}:{base.__name__}.")
+    return found
 
 
 def _same_tokens(query_length: int, key_length: int, offset: int | Tensor) -> bool:

@@ -91,8 +91,8 @@ def test_masks_of_queries_by_keys_are_understood(way):
     [
         ({"hidden_size": 30}, "hidden_size=30 is not a multiple of num_attention_heads=4"),
         ({"position_embedding_type": "rope"}, "'rope' is none of absolute, .*rotary"),
-        ({"position_embedding_type": "nowhere:Mine"}, "'nowhere:Mine' names no class .*No module named 'nowhere'"),
-        ({"position_embedding_type": "json:JSONDecoder"}, "no subclass of .*PositionScheme"),
+        ({"position_embedding_type": "nowhere:Mine"}, "'nowhere:Mine' does not name .*No module named 'nowhere'"),
+        ({"position_embedding_type": "json:JSONDecoder"}, "not a subclass of .*PositionScheme"),
         ({"is_decoder": True}, "for decoders, but this BERT is an encoder"),
         ({"position_embedding_type": "rotary", "rotary_dim": 3}, "rotary_dim=3 must be an even number"),
         ({"position_embedding_type": "rotary", "rotary_dim": 10}, "rotary_dim=10 must be an even number"),
