@@ -6,6 +6,7 @@ _HOMES = {
     "T5Attention": "modeling_t5.layers",
     "T5CDQAttention": "modeling_t5.cdq",
     "T5Config": "modeling_t5.configuration_t5",
+    "T5EncoderForSequenceClassification": "modeling_t5.modeling_t5",
     "T5EncoderModel": "modeling_t5.modeling_t5",
     "T5ForConditionalGeneration": "modeling_t5.modeling_t5",
     "T5ForSequenceClassification": "modeling_t5.modeling_t5",

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import (
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
     Seq2SeqSequenceClassifierOutput,
+    SequenceClassifierOutput,
 )
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
@@ -43,6 +44,7 @@ __all__ = [
     "T5Attention",
     "T5CDQAttention",
     "T5Config",
+    "T5EncoderForSequenceClassification",
     "T5EncoderModel",
     "T5ForConditionalGeneration",
     "T5ForSequenceClassification",
@@ -75,6 +77,11 @@ class T5PreTrainedModel(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
         self._keep_in_fp32_modules = list(config.keep_in_fp32)
 
+    def _initialize_weights(self, module: nn.Module, *args: Any) -> None:
+        """Without the flag that tells transformers of code that is not its own, where it would leave out every module
+        that has no parameters but those of its children, which are most of the table below."""
+        super()._initialize_weights(module)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initial values, all times `initializer_factor`; those of Mesh TensorFlow T5.
@@ -84,7 +91,7 @@ class T5PreTrainedModel(PreTrainedModel):
         k, v, wi, wi_0, wi_1, relative bias         N(0, 1 / D)
         o                                           N(0, 1 / (H d))
         wo                                          N(0, 1 / d_ff)
-        lm_head of its own, classification head     N(0, 1 / D), biases 0; transformers draws the former from N(0, 1),
+        lm_head of its own, classification heads    N(0, 1 / D), biases 0; transformers draws the former from N(0, 1),
                                                     with which the first losses are near 100, not near log V
         T, W_t, cd_w                                N(0, 1 / elements), as in t5-experiments
         norms                                       1
@@ -112,6 +119,9 @@ class T5PreTrainedModel(PreTrainedModel):
             for layer in (module.dense, module.out_proj):
                 initialization.normal_(layer.weight, std=factor * d_model**-0.5)
                 initialization.zeros_(layer.bias)
+        elif isinstance(module, T5EncoderForSequenceClassification):
+            initialization.normal_(module.classifier.weight, std=factor * d_model**-0.5)
+            initialization.zeros_(module.classifier.bias)
         elif isinstance(module, T5ForConditionalGeneration) and not self.config.tie_word_embeddings:
             initialization.normal_(module.lm_head.weight, std=factor * d_model**-0.5)
 
@@ -230,6 +240,13 @@ def _allowed(attention_mask: Tensor | None, causal: bool = False) -> Allowed:
     return Allowed(mask=mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask != 0)
 
 
+def _of_encoder(config: T5Config) -> T5Config:
+    """A copy that says so; the caller's may yet make a decoder."""
+    config = copy.deepcopy(config)
+    config.is_encoder_decoder, config.use_cache = False, False
+    return config
+
+
 class T5EncoderModel(T5PreTrainedModel):
     """The encoder alone; `last_hidden_state` is [B, M + L, D]."""
 
@@ -237,10 +254,9 @@ class T5EncoderModel(T5PreTrainedModel):
     _keys_to_ignore_on_load_unexpected = [r"^decoder", r"^lm_head"]
 
     def __init__(self, config: T5Config) -> None:
-        config.is_encoder_decoder, config.use_cache = False, False
-        super().__init__(config)
+        super().__init__(_of_encoder(config))
         self.shared = nn.Embedding(config.vocab_size, config.d_model)
-        self.encoder = T5Stack(config)
+        self.encoder = T5Stack(self.config)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -476,6 +492,49 @@ class T5ForSequenceClassification(T5PreTrainedModel):
         logits = self.classification_head(x[torch.arange(len(x), device=x.device), last])
         loss = None if labels is None else classification_loss(self.config, logits, labels.to(logits.device))
         return Seq2SeqSequenceClassifierOutput(loss=loss, logits=logits, **_all_but_last_hidden_state(outputs))
+
+
+class T5EncoderForSequenceClassification(T5PreTrainedModel):
+    """A linear layer on the mean of the encoder's output, which for T5 without a decoder is better than the first
+    token's (Sentence-T5: Ni et al. 2021, arXiv 2108.08877, "ST5-Enc mean"). Its parameters have the names of
+    transformers' T5ForTokenClassification."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^decoder", r"^lm_head"]
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__(_of_encoder(config))
+        self.transformer = T5EncoderModel(self.config)
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.classifier = nn.Linear(config.d_model, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutput:
+        """Loss and logits [B, num_labels]; labels are as in `T5ForSequenceClassification`, attention_mask is [B, L].
+
+        Memory tokens and padding are not part of the mean; that of a row of padding is 0.
+        """
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError(
+                f"attention_mask is {list(attention_mask.shape)}; it must be [batch, length], to say what counts."
+            )
+        outputs = self.transformer(input_ids, attention_mask, inputs_embeds, **{**kwargs, "return_dict": True})
+        x = outputs.last_hidden_state[:, self.config.num_memory_tokens :]
+        is_token = torch.ones(x.shape[:2], device=x.device) if attention_mask is None else attention_mask != 0
+        is_token = is_token.to(torch.promote_types(x.dtype, torch.float32))[..., None]
+        mean = (x * is_token).sum(1) / is_token.sum(1).clamp(min=1)
+        logits = self.classifier(self.dropout(mean.to(x.dtype)))
+        loss = None if labels is None else classification_loss(self.config, logits, labels.to(logits.device))
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
 
 
 def classification_loss(config: T5Config, logits: Tensor, labels: Tensor) -> Tensor:

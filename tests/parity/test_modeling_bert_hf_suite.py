@@ -1,30 +1,10 @@
-"""The tests that transformers makes of every model (ModelTesterMixin, in its source distribution), on modeling_bert.
-
-Opt-in, because the tests are not installed with the package:
-
-    pip download --no-deps --no-binary :all: transformers==5.23.0 && tar xzf transformers-5.23.0.tar.gz
-    pip install parameterized
-    TRANSFORMERS_SOURCE=$PWD/transformers-5.23.0 pytest -m slow tests/parity/test_modeling_bert_hf_suite.py
-
-The distribution lacks two modules that the mixin derives from, for export and generation: they are empty here. With
-CLASSES_OF=transformers the same tests run on transformers' BERT, to compare what is skipped.
-"""
-
-import importlib.util
-import os
-import re
-import shutil
-import subprocess
-import sys
-from pathlib import Path
+"""transformers' own tests of every model on the classes of modeling_bert; tests/hf_suite.py says how to run them."""
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-FILES = {
-    "exporters/test_export.py": "class ExportTesterMixin:\n    pass\n",
-    "generation/test_utils.py": "class GenerationTesterMixin:\n    pass\n",
-    "bert/test_bert.py": """
+from tests.hf_suite import run_hf_suite
+
+MODULE = """
 import importlib
 import os
 import unittest
@@ -53,6 +33,7 @@ class Tester:
 
 
 class BertTest(ModelTesterMixin, unittest.TestCase):
+    test_can_init_all_missing_weights_before_2023 = True
     all_model_classes = (
         bert.BertModel, bert.BertForPreTraining, bert.BertForMaskedLM, bert.BertForQuestionAnswering,
         bert.BertForSequenceClassification, bert.BertForTokenClassification,
@@ -67,28 +48,11 @@ class BertTest(ModelTesterMixin, unittest.TestCase):
             inputs["labels"] = torch.zeros((13, 7), dtype=torch.long)
             inputs["next_sentence_label"] = torch.zeros(13, dtype=torch.long)
         return inputs
-""",
-}
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_transformers_tests_of_every_model_pass(tmp_path):
-    source = Path(os.environ.get("TRANSFORMERS_SOURCE", "/nowhere")) / "tests"
-    if not (source.is_dir() and importlib.util.find_spec("parameterized")):
-        pytest.skip("needs parameterized, and TRANSFORMERS_SOURCE, the unpacked source distribution of transformers")
-    folder = tmp_path / "tests"
-    folder.mkdir()
-    for path in source.glob("*.py"):
-        shutil.copy(path, folder)
-    for name, text in FILES.items():
-        (folder / name).parent.mkdir()
-        (folder / name).write_text(text)
-        (folder / name).with_name("__init__.py").touch()
-    (folder / "__init__.py").touch()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfs", "tests/bert/test_bert.py"]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    print(result.stdout[-12000:])
-    passed = int(re.search(r"(\d+) passed", result.stdout + "0 passed")[1])
-    assert result.returncode == 0 and passed >= 100, result.stdout[-4000:]
+    outcome = run_hf_suite(tmp_path, MODULE)
+    assert not outcome.failed and outcome.passed >= 100, outcome.output

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from torch import nn
 
 import modeling_t5
 from lm_experiments_tools.models import build_model
@@ -75,19 +76,63 @@ def test_encoder_model():
     assert_same(*pair("T5EncoderModel", **T5_1_1), inputs)
 
 
-@pytest.mark.parametrize("kind", ["single_label_classification", "multi_label_classification", "regression"])
+LABELS = {
+    "single_label_classification": torch.tensor([0, 2, 1]),
+    "multi_label_classification": torch.tensor([[0.0, 1, 1], [1, 0, 0], [0, 0, 0]]).double(),
+    "regression": torch.tensor([0.5, -1.0, 2.0]).double(),
+}
+
+
+@pytest.mark.parametrize("kind", LABELS)
 def test_sequence_classification(kind):
     num_labels = 1 if kind == "regression" else 3
-    labels = {
-        "single_label_classification": torch.tensor([0, 2, 1]),
-        "multi_label_classification": torch.tensor([[0.0, 1, 1], [1, 0, 0], [0, 0, 0]]).double(),
-        "regression": torch.tensor([0.5, -1.0, 2.0]).double(),
-    }[kind]
     theirs, ours = pair("T5ForSequenceClassification", num_labels=num_labels)
-    inputs = {**batch(), "labels": labels}
+    inputs = {**batch(), "labels": LABELS[kind]}
     inputs["input_ids"][:, [3, 16]] = 1  # two </s> a row, of which the last counts
     assert_same(theirs, ours, inputs)
     assert ours.config.problem_type == theirs.config.problem_type == kind
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_classification_by_the_encoder_alone(kind):
+    """The linear layer commutes with the mean: its logits are the mean of those that transformers gives each token."""
+    settings = {**SIZES, **T5_1_1, "num_labels": 1 if kind == "regression" else 3}
+    theirs = transformers.T5ForTokenClassification(transformers.T5Config(**settings)).double().eval()
+    ours = modeling_t5.T5EncoderForSequenceClassification(modeling_t5.T5Config(**settings)).double().eval()
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    inputs, labels = {**batch()}, LABELS[kind]
+    del inputs["labels"]
+    tokens, mask = theirs(**inputs).logits, inputs["attention_mask"]
+    logits = torch.stack([row[seen.bool()].mean(0) for row, seen in zip(tokens, mask, strict=True)])
+    loss = {
+        "single_label_classification": lambda: nn.CrossEntropyLoss()(logits, labels),
+        "multi_label_classification": lambda: nn.BCEWithLogitsLoss()(logits, labels),
+        "regression": lambda: nn.MSELoss()(logits[:, 0], labels),
+    }[kind]()
+    got = ours(**inputs, labels=labels)
+    torch.testing.assert_close(got.logits, logits, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(got.loss, loss, rtol=1e-10, atol=1e-10)
+    assert ours.config.problem_type == kind
+    got.loss.backward()
+    loss.backward()
+    parameters = dict(ours.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(parameters[name].grad, parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "T5ForSequenceClassification", "T5EncoderModel"])
+@pytest.mark.parametrize("settings", [T5_1_0, TIED_GATED], ids=["1.0", "gated"])
+def test_initial_values_spread_as_those_of_transformers(name, settings):
+    """In a new model, and where a checkpoint lacks the weights."""
+    settings = {**SIZES, "relative_attention_num_buckets": 32, "initializer_factor": 3.0, **settings}
+    theirs = getattr(transformers, name)(transformers.T5Config(**settings)).state_dict()
+    cls, config = getattr(modeling_t5, name), modeling_t5.T5Config(**settings)
+    for ours in (cls(config), cls.from_pretrained(None, config=config, state_dict={})):
+        for key, value in ours.state_dict().items():
+            if value.numel() > 1 and theirs[key].unique().numel() > 1:
+                assert value.std() == pytest.approx(theirs[key].std(), rel=0.25), key
+            else:
+                assert torch.equal(value, theirs[key]), key
 
 
 @pytest.fixture(scope="module")

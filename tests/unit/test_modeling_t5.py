@@ -7,7 +7,7 @@ from torch import nn
 
 from lm_experiments_tools.attention.layouts import get_sparsity_config
 from lm_experiments_tools.attention.positions import PositionScheme
-from modeling_t5 import T5Config, T5EncoderModel, T5ForConditionalGeneration
+from modeling_t5 import T5Config, T5EncoderForSequenceClassification, T5EncoderModel, T5ForConditionalGeneration
 from modeling_t5.layers import Allowed
 
 SIZES = {
@@ -189,6 +189,39 @@ def test_memory_tokens_are_vectors_before_the_input():
     without_mask = variant(input_ids=inputs["input_ids"], labels=inputs["labels"])
     ones = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
     torch.testing.assert_close(without_mask.logits, variant(**ones).logits)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_memory_tokens": 3}], ids=["base", "memory"])
+def test_encoder_classifies_the_mean_of_what_is_no_padding(settings, tmp_path):
+    """From a checkpoint of the whole model, which lacks the classifier alone."""
+    whole = make(**settings)
+    whole.save_pretrained(tmp_path)
+    model, report = T5EncoderForSequenceClassification.from_pretrained(
+        tmp_path, num_labels=3, output_loading_info=True
+    )
+    assert report["missing_keys"] == {"classifier.weight", "classifier.bias"} and not report["unexpected_keys"]
+    assert 0 < model.classifier.weight.std() < 2 * 16**-0.5 and not model.classifier.bias.any()
+    model.eval()
+    inputs = {name: value for name, value in batch().items() if name != "labels"}
+    states = whole.encoder(**inputs).last_hidden_state[:, settings.get("num_memory_tokens", 0) :]
+    means = torch.stack([states[0, :14].mean(0), states[1].mean(0)])
+    torch.testing.assert_close(model(**inputs).logits, model.classifier(means))
+    inputs["attention_mask"][1] = 0
+    torch.testing.assert_close(model(**inputs).logits[1], model.classifier.bias)
+    torch.testing.assert_close(model(inputs["input_ids"][1:]).logits[0], model.classifier(means[1]))
+    with pytest.raises(ValueError, match="it must be .batch, length."):
+        model(inputs["input_ids"], torch.ones(2, 1, 21, 21))
+
+
+@pytest.mark.parametrize("cls", [T5EncoderModel, T5EncoderForSequenceClassification])
+def test_encoders_leave_the_given_configuration_as_it_is(cls):
+    config = T5Config(**SIZES)
+    before = config.to_dict()
+    model = cls(config)
+    assert config.to_dict() == before and config.is_encoder_decoder
+    assert not model.config.is_encoder_decoder and not model.config.use_cache
+    model.set_attn_implementation("eager")
+    assert {part.config._attn_implementation for part in model.modules() if hasattr(part, "config")} == {"eager"}
 
 
 class Distances(PositionScheme):
