@@ -72,7 +72,7 @@ def attend(
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True, scale=scale), None
     allowed = _allowed(q, k, layout, key_padding_mask, mask, causal)
     if output_attentions or implementation == "eager":
-        return _eager(q, k, v, bias, allowed, scale, dropout_p)
+        return _eager(q, k, v, bias, allowed, scale, dropout_p, output_attentions)
     return _sdpa(q, k, v, bias, allowed, scale, dropout_p), None
 
 
@@ -123,18 +123,28 @@ def _allowed(
 
 
 def _eager(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, allowed: Tensor | None, scale: float, dropout_p: float
-) -> tuple[Tensor, Tensor]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    allowed: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    output_attentions: bool,
+) -> tuple[Tensor, Tensor | None]:
     scores = limit_float16(q @ k.transpose(-1, -2) * scale)
     if bias is not None:
         scores = limit_float16(scores + bias)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)
-    if allowed is not None:  # a row of nothing has been given equal weights
-        weights = weights.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
     weights = F.dropout(weights, dropout_p)
-    return weights @ v, weights
+    output = weights @ v
+    if allowed is not None:  # a row of nothing has been given equal weights: zeroed where it is small
+        empty = ~allowed.any(-1, keepdim=True)
+        output = output.masked_fill(empty, 0.0)
+        weights = weights.masked_fill(empty, 0.0) if output_attentions else weights
+    return output, weights if output_attentions else None
 
 
 def _sdpa(

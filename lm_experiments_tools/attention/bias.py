@@ -58,15 +58,17 @@ def t5_bucket(relative_position: Tensor, bidirectional: bool, num_buckets: int, 
 
 
 @lru_cache(maxsize=64)
-def _table_buckets(bidirectional: bool, num_buckets: int, max_distance: int) -> Tensor:
+@torch.inference_mode(False)  # what is kept serves training too, whoever asks first
+def _table_buckets(bidirectional: bool, num_buckets: int, max_distance: int, device: torch.device) -> Tensor:
     """Buckets of distances -s..s, int64[2 * s + 1], where s is the smallest beyond which nothing changes."""
-    reach = torch.arange(-max_distance - 1, max_distance + 2)
+    reach = torch.arange(-max_distance - 1, max_distance + 2, device="cpu")
     buckets = t5_bucket(reach, bidirectional, num_buckets, max_distance)
     changes = (
         (buckets[1:] != buckets[:-1]).nonzero().flatten() - max_distance - 1
     )  # between this distance and the next
     saturation = int(max(-changes[0], changes[-1] + 1))
-    return t5_bucket(torch.arange(-saturation, saturation + 1), bidirectional, num_buckets, max_distance)
+    covered = torch.arange(-saturation, saturation + 1, device="cpu")
+    return t5_bucket(covered, bidirectional, num_buckets, max_distance).to(device)
 
 
 @dataclass(eq=False)
@@ -108,8 +110,8 @@ class T5Bias:
 
     def table(self, length: int | None = None) -> Tensor:
         """Values [heads, 2 * s + 1] for distances -s..s, the same for every length (s = 91 for T5's encoder)."""
-        buckets = _table_buckets(self.bidirectional, self.num_buckets, self.max_distance)
-        return self.weight[buckets.to(self.weight.device)].t()
+        buckets = _table_buckets(self.bidirectional, self.num_buckets, self.max_distance, self.weight.device)
+        return self.weight[buckets].t()
 
     def dense(self, query_length: int, key_length: int) -> Tensor:
         """The whole bias, [1, heads, query_length, key_length]."""
@@ -144,12 +146,12 @@ class AlibiBias:
         return dense_bias(self, query_length, key_length)
 
 
-def alibi_slopes(num_heads: int) -> Tensor:
+def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Tensor:
     """The slopes of the ALiBi paper: 2^(-8/n), 2^(-16/n), ... for n a power of two, interleaved from 2n otherwise."""
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
     slopes += [2 ** (-4 * (2 * head + 1) / power) for head in range(num_heads - power)]
-    return torch.tensor(slopes)
+    return torch.tensor(slopes, device=device)
 
 
 class _Toeplitz(torch.autograd.Function):

@@ -7,6 +7,7 @@ scheme of your own overrides one of the two; nothing else in a model knows which
 from __future__ import annotations
 
 import importlib
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +100,7 @@ class AlibiPosition(PositionScheme):
         offset: int | Tensor = 0,
         device: torch.device | str | None = None,
     ) -> DistanceBias | Tensor:
-        slopes = alibi_slopes(self.num_heads).to(device)
+        slopes = _slopes(self.num_heads, torch.get_default_device() if device is None else torch.device(device))
         if _same_tokens(query_length, key_length, offset):
             return AlibiBias(slopes)
         distance = _distances(query_length, key_length, offset, device).abs()
@@ -125,10 +126,7 @@ class RelativeBiasPosition(PositionScheme):
         self.num_buckets, self.max_distance, self.bidirectional = num_buckets, max_distance, bidirectional
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads))
         nn.init.normal_(self.weight)
-        self._table_bias()  # refuses what cannot be
-
-    def _table_bias(self) -> T5Bias:
-        return T5Bias(self.weight, self.bidirectional, self.num_buckets, self.max_distance)
+        T5Bias(self.weight, bidirectional, num_buckets, max_distance)  # refuses what cannot be
 
     def bias(
         self,
@@ -138,7 +136,8 @@ class RelativeBiasPosition(PositionScheme):
         device: torch.device | str | None = None,
     ) -> DistanceBias | Tensor:
         if _same_tokens(query_length, key_length, offset):
-            return self._table_bias()
+            # A tensor of its own: where weights are sharded by layer, the parameter is gone before the next layer.
+            return T5Bias(self.weight.clone(), self.bidirectional, self.num_buckets, self.max_distance)
         distances = _distances(query_length, key_length, offset, device)
         buckets = t5_bucket(distances, self.bidirectional, self.num_buckets, self.max_distance)
         return nn.functional.embedding(buckets, self.weight).permute(2, 0, 1)[None]
@@ -154,6 +153,13 @@ def class_named(key: str, name: str, base: type) -> type:
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"{key}={name!r} is not a subclass of {base.__module__}:{base.__name__}.")
     return found
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)  # what is kept serves training too, whoever asks first
+def _slopes(num_heads: int, device: torch.device) -> Tensor:
+    """Copied to a device once, not at each call."""
+    return alibi_slopes(num_heads, device)
 
 
 def _same_tokens(query_length: int, key_length: int, offset: int | Tensor) -> bool:
