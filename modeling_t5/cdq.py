@@ -82,10 +82,13 @@ class T5CDQAttention(T5Attention):
             scores = scores.masked_fill(~seen[:, None], torch.finfo(scores.dtype).min)
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(x.dtype)
         pooled = F.dropout(weights, self.dropout, self.training) @ x  # [B, heads, D]
-        # cd_w [P; x] is a sum of two parts, of which one is the same for all tokens and the other for all heads.
-        for_pooled, for_token = self.cd_w.weight.chunk(2, dim=1)
-        mixed = F.linear(pooled, for_pooled)[:, :, None] + F.linear(x, for_token)[:, None]  # [B, heads, L, D]
-        return limit_float16(self.cd_q(limit_float16(mixed)))
+        # The pooled vector's part of a query is the same for all tokens, a token's for all heads: no [B, heads, L, D].
+        queries = self._queries(pooled, torch.zeros_like(pooled))[:, :, None]
+        return limit_float16(queries + self._queries(torch.zeros_like(x), x)[:, None])
+
+    def _queries(self, pooled: Tensor, x: Tensor) -> Tensor:
+        """cd_q cd_w [P; x], which is linear in both, [B, any, d]."""
+        return limit_float16(self.cd_q(limit_float16(self.cd_w(torch.cat([pooled, x], dim=-1)))))
 
 
 def _with_heads(config: T5Config, num_heads: int) -> T5Config:

@@ -9,7 +9,9 @@ cut to it (`limit_float16`, which does nothing to other dtypes); infinities woul
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,8 @@ from modeling_t5.configuration_t5 import T5Config
 ENCODER_SELF = "encoder_self_attention"
 DECODER_SELF = "decoder_self_attention"
 DECODER_CROSS = "decoder_cross_attention"
+
+_LAYOUTS: WeakValueDictionary[str, SparsityConfig] = WeakValueDictionary()  # by their settings
 
 
 class Allowed(NamedTuple):
@@ -134,7 +138,10 @@ def position_scheme(config: T5Config, kind: str, layer_idx: int) -> PositionSche
 
 
 def encoder_layout(config: T5Config, layer_idx: int) -> SparsityConfig | None:
-    """The block-sparse layout of a layer of the encoder, with random blocks of its own; None for exact attention."""
+    """The block-sparse layout of a layer of the encoder, with random blocks of its own; None for exact attention.
+
+    Equal layouts are one object, which keeps the lists that kernels need.
+    """
     layout = configured_layout(config)
     if layout is None:
         return None
@@ -142,8 +149,9 @@ def encoder_layout(config: T5Config, layer_idx: int) -> SparsityConfig | None:
         raise ValueError(
             f"sparse_attention has num_heads={layout.num_heads}, but the model {config.num_heads}: leave it out."
         )
-    layout.layer_idx += layer_idx
-    return layout
+    if layout.uses_random_blocks:
+        layout.layer_idx += layer_idx
+    return _LAYOUTS.setdefault(json.dumps(layout.to_dict(), sort_keys=True), layout)
 
 
 class T5Attention(nn.Module):
