@@ -123,7 +123,7 @@ def load_model_config(path_or_preset: str | Path, config_cls: type | None = None
     path = _find_config(path_or_preset)
     values = _read_with_base(path, seen=())
     config_cls = config_cls or _config_class(values.get("model_type"), path)
-    kinds = [getattr(cls, "model_type", None) for cls in config_cls.__mro__]
+    kinds = [getattr(cls, name, None) for cls in config_cls.__mro__ for name in ("model_type", "variant_type")]
     if values.get("model_type", kinds[0]) not in kinds:
         raise UserError(
             f"{path} describes a '{values['model_type']}' model, but {config_cls.__name__} is a '{kinds[0]}'"

@@ -5,11 +5,13 @@ from typing import Any
 import transformers
 from huggingface_hub.dataclasses import strict
 
+from lm_experiments_tools.attention.variants import VariantConfig
+
 POSITIONS = ("absolute", "relative_key", "relative_key_query", "relative_attention_bias", "rotary", "alibi", "none")
 
 
 @strict
-class BertConfig(transformers.BertConfig):
+class BertConfig(VariantConfig, transformers.BertConfig):
     """transformers' BertConfig and these keys:
 
     Args:
@@ -30,6 +32,9 @@ class BertConfig(transformers.BertConfig):
     Raises:
         ValueError: settings that are unknown, out of range, or exclude each other.
     """
+
+    variant_type = "lm_experiments_bert"
+    variant_keys = ("pre_layer_norm", "position_embedding_type", "sparse_config_cls")
 
     pre_layer_norm: bool = False
     last_layer_norm: bool = True

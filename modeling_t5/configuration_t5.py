@@ -8,11 +8,13 @@ from typing import Any
 import transformers
 from huggingface_hub.dataclasses import strict
 
+from lm_experiments_tools.attention.variants import VariantConfig
+
 POSITIONS = ("relative_attention_bias", "rotary", "alibi", "none")
 
 
 @strict
-class T5Config(transformers.T5Config):
+class T5Config(VariantConfig, transformers.T5Config):
     """transformers' T5Config and these keys; docs/models.md says where each comes from.
 
     `tie_word_embeddings` means what it says: False gives the output layer a matrix of its own and does not scale its
@@ -41,6 +43,17 @@ class T5Config(transformers.T5Config):
     Raises:
         ValueError: settings that are unknown, out of range, or exclude each other.
     """
+
+    variant_type = "lm_experiments_t5"
+    variant_keys = (
+        "position_embedding_type",
+        "relative_attention_bias_per_layer",
+        "encoder_self_attention_layer",
+        "decoder_self_attention_layer",
+        "decoder_cross_attention_layer",
+        "num_memory_tokens",
+        "sparse_config_cls",
+    )
 
     position_embedding_type: str = "relative_attention_bias"
     relative_attention_bias_per_layer: bool = False

@@ -241,7 +241,7 @@ def _allowed(attention_mask: Tensor | None, causal: bool = False) -> Allowed:
 
 
 def _of_encoder(config: T5Config) -> T5Config:
-    """A copy that says so; the caller's may yet make a decoder."""
+    """A copy, for an encoder alone: from what the caller gave, a decoder may yet be made."""
     config = copy.deepcopy(config)
     config.is_encoder_decoder, config.use_cache = False, False
     return config
