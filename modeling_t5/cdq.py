@@ -77,6 +77,8 @@ class T5CDQAttention(T5Attention):
         seen = allowed.key_padding_mask
         if allowed.mask is not None:  # a token counts if any other may look at it
             seen = allowed.mask.any(dim=2).any(dim=1)
+        if allowed.added is not None:  # as much as for the one that heeds it most
+            scores = scores + allowed.added.to(scores.dtype).amax(dim=(1, 2))[:, None]
         scores = limit_float16(scores)
         if seen is not None:
             scores = scores.masked_fill(~seen[:, None], torch.finfo(scores.dtype).min)

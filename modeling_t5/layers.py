@@ -45,6 +45,7 @@ class Allowed(NamedTuple):
     key_padding_mask: Tensor | None = None  # bool [B, K], True for real tokens
     mask: Tensor | None = None  # bool [1 or B, 1 or H, Q, K], True where allowed
     causal: bool = False  # query i sees keys 0..i
+    added: Tensor | None = None  # [1 or B, 1 or H, Q, K], added to scores: a user's mask of floats
 
 
 class T5LayerNorm(nn.Module):
@@ -226,12 +227,18 @@ class T5Attention(nn.Module):
         output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """[B, H, Q, d] from queries, keys and values of that form, and the weights or None."""
+        if allowed.added is not None:
+            bias = shared_bias(bias, q.shape[2], k.shape[2], "eager")
+            added = limit_float16(allowed.added.to(q.dtype))
+            bias = added if bias is None else bias + added
         return attend(
             *(q, k, v),
             implementation=self.implementation,
             layout=self.layout,
             bias=bias,
-            **allowed._asdict(),
+            key_padding_mask=allowed.key_padding_mask,
+            mask=allowed.mask,
+            causal=allowed.causal,
             scale=1.0,
             dropout_p=self.dropout if self.training else 0.0,
             output_attentions=output_attentions,

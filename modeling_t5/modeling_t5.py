@@ -218,7 +218,8 @@ class T5Stack(T5PreTrainedModel):
                 f"num_memory_tokens={num_memory_tokens} takes an attention_mask [batch, length], not "
                 f"{list(attention_mask.shape)}: it does not say what memory tokens may look at."
             )
-        return pad(attention_mask, (num_memory_tokens, 0), value=1)
+        is_added = attention_mask.dim() == 4 and attention_mask.is_floating_point()
+        return pad(attention_mask, (num_memory_tokens, 0), value=0 if is_added else 1)
 
     def _cache(self, past_key_values: Cache | None, use_cache: bool | None) -> Cache | None:
         if use_cache is None:
@@ -232,12 +233,19 @@ class T5Stack(T5PreTrainedModel):
 
 
 def _allowed(attention_mask: Tensor | None, causal: bool = False) -> Allowed:
-    """A mask as transformers takes it: 1 and 0 (or bool) [B, K], or for each query [B, 1 or heads, Q, K], the latter
-    added to scores if it is of floats, as 0 and a very low number."""
+    """A mask as transformers takes it: 1 and 0 [B, K] or, of bool or integers, [B, Q, K] or [B, 1 or heads, Q, K]; of
+    floats and the latter shape, it is added to scores, and the lowest number of its type says "never"."""
     if attention_mask is None or attention_mask.dim() == 2:
         return Allowed(None if attention_mask is None else attention_mask != 0, causal=causal)
-    mask = attention_mask[:, None] if attention_mask.dim() == 3 else attention_mask
-    return Allowed(mask=mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask != 0)
+    if not attention_mask.is_floating_point():
+        return Allowed(mask=(attention_mask[:, None] if attention_mask.dim() == 3 else attention_mask) != 0)
+    if attention_mask.dim() != 4:
+        raise ValueError(
+            f"attention_mask is {attention_mask.dtype} {list(attention_mask.shape)}: one that is added to scores has "
+            "4 dimensions, [batch, heads or 1, queries, keys], and one of 0 and 1 must be bool or integer."
+        )
+    allowed = attention_mask > torch.finfo(attention_mask.dtype).min / 2
+    return Allowed(mask=allowed, added=attention_mask.masked_fill(~allowed, 0.0))
 
 
 def _of_encoder(config: T5Config) -> T5Config:
