@@ -38,7 +38,8 @@ class T5Config(VariantConfig, transformers.T5Config):
         z_loss: weight of log(Z)^2 in the loss, Z the softmax's denominator (1e-4 in T5X).
         label_smoothing: share of the target's probability that is spread over the vocabulary.
         cross_entropy_chunk_size: target tokens whose logits are held at once while the loss is computed, which are
-            then not returned unless asked for (`return_logits=True`); 0 for all at once.
+            then not returned in training unless asked for (`return_logits=True`), and are elsewhere unless
+            `return_logits=False`; 0 for all at once.
 
     Raises:
         ValueError: settings that are unknown, out of range, or exclude each other.

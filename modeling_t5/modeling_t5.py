@@ -23,7 +23,7 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
 )
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from lm_experiments_tools.attention.positions import RelativeBiasPosition
@@ -62,6 +62,7 @@ class T5PreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True  # "block_sparse", which lm_experiments_tools.attention registers
     _can_compile_fullgraph = True
+    accepts_loss_kwargs = False  # of the Trainer: losses are means over the batch, of which it takes the mean
     _can_record_outputs = {
         "hidden_states": OutputRecorder(T5Block, index=0),
         "attentions": OutputRecorder(T5LayerSelfAttention, index=-1),
@@ -333,7 +334,7 @@ class T5Model(T5PreTrainedModel):
         """Args are those of transformers' T5Model."""
         if encoder_outputs is None:
             encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
-        elif not isinstance(encoder_outputs, BaseModelOutput):
+        elif not isinstance(encoder_outputs, ModelOutput):
             encoder_outputs = BaseModelOutput(*encoder_outputs[:3])
         decoded = self.decoder(
             *(decoder_input_ids, decoder_attention_mask),
@@ -365,6 +366,7 @@ class T5ForConditionalGeneration(T5Model, GenerationMixin):
 
     _tied_weights_keys = {**T5Model._tied_weights_keys, "lm_head.weight": "shared.weight"}
     _keys_to_ignore_on_load_unexpected = [r"EncDecAttention\.relative_attention_bias"]
+    accepts_loss_kwargs = True  # num_items_in_batch
 
     def __init__(self, config: T5Config) -> None:
         T5PreTrainedModel.__init__(self, config)
@@ -399,7 +401,7 @@ class T5ForConditionalGeneration(T5Model, GenerationMixin):
 
         Args:
             labels: [B, T], -100 where there is none; also the decoder's input, shifted, unless that is given.
-            return_logits: with labels and `cross_entropy_chunk_size`, logits are left out unless this is True.
+            return_logits: with labels and `cross_entropy_chunk_size`, False leaves logits out; None does in training.
             num_items_in_batch: valid labels of the whole step, which the loss is then divided by.
         """
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
@@ -412,6 +414,8 @@ class T5ForConditionalGeneration(T5Model, GenerationMixin):
         x = outputs.last_hidden_state
         if self.config.scale_decoder_outputs:
             x = x * self.config.d_model**-0.5
+        if return_logits is None:
+            return_logits = not self.training
         is_chunked = labels is not None and self.config.cross_entropy_chunk_size > 0
         logits = None if is_chunked and not return_logits else self.lm_head(x)
         loss = None if labels is None else self.loss(x, logits, labels, num_items_in_batch)
@@ -491,7 +495,8 @@ class T5ForSequenceClassification(T5PreTrainedModel):
         )
         x = outputs.last_hidden_state
         if input_ids is not None:
-            is_end = input_ids == self.config.eos_token_id
+            ends = torch.tensor(self.config.eos_token_id, device=input_ids.device)  # one, or several
+            is_end = torch.isin(input_ids, ends)
             if not is_end.any(1).all():
                 raise ValueError(f"Every row needs the eos token {self.config.eos_token_id}: its state is classified.")
         else:
@@ -546,7 +551,8 @@ class T5EncoderForSequenceClassification(T5PreTrainedModel):
 
 
 def classification_loss(config: T5Config, logits: Tensor, labels: Tensor) -> Tensor:
-    """By `config.problem_type`, which is set from the first labels seen, as transformers does."""
+    """By `config.problem_type`, which is set from the first labels seen, as transformers does; in float32 at least."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if config.problem_type is None:
         if config.num_labels == 1:
             config.problem_type = "regression"
@@ -557,4 +563,4 @@ def classification_loss(config: T5Config, logits: Tensor, labels: Tensor) -> Ten
         return mse_loss(logits.squeeze(), labels.squeeze().to(logits.dtype))
     if config.problem_type == "single_label_classification":
         return cross_entropy(logits.view(-1, config.num_labels), labels.view(-1))
-    return binary_cross_entropy_with_logits(logits, labels)
+    return binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))

@@ -84,13 +84,14 @@ def test_residual_in_float32_is_nearer_to_the_float32_model():
         assert outputs.encoder_hidden_states[1].dtype == (torch.float32 if is_kept else torch.bfloat16)
         assert outputs.logits.dtype == torch.bfloat16
         distance[is_kept] = (outputs.encoder_last_hidden_state.float() - wanted.encoder_last_hidden_state).norm()
-    assert distance[True] < 0.8 * distance[False]
+    assert distance[True] < 0.9 * distance[False]
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 7, 100])
 def test_chunked_loss_and_its_gradients_are_those_of_the_whole(chunk_size):
     extras = {"z_loss": 1e-2, "label_smoothing": 0.1}
     whole, chunked = make(**extras).double(), make(**extras, cross_entropy_chunk_size=chunk_size).double()
+    chunked.train()
     inputs = batch()
     inputs["labels"][0, 3:] = -100
     wanted, got = whole(**inputs), chunked(**inputs)
@@ -103,6 +104,9 @@ def test_chunked_loss_and_its_gradients_are_those_of_the_whole(chunk_size):
         torch.testing.assert_close(parameters[name].grad, parameter.grad, rtol=1e-10, atol=1e-12)
     asked = chunked(**inputs, return_logits=True)
     assert torch.equal(asked.logits, wanted.logits) and torch.equal(asked.loss, wanted.loss)
+    chunked.eval()  # metrics are made of logits
+    assert torch.equal(chunked(**inputs).logits, wanted.logits)
+    assert chunked(**inputs, return_logits=False).logits is None
     del inputs["labels"]
     assert chunked(**inputs, decoder_input_ids=inputs["input_ids"]).logits.shape == (2, 9, 50)
 
