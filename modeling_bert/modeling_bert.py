@@ -48,6 +48,7 @@ class BertPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _can_record_outputs = {"hidden_states": BertLayer, "attentions": BertSelfAttention}
     _supports_attention_backend = True  # "block_sparse", which lm_experiments_tools.attention registers
+    accepts_loss_kwargs = False  # of the Trainer: losses are means over the batch, of which it takes the mean
 
     def __init__(self, config: BertConfig, *args: Any, **kwargs: Any) -> None:
         if not isinstance(config, BertConfig):
@@ -245,17 +246,17 @@ class BertForPreTraining(_WithWords):
 
         Returns:
             `loss` is the sum of what labels were given for: `loss_mlm`, a mean over labels that are not -100, and
-            `loss_nsp`, a mean over sequences.
+            `loss_nsp`, a mean over sequences; 0 where no label is valid.
         """
         outputs = self.bert(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
         words = self.cls.predictions(outputs.last_hidden_state)
         pairs = self.cls.seq_relationship(outputs.pooler_output)
-        loss_mlm = _word_loss(words, labels)
+        loss_mlm = None if labels is None else _mean_loss(words, labels)
         loss_nsp = None
         if next_sentence_label is not None:
-            loss_nsp = cross_entropy(pairs, next_sentence_label.flatten())
+            loss_nsp = _mean_loss(pairs, next_sentence_label)
         parts = [part for part in (loss_mlm, loss_nsp) if part is not None]
         return BertForPreTrainingOutput(
             loss=sum(parts) if parts else None,
@@ -294,7 +295,7 @@ class BertForMaskedLM(_WithWords):
         )
         words = self.cls.predictions(outputs.last_hidden_state)
         return MaskedLMOutput(
-            loss=_word_loss(words, labels),
+            loss=None if labels is None else _mean_loss(words, labels),
             logits=words,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -343,11 +344,13 @@ class BertForSequenceClassification(BertPreTrainedModel):
             problem = "regression"
         elif problem is None:
             problem = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+        if problem == "single_label_classification":
+            return _mean_loss(logits, labels)
+        logits = _exact(logits)
+        labels = labels.to(logits.dtype)
         if problem == "regression":
             return mse_loss(logits, labels.reshape(logits.shape))
-        if problem == "multi_label_classification":
-            return binary_cross_entropy_with_logits(logits, labels)
-        return cross_entropy(logits, labels.flatten())
+        return binary_cross_entropy_with_logits(logits, labels)
 
 
 class BertForTokenClassification(BertPreTrainedModel):
@@ -378,7 +381,7 @@ class BertForTokenClassification(BertPreTrainedModel):
         )
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
         return TokenClassifierOutput(
-            loss=None if labels is None else cross_entropy(logits.flatten(0, 1), labels.flatten()),
+            loss=None if labels is None else _mean_loss(logits, labels),
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -440,14 +443,22 @@ def _allowed(attention_mask: Tensor | None, batch: int, length: int) -> Allowed:
     return Allowed(None, mask != 0)
 
 
-def _word_loss(words: Tensor, labels: Tensor | None) -> Tensor | None:
-    return None if labels is None else cross_entropy(words.flatten(0, 1), labels.flatten())
+def _exact(logits: Tensor) -> Tensor:
+    """Losses are computed in float32 at least."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _mean_loss(logits: Tensor, labels: Tensor, ignored: int = -100) -> Tensor:
+    """Cross-entropy of logits [..., classes], mean over the labels [...] that are not `ignored`; 0 if all are."""
+    labels = labels.flatten()
+    total = cross_entropy(_exact(logits.flatten(0, -2)), labels, ignore_index=ignored, reduction="sum")
+    return total / (labels != ignored).sum().clamp(min=1)
 
 
 def _place_loss(scores: Tensor, positions: Tensor) -> Tensor:
-    """Cross-entropy over the places of a text, scores [B, L]; a place beyond it is ignored."""
+    """Of the places of a text, scores [B, L]; a place beyond it is ignored."""
     length = scores.shape[1]
-    return cross_entropy(scores, positions.flatten().clamp(0, length), ignore_index=length)
+    return _mean_loss(scores, positions.clamp(0, length), ignored=length)
 
 
 def _classifier_dropout(config: BertConfig) -> float:
