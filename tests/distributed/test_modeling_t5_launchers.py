@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.distributed.launch import ROOT, horovodrun, missing, run, torchrun
+from tests.real_data import DATA, lacking
 
-DATA = ROOT.parent / "shared" / "data"
 SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
 VARIANTS = {
     "cdQ, memory, losses": {
@@ -31,7 +31,7 @@ BACKENDS = {"accelerate": torchrun, "horovod": horovodrun}
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_loss_falls_in_200_steps(tmp_path, backend, variant):
     text, vocab = DATA / "corpus" / "validation.jsonl", DATA / "vocabs" / "t5_32k" / "sentencepiece.model"
-    if reason := missing(backend) or (None if text.exists() and vocab.exists() else f"{DATA} has no text"):
+    if reason := missing(backend) or lacking(text, vocab):
         pytest.skip(reason)
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"base": "t5-small", **SIZES, **VARIANTS[variant]}))

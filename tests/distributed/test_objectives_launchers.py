@@ -1,30 +1,28 @@
 """Every objective under every launcher, on real text: losses fall, and a killed run continues exactly.
 
 `make test-launchers` prints the table of benchmarks/launchers.md. The text is two shards (5 MB) of the folder that
-PRETRAINING_DATA names, by default ../shared/data. Models are without dropout, and a step has the same 8 rows however
+PRETRAINING_DATA names (tests/real_data.py). Models are without dropout, and a step has the same 8 rows however
 they are split, so that all launchers must log the losses of the uninterrupted run of one process, step by step.
 """
 
 import json
-import os
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.distributed.launch import ROOT, horovodrun, missing, run, torchrun
 from tests.distributed.test_run_script import CPU, kill_after
+from tests.real_data import DATA, lacking
 
-DATA = Path(os.environ.get("PRETRAINING_DATA", ROOT.parent / "shared" / "data"))
 SHARDS = [DATA / "corpus" / f"train-0000{k}-of-00008.jsonl" for k in range(2)]
 T5_VOCAB = DATA / "vocabs" / "t5_32k" / "sentencepiece.model"
 BERT_VOCAB = DATA / "vocabs" / "bert-base-uncased" / "vocab.txt"
-ABSENT = [path for path in (*SHARDS, T5_VOCAB, BERT_VOCAB) if not path.is_file()]
+WHY_NOT = lacking(*SHARDS, T5_VOCAB, BERT_VOCAB)
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.distributed,
-    pytest.mark.skipif(bool(ABSENT), reason=f"PRETRAINING_DATA: there is no {ABSENT[0] if ABSENT else ''}"),
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or ""),
 ]
 
 STEPS, SAVE_INTERVAL = 40, 14

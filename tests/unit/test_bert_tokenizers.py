@@ -3,7 +3,6 @@
 import json
 import random
 import string
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +14,8 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main as lmtools
 from megatron import tokenizers as module
 from megatron.tokenizers import build_tokenizer, check_tokenizer
+from tests.real_data import DATA, lacking
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
 BERT = DATA / "vocabs" / "bert-base-uncased"
 CORPUS = DATA / "corpus" / "validation.jsonl"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -70,8 +69,8 @@ def test_ids_equal_those_of_transformers_on_text_made_to_break_them(vocab_file, 
 
 
 def test_real_text_with_googles_vocabulary_equals_transformers():
-    if not (BERT.is_dir() and CORPUS.is_file()):
-        pytest.skip(f"no vocabulary at {BERT} or no text at {CORPUS}")
+    if reason := lacking(BERT, CORPUS):
+        pytest.skip(reason)
     with open(CORPUS, encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line, _ in zip(file, range(4), strict=False)]
     texts = [line for text in texts for line in text.split("\n")][:150]

@@ -21,9 +21,9 @@ from megatron import preprocess_data as module
 from megatron.preprocess_data import PreprocessArgs, preprocess
 from megatron.sentences import SentenceSplitter
 from megatron.tokenizers import build_tokenizer
+from tests.real_data import DATA, lacking
 
 ROOT = Path(__file__).parents[2]
-DATA = Path(__file__).parents[3] / "shared" / "data"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{c}" for c in LETTERS), *"!'(),-.:;?\""]
 SEP = 3
@@ -514,8 +514,8 @@ def test_megatrons_own_package_and_ours_are_imported_side_by_side():
 
 def test_real_corpus_equals_the_ancestors_rules(folder):
     source, vocab = DATA / "corpus" / "wikitext2_test.jsonl", DATA / "vocabs" / "bert-base-uncased" / "vocab.txt"
-    if not (source.is_file() and vocab.is_file()):
-        pytest.skip(f"no data at {DATA}")
+    if reason := lacking(source, vocab):
+        pytest.skip(reason)
     records = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()[:3]]
     write_lines(folder / "in" / "data.jsonl", records)
     run(folder, "--split-sentences", "--vocab-file", vocab)

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,17 +9,17 @@ import sentencepiece
 
 from lm_experiments_tools.data.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
+from tests.real_data import DATA, lacking
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
 T5_32K = DATA / "vocabs" / "t5_32k" / "sentencepiece.model"
 CORPUS = DATA / "corpus" / "validation.jsonl"
 
-needs_t5_32k = pytest.mark.skipif(not T5_32K.is_file(), reason=f"Google's vocabulary is not at {T5_32K}")
+needs_t5_32k = pytest.mark.skipif(not T5_32K.is_file(), reason=lacking(T5_32K) or "")
 
 
 def sentences(count):
-    if not CORPUS.is_file():
-        pytest.skip(f"no real text at {CORPUS}")
+    if reason := lacking(CORPUS):
+        pytest.skip(reason)
     found = []
     with open(CORPUS, encoding="utf-8") as file:
         for line in file:
@@ -49,7 +48,7 @@ def own_model(tmp_path_factory):
 @pytest.fixture(params=["google", "own"])
 def vocabulary(request, own_model):
     if request.param == "google" and not T5_32K.is_file():
-        pytest.skip(f"Google's vocabulary is not at {T5_32K}")
+        pytest.skip(lacking(T5_32K))
     return Vocabulary.load(T5_32K if request.param == "google" else own_model)
 
 
