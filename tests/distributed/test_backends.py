@@ -24,7 +24,7 @@ from tests.toys import tiny_t5
 
 pytestmark = pytest.mark.distributed
 
-PLAIN = ["trained", "talked", "clipped", "factored", "evaluated", "fp16", "bf16", "sparse"]
+PLAIN = ["trained", "talked", "clipped", "factored", "evaluated", "fp16", "bf16", "sparse", "sparse_own"]
 ZERO = ["trained", "talked", "evaluated", "zero_refusals"]
 
 
@@ -195,9 +195,10 @@ def test_adafactor_equals_one_process_and_goes_on_from_its_state(results, kind):
         assert rank["same"]
 
 
+@pytest.mark.parametrize("scenario", ["sparse", "sparse_own"])
 @pytest.mark.parametrize("kind", UNSHARDED)
-def test_block_sparse_attention_equals_one_process(results, kind):
-    alone, together = results.weights("local", "sparse"), results.weights(kind, "sparse")
+def test_block_sparse_attention_equals_one_process(results, kind, scenario):
+    alone, together = results.weights("local", scenario), results.weights(kind, scenario)
     assert largest_difference(alone, together) < 2e-6
     bias = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     assert (alone[bias] - tiny_t5(seed=0).state_dict()[bias]).abs().max() > 1e-3, "the bias did not train"

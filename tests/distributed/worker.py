@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lm_experiments_tools.args import TrainerArgs
+from lm_experiments_tools.attention import block_sparse_attention
 from lm_experiments_tools.backends import detect_backend, get_backend
 from lm_experiments_tools.backends.backend import Backend, LocalBackend
 from lm_experiments_tools.backends.precision import get_precision
@@ -174,6 +175,23 @@ def scenario_sparse(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     )
     steps = [train_step(backend, step, max_norm=0.5) for step in range(4)]
     save_weights(backend, out, "sparse")
+    return {"steps": steps}
+
+
+def scenario_sparse_own(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
+    """The same with T5 of our own, whose bias is a module's parameter too: with layers sharded one by one, it is gone
+    when the second layer adds it."""
+    from lm_experiments_tools.attention import attend
+    from modeling_t5 import T5Config, T5ForConditionalGeneration
+
+    attend.block_sparse_attention = partial(block_sparse_attention, backend="gather")
+    model = tiny_t5(seed=backend.rank)
+    layout = {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 2, "num_sliding_window_blocks": 1}}
+    own = T5ForConditionalGeneration(T5Config(**{**model.config.to_dict(), **layout}))
+    own.load_state_dict(model.state_dict())
+    setup(backend, model=own)
+    steps = [train_step(backend, step, max_norm=0.5) for step in range(4)]
+    save_weights(backend, out, "sparse_own")
     return {"steps": steps}
 
 
