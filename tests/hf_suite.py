@@ -59,8 +59,17 @@ def run_hf_suite(folder: Path, module: str) -> Outcome:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfEs", "tests/ours/test_ours.py"]
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     print(result.stdout[-12000:])
+    return read_outcome(result)
+
+
+def read_outcome(result: subprocess.CompletedProcess[str]) -> Outcome:
+    """What `pytest -q -rfE` printed. Its last line must count as many failures as it lists, of whatever kind."""
+    failed = re.findall(r"^(?:FAILED|ERROR|SUBFAILED.*?) \S+?\.py(?:::)?(\S*)", result.stdout, re.MULTILINE)
+    summary = result.stdout.strip().rpartition("\n")[2]
+    counted = sum(map(int, re.findall(r"(\d+) (?:subtests? )?(?:failed|errors?)\b", summary)))
+    assert counted == len(failed) and result.returncode == (1 if failed else 0), result.stdout[-4000:] + result.stderr
     return Outcome(
-        passed=int(re.search(r"(\d+) passed", result.stdout + "0 passed")[1]),
-        failed=set(re.findall(r"^(?:FAILED|ERROR) tests/ours/test_ours.py(?:::)?(\S*)", result.stdout, re.MULTILINE)),
+        passed=int(re.search(r"(\d+) passed", summary + "0 passed")[1]),
+        failed=set(failed),
         output=result.stdout[-4000:] + result.stderr[-1000:],
     )
