@@ -139,12 +139,12 @@ def _eager(
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)
     weights = F.dropout(weights, dropout_p)
+    empty = None if allowed is None else ~allowed.any(-1, keepdim=True)  # rows that have been given equal weights
+    if output_attentions:  # the very weights of the output, so that they have a gradient
+        weights = weights if empty is None else weights.masked_fill(empty, 0.0)
+        return weights @ v, weights
     output = weights @ v
-    if allowed is not None:  # a row of nothing has been given equal weights: zeroed where it is small
-        empty = ~allowed.any(-1, keepdim=True)
-        output = output.masked_fill(empty, 0.0)
-        weights = weights.masked_fill(empty, 0.0) if output_attentions else weights
-    return output, weights if output_attentions else None
+    return output if empty is None else output.masked_fill(empty, 0.0), None
 
 
 def _sdpa(

@@ -161,6 +161,18 @@ def test_weights_and_masks_of_a_layout_are_those_of_the_sparse_output():
     torch.testing.assert_close(last, sparse[:, :, -3:], rtol=1e-10, atol=1e-10)
 
 
+def test_returned_weights_are_those_of_the_output_and_have_its_gradient():
+    q, k, v = torch.randn(3, 2, 2, 5, 4, requires_grad=True)
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    mask[0, :, 2], mask[1, ..., 3:] = False, False
+    output, weights = attend(q, k, v, implementation="eager", mask=mask, output_attentions=True)
+    upstream = torch.randn_like(output)
+    (got,) = torch.autograd.grad(output, weights, upstream, retain_graph=True)
+    torch.testing.assert_close(got, upstream @ v.transpose(-1, -2))
+    torch.testing.assert_close(output, weights @ v)
+    assert not weights[0, :, 2].any()
+
+
 def test_scores_beyond_float16_do_not_become_nan():
     q = torch.full((1, 1, 3, 64), 200.0, dtype=torch.float16)
     k = torch.stack([torch.full((64,), 200.0), torch.full((64,), -200.0), torch.full((64,), 100.0)])[None, None].half()
