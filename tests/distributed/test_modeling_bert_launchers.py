@@ -40,4 +40,4 @@ def test_loss_falls_in_200_steps(data, tmp_path, backend, variant):
     assert f"backend {backend}, 2 worker(s)" in job.output
     records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     losses = [record["loss_mlm"] for record in records if record["split"] == "train"]
-    assert len(losses) == 10 and losses[-1] < losses[0] - 0.7, losses
+    assert len(losses) == 10 and losses[-1] < losses[0] - 0.5, losses

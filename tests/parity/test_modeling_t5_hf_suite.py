@@ -13,6 +13,8 @@ import importlib
 import os
 import unittest
 
+import torch
+
 from ..generation.test_utils import GenerationTesterMixin
 from ..test_modeling_common import ModelTesterMixin, ids_tensor
 
@@ -58,6 +60,19 @@ class OursEncoderTest(ModelTesterMixin, unittest.TestCase):
 
     def setUp(self):
         self.model_tester = Tester(is_encoder=True)
+
+@unittest.skipUnless(hasattr(t5, "T5EncoderForSequenceClassification"), "transformers has none")
+class OursEncoderClassifierTest(ModelTesterMixin, unittest.TestCase):
+    test_can_init_all_missing_weights_before_2023 = True
+
+    def setUp(self):
+        self.all_model_classes = (t5.T5EncoderForSequenceClassification,)
+        self.model_tester = Tester(is_encoder=True)
+        self.model_tester.is_training = True
+
+    def _prepare_for_class(self, inputs_dict, model_class, return_labels=False):
+        inputs = super()._prepare_for_class(inputs_dict, model_class, return_labels=return_labels)
+        return {**inputs, "labels": torch.zeros(8, dtype=torch.long)} if return_labels else inputs
 """
 
 
