@@ -44,7 +44,7 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
     """Enter the working directory, set up logging, open the run directory (None on other ranks or without one).
 
     Raises:
-        UserError: the directory holds a run with other settings.
+        UserError: the directory holds a run with other settings, or one that has not ended.
     """
     if not os.path.isdir(args.working_dir):
         raise UserError(f"--working_dir {args.working_dir} is not a folder")
@@ -55,6 +55,7 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
 
     def open_directory() -> RunDirectory:
         run = RunDirectory(args.model_path, backend.rank)
+        run.claim()
         run.check_compatible(asdict(args), resume=args.resume_path() is not None, world_size=backend.world_size)
         return run
 

@@ -9,6 +9,7 @@ runs/name/config.json config.yaml cmd.sh git.diff git_status.txt env.json model_
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.metadata
 import json
 import logging
@@ -20,7 +21,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import dump_json, to_jsonable, write_atomic
@@ -45,6 +46,7 @@ _LAUNCHER_MODULES = (
     "accelerate.commands.accelerate_cli",
     "horovod.runner.launch",
 )
+_claims: dict[Path, IO[str]] = {}  # directories this process writes to; their files are open until it ends
 _LOG_BYTES = 100 * 2**20
 _GIT_SECONDS = 30
 
@@ -62,6 +64,32 @@ class RunDirectory:
         self.rank = rank
         self._start = 0
         _make_directory(self.path)
+
+    def claim(self) -> None:
+        """Keep other processes out of the directory for as long as this one lives, however it ends.
+
+        Raises:
+            UserError: another process writes here.
+        """
+        if self.rank != 0 or self.path.resolve() in _claims:
+            return
+        file = open(self.path / ".lock", "a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise UserError(
+                f"{self.path} is in use by a run that has not ended ({holder}): wait for it or stop it, or choose "
+                "another --model_path."
+            ) from None
+        except OSError as error:  # file systems without locks
+            logger.warning("%s cannot be locked (%s): do not start two runs there at once", self.path, error.strerror)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        _claims[self.path.resolve()] = file
 
     @property
     def checkpoints(self) -> Path:

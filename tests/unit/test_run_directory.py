@@ -272,3 +272,18 @@ def test_without_a_run_directory_errors_of_other_ranks_are_not_lost(capsys):
     logging.getLogger("a").info("no")
     logging.getLogger("a").error("broken")
     assert capsys.readouterr().err == "error: broken\n"
+
+
+def test_a_directory_is_one_run_s_until_its_process_ends(tmp_path):
+    """The lock is the kernel's: it ends with SIGKILL too, and says who holds it."""
+    hold = "import sys, time; from lm_experiments_tools.run import RunDirectory; "
+    hold += "RunDirectory(sys.argv[1], rank=0).claim(); print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=rf"in use by a run that has not ended \(process {other.pid} on "):
+            RunDirectory(tmp_path, rank=0).claim()
+        RunDirectory(tmp_path, rank=1).claim()  # only rank 0 writes
+        other.kill()
+        other.wait()
+    RunDirectory(tmp_path, rank=0).claim()
+    RunDirectory(tmp_path, rank=0).claim()  # this process goes on in its own directory
