@@ -26,7 +26,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from lm_experiments_tools.attention.positions import RelativeBiasPosition
+from lm_experiments_tools.attention.positions import PositionScheme, RelativeBiasPosition, set_own_values
 from modeling_bert.configuration_bert import BertConfig
 from modeling_bert.layers import Allowed, BertEmbeddings, BertEncoder, BertLayer, BertSelfAttention
 from modeling_bert.positions import RelativeKeyPosition
@@ -61,6 +61,11 @@ class BertPreTrainedModel(PreTrainedModel):
             unused = r"embeddings\.position_embeddings\.weight$"
             self._keys_to_ignore_on_load_unexpected = [*self._keys_to_ignore_on_load_unexpected, unused]
 
+    def _initialize_weights(self, module: nn.Module, *args: Any) -> None:
+        """Without the flag that tells transformers of code that is not its own, where it would leave out schemes that
+        have no parameters but those of their layers."""
+        super()._initialize_weights(module)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initial values.
@@ -70,12 +75,16 @@ class BertPreTrainedModel(PreTrainedModel):
         | matrices, embeddings, tables of position schemes | normal, mean 0, `initializer_range`; the padding word: 0 |
         | biases | 0 |
         | norms | weight 1, bias 0 |
+        | a position scheme of your own | as its `reset_parameters()` says |
         """
         super()._init_weights(module)
         if isinstance(module, (RelativeBiasPosition, RelativeKeyPosition)):
             initialization.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
         elif isinstance(module, BertPredictions):
             initialization.zeros_(module.bias)
+        if isinstance(module, PositionScheme):
+            tables = ("weight",) if isinstance(module, RelativeBiasPosition) else ()
+            set_own_values(module, known=(*tables, *(name for name, _ in module.named_children())))
 
 
 class BertPooler(nn.Module):

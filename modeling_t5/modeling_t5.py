@@ -26,7 +26,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from lm_experiments_tools.attention.positions import RelativeBiasPosition
+from lm_experiments_tools.attention.positions import PositionScheme, RelativeBiasPosition, set_own_values
 from modeling_t5.cdq import T5CDQAttention
 from modeling_t5.configuration_t5 import T5Config
 from modeling_t5.layers import (
@@ -96,12 +96,16 @@ class T5PreTrainedModel(PreTrainedModel):
                                                     with which the first losses are near 100, not near log V
         T, W_t, cd_w                                N(0, 1 / elements), as in t5-experiments
         norms                                       1
+        what classes of your own add                as `set_own_values` says
         """
         factor, d_model, d_kv = self.config.initializer_factor, self.config.d_model, self.config.d_kv
         if isinstance(module, T5LayerNorm):
             initialization.constant_(module.weight, factor)
-        elif isinstance(module, RelativeBiasPosition):
-            initialization.normal_(module.weight, std=factor * d_model**-0.5)
+        elif isinstance(module, PositionScheme):
+            is_table = isinstance(module, RelativeBiasPosition)
+            if is_table:
+                initialization.normal_(module.weight, std=factor * d_model**-0.5)
+            set_own_values(module, known=("weight",) if is_table else ())
         elif isinstance(module, T5Stack) and module.memory_tokens is not None:
             initialization.normal_(module.memory_tokens, std=factor)
         elif isinstance(module, nn.Embedding):
@@ -112,10 +116,12 @@ class T5PreTrainedModel(PreTrainedModel):
             initialization.normal_(module.wo.weight, std=factor * self.config.d_ff**-0.5)
         elif isinstance(module, T5Attention):
             spreads = {"q": d_model * d_kv, "cd_q": d_model * d_kv, "k": d_model, "v": d_model}
-            for name, layer in module.named_children():
-                if isinstance(layer, nn.Linear):
-                    inverse = layer.in_features if name == "o" else spreads.get(name, layer.weight.numel())
-                    initialization.normal_(layer.weight, std=factor * inverse**-0.5)
+            layers = {name: getattr(module, name, None) for name in ("q", "k", "v", "o", "cd_q", "cd_w", "T", "W_t")}
+            layers = {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
+            for name, layer in layers.items():
+                inverse = layer.in_features if name == "o" else spreads.get(name, layer.weight.numel())
+                initialization.normal_(layer.weight, std=factor * inverse**-0.5)
+            set_own_values(module, known=(*layers, module.position_name))
         elif isinstance(module, T5ClassificationHead):
             for layer in (module.dense, module.out_proj):
                 initialization.normal_(layer.weight, std=factor * d_model**-0.5)

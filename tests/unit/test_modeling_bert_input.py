@@ -156,7 +156,10 @@ from lm_experiments_tools.attention.positions import PositionScheme
 class Window(PositionScheme):
     def __init__(self, config, bidirectional):
         super().__init__()
-        self.width = torch.nn.Parameter(torch.full((config.num_attention_heads,), 0.5))
+        self.width = torch.nn.Parameter(torch.empty(config.num_attention_heads))
+
+    def reset_parameters(self):
+        torch.nn.init.constant_(self.width, 0.5)
 
     def bias(self, query_length, key_length, offset=0, device=None):
         places = torch.arange(key_length, device=device)

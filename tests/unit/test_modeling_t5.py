@@ -229,7 +229,10 @@ class Distances(PositionScheme):
 
     def __init__(self, config, bidirectional):
         super().__init__()
-        self.slope = nn.Parameter(torch.ones(config.num_heads))
+        self.slope = nn.Parameter(torch.empty(config.num_heads))
+
+    def reset_parameters(self):
+        nn.init.ones_(self.slope)
 
     def bias(self, query_length, key_length, offset=0, device=None):
         queries = torch.arange(query_length, device=device)[:, None] + offset
