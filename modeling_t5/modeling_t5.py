@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss, pad
+from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss, pad
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_outputs import (
     BaseModelOutput,
@@ -568,5 +568,6 @@ def classification_loss(config: T5Config, logits: Tensor, labels: Tensor) -> Ten
     if config.problem_type == "regression":
         return mse_loss(logits.squeeze(), labels.squeeze().to(logits.dtype))
     if config.problem_type == "single_label_classification":
-        return cross_entropy(logits.view(-1, config.num_labels), labels.view(-1))
+        labels = labels.flatten()
+        return token_loss(logits.view(-1, config.num_labels), labels) / (labels != IGNORED).sum().clamp(min=1)
     return binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))

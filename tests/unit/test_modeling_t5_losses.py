@@ -5,7 +5,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from modeling_t5 import T5Config, T5ForConditionalGeneration
+from modeling_t5 import (
+    T5Config,
+    T5EncoderForSequenceClassification,
+    T5ForConditionalGeneration,
+    T5ForSequenceClassification,
+)
 from modeling_t5.losses import chunked_token_loss, token_loss
 
 SIZES = {
@@ -135,6 +140,24 @@ def test_loss_is_its_definition():
             total += (target * (log_z[row] - logits[row])).sum() + 1e-3 * log_z[row] ** 2
     torch.testing.assert_close(token_loss(logits, labels, 1e-3, 0.1), total)
     torch.testing.assert_close(token_loss(logits, labels), F.cross_entropy(logits, labels) * 5)
+
+
+CLASS_LABELS = {"single": torch.tensor([2, 0]), "multi": torch.tensor([[0.0, 1, 1], [1, 0, 0]])}
+
+
+@pytest.mark.parametrize("kind", CLASS_LABELS)
+@pytest.mark.parametrize("cls", [T5ForSequenceClassification, T5EncoderForSequenceClassification])
+def test_losses_of_classes_are_exact_with_weights_of_16_bits(cls, kind):
+    torch.manual_seed(0)
+    model = cls(T5Config(**SIZES, num_labels=3)).bfloat16()
+    ids = batch()["input_ids"]
+    ids[:, -1] = 1
+    got = model(ids, labels=CLASS_LABELS[kind])
+    definition = F.cross_entropy if kind == "single" else F.binary_cross_entropy_with_logits
+    assert got.loss.dtype == torch.float32
+    torch.testing.assert_close(got.loss, definition(got.logits.float(), CLASS_LABELS[kind]))
+    if kind == "single":
+        assert model(ids, labels=torch.tensor([-100, -100])).loss == 0
 
 
 def test_loss_over_the_tokens_of_a_whole_step():
