@@ -60,6 +60,17 @@ def gradients(model, **inputs):
     return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
+def test_initial_values_of_what_transformers_has_not():
+    """Or draws otherwise: N(0, 1 / D), and N(0, 1 / elements) for cdQ's."""
+    model = make(**CDQ, num_cdq_heads=2, d_model=64, num_memory_tokens=8, tie_word_embeddings=False)
+    attention = model.encoder.block[0].layer[0].SelfAttention
+    spreads = {model.lm_head.weight: 64**-0.5, model.encoder.memory_tokens: 1, attention.cd_q.weight: (64 * 4) ** -0.5}
+    for weight in (attention.cd_w.weight, attention.T.weight, attention.W_t.weight):
+        spreads[weight] = weight.numel() ** -0.5
+    for weight, spread in spreads.items():
+        assert weight.std().item() == pytest.approx(spread, rel=0.25)
+
+
 @variants
 def test_variant_trains_all_of_its_parameters_and_survives(settings, tmp_path):
     """Gradients, checkpointed ones, bfloat16 autocast, save and load."""
