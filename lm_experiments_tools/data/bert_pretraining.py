@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.batches import forward_names_of
-from lm_experiments_tools.data.indexed import IndexedDataset, dataset_paths
+from lm_experiments_tools.data.indexed import IndexedDataset, dataset_paths, warn_unrecorded
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, ValidLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.order import stream_key
@@ -155,7 +155,9 @@ def open_sentences(path: str) -> IndexedDataset:
     """The token file of a prefix, which may end in .bin or .idx; UserError for text, or a prefix without files."""
     prefix = path.removesuffix(".bin").removesuffix(".idx")
     if any(file.is_file() for file in dataset_paths(prefix)[:2]):
-        return IndexedDataset(prefix)
+        tokens = IndexedDataset(prefix)
+        warn_unrecorded(prefix, tokens.meta)
+        return tokens
     longer = [name.removesuffix(".idx") for name in sorted(glob.glob(f"{glob.escape(prefix)}_*.idx"))]
     if longer:
         raise UserError(f"there is no {prefix}.idx, but {' and '.join(longer)}: give the whole prefix")

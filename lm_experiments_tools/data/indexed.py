@@ -15,6 +15,7 @@ The format is that of megatron/core/datasets/indexed_dataset.py (Megatron-LM): e
 import glob
 import hashlib
 import json
+import logging
 import os
 import secrets
 import struct
@@ -22,13 +23,15 @@ import tempfile
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from lm_experiments_tools.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -62,6 +65,41 @@ def dataset_exists(prefix: str | os.PathLike) -> bool:
     """True where both PREFIX.bin and PREFIX.idx are files."""
     bin_path, idx_path, _ = dataset_paths(prefix)
     return bin_path.is_file() and idx_path.is_file()
+
+
+def read_meta(prefix: str | os.PathLike) -> dict[str, Any]:
+    """What PREFIX.json holds, {} where there is none; UserError where it cannot be what a writer of ours left."""
+    path = dataset_paths(prefix)[2]
+    if not path.is_file():
+        return {}
+    try:
+        meta = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); delete it or tokenize again") from None
+    if not isinstance(meta, dict):
+        raise UserError(f"{path} holds {type(meta).__name__}, not an object; delete it or tokenize again")
+    for key, kind in _META_TYPES.items():
+        if not isinstance(meta.get(key), (kind, type(None))):
+            raise UserError(
+                f"{path} records {key} {meta[key]!r}, which is no {kind.__name__}; copy it again or tokenize again"
+            )
+    return meta
+
+
+@cache  # said once, however often a run opens the file
+def _warn_unrecorded(meta_path: Path) -> None:
+    fact = "records no vocabulary" if meta_path.is_file() else "does not exist"
+    logger.warning(
+        "%s %s, so that nothing tells whether these tokens are whole and of this vocabulary: copy the .json of "
+        "`lmtools tokenize` or preprocess_data.py beside its .bin and .idx",
+        *(meta_path, fact),
+    )
+
+
+def warn_unrecorded(prefix: str | os.PathLike, meta: dict[str, Any]) -> None:
+    """Say, once for each file, where PREFIX.json (`meta`) does not tell what made the tokens."""
+    if "vocab_sha256" not in meta:
+        _warn_unrecorded(dataset_paths(prefix)[2])
 
 
 def token_prefix(path: str | os.PathLike) -> str | None:
@@ -435,22 +473,7 @@ class IndexedDataset:
         return UserError(f"{self.idx_path} is damaged: {detail}; copy it again or tokenize again")
 
     def _read_meta(self) -> dict[str, Any]:
-        if not self.meta_path.is_file():
-            return {}
-        try:
-            meta = json.loads(self.meta_path.read_bytes())
-        except ValueError as error:
-            raise UserError(f"{self.meta_path} is not valid JSON ({error}); delete it or tokenize again") from None
-        if not isinstance(meta, dict):
-            raise UserError(
-                f"{self.meta_path} holds {type(meta).__name__}, not an object; delete it or tokenize again"
-            )
-        for key, kind in _META_TYPES.items():
-            if not isinstance(meta.get(key), (kind, type(None))):
-                raise UserError(
-                    f"{self.meta_path} records {key} {meta[key]!r}, which is no {kind.__name__}; copy it again or "
-                    "tokenize again"
-                )
+        meta = read_meta(self.prefix)
         facts = {"dtype": self.dtype.name, "num_documents": self.num_documents, "num_tokens": self.num_tokens}
         for key, value in facts.items():
             if meta.get(key, value) != value:
@@ -474,11 +497,18 @@ class IndexedDataset:
         recorded = self.meta.get("bin_sha256")
         if recorded is not None:
             if self.bin_path.stat().st_mtime_ns > self.meta_path.stat().st_mtime_ns:
-                self._check_content(recorded)
+                self.check_content()
             digest.update(str(recorded).encode())
         return digest.hexdigest()
 
-    def _check_content(self, recorded: str) -> None:
+    def check_content(self) -> bool:
+        """Compare the whole .bin with the sha256 that PREFIX.json records, 1 s/GB; False where it records none.
+
+        Raises UserError where they differ.
+        """
+        recorded = self.meta.get("bin_sha256")
+        if recorded is None:
+            return False
         content = hashlib.sha256()
         _update_from_file(content, self.bin_path)
         if content.hexdigest() != recorded:
@@ -486,6 +516,7 @@ class IndexedDataset:
                 f"{self.bin_path} was changed after it was written: its sha256 is {content.hexdigest()[:12]}, "
                 f"{self.meta_path} records {str(recorded)[:12]}; copy both again or tokenize again"
             )
+        return True
 
     def offsets(self, sequences: np.ndarray) -> np.ndarray:
         """Where sequences begin in the .bin, in tokens, int64; the number of sequences stands for its end."""

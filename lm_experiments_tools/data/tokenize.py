@@ -40,8 +40,10 @@ from lm_experiments_tools.data.indexed import (
     IndexedDataset,
     IndexedDatasetWriter,
     dataset_exists,
+    read_meta,
     token_dtype,
     token_prefix,
+    warn_unrecorded,
 )
 from lm_experiments_tools.data.vocabulary import Vocabulary
 from lm_experiments_tools.data.workers import WorkerEnded, ask, serve, start_worker
@@ -134,7 +136,8 @@ def ensure_tokenized(
     """
     if isinstance(data_path, (str, os.PathLike)):
         if (prefix := token_prefix(data_path)) is not None:
-            _check_vocabulary(prefix, vocab_path)
+            check_vocabulary(prefix, vocab_path)
+            warn_unrecorded(prefix, read_meta(prefix))
             return prefix
         inputs = [os.fspath(data_path)]
     else:
@@ -155,8 +158,9 @@ def ensure_tokenized(
     return prefix
 
 
-def _check_vocabulary(prefix: str, vocab_path: str | os.PathLike) -> None:
-    meta = IndexedDataset(prefix).meta
+def check_vocabulary(prefix: str, vocab_path: str | os.PathLike) -> None:
+    """Refuse token files that record another vocabulary; reads nothing but PREFIX.json and the vocabulary."""
+    meta = read_meta(prefix)
     made_with = meta.get("vocab_sha256")
     if made_with is None:  # written by another program: the ids are all there is
         return

@@ -120,7 +120,7 @@ def _source(path: str, vocabulary: "Vocabulary", args: InspectArgs, scratch: Pat
 
     vocab_path = Path(args.vocab)
     if token_prefix(path) is not None:
-        return first_documents(path, open_tokens(path, vocab_path, args), args.documents, scratch)
+        return first_documents(path, open_tokens(path, vocab_path, args), args, scratch)
     limit = args.documents
     if limit is None and (args.streaming or any(piece.kind == "dataset" for piece in plan_pieces([path]))):
         limit = STREAMED_DOCUMENTS

@@ -54,7 +54,7 @@ def run(args: InspectBertArgs) -> None:
         for number, path in enumerate(args.data_path):
             tokens = open_sentences(path)
             check_tokenizer(tokens, tokenizer)
-            sources.append(first_documents(path, tokens, args.documents, Path(folder) / str(number)))
+            sources.append(first_documents(path, tokens, args, Path(folder) / str(number)))
             show_counts(
                 sources[-1],
                 args,

@@ -36,11 +36,13 @@ class LookArgs:
     with --streaming."""
     world_size: int = 1
     """Workers of the run to come: the steps of an epoch, and what stands in a micro-batch, depend on it."""
+    check_gigabytes: float = 8.0
+    """Compare the content of token files with the sha256 of their record up to this size (1 s a GB). 0: never."""
     output: str | None = None
     """Folder for a PNG of document lengths and token frequencies, for each --data_path. None: none."""
 
     def check(self) -> None:
-        check_minimum(self, 0, "samples", "frequent")
+        check_minimum(self, 0, "samples", "frequent", "check_gigabytes")
         check_minimum(self, 1, "documents", "world_size")
 
 
@@ -52,11 +54,13 @@ class Source:
         path: as it was given.
         tokens: of all documents, or of the first ones.
         share: the part of the data that they are, 1.0 for all; None where its size is not known.
+        content: whether the file is as it was written; "" for text.
     """
 
     path: str
     tokens: IndexedDataset
     share: float | None = 1.0
+    content: str = ""
 
     def heading(self) -> str:
         if self.share == 1.0:
@@ -82,22 +86,35 @@ class Wording:
     meanings: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
 
-def first_documents(path: str, tokens: IndexedDataset, limit: int | None, scratch: Path) -> Source:
-    """The first `limit` documents of a token file, copied to the prefix `scratch`; all of them where it is None."""
+def first_documents(path: str, tokens: IndexedDataset, args: LookArgs, scratch: Path) -> Source:
+    """The first `args.documents` of a token file, copied to the prefix `scratch`; all of them where it is None.
+
+    Raises UserError where all are looked at and they are not what was written.
+    """
     import numpy as np
 
     from lm_experiments_tools.data.indexed import IndexedDataset, IndexedDatasetWriter
 
+    limit = args.documents
     if limit is None or limit >= tokens.num_documents:
-        return Source(path, tokens)
+        return Source(path, tokens, content=_content(tokens, args.check_gigabytes))
     with IndexedDatasetWriter(scratch, tokens.dtype) as writer:
         for start in range(0, limit, _DOCUMENTS_AT_ONCE):
             bounds = tokens.document_indices[start : min(start + _DOCUMENTS_AT_ONCE, limit) + 1]
             lengths = tokens.sequence_lengths[bounds[0] : bounds[-1]].astype(np.int64)
             ids = np.asarray(tokens.tokens[writer.num_tokens : writer.num_tokens + int(lengths.sum())])
             writer.add_documents(ids, lengths, np.diff(bounds))
-        writer.finalize({name: tokens.meta[name] for name in _ORIGIN if name in tokens.meta})
-    return Source(path, IndexedDataset(scratch), writer.num_tokens / max(tokens.num_tokens, 1))
+        # None where nothing is recorded: the warning about that is for the file that was copied
+        writer.finalize({name: tokens.meta.get(name) for name in _ORIGIN})
+    share = writer.num_tokens / max(tokens.num_tokens, 1)
+    return Source(path, IndexedDataset(scratch), share, "not compared with its record, because of --documents")
+
+
+def _content(tokens: IndexedDataset, max_gigabytes: float) -> str:
+    gigabytes = tokens.bin_path.stat().st_size / 1e9
+    if gigabytes > max_gigabytes:
+        return f"not compared with its record: {gigabytes:.3g} GB, more than --check_gigabytes {max_gigabytes:g}"
+    return "as written (sha256)" if tokens.check_content() else f"unknown: no sha256 in {tokens.meta_path}"
 
 
 def show_counts(
@@ -127,6 +144,8 @@ def show_counts(
     if sentences:
         print(f"  sentences  {counts.num_sequences:,}")
     print(f"  tokens     {counts.num_tokens:,}{text}")
+    if source.content:
+        print(f"  content    {source.content}")
     print(f"  length     {_percentiles(counts.length_percentiles())}   (tokens of a document)")
     if sentences:
         print(f"             {_percentiles(length_percentiles(counts.sequence_lengths))}   (tokens of a sentence)")

@@ -1,6 +1,8 @@
 """`lmtools inspect`: what it counts is what is there, what it shows is what the model gets."""
 
+import hashlib
 import json
+import os
 import re
 from itertools import pairwise
 
@@ -10,6 +12,7 @@ import pytest
 from lm_experiments_tools.data.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.data.samples import render_ids, render_predictions, render_sample
 from lm_experiments_tools.data.statistics import token_statistics
+from lm_experiments_tools.data.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main
 from megatron.bert_dataset import BertDataset
@@ -303,6 +306,51 @@ def bert(tmp_path_factory):
 def inspect_bert(bert, *flags: str) -> int:
     data = ["--data_path", str(bert / "train"), "--vocab_file", str(bert / "vocab.txt"), "--input_seq_len", "32"]
     return main(["inspect_bert", *data, *flags])
+
+
+def flip_a_bit(path) -> None:
+    """The lowest bit of the first id, which stays inside the vocabulary; times as before, as `rsync -t` gives them."""
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    content = path.read_bytes()
+    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    os.utime(path, ns=times)
+
+
+def test_a_flipped_bit_is_one_sentence(vocab, text, capsys):
+    tokenize_corpus(["text.jsonl"], vocab, "tokens", workers=1)
+    small = ["--data_path", "tokens", "--samples", "0"]
+    assert inspect(vocab, *small) == 0 and "content    as written (sha256)" in capsys.readouterr().out
+    flip_a_bit(text / "tokens.bin")
+    assert inspect(vocab, *small) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(r"error: tokens\.bin was changed after it was written: its sha256 is \w+, tokens\.json rec", error)
+    assert inspect(vocab, *small, "--check_gigabytes", "0") == 0
+    assert "content    not compared with its record: " in capsys.readouterr().out
+    assert inspect(vocab, *small, "--documents", "4") == 0 and "because of --documents" in capsys.readouterr().out
+
+
+def test_bert_names_a_flipped_bit(bert, tmp_path, capsys):
+    assert inspect_bert(bert, "--samples", "0") == 0
+    assert f"content    unknown: no sha256 in {bert}" in capsys.readouterr().out
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"t{suffix}").write_bytes((bert / f"train{suffix}").read_bytes())
+    recorded = hashlib.sha256((bert / "train.bin").read_bytes()).hexdigest()
+    (tmp_path / "t.json").write_text(json.dumps({"bin_sha256": recorded}))
+    flip_a_bit(tmp_path / "t.bin")
+    assert inspect_bert(bert, "--data_path", str(tmp_path / "t"), "--samples", "0") == 2
+    assert "t.bin was changed after it was written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("record", [None, "{}"])
+@pytest.mark.parametrize("flags", [[], ["--documents", "4"]])
+def test_tokens_without_a_record_get_one_warning(vocab, text, caplog, record, flags):
+    tokenize_corpus(["text.jsonl"], vocab, "tokens", workers=1)
+    (text / "tokens.json").unlink() if record is None else (text / "tokens.json").write_text(record)
+    name = str(text / "tokens")  # a name of its own: a file is warned of once in a process
+    assert inspect(vocab, "--data_path", name, "--input_seq_len", "16", "--samples", "0", *flags) == 0
+    warnings = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
+    fact = "does not exist" if record is None else "records no vocabulary"
+    assert len(warnings) == 1 and warnings[0].startswith(f"{name}.json {fact}, so that nothing tells")
 
 
 @pytest.mark.parametrize("nsp", ["swap", "random"])
