@@ -32,7 +32,7 @@ def block_sparse_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: SparsityConfig | Layout | None = None,
+    layout: SparsityConfig | Layout | Tensor | None = None,
     bias: DistanceBias | Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     segment_ids: Segments | None = None,
@@ -43,14 +43,18 @@ def block_sparse_attention(
 ) -> Tensor:
     """softmax(q k^T * scale + bias) v over the keys that layout and masks leave, with exact gradients, of bias too.
 
-    Lengths need not be multiples of the layout's block. Queries that may attend to nothing give zeros and get zero
-    gradients. Lists made from a layout are kept with the object: use one object for many calls.
+    Lengths need not be multiples of the layout's block. Queries that may attend to nothing, or have a bias of -inf at
+    all that they may, give zeros and get zero gradients. Inputs must be finite, also where masks hide them: 0 times
+    NaN is NaN, as in PyTorch's own attention. Lists made from a layout are kept with the object: use one object for
+    many calls.
 
     Args:
         q: [batch, heads, query_length, head_dim], float16, bfloat16, float32 or float64.
         k: [batch, heads, key_length, head_dim].
         v: [batch, heads, key_length, any].
-        layout: a configuration of `layouts` (self-attention), a `Layout`, or None for all blocks.
+        layout: a configuration of `layouts` (self-attention), a `Layout`, a tensor [heads or 1, query_blocks,
+            key_blocks] of 0 and 1 whose block, query_length / query_blocks rounded up, is a power of two, or None for
+            all blocks.
         bias: `T5Bias`, `AlibiBias` (neither ever becomes an N x N matrix outside the backends "reference" and "sdpa"),
             or a matrix [1 or batch, 1 or heads, query_length, key_length]. Added after scaling.
         key_padding_mask: bool [batch, key_length], True where keys are attended to.
@@ -76,6 +80,8 @@ def block_sparse_attention(
 
 def _attend(*arguments: object, backend: str) -> Tensor:
     request = check(*arguments)
+    if request.q.is_meta:
+        raise UserError("q, k and v are on the meta device and hold no numbers: move them to a CPU or GPU.")
     module, _ = _choose(request, backend)
     seed = int(torch.randint(1 << 62, (), dtype=torch.int64)) if request.dropout_p else 0
     return module.attend(request, seed)
@@ -102,7 +108,7 @@ def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: SparsityConfig | Layout | None = None,
+    layout: SparsityConfig | Layout | Tensor | None = None,
     bias: DistanceBias | Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     segment_ids: Segments | None = None,

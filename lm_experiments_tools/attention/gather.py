@@ -138,6 +138,7 @@ class Call:
     segments: list[Tensor] | None  # of queries and keys, int [batch * query_blocks or key_blocks, block]
     dropout_p: float
     seed: int
+    blocking_bias: bool = False  # whether the bias may be -inf for all keys of a query
 
     @property
     def query_blocks(self) -> int:
@@ -223,7 +224,7 @@ def probabilities(call: Call, piece: Piece, q: Tensor, k: Tensor, tiles: Tensor 
         chosen = chosen.view(parts, size, width, block, block).transpose(2, 3)
         scores.view(parts, size, block, width, block).copy_(chosen)
     scores.baddbmm_(q, k.transpose(1, 2), beta=0.0 if tiles is None else 1.0, alpha=call.scale)
-    masked = False
+    masked = call.blocking_bias
     column = (piece.place.batch * call.key_blocks + piece.place.column).flatten(1)
     if call.key_mask is not None:
         keep = call.key_mask[column].flatten(1)
@@ -249,7 +250,7 @@ def dropout_mask(call: Call, piece: Piece, like: Tensor) -> Tensor | None:
     # Four 16-bit numbers of each 64-bit word: drawing one float a score costs as much as three matrix products.
     words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
     words.random_(-(2**63), None, generator=generator)
-    dropped = round(call.dropout_p * 65536)
+    dropped = min(round(call.dropout_p * 65536), 65535)
     keep = words.view(torch.int16)[: like.numel()].view(like.shape) >= dropped - 32768
     return keep.to(like.dtype).mul_(65536 / (65536 - dropped))
 
@@ -355,10 +356,22 @@ def attend(request: Request, seed: int) -> Tensor:
         segments=segments,
         dropout_p=request.dropout_p,
         seed=seed,
+        blocking_bias=_may_block(request),
     )
     q = _pad(request.q, lengths[0], dim=2)
     k, v = (_pad(x, lengths[1], dim=2) for x in (request.k, request.v))
     return _GatherAttention.apply(q, k, v, None if tiles is None else tiles.tiles, call)[:, :, :query_length]
+
+
+def _may_block(request: Request) -> bool:
+    """Whether the bias has -inf anywhere; on a GPU, where looking would make it wait, whether there is one."""
+    bias = request.bias
+    if bias is None:
+        return False
+    if request.q.device.type != "cpu":
+        return True
+    values = bias if isinstance(bias, Tensor) else bias.table(max(request.scores_shape[2:]))
+    return bool(values.detach().amin() == -torch.inf)
 
 
 def _pad(x: Tensor, length: int, dim: int = 1) -> Tensor:

@@ -6,9 +6,11 @@ device for as long as the layout lives.
 
 from __future__ import annotations
 
+import reprlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Protocol
 
 import torch
@@ -33,24 +35,39 @@ class Layout:
     """Which key blocks each query block attends to, for inputs of one length.
 
     Args:
-        blocks: [heads or 1, query_blocks, key_blocks], non-zero where attended; 1 holds for all heads.
+        blocks: [heads or 1, query_blocks, key_blocks], True or 1 where attended; 1 holds for all heads.
         block: tokens of a block, in queries and in keys.
+
+    Raises:
+        UserError: blocks of another shape, or with other values than 0 and 1; a block that is no number of tokens.
     """
 
     blocks: Tensor
     block: int
 
     def __post_init__(self) -> None:
-        if self.blocks.dim() != 3 or self.block < 1:
+        if not isinstance(self.blocks, Tensor) or self.blocks.dim() != 3 or self.blocks.is_meta:
             raise UserError(
-                f"Layout: blocks has shape {list(self.blocks.shape)} and block is {self.block}; blocks must be "
-                "[heads or 1, query_blocks, key_blocks] and block at least 1."
+                f"Layout: blocks is {describe(self.blocks)}; it must be a tensor "
+                "[heads or 1, query_blocks, key_blocks]."
             )
+        if not isinstance(self.block, Integral) or isinstance(self.block, bool) or self.block < 1:
+            raise UserError(f"Layout: block is {self.block!r}; it must be a whole number of tokens, at least 1.")
+        if self.blocks.dtype != torch.bool and not ((self.blocks == 0) | (self.blocks == 1)).all():
+            raise UserError("Layout: blocks has values besides 0 and 1; it must be 1 where attended and 0 elsewhere.")
 
     @property
     def density(self) -> float:
         """Fraction of blocks attended to."""
         return self.blocks.count_nonzero().item() / max(1, self.blocks.numel())
+
+
+def describe(x: object) -> str:
+    """dtype and shape of a tensor, and its device unless that is the CPU; a short form of anything else."""
+    if not isinstance(x, Tensor):
+        return f"{reprlib.repr(x)} ({type(x).__name__})"
+    device = "" if x.device.type == "cpu" else f" on {x.device}"
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}{device}"
 
 
 def num_blocks(length: int, block: int) -> int:
@@ -73,25 +90,61 @@ def cached(owner: object, key: tuple, make: Callable[[], object]) -> object:
 
 
 def resolve_layout(
-    layout: SparsityConfig | Layout | None, num_heads: int, query_length: int, key_length: int
+    layout: SparsityConfig | Layout | Tensor | None, num_heads: int, query_length: int, key_length: int
 ) -> Layout:
     """The blocks of a layout for these lengths; inputs that do not fill the last block are padded there.
+
+    The blocks of a tensor have query_length / query_blocks tokens, rounded up. That must be a power of two: it is then
+    the only one that gives so many blocks, while another number may be a larger block that is not filled.
 
     Returns:
         Layout with bool blocks [num_heads or 1, query_blocks, key_blocks] on the CPU; 1 where all heads are alike.
 
     Raises:
-        UserError: the layout is for other heads or lengths, or is made from a length but asked for cross-attention.
+        UserError: no layout; one for other heads or lengths; one made from a length but asked for cross-attention; a
+            tensor whose block cannot be told.
     """
-    owner, block = (_DENSE, DENSE_BLOCK) if layout is None else (layout, layout.block)
-    # What the object says now: blocks written to and settings changed since are seen.
-    version = layout.blocks._version if isinstance(layout, Layout) else repr(layout)
+    if isinstance(layout, Tensor):
+        block = _block_of(layout, query_length)
+    elif layout is None:
+        block = DENSE_BLOCK
+    elif isinstance(layout, Layout) or (callable(getattr(layout, "make_layout", 0)) and not isinstance(layout, type)):
+        block = layout.block
+    else:
+        raise UserError(
+            f"layout is {describe(layout)}; it must be a configuration (get_sparsity_config finds one by name), a "
+            "Layout, a tensor [heads or 1, query_blocks, key_blocks] or None."
+        )
     shape = num_blocks(query_length, block), num_blocks(key_length, block), query_length == key_length
     return cached(
-        owner,
-        ("blocks", num_heads, *shape, version),
-        lambda: _resolve(layout, num_heads, query_length, key_length),
+        _DENSE if layout is None else layout,
+        ("blocks", num_heads, *shape, block, _version(layout)),
+        lambda: _resolve(
+            *(Layout(layout, block) if isinstance(layout, Tensor) else layout, num_heads, query_length, key_length)
+        ),
     )
+
+
+def _block_of(blocks: Tensor, query_length: int) -> int:
+    """Tokens of a block of a layout that is given as a tensor."""
+    rows = blocks.shape[1] if blocks.dim() == 3 else 0
+    block = num_blocks(query_length, rows) if rows else 0
+    if block < 1 or block & (block - 1):
+        problem = f"{block} tokens a block are no power of two" if rows else "that is not [heads or 1, rows, columns]"
+        raise UserError(
+            f"layout is {describe(blocks)} for {query_length} queries, but {problem}: wrap it, Layout(blocks, block)."
+        )
+    return block
+
+
+def _version(layout: SparsityConfig | Layout | Tensor | None) -> object:
+    """What the object says now, so that blocks written to and settings changed since are seen."""
+    blocks = layout.blocks if isinstance(layout, Layout) else layout
+    if not isinstance(blocks, Tensor):
+        return repr(layout)
+    if blocks.is_inference():  # these count no versions
+        return (blocks != 0).cpu().numpy().tobytes()
+    return blocks._version
 
 
 def _resolve(layout: SparsityConfig | Layout | None, num_heads: int, query_length: int, key_length: int) -> Layout:

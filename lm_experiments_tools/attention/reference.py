@@ -17,7 +17,7 @@ def attend_mask(
     num_heads: int,
     query_length: int,
     key_length: int,
-    layout: SparsityConfig | Layout | None = None,
+    layout: SparsityConfig | Layout | Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     segment_ids: Segments | None = None,
     causal: bool = False,
@@ -46,7 +46,7 @@ def attend_mask(
 def attention_probabilities(
     q: Tensor,
     k: Tensor,
-    layout: SparsityConfig | Layout | None = None,
+    layout: SparsityConfig | Layout | Tensor | None = None,
     bias: DistanceBias | Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     segment_ids: Segments | None = None,
@@ -69,6 +69,7 @@ def attention_probabilities(
         *(batch, num_heads, query_length, key_length),
         *(layout, key_padding_mask, segment_ids, causal, q.device),
     )
+    mask = mask & ~scores.isneginf()
     # Finite, so that a row of nothing else has finite gradients; those of masked places are zero either way.
     probabilities = scores.masked_fill(~mask, torch.finfo(torch.float64).min / 2).softmax(-1)
     return probabilities.masked_fill(~mask, 0.0)
@@ -87,7 +88,7 @@ def reference_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: SparsityConfig | Layout | None = None,
+    layout: SparsityConfig | Layout | Tensor | None = None,
     bias: DistanceBias | Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     segment_ids: Segments | None = None,

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
 
 from lm_experiments_tools.attention.bias import DistanceBias
-from lm_experiments_tools.attention.plan import Layout, SparsityConfig, cached, resolve_layout
+from lm_experiments_tools.attention.plan import Layout, SparsityConfig, cached, describe, resolve_layout
 from lm_experiments_tools.errors import UserError
 
 Segments = Tensor | tuple[Tensor, Tensor]
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: SparsityConfig | Layout | None,
+    layout: SparsityConfig | Layout | Tensor | None,
     bias: DistanceBias | Tensor | None,
     key_padding_mask: Tensor | None,
     segment_ids: Segments | None,
@@ -79,15 +81,15 @@ def check(
     _check_tensors(q, k, v)
     batch, num_heads, query_length, head_dim = q.shape
     key_length = k.shape[2]
-    if not 0.0 <= dropout_p < 1.0:
-        raise UserError(f"dropout_p is {dropout_p}; it must be at least 0 and below 1.")
-    if scale is not None and not math.isfinite(scale):
-        raise UserError(f"scale is {scale}; it must be a finite number.")
+    if not (_is_number(dropout_p) and 0.0 <= dropout_p < 1.0):
+        raise UserError(f"dropout_p is {dropout_p!r}; it must be a number of at least 0 and below 1.")
+    if scale is not None and not (_is_number(scale) and math.isfinite(scale)):
+        raise UserError(f"scale is {scale!r}; it must be a finite number (a learned one is multiplied into q).")
     _check_bias(bias, q, key_length)
     if key_padding_mask is not None:
-        if key_padding_mask.shape != (batch, key_length) or key_padding_mask.dtype != torch.bool:
+        if not _is_bool(key_padding_mask) or key_padding_mask.shape != (batch, key_length):
             raise UserError(
-                f"key_padding_mask is {_describe(key_padding_mask)}; it must be bool [{batch}, {key_length}] (batch, "
+                f"key_padding_mask is {describe(key_padding_mask)}; it must be bool [{batch}, {key_length}] (batch, "
                 "key_length), True where keys are attended to."
             )
         if key_padding_mask.device.type == "cpu" and key_padding_mask.all():  # looking would make a GPU wait
@@ -99,15 +101,19 @@ def check(
     )
 
 
-def _describe(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+def _is_number(x: object) -> bool:
+    return isinstance(x, Real) and not isinstance(x, bool)
+
+
+def _is_bool(x: object) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.bool
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4 or x.dtype not in _FLOATS or 0 in x.shape:
+        if not isinstance(x, Tensor) or x.dim() != 4 or x.dtype not in _FLOATS or 0 in x.shape:
             raise UserError(
-                f"{name} is {_describe(x)}; it must be float [batch, heads, length, head_dim], none of them 0."
+                f"{name} is {describe(x)}; it must be float [batch, heads, length, head_dim], none of them 0."
             )
     if k.shape[:3] != v.shape[:3] or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise UserError(
@@ -115,10 +121,11 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             "be equal in all, length in k and v, head_dim in q and k."
         )
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
-        raise UserError(
-            f"q, k and v must share dtype and device; they are {q.dtype} on {q.device}, {k.dtype} on {k.device} and "
-            f"{v.dtype} on {v.device}."
-        )
+        raise UserError(f"q, k and v must share dtype and device; they are {_home(q)}, {_home(k)} and {_home(v)}.")
+
+
+def _home(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} on {x.device}"
 
 
 def _check_bias(bias: DistanceBias | Tensor | None, q: Tensor, key_length: int) -> None:
@@ -126,6 +133,8 @@ def _check_bias(bias: DistanceBias | Tensor | None, q: Tensor, key_length: int) 
         return
     batch, num_heads, query_length, _ = q.shape
     if not isinstance(bias, Tensor):
+        if not callable(getattr(bias, "table", None)):
+            raise UserError(f"bias is {describe(bias)}; it must be a T5Bias, an AlibiBias, a matrix or None.")
         if bias.num_heads != num_heads:
             raise UserError(f"The bias has values for {bias.num_heads} heads, but q has {num_heads}.")
     elif (
@@ -136,7 +145,7 @@ def _check_bias(bias: DistanceBias | Tensor | None, q: Tensor, key_length: int) 
         or bias.dtype not in _FLOATS
     ):
         raise UserError(
-            f"bias is {_describe(bias)}; it must be float [1 or {batch}, 1 or {num_heads}, {query_length}, "
+            f"bias is {describe(bias)}; it must be float [1 or {batch}, 1 or {num_heads}, {query_length}, "
             f"{key_length}] (batch, heads, query_length, key_length)."
         )
 
@@ -153,7 +162,12 @@ def _check_segments(
                 f"[{batch}, {query_length}] for queries and [{batch}, {key_length}] for keys."
             )
         segment_ids = segment_ids, segment_ids
+    if not (isinstance(segment_ids, tuple | list) and len(segment_ids) == 2):
+        raise UserError(
+            f"segment_ids is {describe(segment_ids)}; it must be an integer tensor [batch, length], or a pair, "
+            f"[{batch}, {query_length}] for queries and [{batch}, {key_length}] for keys."
+        )
     for ids, length, what in zip(segment_ids, (query_length, key_length), ("queries", "keys"), strict=True):
-        if ids.shape != (batch, length) or ids.is_floating_point():
-            raise UserError(f"segment_ids of {what} is {_describe(ids)}; it must be integer [{batch}, {length}].")
-    return segment_ids
+        if not isinstance(ids, Tensor) or ids.shape != (batch, length) or ids.dtype not in _INTEGERS:
+            raise UserError(f"segment_ids of {what} is {describe(ids)}; it must be integer [{batch}, {length}].")
+    return tuple(segment_ids)

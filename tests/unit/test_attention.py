@@ -241,6 +241,43 @@ def test_queries_that_may_attend_to_nothing_give_zeros_and_get_none(backend):
     assert (dq[nothing] == 0).all() and (dk[1] == 0).all() and (dv[1] == 0).all() and dw.isfinite().all()
 
 
+@pytest.mark.parametrize("backend", ["reference", "gather", "sdpa", pytest.param("flex", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_bias_of_minus_infinity_takes_keys_out_and_a_row_of_them_gives_zeros(masked, backend):
+    """Against the definition written out, over the keys that are left; also where a mask takes the last of them."""
+    q, k, v = tensors(2, 2, 40, 16, seed=4)
+    (bias,) = tensors(2, 2, 40, 40, count=1)
+    keep = torch.ones(2, 40, dtype=torch.bool)
+    with torch.no_grad():
+        bias[0, 0, 3] = bias[1, 0, 39] = bias[0, 1, 7, :20] = bias[1, 1, :, 5] = bias[1, 0, 9, :30] = -torch.inf
+        keep[1, 30:] = not masked
+    left = ~bias.detach().isneginf() & keep[:, None, None, :]
+    weights = torch.where(left, (q @ k.mT / 4 + bias).exp(), 0.0)
+    expected = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) @ v
+    alive = left.any(-1, keepdim=True).expand_as(expected)
+    assert (~alive).any(-1).sum() == (3 if masked else 2)
+    leaves = [q, k, v, bias]
+    if backend == "flex":  # forward only
+        leaves = [x.detach().float() for x in leaves]
+    output = block_sparse_attention(*leaves[:3], None, leaves[3], keep if masked else None, backend=backend)
+    assert (output[~alive] == 0).all()
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-6 if backend == "flex" else 1e-12)
+    if backend != "flex":
+        found, wanted = (torch.autograd.grad(x.square().sum(), leaves) for x in (output, expected))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_a_learned_bucket_of_minus_infinity_gives_zeros_where_it_is_all_there_is():
+    q, k, v = tensors(1, 2, 20, 8)
+    (weight,) = tensors(32, 2, count=1)
+    with torch.no_grad():
+        weight[:, 0] = -torch.inf
+    output = block_sparse_attention(q, k, v, None, T5Bias(weight), backend="gather")
+    assert (output[:, 0] == 0).all() and (output[:, 1] != 0).all()
+    assert all(x.isfinite().all() for x in torch.autograd.grad(output.square().sum(), [q, k, v, weight]))
+
+
 def test_causal_is_token_by_token_whatever_the_layout():
     q, k, v = tensors(1, 2, 48, 8)
     output = block_sparse_attention(q, k, v, BigBirdSparsityConfig(2, block=16), causal=True, backend="gather")
@@ -271,6 +308,12 @@ def test_dropout_drops_each_weight_with_probability_p_and_scales_the_rest(backen
     for dims, size in (((0, 1, 2), 600), ((0, 1, 3), 600), ((2, 3), 10_000)):
         assert (kept.double().mean(dims) - 0.7).abs().max() < 5 * spread / size**0.5
     assert len(kept.flatten(0, 2).unique(dim=0)) == 600
+
+
+def test_dropout_of_nearly_everything_is_finite():
+    q, k, v = tensors(1, 2, 40, 8)
+    output = block_sparse_attention(q, k, v, dropout_p=0.999999, backend="gather")
+    assert output.isfinite().all() and (output == 0).double().mean() > 0.9
 
 
 def test_dropout_follows_torchs_seed_and_not_the_head_dimension():
@@ -368,6 +411,31 @@ def test_lists_follow_changes_of_a_layout_and_go_with_it():
     assert gone() is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_a_tensor_is_a_layout_whose_block_the_length_tells(dtype):
+    q, k, v = (x.detach() for x in tensors(1, 2, 64, 8))
+    for length, queries in ((64, 64), (61, 31)):  # self-attention, and cross-attention with a block that is not filled
+        blocks = (torch.rand(2, num_blocks(queries, 16), 4) < 0.6).to(dtype)
+        inputs = q[:, :, :queries], k[:, :, :length], v[:, :, :length]
+        expected = block_sparse_attention(*inputs, Layout(blocks, 16))
+        assert torch.equal(block_sparse_attention(*inputs, blocks), expected)
+        assert explain(*inputs, blocks).density == (blocks != 0).double().mean()
+        blocks.fill_(1)
+        torch.testing.assert_close(
+            block_sparse_attention(*inputs, blocks), block_sparse_attention(*inputs), rtol=0, atol=1e-12
+        )
+
+
+def test_a_layout_made_in_inference_mode_serves():
+    q, k, v = (x.detach() for x in tensors(1, 2, 64, 8))
+    with torch.inference_mode():
+        blocks = torch.zeros(1, 4, 4, dtype=torch.bool)
+        assert (block_sparse_attention(q, k, v, Layout(blocks, 16)) == 0).all()
+        assert (block_sparse_attention(q, k, v, blocks) == 0).all()
+        blocks[:] = True
+        assert (block_sparse_attention(q, k, v, blocks) != 0).all()
+
+
 @pytest.mark.slow
 def test_torch_compile_breaks_the_graph_and_changes_nothing():
     q, k, v = tensors(1, 2, 64, 8, dtype=torch.float32)
@@ -423,7 +491,27 @@ Q = torch.zeros(2, 4, 32, 8)
         ({"q": Q[0]}, r"q is float32 \[4, 32, 8\]; it must be float \[batch, heads, length, head_dim\]"),
         ({"k": Q[:, :2]}, r"k \[2, 2, 32, 8\] .* do not belong together"),
         ({"v": Q[:, :, :31]}, "do not belong together"),
-        ({"v": Q.double()}, "must share dtype and device"),
+        (
+            {"v": Q.double()},
+            "must share dtype and device; they are float32 on cpu, float32 on cpu and float64 on cpu",
+        ),
+        ({"q": [[1.0]]}, r"q is \[\[1.0\]\] \(list\); it must be float"),
+        ({"q": Q.to("meta"), "k": Q.to("meta"), "v": Q.to("meta")}, "on the meta device and hold no numbers"),
+        ({"dropout_p": "0.1"}, "dropout_p is '0.1'; it must be a number"),
+        ({"dropout_p": -0.1}, "dropout_p is -0.1"),
+        ({"scale": "1"}, "scale is '1'; it must be a finite number"),
+        ({"scale": torch.ones(())}, "a learned one is multiplied into q"),
+        ({"bias": "alibi"}, r"bias is 'alibi' \(str\); it must be a T5Bias"),
+        ({"key_padding_mask": [True]}, r"key_padding_mask is \[True\] \(list\); it must be bool"),
+        ({"segment_ids": (torch.zeros(2, 32, dtype=torch.long),) * 3}, "or a pair, .* for queries and .* for keys"),
+        ({"segment_ids": torch.ones(2, 32, dtype=torch.bool)}, "segment_ids of queries is bool"),
+        ({"segment_ids": True}, r"segment_ids is True \(bool\)"),
+        ({"layout": "bigbird"}, r"layout is 'bigbird' \(str\); it must be a configuration"),
+        ({"layout": BigBirdSparsityConfig}, "it must be a configuration"),
+        ({"layout": torch.ones(4, 3, 3)}, r"float32 \[4, 3, 3\] for 32 queries, but 11 tokens a block .*: wrap it"),
+        ({"layout": torch.ones(2, 2)}, r"float32 \[2, 2\] for 32 queries, but that is not \[heads or 1"),
+        ({"layout": torch.full((4, 2, 2), 0.5)}, "values besides 0 and 1"),
+        ({"layout": torch.ones(4, 2, 4)}, r"blocks \[4, 2, 4\] of 16 tokens, but .* need \[4 or 1, 2, 2\]"),
         ({"q": Q.long()}, "q is int64"),
         ({"q": Q[:, :, :0]}, "none of them 0"),
         ({"dropout_p": 1.0}, "dropout_p is 1.0"),
@@ -458,7 +546,13 @@ def test_what_does_not_fit_is_refused_with_a_sentence(arguments, sentence):
         (lambda: T5Bias(torch.zeros(2, 4), num_buckets=2), "num_buckets at least 4"),
         (lambda: T5Bias(torch.zeros(32, 4), max_distance=8), "max_distance=8 must be larger"),
         (lambda: AlibiBias(torch.zeros(2, 2)), r"slopes has shape \[2, 2\]"),
-        (lambda: Layout(torch.zeros(2, 2), 16), r"blocks has shape \[2, 2\]"),
+        (lambda: Layout(torch.zeros(2, 2), 16), r"blocks is float32 \[2, 2\]; it must be a tensor"),
+        (lambda: Layout([[[1]]], 16), r"blocks is \[\[\[1\]\]\] \(list\); it must be a tensor"),
+        (lambda: Layout(torch.ones(1, 2, 2, device="meta"), 16), r"blocks is float32 \[1, 2, 2\] on meta"),
+        (lambda: Layout(torch.tensor([[[1.0, torch.nan]]]), 16), "values besides 0 and 1"),
+        (lambda: Layout(torch.tensor([[[1, -1]]]), 16), "values besides 0 and 1"),
+        (lambda: Layout(torch.ones(1, 2, 2), 16.0), "block is 16.0; it must be a whole number of tokens"),
+        (lambda: Layout(torch.ones(1, 2, 2), 0), "block is 0; it must be a whole number of tokens"),
     ],
 )
 def test_biases_and_layouts_that_make_no_sense_are_refused(make, sentence):
