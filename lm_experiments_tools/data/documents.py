@@ -376,9 +376,10 @@ class Quarantine:
 
     def error(self) -> UserError:
         """The sentence for "too many bad lines"."""
+        key = ", name the key that holds the text" if f": {NO_KEY} " in self.first else ""
         return UserError(
             f"more than {self.limit} bad lines: {self.count} so far, the first is {self.first}; they are listed in "
-            f"{self.path}: mend them or allow more with --max_bad_lines"
+            f"{self.path}: mend them{key} or allow more with --max_bad_lines"
         )
 
     def close(self) -> None:
@@ -392,8 +393,9 @@ class Quarantine:
 
 def no_documents(inputs: Sequence[str], bad_lines: int = 0, first: str = "", listed_in: object = "") -> UserError:
     """The sentence for inputs that hold no document; `first` of the bad lines with its reason, the file of all."""
-    details = f" (the first: {first}; all are listed in {listed_in})" if first else ""
-    remedy = ": name the key of the text by --text_key" if ": no key " in first else ""
+    listed = f"; all are listed in {listed_in}" if listed_in else ""
+    details = f" (the first: {first}{listed})" if first else ""
+    remedy = ": name the key of the text by --text_key" if f": {NO_KEY} " in first else ""
     return UserError(
         f"there is no document in {_listed(inputs)}: {bad_lines} bad lines and nothing else{details}{remedy}"
     )

@@ -42,6 +42,7 @@ _META_TYPES = {  # of what other modules read in PREFIX.json
     **dict.fromkeys(("num_bytes", "bad_lines", "num_sequences", "empty_documents"), int),
     **dict.fromkeys(("vocab_file", "vocab_sha256", "bin_sha256", "tokenizer_fingerprint"), str),
     "shard": dict,
+    "input": list,
 }
 _TOKEN_BYTES = 6  # of the part of a temporary name that is nobody else's
 _CHECK_BLOCK = 1 << 20  # index entries checked at a time: bounds the memory of opening a large index

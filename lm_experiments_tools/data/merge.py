@@ -20,7 +20,7 @@ from lm_experiments_tools.files import locked
 _SUFFIX = re.compile(r"\.(bin|idx|json|bad_lines\.jsonl)$")
 _SHARD = "-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].idx"
 _SUMMED = ("num_documents", "num_sequences", "num_tokens", "num_bytes", "bad_lines", "empty_documents")
-_OWN = (*_SUMMED, "bin_sha256", "shard", "vocab_file")  # what may differ between files that belong together
+_OWN = (*_SUMMED, "bin_sha256", "shard", "vocab_file", "input")  # what may differ between files that belong together
 
 
 def merge_datasets(inputs: Sequence[str], output_prefix: str | os.PathLike) -> dict[str, Any]:
@@ -135,14 +135,26 @@ def _write(datasets: list[IndexedDataset], output: str) -> dict[str, Any]:
         meta.setdefault("num_documents", sum(dataset.num_documents for dataset in datasets))
         meta.setdefault("num_tokens", writer.num_tokens)
         meta |= {"bin_sha256": writer.bin_sha256}
-        _join_bad_lines(datasets, f"{output}.bad_lines.jsonl")
-        writer.finalize(meta)
+        if all("input" in dataset.meta for dataset in datasets):
+            meta["input"] = list(dict.fromkeys(item for dataset in datasets for item in dataset.meta["input"]))
+        else:
+            meta.pop("input", None)
+        bad_lines = Path(f"{output}.bad_lines.jsonl")
+        joined = bad_lines.with_name(f"{bad_lines.name}.tmp")
+        try:
+            _join_bad_lines(datasets, joined)
+            writer.finalize(meta)
+            if joined.exists():
+                joined.replace(bad_lines)
+            else:
+                bad_lines.unlink(missing_ok=True)
+        finally:
+            joined.unlink(missing_ok=True)
     return meta
 
 
-def _join_bad_lines(datasets: list[IndexedDataset], output: str) -> None:
+def _join_bad_lines(datasets: list[IndexedDataset], output: Path) -> None:
     lists = [path for dataset in datasets if os.path.exists(path := f"{dataset.prefix}.bad_lines.jsonl")]
-    Path(output).unlink(missing_ok=True)
     if lists:
         with open(output, "wb") as joined:
             for path in lists:

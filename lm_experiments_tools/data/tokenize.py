@@ -70,6 +70,7 @@ def tokenize_corpus(
     encode_by: str = "line",
     show_progress: bool | None = None,
     shard: tuple[int, int] | None = None,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Encode all documents of `inputs` into PREFIX.bin / .idx / .json; returns what PREFIX.json holds.
 
@@ -84,9 +85,11 @@ def tokenize_corpus(
             ties come out differently, because SentencePiece sums scores in float32).
         show_progress: a progress bar on stderr; None shows it on a terminal.
         shard: (i, n) encodes the i-th of n parts, 0 <= i < n, into `shard_prefix(PREFIX, i, n)`.
+        overwrite: replace token files of other inputs, or of another vocabulary.
 
     Raises:
-        UserError: an input or the vocabulary cannot be read, there is no document, or there are too many bad lines.
+        UserError: an input or the vocabulary cannot be read, there is no document, there are too many bad lines, or
+            PREFIX holds something else.
     """
     if encode_by not in ("line", "document"):
         raise UserError(f"encode_by is {encode_by!r}; it can be 'line' or 'document'")
@@ -95,27 +98,27 @@ def tokenize_corpus(
     vocabulary = Vocabulary.load(vocab_path)
     encoding = Encoding(os.path.abspath(vocabulary.path), vocabulary.sha256, text_key, append_eos, encode_by)
     prefix = os.fspath(output_prefix)
-    origin: dict[str, Any] = {}
+    origin: dict[str, Any] = {"input": [os.path.abspath(item) if os.path.exists(item) else item for item in inputs]}
     if shard is None:
         pieces = plan_pieces(inputs)
     else:
         pieces, source = _part_of_plan(inputs, *shard, encoding)
-        origin = {"shard": {"number": shard[0], "of": shard[1], "source": source}}
+        origin["shard"] = {"number": shard[0], "of": shard[1], "source": source}
         prefix = shard_prefix(prefix, *shard)
     folder = Path(f"{prefix}.pieces")
     with locked(Path(f"{prefix}.lock")):
+        if not overwrite:
+            _check_replaceable(prefix, origin["input"], vocabulary)
         _prepare_folder(folder, _plan_fingerprint(pieces, encoding))
-        numbered = [(piece, _piece_prefix(folder, number)) for number, piece in enumerate(pieces)]
-        jobs = [(piece, path) for piece, path in numbered if not _is_finished(path)]
-        if len(jobs) < len(pieces):
-            logger.info("%d of %d pieces are there from an earlier run", len(pieces) - len(jobs), len(pieces))
-        with _progress(pieces, jobs, show_progress) as advance:
-            _run(jobs, encoding, max_bad_lines, workers or len(os.sched_getaffinity(0)), advance)
-        bad_lines = _collect_bad_lines(pieces, folder, f"{prefix}.bad_lines.jsonl", max_bad_lines)
-        if bad_lines.count:
-            logger.warning("%s", bad_lines)
-        meta = _join(pieces, folder, prefix, vocabulary, encoding, origin, bad_lines)
-        shutil.rmtree(folder)
+        with _kept_if_resumable(folder, len(pieces)):
+            jobs = _jobs(pieces, folder)
+            with _progress(pieces, jobs, show_progress) as advance:
+                _run(jobs, encoding, max_bad_lines, workers or len(os.sched_getaffinity(0)), advance)
+            bad_lines = _collect_bad_lines(pieces, folder, f"{prefix}.bad_lines.jsonl", max_bad_lines)
+            if bad_lines.count:
+                logger.warning("%s", bad_lines)
+            meta = _join(pieces, folder, prefix, vocabulary, encoding, origin, bad_lines)
+            shutil.rmtree(folder)
     return meta
 
 
@@ -171,6 +174,25 @@ def check_vocabulary(prefix: str, vocab_path: str | os.PathLike) -> None:
             f"{meta.get('vocab_size')} pieces), not with {vocab_path} (sha256 {vocabulary.sha256[:12]}, "
             f"{vocabulary.num_pieces} pieces); give that vocabulary or tokenize the text again"
         )
+
+
+def _check_replaceable(prefix: str, inputs: list[str], vocabulary: Vocabulary) -> None:
+    """Refuse to write over tokens that nothing says to be of the same inputs and vocabulary."""
+    if not dataset_exists(prefix):
+        return
+    try:
+        meta = read_meta(prefix)
+    except UserError:  # damaged: as good as none
+        meta = {}
+    if meta.get("input") == inputs and meta.get("vocab_sha256") == vocabulary.sha256:
+        return
+    made_of = ", ".join(map(str, meta.get("input") or ())) or "unknown text"
+    raise UserError(
+        f"{prefix}.bin and .idx are there already, tokens of {made_of} with the vocabulary "
+        f"{meta.get('vocab_file') or 'unknown'} (sha256 {(meta.get('vocab_sha256') or 'unknown')[:12]}), which "
+        f"{', '.join(inputs)} with {vocabulary.path} (sha256 {vocabulary.sha256[:12]}) would replace: choose another "
+        f"--output, or give --overwrite"
+    )
 
 
 # ---- the plan and its folder ----
@@ -241,6 +263,29 @@ def _prepare_folder(folder: Path, fingerprint: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_atomic(plan, json.dumps({"fingerprint": fingerprint}))
+
+
+def _jobs(pieces: list[Piece], folder: Path) -> list[tuple[Piece, str]]:
+    """(piece, its prefix) of those that no earlier run has finished."""
+    numbered = [(piece, _piece_prefix(folder, number)) for number, piece in enumerate(pieces)]
+    jobs = [(piece, path) for piece, path in numbered if not _is_finished(path)]
+    if len(jobs) < len(pieces):
+        logger.info("%d of %d pieces are there from an earlier run", len(pieces) - len(jobs), len(pieces))
+    return jobs
+
+
+@contextmanager
+def _kept_if_resumable(folder: Path, num_pieces: int) -> Iterator[None]:
+    """However the work ends, leave the folder only where a later run would find something in it."""
+    try:
+        yield
+    finally:
+        if folder.exists():
+            prefixes = (_piece_prefix(folder, number) for number in range(num_pieces))
+            if any(_is_finished(path) and IndexedDataset(path).num_documents for path in prefixes):
+                logger.info("finished pieces are kept in %s: the same command goes on from there", folder)
+            else:
+                shutil.rmtree(folder)
 
 
 def _piece_prefix(folder: Path, number: int) -> str:

@@ -32,6 +32,8 @@ class TokenizeArgs:
     """Processes. None: one per core."""
     shard: str | None = None
     """i/n, i from 0: tokenize the i-th of n parts, into PREFIX-0000i-of-0000n. None: all."""
+    overwrite: bool = False
+    """Replace token files of other text, or of another vocabulary, that are there under the output's name."""
 
 
 def run(args: TokenizeArgs) -> None:
@@ -54,6 +56,7 @@ def run(args: TokenizeArgs) -> None:
         max_bad_lines=args.max_bad_lines,
         encode_by=args.encode_by,
         shard=shard,
+        overwrite=args.overwrite,
     )
     seconds = time.perf_counter() - start
     megabytes = meta["num_bytes"] / 1e6

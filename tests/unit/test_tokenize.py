@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from lm_experiments_tools.data.indexed import IndexedDataset, dataset_exists
 from lm_experiments_tools.data.tokenize import ensure_tokenized, tokenize_corpus
 from lm_experiments_tools.data.vocab import train_vocab
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tools.main import main
 
 REPOSITORY = Path(__file__).parents[2]
 WORDS = (
@@ -256,6 +258,54 @@ def test_empty_input_and_bad_arguments_are_one_sentence(tmp_path, vocab):
             tokenize_corpus([str(tmp_path / inputs)], vocab, tmp_path / "t", **options)
     with pytest.raises(UserError, match=r"none\.model does not exist"):
         tokenize_corpus([data], tmp_path / "none.model", tmp_path / "t")
+
+
+def test_tokens_of_other_text_or_another_vocabulary_are_not_written_over(tmp_path, vocab, capsys):
+    one, two = (write_jsonl(tmp_path / f"{name}.jsonl", make_texts(90, name)) for name in (1, 2))
+    train_vocab([one], 150, tmp_path / "other.model")
+    prefix = tmp_path / "t"
+    tokenize_corpus([one], vocab, prefix, workers=1)
+    before = files(prefix)
+    command = ["tokenize", "--output", str(prefix), "--workers", "1", "--input"]
+    for arguments in ([two, "--vocab", vocab], [one, "--vocab", str(tmp_path / "other.model")]):
+        assert main([*command, *arguments]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"error: {prefix}.bin and .idx are there already, tokens of {one} with the vocabulary")
+        assert error.endswith("or give --overwrite") and files(prefix) == before
+    assert main([*command, one, "--vocab", vocab]) == 0 and files(prefix) == before
+    assert main([*command, two, "--vocab", vocab, "--overwrite"]) == 0 and files(prefix) != before
+    for record in (None, "{", "{}"):  # nothing says whose tokens they are
+        Path(f"{prefix}.json").unlink() if record is None else Path(f"{prefix}.json").write_text(record)
+        with pytest.raises(UserError, match=r"tokens of unknown text with the vocabulary unknown .*--overwrite"):
+            tokenize_corpus([two], vocab, prefix, workers=1)
+
+
+@pytest.mark.parametrize("count", [9, 300])
+def test_a_key_that_no_line_has_is_named_with_those_there_are_and_leaves_no_pieces(tmp_path, vocab, count, capsys):
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(count))
+    command = ["tokenize", "--input", data, "--vocab", vocab, "--output", str(tmp_path / "t"), "--workers", "1"]
+    assert main([*command, "--text_key", "absent"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    found = "9 bad lines and nothing else" if count == 9 else "more than 100 bad lines: 101 so far"
+    assert found in error and "d.jsonl:1: no key 'absent' (there is 'text')" in error
+    assert re.search(r"name the key (of|that holds) the text", error)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.jsonl", "t.bad_lines.jsonl"]
+
+
+def test_too_many_bad_lines_leave_the_finished_pieces_to_a_run_with_a_higher_limit(
+    tmp_path, vocab, small_pieces, monkeypatch
+):
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(1500))
+    with open(data, "a") as file:
+        file.write("{}\n{}\n")
+    tokenize_corpus([data], vocab, tmp_path / "whole", workers=1)
+    with pytest.raises(UserError, match="more than 1 bad lines"):
+        tokenize_corpus([data], vocab, tmp_path / "t", workers=1, max_bad_lines=1)
+    done, real = [], module.tokenize_piece
+    monkeypatch.setattr(module, "tokenize_piece", lambda piece, *rest: done.append(piece) or real(piece, *rest))
+    tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
+    assert len(done) == 1 and files(tmp_path / "t") == files(tmp_path / "whole")
+    assert not (tmp_path / "t.pieces").exists()
 
 
 def test_ensure_tokenized_reuses_its_cache_until_text_or_options_change(tmp_path, vocab, monkeypatch):
