@@ -12,10 +12,12 @@ import gc
 import hashlib
 import inspect
 import json
+import logging
 import os
 import queue
 import subprocess
 import sysconfig
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -29,6 +31,8 @@ from lm_experiments_tools.data.prose import paragraphs, similarity_key
 from lm_experiments_tools.data.workers import WorkerEnded, ask, serve, start_worker
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import write_atomic
+
+logger = logging.getLogger(__name__)
 
 _SKIPPED_FOLDERS = frozenset(
     "__pycache__ test tests testing idle_test _vendor vendor third_party site-packages lib2to3 licenses node_modules "
@@ -50,6 +54,7 @@ _SHORTEST_DOCUMENT = 300
 _DOCSTRING_SHARE = 0.25  # a source file with less of it in triple quotes is not worth parsing
 _LARGEST_FILE = 2 << 20
 _TOPICS = "pydoc_data/topics.py"
+_SECONDS_BETWEEN_LINES = 5.0  # of progress
 _BATCH_FILES = 64  # per message to a worker: some tens of milliseconds of work
 
 _Docstring = list[tuple[str, list[int]]]  # its paragraphs, each with the hashes by which it is known again
@@ -151,9 +156,15 @@ def _documents(max_bytes: int, workers: int) -> Iterator[tuple[str, str]]:
     """(text, source) until `max_bytes`: documents first, then source files in the order of the hash of their names."""
     seen: set[int] = set()
     total = 0
+    logger.info("looking for documentation in %s", sysconfig.get_path("stdlib"))
     files = _files()
+    logger.info("reading up to %d files", len(files))
+    said = time.monotonic()
     with closing(_read_all([path for _, path in files], workers)) as contents:
-        for (source, _), docstrings in zip(files, contents, strict=True):
+        for number, ((source, _), docstrings) in enumerate(zip(files, contents, strict=True)):
+            if time.monotonic() - said >= _SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                logger.info("%d files read, %.1f of at most %.1f MB of text", number, total / 1e6, max_bytes / 1e6)
             for text in _cut(docstrings, seen):
                 yield text, source
                 total += len(text.encode())

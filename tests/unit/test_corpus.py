@@ -1,6 +1,7 @@
 """The documentation corpus: what counts as prose, what a small installation gives, and the vocabulary made from it."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from lm_experiments_tools.data.prose import is_prose, paragraphs, similarity_key
 from lm_experiments_tools.data.vocab import train_vocab
 from lm_experiments_tools.data.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tools.main import main
 
 DOCSTRING = """Return the mean of the values, ignoring what is missing.
 
@@ -252,6 +254,30 @@ def test_vocabulary_has_t5s_layout_exact_size_and_is_the_same_again(installation
     text = "The parser of number 12 is here, with a thing in it."
     assert vocabulary.decode(vocabulary.encode(text)) == text
     assert vocabulary.encode("of\nnumber") == vocabulary.encode("of number")
+
+
+def test_the_corpus_says_how_far_it_is(installation, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    build_corpus(tmp_path / "quick", workers=1, validation_share=0.3)
+    lines = [record.getMessage() for record in caplog.records]
+    assert re.match(r"reading up to \d+ files", lines[1]) and len(lines) == 2
+    caplog.clear()
+    monkeypatch.setattr(module, "_SECONDS_BETWEEN_LINES", 0.0)
+    summary = build_corpus(tmp_path / "slow", workers=1, validation_share=0.3)
+    lines = [record.getMessage() for record in caplog.records][2:]
+    assert len(lines) == int(re.search(r"\d+", caplog.records[1].getMessage())[0]) > 3
+    assert lines[0] == "0 files read, 0.0 of at most 20.0 MB of text" and summary.num_train_documents
+
+
+@pytest.mark.parametrize("flags", [[], ["--type", "wordpiece"]])
+def test_a_vocabulary_of_text_under_another_key_names_the_keys_there_are(tmp_path, capsys, flags):
+    (tmp_path / "d.jsonl").write_text('{"body": "some words"}\n' * 7)
+    command = ["vocab", "--input", str(tmp_path / "d.jsonl"), "--size", "200", "--output", str(tmp_path / "v.model")]
+    assert main([*command, *flags]) == 2
+    assert capsys.readouterr().err == (
+        f"error: there is no document in {tmp_path}/d.jsonl: 7 bad lines and nothing else (the first: "
+        f"{tmp_path}/d.jsonl:1: no key 'text' (there is 'body')): name the key of the text by --text_key\n"
+    )
 
 
 def test_vocabulary_sample_is_bounded_and_long_lines_count(tmp_path):
