@@ -44,7 +44,12 @@ from lm_experiments_tools.data.documents import (
     read_lines,
     read_piece,
 )
-from lm_experiments_tools.data.indexed import IndexedDatasetWriter, remove_unfinished, token_dtype
+from lm_experiments_tools.data.indexed import (
+    IndexedDatasetWriter,
+    dataset_exists,
+    remove_unfinished,
+    token_dtype,
+)
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
 from megatron.encoding import EncodedBatch, EncodedKey, EncodingSettings, LineBatch, encode_all
@@ -193,6 +198,8 @@ def _write(
     prefixes = [f"{args.output_prefix}_{key}_{args.level}" for key in args.json_keys]
     for prefix in prefixes:
         remove_unfinished(prefix)
+        if dataset_exists(prefix):
+            logger.warning("%s.bin and .idx are there already: they are replaced when this run ends", prefix)
     bad_lines = Quarantine(f"{args.output_prefix}.bad_lines.jsonl", args.max_bad_lines)
     with ExitStack() as stack:
         stack.enter_context(closing(bad_lines))

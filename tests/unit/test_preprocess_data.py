@@ -200,6 +200,14 @@ def test_a_refused_run_leaves_the_earlier_files_as_they_were_and_nothing_else(fo
     assert after.pop("x.bad_lines.jsonl") and after == before
 
 
+def test_files_that_are_replaced_are_named(folder, caplog):
+    write_lines(folder / "in" / "data.jsonl", [{"text": "one"}])
+    run(folder)
+    assert "are there already" not in caplog.text
+    run(folder)
+    assert f"{folder}/out/x_text_document.bin and .idx are there already" in caplog.text
+
+
 def test_input_without_any_text_is_one_sentence(folder):
     data = folder / "in" / "data.jsonl"
     for records, flags, message in [
