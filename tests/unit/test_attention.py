@@ -259,7 +259,8 @@ def test_a_bias_of_minus_infinity_takes_keys_out_and_a_row_of_them_gives_zeros(m
     leaves = [q, k, v, bias]
     if backend == "flex":  # forward only
         leaves = [x.detach().float() for x in leaves]
-    output = block_sparse_attention(*leaves[:3], None, leaves[3], keep if masked else None, backend=backend)
+    layout = Layout(torch.ones(1, 5, 5), 8)  # that is filled, or padding would be masked
+    output = block_sparse_attention(*leaves[:3], layout, leaves[3], keep if masked else None, backend=backend)
     assert (output[~alive] == 0).all()
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-6 if backend == "flex" else 1e-12)
     if backend != "flex":
@@ -273,7 +274,7 @@ def test_a_learned_bucket_of_minus_infinity_gives_zeros_where_it_is_all_there_is
     (weight,) = tensors(32, 2, count=1)
     with torch.no_grad():
         weight[:, 0] = -torch.inf
-    output = block_sparse_attention(q, k, v, None, T5Bias(weight), backend="gather")
+    output = block_sparse_attention(q, k, v, Layout(torch.ones(1, 5, 5), 4), T5Bias(weight), backend="gather")
     assert (output[:, 0] == 0).all() and (output[:, 1] != 0).all()
     assert all(x.isfinite().all() for x in torch.autograd.grad(output.square().sum(), [q, k, v, weight]))
 
