@@ -1,5 +1,6 @@
 """BERT of our own is trained, stopped, saved, checkpointed, adapted and compiled like any model of transformers."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 import transformers
 
 import modeling_bert
+from lm_experiments_tools.attention import attend, block_sparse_attention
 from modeling_bert import BertConfig
 from run_bert_pretraining import main
 from tests.bert_toys import TINY, make_bert_data
@@ -26,6 +28,13 @@ SIZES = {
     "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 37,
     "max_position_embeddings": 40, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def sparse_is_sparse(monkeypatch):
+    """Inputs as short as here take SDPA by themselves, which is not what serves long ones."""
+    gather = functools.partial(block_sparse_attention, backend="gather")
+    monkeypatch.setattr(attend, "block_sparse_attention", gather)
 
 
 @pytest.fixture(scope="module")
