@@ -29,7 +29,10 @@ from lm_experiments_tools.pretraining_args import T5PretrainingArgs
 def main(argv: Sequence[str] | None = None) -> None:
     args, origins = parse(T5PretrainingArgs, argv, description=__doc__)
 
-    # imported after parsing, so that --help and a mistyped flag answer at once
+    # imported after parsing, so that --help and a mistyped flag answer at once, as does a vocabulary of other tokens
+    from lm_experiments_tools.data.tokenize import check_run_vocabulary
+
+    check_run_vocabulary(args)
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.data.objectives import check_causality, check_model
     from lm_experiments_tools.data.pretraining import pretraining_data, pretraining_metrics

@@ -24,7 +24,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.data import hf_datasets
 from lm_experiments_tools.data.documents import (
@@ -49,6 +49,9 @@ from lm_experiments_tools.data.vocabulary import Vocabulary
 from lm_experiments_tools.data.workers import WorkerEnded, ask, serve, start_worker
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked, write_atomic
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.pretraining_args import T5PretrainingArgs
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +177,23 @@ def check_vocabulary(prefix: str, vocab_path: str | os.PathLike) -> None:
             f"{meta.get('vocab_size')} pieces), not with {vocab_path} (sha256 {vocabulary.sha256[:12]}, "
             f"{vocabulary.num_pieces} pieces); give that vocabulary or tokenize the text again"
         )
+
+
+def check_run_vocabulary(args: "T5PretrainingArgs") -> None:
+    """Refuse a run whose token files record another vocabulary than its `--vocab`.
+
+    `ensure_tokenized` does it too, but after torch and transformers are imported, which takes many times longer.
+    """
+    needs_train = not (args.validate_only and args.valid_data_path)
+    paths = [*(args.data_path if needs_train else ()), args.valid_data_path]
+    for path in paths if args.vocab is not None else ():
+        prefix = token_prefix(_in_working_dir(args, path)) if path else None
+        if prefix is not None:
+            check_vocabulary(prefix, _in_working_dir(args, args.vocab))
+
+
+def _in_working_dir(args: "T5PretrainingArgs", path: str) -> str:
+    return os.path.normpath(os.path.join(args.working_dir, path))
 
 
 def _check_replaceable(prefix: str, inputs: list[str], vocabulary: Vocabulary) -> None:

@@ -352,6 +352,40 @@ def test_ensure_tokenized_takes_a_prefix_as_it_is_and_checks_its_vocabulary(tmp_
     assert ensure_tokenized(prefix, other, tmp_path / "cache") == prefix
 
 
+WITHOUT_TORCH = """
+import sys
+
+class NoTorch:
+    def find_spec(self, name, *_):
+        if name in ("torch", "transformers"):
+            sys.exit(f"{name} was imported")
+
+sys.meta_path.insert(0, NoTorch())
+from lm_experiments_tools.cli import run_main
+from run_t5_pretraining import main
+run_main(main)
+"""
+
+
+def test_a_run_with_another_vocabulary_is_refused_before_torch_is_imported(tmp_path, vocab):
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(90))
+    tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
+    train_vocab([data], 150, tmp_path / "other.model")
+    flags = ["--model_cfg", "t5-small", "--lr", "1", "--working_dir", str(tmp_path), "--vocab", "other.model"]
+    for paths in (
+        ["--data_path", "t"],
+        ["--data_path", data, "t.idx"],
+        ["--data_path", data, "--valid_data_path", "t"],
+    ):
+        process = subprocess.run(
+            [sys.executable, "-c", WITHOUT_TORCH, *flags, *paths],
+            cwd=REPOSITORY, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert process.returncode == 2 and process.stderr.startswith(
+            f"error: the tokens {tmp_path}/t were made with the vocabulary {vocab} (sha256 "
+        )
+
+
 def test_ranks_that_ask_at_once_share_one_tokenization(tmp_path, vocab, monkeypatch):
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(200))
     calls = []
