@@ -19,7 +19,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from typing import Any, ClassVar
@@ -28,10 +28,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lm_experiments_tools.attention.plan import is_int
 from lm_experiments_tools.errors import UserError
 
 TYPE_KEY = "sparse_config_cls"
 _DIRECTIONS = "bidirectional", "unidirectional"
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool | np.bool_) or (is_int(value) and value in (0, 1))
+
+
+def is_ints(value: object) -> bool:
+    return isinstance(value, Sequence | np.ndarray) and all(map(is_int, value))
+
+
+# By annotation: what a setting must be, in words and as a test.
+_TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "int": ("an integer", is_int),
+    "bool": ("true or false", _is_bool),
+    "Sequence[int]": ("a list of integers", is_ints),
+}
 _MODULES = "deepspeed.ops.sparse_attention", "lm_experiments_tools.attention"
 
 
@@ -52,7 +69,7 @@ class SparsityConfig:
             those it draws after `random.seed(seed)` when it makes the layouts of layers 0, 1, ... in turn.
 
     Raises:
-        UserError: a setting out of range, or settings that exclude each other.
+        UserError: a setting of another type or out of range, or settings that exclude each other.
     """
 
     num_heads: int
@@ -67,13 +84,15 @@ class SparsityConfig:
     uses_random_blocks: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._check_minimum(1, "num_heads", "block")
+        self._check_minimum(0, "layer_idx")
         if self.attention not in _DIRECTIONS:
             raise self._error(f"attention={self.attention!r} is neither {' nor '.join(map(repr, _DIRECTIONS))}")
         if self.compat not in (None, "deepspeed"):
             raise self._error(f'compat={self.compat!r} is neither None nor "deepspeed"')
-        if self.max_seq_length is not None and self.max_seq_length % self.block:
-            raise self._error(f"max_seq_length={self.max_seq_length} is not a multiple of block={self.block}")
+        if self.max_seq_length is not None and (self.max_seq_length < 1 or self.max_seq_length % self.block):
+            raise self._error(f"max_seq_length={self.max_seq_length} is not a positive multiple of block={self.block}")
 
     @property
     def num_layout_heads(self) -> int:
@@ -141,8 +160,8 @@ class SparsityConfig:
         return get_sparsity_config(values.pop(TYPE_KEY), values.pop("num_heads"), **values)
 
     def _num_blocks(self, seq_len: int) -> int:
-        if seq_len < 1 or seq_len % self.block:
-            raise self._error(f"a length of {seq_len} is not a positive multiple of block={self.block}")
+        if not is_int(seq_len) or seq_len < 1 or seq_len % self.block:
+            raise self._error(f"a length of {seq_len!r} is not a positive multiple of block={self.block}")
         if self.max_seq_length is not None and seq_len > self.max_seq_length:
             raise self._error(f"a length of {seq_len} is beyond max_seq_length={self.max_seq_length}")
         return seq_len // self.block
@@ -152,6 +171,19 @@ class SparsityConfig:
         for name in names:
             if self.compat and getattr(self, name) > num_blocks:
                 raise self._error(f"{name}={getattr(self, name)} is more than the {num_blocks} blocks of the input")
+
+    def _check_types(self) -> None:
+        """Whether settings are what their annotations say; lists of numbers become tuples."""
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            kind, _, optional = getattr(setting.type, "__name__", str(setting.type)).partition(" | ")
+            if kind not in _TYPES or (value is None and optional == "None"):
+                continue
+            expected, fits = _TYPES[kind]
+            if not fits(value):
+                raise self._error(f"{setting.name}={value!r} must be {expected}{' or None' if optional else ''}")
+            if kind == "Sequence[int]":
+                setattr(self, setting.name, tuple(value))
 
     def _check_minimum(self, minimum: int, *names: str) -> None:
         for name in names:
@@ -309,7 +341,6 @@ class VariableSparsityConfig(SparsityConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_minimum(0, "num_random_blocks")
-        self.local_window_blocks = tuple(self.local_window_blocks)
         if min(self.local_window_blocks, default=0) < 1:
             raise self._error(f"local_window_blocks={list(self.local_window_blocks)} must be numbers of at least 1")
         _check_global_indices(self)
@@ -453,15 +484,17 @@ def get_sparsity_config(name: str, num_heads: int, **settings: Any) -> SparsityC
     known = [f.name for f in fields(config_cls) if f.init]
     for key in settings:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+            near = [name for name in known if name.startswith(key)] or difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}."
             raise UserError(f"{config_cls.__name__} has no setting {key!r}: {hint}")
     return config_cls(num_heads, **settings)
 
 
 def _config_class(name: str) -> type[SparsityConfig]:
+    if not isinstance(name, str):
+        raise UserError(f"The name of a sparsity configuration is {name!r}; it must be a string such as 'BigBird'.")
     module, _, bare = name.replace(":", ".").rpartition(".")
-    if not module or module.startswith(_MODULES):
+    if not module or module.startswith((".", *_MODULES)):
         short = {key.removesuffix("SparsityConfig").lower(): config for key, config in SPARSITY_CONFIGS.items()}
         wanted = bare.lower().replace("_", "").removesuffix("sparsityconfig")
         if wanted in short:
@@ -495,10 +528,9 @@ def _check_horizontal(config: FixedSparsityConfig | VariableSparsityConfig) -> N
 
 
 def _check_global_indices(config: VariableSparsityConfig | BSLongformerSparsityConfig) -> None:
-    starts = config.global_block_indices = tuple(config.global_block_indices)
-    if config.global_block_end_indices is None:
+    starts, ends = config.global_block_indices, config.global_block_end_indices
+    if ends is None:
         return
-    ends = config.global_block_end_indices = tuple(config.global_block_end_indices)
     if len(starts) != len(ends) or any(start >= end for start, end in zip(starts, ends, strict=True)):
         raise config._error(
             f"global_block_end_indices={list(ends)} must be as many as global_block_indices={list(starts)} and each "

@@ -51,7 +51,7 @@ class Layout:
                 f"Layout: blocks is {describe(self.blocks)}; it must be a tensor "
                 "[heads or 1, query_blocks, key_blocks]."
             )
-        if not isinstance(self.block, Integral) or isinstance(self.block, bool) or self.block < 1:
+        if not is_int(self.block) or self.block < 1:
             raise UserError(f"Layout: block is {self.block!r}; it must be a whole number of tokens, at least 1.")
         if self.blocks.dtype != torch.bool and not ((self.blocks == 0) | (self.blocks == 1)).all():
             raise UserError("Layout: blocks has values besides 0 and 1; it must be 1 where attended and 0 elsewhere.")
@@ -60,6 +60,11 @@ class Layout:
     def density(self) -> float:
         """Fraction of blocks attended to."""
         return self.blocks.count_nonzero().item() / max(1, self.blocks.numel())
+
+
+def is_int(x: object) -> bool:
+    """Whether x is a whole number, of Python or numpy, and no truth value."""
+    return isinstance(x, Integral) and not isinstance(x, bool)
 
 
 def describe(x: object) -> str:

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -195,25 +196,70 @@ class TestNames:
             (lambda: BigBirdSparsityConfig(0), "num_heads=0 must be at least 1"),
             (lambda: BigBirdSparsityConfig(1, attention="sideways"), "attention='sideways' is neither"),
             (lambda: BigBirdSparsityConfig(1, compat="deepsped"), "compat='deepsped'"),
-            (lambda: BigBirdSparsityConfig(1, max_seq_length=100), "max_seq_length=100 is not a multiple of block=16"),
+            (
+                lambda: BigBirdSparsityConfig(1, max_seq_length=100),
+                "max_seq_length=100 is not a positive multiple",
+            ),
             (
                 lambda: BigBirdSparsityConfig(1).make_layout(100),
                 "length of 100 is not a positive multiple",
             ),
             (lambda: FixedSparsityConfig(1, num_local_blocks=4, num_global_blocks=3), "not a multiple"),
             (lambda: FixedSparsityConfig(2, num_different_global_patterns=2), "different_layout_per_head=True"),
-            (lambda: FixedSparsityConfig(2, True, True, num_different_global_patterns=5), "is more than"),
+            (lambda: FixedSparsityConfig(2, 16, True, num_different_global_patterns=5), "is more than"),
             (
                 lambda: VariableSparsityConfig(1, attention="unidirectional", horizontal_global_attention=True),
                 "needs bidirectional",
             ),
             (lambda: VariableSparsityConfig(1, local_window_blocks=[4, 0]), "local_window_blocks=[4, 0]"),
             (lambda: BSLongformerSparsityConfig(1, global_block_end_indices=[0]), "larger than its start"),
+            (lambda: BigBirdSparsityConfig(1, max_seq_length=0), "max_seq_length=0 is not a positive multiple"),
+            (lambda: BigBirdSparsityConfig(1, layer_idx=-1), "layer_idx=-1 must be at least 0"),
+            (lambda: BigBirdSparsityConfig(1).make_layout("64"), "length of '64' is not a positive multiple"),
+            (lambda: get_sparsity_config("BigBird", 2, num_rand=1), "did you mean 'num_random_blocks'"),
+            (lambda: get_sparsity_config(None, 2), "is None; it must be a string such as 'BigBird'"),
+            (lambda: get_sparsity_config(5, 2), "is 5; it must be a string such as 'BigBird'"),
+            (lambda: get_sparsity_config("..here:Config", 2), "There is no sparsity configuration '..here:Config'"),
+            (
+                lambda: BigBirdSparsityConfig(1, num_random_blocks=99, compat="deepspeed").make_layout(128),
+                "num_random_blocks=99 is more than the 8 blocks of the input",  # where DeepSpeed raises too
+            ),
         ],
     )
     def test_mistakes_are_sentences(self, make, message):
         with pytest.raises(UserError, match=message.replace("[", r"\[").replace("]", r"\]")):
             make()
+
+    @pytest.mark.parametrize(
+        ("key", "value", "expected"),
+        [
+            ("num_heads", "12", "an integer"),
+            ("num_heads", True, "an integer"),
+            ("block", 16.5, "an integer"),
+            ("seed", "a", "an integer"),
+            ("layer_idx", None, "an integer"),
+            ("max_seq_length", "64", "an integer or None"),
+            ("different_layout_per_head", "yes", "true or false"),
+            ("horizontal_global_attention", None, "true or false"),
+            ("num_random_blocks", 1.5, "an integer"),
+            ("local_window_blocks", 4, "a list of integers"),
+            ("local_window_blocks", "44", "a list of integers"),
+            ("local_window_blocks", None, "a list of integers"),
+            ("global_block_indices", "0", "a list of integers"),
+            ("global_block_indices", ["a"], "a list of integers"),
+            ("global_block_end_indices", [1.5], "a list of integers or None"),
+        ],
+    )
+    def test_settings_of_another_type_are_named_with_what_they_must_be(self, key, value, expected):
+        with pytest.raises(UserError) as error:
+            VariableSparsityConfig(**{"num_heads": 2, key: value})
+        assert str(error.value) == f"VariableSparsityConfig: {key}={value!r} must be {expected}."
+
+    def test_what_deepspeed_takes_is_taken(self):
+        """A global block beyond the input is none; 0 and 1 are booleans, numpy's numbers are numbers."""
+        config = VariableSparsityConfig(np.int64(2), different_layout_per_head=1, global_block_indices=np.array([99]))
+        plain = VariableSparsityConfig(2, different_layout_per_head=True, global_block_indices=[])
+        assert torch.equal(config.make_layout(128), plain.make_layout(128))
 
     def test_a_class_of_ones_own_in_the_new_way_and_in_deepspeeds(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "layouts_of_mine", sys.modules[__name__])
