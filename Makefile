@@ -64,7 +64,7 @@ $(DATA)/vocab.model: $(DATA)/corpus/train.jsonl
 	$(BIN)/lmtools vocab --input $< --size $(VOCAB_SIZE) --output $@
 
 $(DATA)/train.idx $(DATA)/valid.idx: $(DATA)/%.idx: $(DATA)/corpus/train.jsonl $(DATA)/vocab.model
-	$(BIN)/lmtools tokenize --input $(DATA)/corpus/$*.jsonl --vocab $(DATA)/vocab.model --output $(DATA)/$*
+	$(BIN)/lmtools tokenize --input $(DATA)/corpus/$*.jsonl --vocab $(DATA)/vocab.model --output $(DATA)/$* --overwrite
 
 pretrain: env horovod-if-possible data ## train a small T5 on this machine, about 5 minutes on 2 cores; again: continue
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python run_t5_pretraining.py --config examples/pretrain_cpu.yaml $(ARGS)

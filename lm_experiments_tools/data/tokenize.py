@@ -303,7 +303,9 @@ def _kept_if_resumable(folder: Path, num_pieces: int) -> Iterator[None]:
         if folder.exists():
             prefixes = (_piece_prefix(folder, number) for number in range(num_pieces))
             if any(_is_finished(path) and IndexedDataset(path).num_documents for path in prefixes):
-                logger.info("finished pieces are kept in %s: the same command goes on from there", folder)
+                logger.info(
+                    "finished pieces are kept in %s: another run over the same text goes on from there", folder
+                )
             else:
                 shutil.rmtree(folder)
 
