@@ -329,7 +329,7 @@ def test_a_flipped_bit_is_one_sentence(vocab, text, capsys):
     assert inspect(vocab, *small, "--documents", "4") == 0 and "because of --documents" in capsys.readouterr().out
 
 
-def test_bert_names_a_flipped_bit(bert, tmp_path, capsys):
+def test_bert_names_a_flipped_bit(bert, tmp_path, capsys, caplog):
     assert inspect_bert(bert, "--samples", "0") == 0
     assert f"content    unknown: no sha256 in {bert}" in capsys.readouterr().out
     for suffix in (".bin", ".idx"):
@@ -339,6 +339,7 @@ def test_bert_names_a_flipped_bit(bert, tmp_path, capsys):
     flip_a_bit(tmp_path / "t.bin")
     assert inspect_bert(bert, "--data_path", str(tmp_path / "t"), "--samples", "0") == 2
     assert "t.bin was changed after it was written" in capsys.readouterr().err
+    assert f"{tmp_path}/t.json records no vocabulary, so that nothing tells" in caplog.text
 
 
 @pytest.mark.parametrize("record", [None, "{}"])

@@ -338,7 +338,7 @@ def test_tokens_of_a_dataset_are_not_those_of_its_former_files(tmp_path, vocab):
     assert sources[2] not in sources[:2]
 
 
-def test_ensure_tokenized_takes_a_prefix_as_it_is_and_checks_its_vocabulary(tmp_path, vocab):
+def test_ensure_tokenized_takes_a_prefix_as_it_is_and_checks_its_vocabulary(tmp_path, vocab, caplog):
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(20))
     prefix = str(tmp_path / "t")
     tokenize_corpus([data], vocab, prefix, workers=1)
@@ -348,8 +348,11 @@ def test_ensure_tokenized_takes_a_prefix_as_it_is_and_checks_its_vocabulary(tmp_
     train_vocab([data], 150, other)
     with pytest.raises(UserError, match=r"made with the vocabulary .*v\.model .*not with .*other\.model"):
         ensure_tokenized(prefix, other, tmp_path / "cache")
+    assert not caplog.records
     Path(f"{prefix}.json").unlink()  # tokens of another program say nothing about their vocabulary
-    assert ensure_tokenized(prefix, other, tmp_path / "cache") == prefix
+    for _ in range(2):
+        assert ensure_tokenized(prefix, other, tmp_path / "cache") == prefix
+    assert len(caplog.records) == 1 and caplog.messages[0].startswith(f"{prefix}.json does not exist, so that nothing")
 
 
 WITHOUT_TORCH = """
