@@ -128,7 +128,7 @@ def explain(
 def _choose(request: Request, backend: str) -> tuple[ModuleType, str]:
     """The backend's module and why it was taken."""
     if backend != "auto":
-        if backend not in _BACKENDS:
+        if not isinstance(backend, str) or backend not in _BACKENDS:
             raise UserError(f'backend is {backend!r}; it must be "auto" or one of {", ".join(_BACKENDS)}.')
         module = importlib.import_module(_BACKENDS[backend])
         refused = module.refusal(request)

@@ -85,6 +85,8 @@ def check(
         raise UserError(f"dropout_p is {dropout_p!r}; it must be a number of at least 0 and below 1.")
     if scale is not None and not (_is_number(scale) and math.isfinite(scale)):
         raise UserError(f"scale is {scale!r}; it must be a finite number (a learned one is multiplied into q).")
+    if causal not in (True, False):
+        raise UserError(f"causal is {causal!r}; it must be True or False.")
     _check_bias(bias, q, key_length)
     if key_padding_mask is not None:
         if not _is_bool(key_padding_mask) or key_padding_mask.shape != (batch, key_length):
@@ -92,11 +94,12 @@ def check(
                 f"key_padding_mask is {describe(key_padding_mask)}; it must be bool [{batch}, {key_length}] (batch, "
                 "key_length), True where keys are attended to."
             )
+        _check_device("key_padding_mask", key_padding_mask, q)
         if key_padding_mask.device.type == "cpu" and key_padding_mask.all():  # looking would make a GPU wait
             key_padding_mask = None
     return Request(
         *(q, k, v, resolve_layout(layout, num_heads, query_length, key_length), bias, key_padding_mask),
-        *(_check_segments(segment_ids, batch, query_length, key_length), causal),
+        *(_check_segments(segment_ids, q, key_length), bool(causal)),
         *(head_dim**-0.5 if scale is None else float(scale), float(dropout_p)),
     )
 
@@ -133,11 +136,12 @@ def _check_bias(bias: DistanceBias | Tensor | None, q: Tensor, key_length: int) 
         return
     batch, num_heads, query_length, _ = q.shape
     if not isinstance(bias, Tensor):
-        if not callable(getattr(bias, "table", None)):
+        if not callable(getattr(bias, "table", None)) or isinstance(bias, type):
             raise UserError(f"bias is {describe(bias)}; it must be a T5Bias, an AlibiBias, a matrix or None.")
         if bias.num_heads != num_heads:
             raise UserError(f"The bias has values for {bias.num_heads} heads, but q has {num_heads}.")
-    elif (
+        return
+    if (
         bias.dim() != 4
         or bias.shape[0] not in (1, batch)
         or bias.shape[1] not in (1, num_heads)
@@ -148,13 +152,18 @@ def _check_bias(bias: DistanceBias | Tensor | None, q: Tensor, key_length: int) 
             f"bias is {describe(bias)}; it must be float [1 or {batch}, 1 or {num_heads}, {query_length}, "
             f"{key_length}] (batch, heads, query_length, key_length)."
         )
+    _check_device("bias", bias, q)
 
 
-def _check_segments(
-    segment_ids: Segments | None, batch: int, query_length: int, key_length: int
-) -> tuple[Tensor, Tensor] | None:
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise UserError(f"{name} is on {x.device}, but q is on {q.device}: move it there.")
+
+
+def _check_segments(segment_ids: Segments | None, q: Tensor, key_length: int) -> tuple[Tensor, Tensor] | None:
     if segment_ids is None:
         return None
+    batch, _, query_length, _ = q.shape
     if isinstance(segment_ids, Tensor):
         if query_length != key_length:
             raise UserError(
@@ -170,4 +179,5 @@ def _check_segments(
     for ids, length, what in zip(segment_ids, (query_length, key_length), ("queries", "keys"), strict=True):
         if not isinstance(ids, Tensor) or ids.shape != (batch, length) or ids.dtype not in _INTEGERS:
             raise UserError(f"segment_ids of {what} is {describe(ids)}; it must be integer [{batch}, {length}].")
+        _check_device(f"segment_ids of {what}", ids, q)
     return tuple(segment_ids)

@@ -502,6 +502,18 @@ Q = torch.zeros(2, 4, 32, 8)
         ({"dropout_p": -0.1}, "dropout_p is -0.1"),
         ({"scale": "1"}, "scale is '1'; it must be a finite number"),
         ({"scale": torch.ones(())}, "a learned one is multiplied into q"),
+        ({"causal": "no"}, "causal is 'no'; it must be True or False"),
+        ({"backend": ["gather"]}, r"backend is \['gather'\]; it must be"),
+        ({"bias": torch.ones(1, 4, 32, 32, device="meta")}, "bias is on meta, but q is on cpu"),
+        (
+            {"key_padding_mask": torch.ones(2, 32, device="meta").bool()},
+            "key_padding_mask is on meta, but q",
+        ),
+        (
+            {"segment_ids": torch.ones(2, 32, device="meta").int()},
+            "segment_ids of queries is on meta, but q",
+        ),
+        ({"bias": T5Bias}, "it must be a T5Bias, an AlibiBias, a matrix or None"),
         ({"bias": "alibi"}, r"bias is 'alibi' \(str\); it must be a T5Bias"),
         ({"key_padding_mask": [True]}, r"key_padding_mask is \[True\] \(list\); it must be bool"),
         ({"segment_ids": (torch.zeros(2, 32, dtype=torch.long),) * 3}, "or a pair, .* for queries and .* for keys"),
