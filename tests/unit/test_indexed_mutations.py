@@ -226,7 +226,7 @@ def encoder(tmp_path_factory):
 def encoded(encoder, path):
     """(documents as lists of sequences, numbers of the bad lines) as preprocess_data.py would write them."""
     documents, bad = [], []
-    for batch in _line_batches(plan_pieces([str(path)]), 1 << 20):
+    for batch in _line_batches(plan_pieces([str(path)]), encoder.settings):
         result = encoder.encode(batch)
         bad += [line.line for line in result.bad_lines]
         (part,) = result.keys
