@@ -396,5 +396,5 @@ os.kill(child, signal.SIGKILL)
         interrupted += torn
     child.stdin.close()
     child.wait(timeout=20)
-    assert steps[-1] > 8, "the child hardly saved anything"
+    assert steps[-1] > 5, "no save of the child was ever whole"
     assert interrupted >= 10, f"only {interrupted} of 40 kills landed inside a save"

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -89,6 +90,7 @@ def test_the_page_about_variants_is_right(start, tmp_path, monkeypatch):
     assert len(code.splitlines()) <= 40
     (tmp_path / "my_model.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_model", raising=False)
     start("my_model:MyT5", {**json.loads(config), **SIZES})
     model = importlib.import_module("my_model").MyT5.from_pretrained(tmp_path / "run" / "last")
     assert model.config.window == 2

@@ -402,7 +402,8 @@ def test_an_interrupted_run_leaves_nothing_behind(folder, number, code):
     record = json.dumps({"text": "A sentence.\n" * 2000}) + "\n"
     (folder / "in" / "data.jsonl").write_text(record * 600)
     flags = ("--workers", 2, "--log-interval", 1, "--sentence-splitter", "newline")
-    process = start(command(folder, *flags), ROOT, start_new_session=True)
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  a shell's background jobs ignore it
+    process = start(command(folder, *flags), ROOT, start_new_session=True, preexec_fn=heard)
     for line in process.stderr:
         if "Processed" in line:
             break

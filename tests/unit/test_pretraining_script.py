@@ -139,7 +139,8 @@ def test_broken_lines_are_put_aside_by_file_and_line(work, vocab, caplog):
     refused(vocab, "mixed.jsonl", data_path="mixed.jsonl", max_bad_lines=3, model_path="run2")
 
 
-def test_a_model_class_from_the_users_own_file(work, vocab, capsys):
+def test_a_model_class_from_the_users_own_file(work, vocab, capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "my_model", raising=False)
     (work / "my_model.py").write_text(
         "from transformers import T5ForConditionalGeneration\n"
         "class MyT5(T5ForConditionalGeneration):\n"
