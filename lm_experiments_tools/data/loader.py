@@ -77,6 +77,16 @@ def _to_torch(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(values) for name, values in batch.items()}
 
 
+def make_steps(
+    dataset: SampleDataset, position: int, num_steps: int, rows_per_worker: int, rank: int, world_size: int
+) -> list[dict[str, np.ndarray]]:
+    """A worker's rows of `num_steps` steps from a position on, by one call of the dataset; the first step last."""
+    end = position + num_steps * rows_per_worker * world_size
+    rows = dataset.batch(np.arange(position + rank, end, world_size, dtype=np.int64))
+    ends = range(num_steps * rows_per_worker, 0, -rows_per_worker)
+    return [{name: values[k - rows_per_worker : k] for name, values in rows.items()} for k in ends]
+
+
 class TrainLoader:
     """Endless training batches of one worker: an iterator that knows its place and can be put anywhere.
 
@@ -158,12 +168,7 @@ class TrainLoader:
         return steps
 
     def _make(self, position: int, num_steps: int) -> list[dict[str, np.ndarray]]:
-        """The steps from a position on, the first one last."""
-        end = position + num_steps * self.global_batch
-        rows = self.dataset.batch(np.arange(position + self.rank, end, self.world_size, dtype=np.int64))
-        size = self.rows_per_worker
-        steps = [{name: values[k * size : (k + 1) * size] for name, values in rows.items()} for k in range(num_steps)]
-        return steps[::-1]
+        return make_steps(self.dataset, position, num_steps, self.rows_per_worker, self.rank, self.world_size)
 
     def _how_many_at_once(self, batch: dict[str, np.ndarray]) -> int:
         """Steps made by one call, which costs nearly the same for 8 rows as for 64."""

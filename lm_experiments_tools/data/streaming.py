@@ -36,7 +36,7 @@ from lm_experiments_tools.data import hf_datasets
 from lm_experiments_tools.data.buckets import BucketedDataset
 from lm_experiments_tools.data.encoding import Encoding
 from lm_experiments_tools.data.indexed import IndexedDataset, token_prefix
-from lm_experiments_tools.data.loader import SampleDataset
+from lm_experiments_tools.data.loader import SampleDataset, make_steps
 from lm_experiments_tools.data.objectives import example_dataset
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.stream_chunks import ChunkFeed, ExampleStream, in_background
@@ -198,11 +198,7 @@ class StreamLoader:
         return {name: torch.from_numpy(values) for name, values in batch.items()}
 
     def _make(self, position: int, num_steps: int) -> list[dict[str, np.ndarray]]:
-        end = position + num_steps * self.global_batch
-        rows = self.dataset.batch(np.arange(position + self.rank, end, self.world_size, dtype=np.int64))
-        size = self.rows_per_worker
-        steps = [{name: values[k * size : (k + 1) * size] for name, values in rows.items()} for k in range(num_steps)]
-        return steps[::-1]
+        return make_steps(self.dataset, position, num_steps, self.rows_per_worker, self.rank, self.world_size)
 
     def close(self) -> None:
         """End the worker processes."""
