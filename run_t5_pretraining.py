@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     check_run_vocabulary(args)
     from lm_experiments_tools.backends import get_backend
+    from lm_experiments_tools.batches import forward_names
     from lm_experiments_tools.data.objectives import check_causality, check_model
     from lm_experiments_tools.data.pretraining import pretraining_data, pretraining_metrics
     from lm_experiments_tools.experiment import model_from_args, optimizer_from_args, seed_worker, show_run, start_run
@@ -55,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         optimizer,
         None if args.validate_only else data.train,
         data.valid,
-        batch_metrics_fn=pretraining_metrics,
+        batch_metrics_fn=pretraining_metrics,  # none of logits, which modeling_t5 then need not hold whole
+        forward_kwargs={"return_logits": False} if "return_logits" in forward_names(model) else None,
         generate_kwargs={"do_sample": False},
         tokenizer_dir=data.tokenizer_dir,
     )

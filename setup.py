@@ -30,12 +30,17 @@ EXTRAS = {
     # sentence splitters of megatron/preprocess_data.py
     "bert": ['nupunkt>=0.8; python_version >= "3.11"', "sentencex>=1.0.32"],
     "peft": ["peft>=0.21"],
+    "quantize": ["bitsandbytes>=0.50", "peft>=0.21"],
+    "onnx": ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5"],
     "metrics": ["rouge-score>=0.1.2", "sacrebleu>=2.5"],
     "plots": ["matplotlib>=3.9"],
     "dev": [
         "datasets>=5.0",
         "hypothesis>=6.100",
+        "ipykernel>=6.29",
         "megatron-core>=0.16",
+        "nbclient>=0.10",
+        "nbformat>=5.10",
         "pre-commit>=4.0",
         "pytest>=8.3",
         "pytest-timeout>=2.3",

@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Adafactor": "lm_experiments_tools.optimizers.adafactor",
     "AdamWScale": "lm_experiments_tools.optimizers.adamw_scale",
+    "FineTuner": "lm_experiments_tools.finetuner",
     "IndexedDataset": "lm_experiments_tools.data.indexed",
     "IndexedDatasetWriter": "lm_experiments_tools.data.indexed",
     "Trainer": "lm_experiments_tools.trainer",

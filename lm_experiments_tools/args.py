@@ -33,7 +33,7 @@ class ModelArgs:
 
     def check(self) -> None:
         check_conflict(self, "model_cfg", "base_model", "both give the model's configuration")
-        if ":" not in self.model_cls:
+        if self.model_cls is not None and ":" not in self.model_cls:
             raise UserError(
                 f"--model_cls {self.model_cls} must be module:Class, for example {ModelArgs.model_cls} or "
                 "modeling_t5.modeling_t5:T5ForConditionalGeneration."
@@ -232,6 +232,8 @@ class ValidationArgs:
     """Updates between two validations. None: --log_interval."""
     valid_at_start: bool = False
     """Also validate before the first update."""
+    eval_batch_size: int | None = None
+    """Examples in one forward pass of one worker on validation data. None: --batch_size."""
     use_generate_on_valid: bool = False
     """Also generate text on validation data, for metrics that need it."""
     optimize_metric: str = "loss"
@@ -244,7 +246,7 @@ class ValidationArgs:
     """Validations without improvement after which the run stops. -1: never."""
 
     def check(self) -> None:
-        check_minimum(self, 1, "valid_interval")
+        check_minimum(self, 1, "valid_interval", "eval_batch_size")
         if self.early_stopping_patience != -1 and self.early_stopping_patience < 1:
             raise UserError(
                 f"--early_stopping_patience is {self.early_stopping_patience}: it must be at least 1, or -1 for never."
@@ -326,10 +328,7 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
 
     def check(self) -> None:
         self._check_steps()
-        if self.profile_after is not None and self.profile_after + 3 > self.iters:
-            raise UserError(
-                f"--profile_after {self.profile_after} traces the three updates after it, but --iters is {self.iters}."
-            )
+        self.check_profile()
         if self.validate_only and self.report:
             raise UserError("--report is about a training run, and --validate_only makes none: choose one of them.")
         self._check_starting_point()
@@ -339,6 +338,13 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
             for flag in ("save_interval", "save_best", "report", "profile_after"):
                 if getattr(self, flag):
                     raise UserError(f"--{flag} needs --model_path: there is no run directory to write to.")
+
+    def check_profile(self) -> None:
+        """The updates to be traced must be made."""
+        if self.profile_after is not None and self.profile_after + 3 > self.iters:
+            raise UserError(
+                f"--profile_after {self.profile_after} traces the three updates after it, but --iters is {self.iters}."
+            )
 
     def _check_steps(self) -> None:
         """Only what was asked for in so many words: a short run may well end inside the warm-up of a long schedule."""
@@ -361,9 +367,17 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
                 "takes everything."
             )
 
+    def names_weights(self) -> bool:
+        """Whether the flags name weights to start from."""
+        return self.init_checkpoint is not None
+
     def schedule_steps(self) -> int:
         """Updates after which the learning-rate schedule has ended."""
         return self.iters if self.num_training_steps is None else self.num_training_steps
+
+    def valid_batch_size(self) -> int:
+        """Examples in one forward pass of one worker on validation data."""
+        return self.batch_size if self.eval_batch_size is None else self.eval_batch_size
 
     def effective_valid_interval(self) -> int:
         """Updates between two validations."""
@@ -375,17 +389,25 @@ class ExperimentArgs(TrainerArgs, OptimizerArgs, ModelArgs):
     """What every training script needs besides its data."""
 
     def check(self) -> None:
-        if self.model_cfg is None and self.base_model is None and self.init_checkpoint is None:
-            raise UserError(
-                "no model is named: give --model_cfg for a new one, a file or a preset such as t5-small or "
-                "bert_base_uncased, or --base_model NAME for a pre-trained one."
-            )
-        if self.lr is None and not self.relative_step and not self.validate_only:
+        self.check_model()
+        if self.learning_rate() is None and not self.relative_step and not self.validate_only:
             raise UserError(
                 f"--lr is missing: --optimizer {self.optimizer} needs a learning rate, for example --lr 1e-3."
             )
         check_conflict(self, "relative_step", "lr_scheduler", "Adafactor then computes its own learning rate")
         check_conflict(self, "relative_step", "use_lr_drop", "Adafactor then computes its own learning rate")
+
+    def check_model(self) -> None:
+        """A model must be named."""
+        if self.model_cfg is None and self.base_model is None and self.init_checkpoint is None:
+            raise UserError(
+                "no model is named: give --model_cfg for a new one, a file or a preset such as t5-small or "
+                "bert_base_uncased, or --base_model NAME for a pre-trained one."
+            )
+
+    def learning_rate(self) -> float | None:
+        """`--lr`, or what takes its place."""
+        return self.lr
 
 
 def help_groups(args_class: type) -> list[type]:

@@ -40,7 +40,7 @@ from lm_experiments_tools.manifest import (
 )
 from lm_experiments_tools.old_formats import read_old_training_state
 from lm_experiments_tools.tree import as_os_error, load_tree, save_tree
-from lm_experiments_tools.weights import LoadReport, load_weights, read_weights, save_model
+from lm_experiments_tools.weights import LoadReport, load_weights, read_state, read_weights, save_model
 
 __all__ = [
     "CheckpointDamaged",
@@ -52,6 +52,7 @@ __all__ = [
     "load_weights",
     "read_manifest",
     "read_old_training_state",
+    "read_state",
     "read_weights",
     "save_model",
     "save_tree",

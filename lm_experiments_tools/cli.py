@@ -256,7 +256,7 @@ def _read_command_line(argv: Sequence[str], types_by_name: Mapping[str, Any]) ->
             raise UserError(_not_a_flag(token, types_by_name))
         name, negated = _resolve(flag.removeprefix("--"), types_by_name)
         if name is None:
-            raise UserError(f"unknown flag {flag}{_suggestion(flag, types_by_name, prefix='--')}")
+            raise UserError(f"unknown flag {flag}{suggestion(flag, types_by_name, prefix='--')}")
         following = [attached] if equals else _take_values(rest, types_by_name[name])
         if types_by_name[name] is bool:
             values: tuple[str, ...] = (_boolean(flag, following[0] if following else "true", COMMAND_LINE, negated),)
@@ -281,7 +281,7 @@ def _take_values(rest: list[str], annotation: Any) -> list[str]:
 def _not_a_flag(token: str, types_by_name: Mapping[str, Any]) -> str:
     if token.startswith("-") and token.strip("-"):
         flag = "-" + token.partition("=")[0].lstrip("-")
-        return f"{flag} begins with one dash, flags with two{_suggestion(flag, types_by_name, prefix='--')}"
+        return f"{flag} begins with one dash, flags with two{suggestion(flag, types_by_name, prefix='--')}"
     return f"{token!r} belongs to no flag: every value follows a --flag, one value each (see --help)."
 
 
@@ -310,7 +310,7 @@ def _read_yaml(path: str, types_by_name: Mapping[str, Any]) -> dict[str, Setting
             raise UserError(f"{origin}: a setting's name cannot be {_kind(key)}.")
         name, negated = _resolve(key.value, types_by_name)
         if name is None or negated:
-            raise UserError(f"{origin}: unknown setting {key.value!r}{_suggestion(key.value, types_by_name)}")
+            raise UserError(f"{origin}: unknown setting {key.value!r}{suggestion(key.value, types_by_name)}")
         if name in settings:
             raise UserError(f"{origin}: {name} is set a second time, it stands in {settings[name].origin} already.")
         settings[name] = Setting(_yaml_values(name, value, types_by_name[name], origin), origin)
@@ -360,7 +360,7 @@ def _resolve(written: str, names: Mapping[str, Any]) -> tuple[str | None, bool]:
     return None, False
 
 
-def _suggestion(written: str, names: Mapping[str, Any], prefix: str = "") -> str:
+def suggestion(written: str, names: Mapping[str, Any], prefix: str = "") -> str:
     """The end of a sentence about an unknown name, with the nearest one that exists."""
     wanted = written.strip("-").replace("-", "_").lower()
     if SYNONYMS.get(wanted) in names:

@@ -32,3 +32,9 @@ def os_sentence(error: OSError) -> str:
     file = "the output" if error.filename is None else os.fsdecode(error.filename)
     remedy = f": {_REMEDIES[error.errno]}" if error.errno in _REMEDIES else ""
     return f"{file}: {error.strerror}{remedy}"
+
+
+def first_line(error: Exception) -> str:
+    """What an exception says, in a line."""
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

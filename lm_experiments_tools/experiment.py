@@ -17,13 +17,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.batches import forward_names_of
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.models import (
     build_model,
     check_vocabulary,
+    enable_checkpointing,
     get_cls_by_name,
     load_model_config,
     num_parameters,
+    set_dropout,
 )
 from lm_experiments_tools.optimizers import build_optimizer
 from lm_experiments_tools.run import RunDirectory, setup_logging
@@ -77,7 +79,8 @@ def show_run(
     count = num_parameters(model)
     rows = args.global_batch_size(backend.world_size)
     panel: dict[str, Any] = {
-        "model": f"{args.model_cls}, {count.total:,} parameters ({count.embedding:,} in embeddings)",
+        "model": f"{args.model_cls or type(model).__name__}, {count.total:,} parameters ({count.embedding:,} in "
+        f"embeddings){'' if count.trainable == count.total else f', {count.trainable:,} of them trained'}",
         "objective": objective,
         "batch": f"{args.batch_size} rows x {args.gradient_accumulation_steps} accumulated x {backend.world_size} "
         f"worker(s) = {rows} rows a step",
@@ -123,7 +126,7 @@ def model_from_args(args: ExperimentArgs, vocabulary_size: int) -> nn.Module:
     """
     model_cls, config = class_and_config(args)
     if args.dropout_rate is not None:
-        _set_dropout(config, args.dropout_rate)
+        set_dropout(config, args.dropout_rate)
     check_vocabulary(config, vocabulary_size)
     if "labels" not in forward_names_of(model_cls):
         raise UserError(
@@ -132,9 +135,7 @@ def model_from_args(args: ExperimentArgs, vocabulary_size: int) -> nn.Module:
         )
     model = build_model(model_cls, config, seed=args.seed)
     if args.gradient_checkpointing:
-        if not getattr(model, "supports_gradient_checkpointing", False):
-            raise UserError(f"--gradient_checkpointing: {args.model_cls} does not support it; leave the flag out")
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable_checkpointing(model)
     if args.compile:
         model.compile()
     return model
@@ -197,16 +198,7 @@ def _pretrained_config(name: str, config_cls: type | None, flag: str) -> PreTrai
     try:
         return (config_cls or AutoConfig).from_pretrained(name)
     except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
         raise UserError(
-            f"{flag} {name}: its configuration cannot be read ({first_line}); give a folder with a config.json, or "
-            "--model_cfg"
+            f"{flag} {name}: its configuration cannot be read ({first_line(error)}); give a folder with a "
+            "config.json, or --model_cfg"
         ) from error
-
-
-def _set_dropout(config: PreTrainedConfig, rate: float) -> None:
-    names = [n for n in ("dropout_rate", "hidden_dropout_prob", "attention_probs_dropout_prob") if hasattr(config, n)]
-    if not names:
-        raise UserError(f"--dropout_rate: {type(config).__name__} has no dropout to set; leave the flag out")
-    for name in names:
-        setattr(config, name, rate)

@@ -12,7 +12,9 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from lm_experiments_tools.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -28,22 +30,29 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write `content` to a temporary file beside `path`, fsync it and rename: readers see the old file or the new.
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A temporary file beside `path` to write to, which is fsynced and takes its place at the end of the block.
 
-    Several processes may write the same file at once: one of their contents stays, whole.
+    Readers see the old file or the new one. Several processes may do this to the same file at once: one of their
+    contents stays, whole. After an exception the old file is still there.
     """
     temporary = path.with_name(f".{path.name}.tmp{secrets.token_hex(6)}")
-    data = content.encode("utf-8") if isinstance(content, str) else content
     try:
         with open(temporary, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     fsync_path(path.parent)
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write the whole of `content` to `path`, or nothing (see `replacing`)."""
+    with replacing(path) as file:
+        file.write(content.encode("utf-8") if isinstance(content, str) else content)
 
 
 def hash_of_ends(path: str | os.PathLike) -> str:
@@ -117,3 +126,16 @@ def human_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def read_json(path: Path, what: str = "an object") -> dict[str, Any]:
+    """The object in a JSON file; `what` it should be is for the message. Raises UserError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:  # broken JSON or not UTF-8
+        raise UserError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds a JSON {type(content).__name__}, not {what}.")
+    return content

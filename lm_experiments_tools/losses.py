@@ -50,6 +50,15 @@ class Loss:
         return {"loss": sum(metrics[term] for term in self.labels), **metrics} if metrics else {}
 
 
+@dataclass(frozen=True)
+class LanguageModelLoss(Loss):
+    """A loss that is a mean over tokens in nats, with the perplexity it stands for."""
+
+    def with_total(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        values = super().with_total(metrics)
+        return {**values, "perplexity": math.exp(min(values["loss"], 709.0))} if values else values
+
+
 def loss_of(outputs: Any) -> Tensor:
     """The loss in a model's outputs; UserError where there is none."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
@@ -62,6 +71,8 @@ def loss_of(outputs: Any) -> Tensor:
 
 
 MODEL_LOSS = Loss({"loss": "labels"}, lambda inputs, outputs: {"loss": loss_of(outputs)})
+
+LANGUAGE_MODEL_LOSS = LanguageModelLoss(MODEL_LOSS.labels, MODEL_LOSS.means)
 
 
 def bert_loss(use_nsp: bool) -> Loss:

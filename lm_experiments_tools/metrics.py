@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -74,6 +74,16 @@ class MetricSums:
 def _detached(value: Any) -> Tensor | float:
     """A float64 copy on the value's own device: bf16 or fp32 running sums would lose the small terms."""
     return value.detach().to(torch.float64, copy=True) if isinstance(value, Tensor) else float(value)
+
+
+class Collector(Protocol):
+    """What the outputs of an evaluation are added to; one is made for each evaluation of a split."""
+
+    def add(self, batch: Mapping[str, Any], outputs: Any) -> None:
+        """One micro-batch, with all entries of the batch; `outputs["generation_outputs"]` is what was generated."""
+
+    def reduce(self, backend: Backend) -> dict[str, float]:
+        """The metrics over the data of all workers, on all workers; collective, called once at the end."""
 
 
 class KeptOutputs:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -165,7 +165,7 @@ def build_model(model_cls: type, config: PreTrainedConfig, *, seed: int) -> PreT
     Raises:
         UserError: the class refuses the configuration, or there is no such attention implementation or layout.
     """
-    takes_our_attention = _takes_our_attention(config)
+    is_converted = takes_our_attention(config)
     generator = torch.random.default_generator  # the CPU's alone, which is where models are initialised
     state = generator.get_state()
     generator.manual_seed(seed)
@@ -178,15 +178,15 @@ def build_model(model_cls: type, config: PreTrainedConfig, *, seed: int) -> PreT
     finally:
         generator.set_state(state)
     if getattr(config, "tie_word_embeddings", None) is False and getattr(model, "_tied_weights_keys", None):
-        _untie_only_output(model)
-    if takes_our_attention:
+        untie_only_output(model)
+    if is_converted:
         from lm_experiments_tools.attention.huggingface import enable
 
         enable(model)
     return model
 
 
-def _takes_our_attention(config: PreTrainedConfig) -> bool:
+def takes_our_attention(config: PreTrainedConfig) -> bool:
     """Whether the model is to be converted to block-sparse attention, whose name transformers then knows."""
     from transformers import AttentionInterface
 
@@ -203,6 +203,57 @@ def _takes_our_attention(config: PreTrainedConfig) -> bool:
     if name is not None and name not in known and "/" not in str(name):  # with a slash: a kernel of the Hub
         raise UserError(f'There is no attn_implementation "{name}"; there are block_sparse, {", ".join(known)}.')
     return False
+
+
+def enable_checkpointing(model: nn.Module) -> None:
+    """Recompute activations in the backward pass.
+
+    Without re-entrance, gradients reach an adapter though no input of the checkpointed layers has one.
+
+    Raises:
+        UserError: the model cannot.
+    """
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise UserError(f"--gradient_checkpointing: {type(model).__name__} does not support it; leave it out.")
+    # transformers' name for it since 5.23, which warns of the old one; a user's own model may have the old one alone
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+DROPOUTS = ("dropout_rate", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
+DROPOUTS += ("embd_pdrop", "attn_pdrop", "resid_pdrop", "activation_dropout")
+HEAD_DROPOUTS = ("classifier_dropout", "seq_classif_dropout")  # None: as the hidden layers'
+
+
+def set_dropout(config: PreTrainedConfig, rate: float) -> None:
+    """Set every dropout probability of the model. Raises UserError where there is none."""
+    names = [name for name in (*DROPOUTS, *HEAD_DROPOUTS) if getattr(config, name, None) is not None]
+    if not names:
+        raise UserError(f"--dropout_rate: {type(config).__name__} has no dropout to set; leave the flag out")
+    for name in names:
+        setattr(config, name, rate)
+
+
+def check_positions(config: PreTrainedConfig, length: int, of_what: str) -> None:
+    """Refuse inputs longer than the model has positions, which would be an index error in the middle of a run.
+
+    Relative and rotary positions have no such end.
+
+    Args:
+        length: most positions of an input.
+        of_what: which flags say so, for the message.
+
+    Raises:
+        UserError: with both numbers.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    kind = getattr(config, "position_embedding_type", "absolute")
+    bounded = kind in ("absolute", "relative_key", "relative_key_query") and not hasattr(config, "rope_parameters")
+    if bounded and positions is not None and length > positions:
+        raise UserError(
+            f"{of_what} is more than the {positions} positions of the model (max_position_embeddings in its "
+            "configuration): shorten it, or choose a model with more."
+        )
 
 
 def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int) -> int:
@@ -244,10 +295,15 @@ def num_parameters(model: nn.Module) -> ParameterCount:
     ]
     embedding = {table.weight for table in tables if table is not None}
     return ParameterCount(
-        total=sum(p.numel() for p in parameters),
-        trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        embedding=sum(p.numel() for p in embedding),
+        total=sum(number_of(p) for p in parameters),
+        trainable=sum(number_of(p) for p in parameters if p.requires_grad),
+        embedding=sum(number_of(p) for p in embedding),
     )
+
+
+def number_of(parameter: torch.Tensor) -> int:
+    """Values of a parameter, of one that ZeRO-3 holds in slices too, which is empty on its own."""
+    return getattr(parameter, "ds_numel", parameter.numel())
 
 
 def _nearest(word: str, known: object) -> str:
@@ -290,14 +346,7 @@ def _read_with_base(path: Path, seen: tuple[Path, ...]) -> dict:
     path = path.resolve()
     if path in seen:
         raise UserError(f"'base' goes round in a circle: {' -> '.join(p.name for p in (*seen, path))}.")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:  # broken JSON or not UTF-8
-        raise UserError(f"{path} is not valid JSON: {error}.") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} holds a JSON {type(values).__name__}, not an object with the model's settings.")
+    values = read_json(path, "an object with the model's settings")
     base = values.pop("base", None)
     if base is None:
         return values
@@ -330,7 +379,7 @@ def _known_keys(config_cls: type) -> set[str]:
     return _own_keys(config_cls) | aliases | HUB_KEYS | GENERAL_KEYS | SPARSE_KEYS
 
 
-def _untie_only_output(model: PreTrainedModel) -> None:
+def untie_only_output(model: PreTrainedModel) -> None:
     """Restore, for this instance, every tie of its class except that of the output layer.
 
     The instance's own table of ties makes it last: `resize_token_embeddings` and `tie_weights` read it.

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools import checkpoint
+from lm_experiments_tools.backends.backend import saved_state
 from lm_experiments_tools.batches import (
     BatchStream,
     MicroBatch,
@@ -38,9 +39,10 @@ from lm_experiments_tools.batches import (
     split_batch,
 )
 from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.generation import generate
 from lm_experiments_tools.hooks import Hook, LogHook, ProfileHook, SaveHook, StepInfo, ValidateHook, is_due
 from lm_experiments_tools.losses import MODEL_LOSS, Loss
-from lm_experiments_tools.metrics import KeptOutputs, MetricSums, Window
+from lm_experiments_tools.metrics import Collector, KeptOutputs, MetricSums, Window
 from lm_experiments_tools.old_formats import read_old_training_state, regrouped
 from lm_experiments_tools.schedules import PlateauDrop, get_schedule
 from lm_experiments_tools.signals import StopSignals
@@ -86,6 +88,7 @@ class TrainingLoop:
         batch_metrics_fn: f(batch, outputs) -> {name: mean over the micro-batch, or (sum, count)}, besides the loss.
         keep_for_metrics_fn, metrics_fn: f(batch, outputs) -> {name: tensor or list} to keep, and f(all that was kept,
             from all workers) -> {name: value}.
+        collect: f(split) -> what an evaluation of that split adds its outputs to, instead of `keep_for_metrics_fn`.
         forward_kwargs, generate_kwargs: passed to every forward pass, and to `generate` on validation.
         hooks: more things to do every n steps.
         tokenizer_dir: folder whose tokenizer files are put into every checkpoint.
@@ -114,12 +117,12 @@ class TrainingLoop:
         hooks: Sequence[Hook] = (),
         tokenizer_dir: Path | None = None,
         loss: Loss = MODEL_LOSS,
+        collect: Callable[[str], Collector] | None = None,
     ) -> None:
         self.args, self.backend, self.tokenizer_dir, self.loss = args, backend, tokenizer_dir, loss
         self.stream = BatchStream(train_dataloader, train_sampler) if train_dataloader is not None else None
         self.valid_dataloader = valid_dataloader
         self.batch_transform_fn, self.batch_metrics_fn = batch_transform_fn, batch_metrics_fn
-        self.keep_for_metrics_fn, self.metrics_fn = keep_for_metrics_fn, metrics_fn
         self.forward_kwargs, self.generate_kwargs = dict(forward_kwargs or {}), dict(generate_kwargs or {})
         self.forward_names = forward_names(model)
         if "use_cache" in self.forward_names:  # keys and values of every layer, held until the step's end for nobody
@@ -128,6 +131,7 @@ class TrainingLoop:
 
         self.state, self.window = TrainState(), Window()
         self.kept = KeptOutputs(keep_for_metrics_fn, metrics_fn)
+        self.collect = collect or (lambda split: KeptOutputs(keep_for_metrics_fn, metrics_fn))
         self.base_lrs = [group.get("lr") for group in optimizer.param_groups] if optimizer is not None else []
         self.signals, self.tracker = StopSignals(), None
         self._random_state: dict[str, Any] | None = None
@@ -177,7 +181,7 @@ class TrainingLoop:
                 model, source, allow_partial=args.allow_partial_checkpoint, allow_pickle=args.allow_pickle
             )
             self.say(f"weights from {source}: {report}")
-        elif args.validate_only:
+        elif args.validate_only and not args.names_weights():
             raise UserError(
                 "--validate_only has nothing to validate: no checkpoint in --model_path and no --init_checkpoint, so "
                 "the weights would be random"
@@ -276,8 +280,8 @@ class TrainingLoop:
         """
         self._fix_data()
         if self.state.step >= self.args.iters:
-            self.say(f"all {self.args.iters} updates have been made; raise --iters to go on")
-        with failures_located(self.state), self.signals, self._tracking():
+            self.say(f"all {self.args.iters} updates have been made; raise --iters (or --epochs) to go on")
+        with failures_located(self.state), self.signals, self.tracking():
             self._validate_before()
             self.backend.model.train()
             batches = self._timed_batches()
@@ -352,7 +356,7 @@ class TrainingLoop:
         started = time.perf_counter()
         backend, state = self.backend, self.state
         self._set_lr()
-        part = self._split(batch)
+        part = self._split(batch, self.args.batch_size)
         weights, samples, tokens, num_micro_batches = self._agree(part)
         micro_batches = list(padded(part.micro_batches, num_micro_batches))
         sums = MetricSums()
@@ -361,9 +365,10 @@ class TrainingLoop:
                 with backend.autocast():
                     outputs = backend.model(**micro_batch.inputs, **self.forward_kwargs)
                 means = self.loss.means(micro_batch.inputs, outputs)
-                backend.backward(self.loss.part(means, micro_batch.weights, weights) * backend.world_size)
-            self._measure(micro_batch, means, outputs, sums, self.kept)
-            del outputs, means  # logits would otherwise live on through the update and the next forward pass
+                self._measure(micro_batch, means, outputs, sums, self.kept)
+                loss = self.loss.part(means, micro_batch.weights, weights) * backend.world_size
+                del outputs, means  # logits would otherwise live on through the backward pass and the update
+                backend.backward(loss)
         grad_norm, applied = backend.update(self.args.clip_grad_norm, self.args.clip_grad_value)
         state.step += int(applied)
         state.consumed_samples += samples
@@ -374,11 +379,11 @@ class TrainingLoop:
         self._count_skipped(info)
         return info
 
-    def _split(self, batch: Mapping[str, Any]) -> StepBatch:
+    def _split(self, batch: Mapping[str, Any], rows: int) -> StepBatch:
         batch = self.batch_transform_fn(batch) if self.batch_transform_fn else batch
         names, labels, trim_to = self.forward_names, self.loss.label_names(), self.args.trim_to()
         where = self.backend.device, self.has_decoder
-        return split_batch(batch, self.args.batch_size, names, *where, labels, trim_to)
+        return split_batch(batch, rows, names, *where, labels, trim_to)
 
     def _agree(self, part: StepBatch) -> tuple[dict[str, int], int, int, int]:
         """Global weights, samples and tokens, the largest number of micro-batches, and any signal: one collective."""
@@ -389,7 +394,7 @@ class TrainingLoop:
         weights = dict(zip(part.weights, totals[4 : -len(passes)], strict=True))
         return weights, totals[0], totals[1], max(totals[-len(passes) :])
 
-    def _measure(self, part: MicroBatch, means: dict, outputs: Any, sums: MetricSums, kept: KeptOutputs) -> None:
+    def _measure(self, part: MicroBatch, means: dict, outputs: Any, sums: MetricSums, kept: Collector) -> None:
         """Add a micro-batch's losses and metrics to the sums, unless it is there only to fill up."""
         if part.counts():
             values = self.batch_metrics_fn(part.batch, outputs)
@@ -443,16 +448,20 @@ class TrainingLoop:
         Returns:
             {metric: value}, or None when a signal cut it short.
         """
+        model, options = self.backend.unwrap(), self.generate_kwargs
         self.backend.model.eval()
-        sums, kept = MetricSums(), KeptOutputs(self.keep_for_metrics_fn, self.metrics_fn)
+        sums, kept = MetricSums(), self.collect(split)
         with torch.no_grad(), preserved_random_state():
-            for part in self._aligned(dataloader):
-                for micro_batch in part:
-                    with self.backend.autocast():
-                        outputs = self.backend.model(**micro_batch.inputs, **self.forward_kwargs)
-                        if self.args.use_generate_on_valid:
-                            outputs["generation_outputs"] = self._generate(micro_batch)
-                    self._measure(micro_batch, self.loss.means(micro_batch.inputs, outputs), outputs, sums, kept)
+            for micro_batch in self._aligned(dataloader):
+                with self.backend.autocast():
+                    texts = None
+                    if self.args.use_generate_on_valid:
+                        texts = generate(model, micro_batch, options, synced=self.backend.shards_model)
+                    outputs = self.backend.model(**micro_batch.inputs, **self.forward_kwargs)
+                if texts is not None:
+                    outputs["generation_outputs"] = texts
+                self._measure(micro_batch, self.loss.means(micro_batch.inputs, outputs), outputs, sums, kept)
+                del outputs  # logits would otherwise live on while the next texts are generated
         if self.signals.agreed:
             return None
         values = self.loss.with_total({**sums.reduce(self.backend), **kept.reduce(self.backend)})
@@ -462,12 +471,12 @@ class TrainingLoop:
         self._log(split, values, write_tb=write_tb)
         return values
 
-    def _aligned(self, dataloader: Iterable) -> Iterator[list[MicroBatch]]:
+    def _aligned(self, dataloader: Iterable) -> Iterator[MicroBatch]:
         """Micro-batches of each batch; workers whose part has ended go on with ones that weigh nothing."""
-        batches, last = iter(dataloader), None
+        batches, last, labels = iter(dataloader), None, self.loss.label_names()
         while True:
             batch = next(batches, None)
-            part = self._split(batch) if batch is not None else StepBatch.nothing(self.loss.label_names())
+            part = StepBatch.nothing(labels) if batch is None else self._split(batch, self.args.valid_batch_size())
             _, rows, _, number = self._agree(part)
             if rows == 0 or self.signals.agreed:
                 return
@@ -478,16 +487,7 @@ class TrainingLoop:
                     f"smaller than the number of workers ({self.backend.world_size})"
                 )
             spare = [last.without_weight()] * (number - len(part.micro_batches))
-            yield [m.computable() for m in part.micro_batches] + spare
-
-    def _generate(self, micro_batch: MicroBatch) -> Tensor:
-        inputs, options = micro_batch.inputs, dict(self.generate_kwargs)
-        if "labels" in inputs and not {"max_length", "max_new_tokens"} & set(options):
-            options["max_length"] = inputs["labels"].shape[-1] + 1  # one more for a special token
-        for name in ("attention_mask", "global_attention_mask"):
-            if name in inputs:
-                options[name] = inputs[name]
-        return self.backend.unwrap().generate(inputs["input_ids"], synced_gpus=self.backend.shards_model, **options)
+            yield from [m.computable() for m in part.micro_batches] + spare
 
     # ---- logs and checkpoints ---------------------------------------------------------------------------------------
     def say(self, message: str) -> None:
@@ -495,7 +495,8 @@ class TrainingLoop:
         if self.backend.is_main:
             logger.info(message)
 
-    def _tracking(self) -> Tracker:
+    def tracking(self) -> Tracker:
+        """A context in which what is measured is also written to the run directory."""
         path = self.args.model_path or None
         start = -1 if self._saved_at is None else self.state.step  # -1: nothing logged here before is of this run
         self.tracker = Tracker(path, rank=self.backend.rank, start_step=start, total_steps=self.args.iters)
@@ -554,10 +555,11 @@ class TrainingLoop:
         """Put the weights of a checkpoint into the model, for example the best one before a last evaluation."""
 
         def read() -> dict[str, Tensor]:
+            model = self.backend.unwrap()
             if self.backend.shards_model:
-                return checkpoint.read_weights(Path(source), self.args.allow_pickle)
-            checkpoint.load_weights(self.backend.unwrap(), source, allow_pickle=self.args.allow_pickle)
-            return self.backend.unwrap().state_dict()
+                return checkpoint.read_state(model, Path(source), self.args.allow_pickle)
+            checkpoint.load_weights(model, source, allow_pickle=self.args.allow_pickle)
+            return saved_state(model)
 
         self.backend.load_model_state(on_all(self.backend, read, only_main=True))
         self.say(f"weights from {source}")

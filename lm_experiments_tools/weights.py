@@ -17,9 +17,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from lm_experiments_tools.adapters import is_adapted, read_adapter, read_adapter_into, save_adapter
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.manifest import MANIFEST, is_plain_relative_name, verify_files
 from lm_experiments_tools.old_formats import read_pickle, state_dict_of, strip_wrappers
+from lm_experiments_tools.sources import holds_adapter
 from lm_experiments_tools.tree import as_os_error
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "vocab*", "merges.txt")
@@ -53,8 +55,9 @@ def save_model(
 ) -> None:
     """Write `model` (unwrapped) into the existing directory `path`.
 
-    A model with `save_pretrained` gives the layout `from_pretrained` loads (config.json, model.safetensors or shards,
-    generation_config.json); any other gives model.safetensors. Tied weights are stored once.
+    Of a model with an adapter only what was trained is written (see adapters.py). Another with `save_pretrained` gives
+    the layout `from_pretrained` loads (config.json, model.safetensors or shards, generation_config.json); any other
+    gives model.safetensors. Tied weights are stored once.
 
     Args:
         state_dict: the gathered weights where the model's own are sharded (FSDP, ZeRO 3); names as in the model.
@@ -76,9 +79,11 @@ def save_model(
 def _write_model(
     path: Path, model: torch.nn.Module, state_dict: dict[str, torch.Tensor] | None, generation_config: Any
 ) -> None:
-    if hasattr(model, "save_pretrained"):
+    if is_adapted(model):
+        save_adapter(path, model, state_dict)
+    elif hasattr(model, "save_pretrained"):
         weights = None if state_dict is None else _tie(state_dict, getattr(model, "all_tied_weights_keys", None) or {})
-        with _quiet_transformers(), _deepspeed_not_imported():
+        with without_progress_bars(), _deepspeed_not_imported():
             model.save_pretrained(path, state_dict=weights)
         if generation_config is not None:
             generation_config.save_pretrained(path)
@@ -123,6 +128,8 @@ def load_weights(
             or the file gives different values to weights that the model ties; or the source cannot be read.
     """
     path = Path(source)
+    if is_adapted(model):
+        return LoadReport(matched=read_adapter_into(model, path))
     weights = read_weights(path, allow_pickle)
     own = model.state_dict(keep_vars=True)
     report = _compare(own, weights, getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
@@ -178,6 +185,16 @@ def _identity(tensor: torch.Tensor) -> tuple:
     return (tensor.device, pointer, tuple(tensor.shape), tensor.stride()) if pointer else (id(tensor),)
 
 
+def read_state(model: torch.nn.Module, path: Path, allow_pickle: bool = False) -> dict[str, torch.Tensor]:
+    """The weights in `path` by the names of `model`, whose own may be sharded: all, or what an adapter trains."""
+    if is_adapted(model):
+        return read_adapter(model, path)
+    weights, own = read_weights(path, allow_pickle), model.state_dict(keep_vars=True)
+    held = {id(tensor): weights[name] for name, tensor in own.items() if name in weights}
+    tied = {name: held[id(tensor)] for name, tensor in own.items() if name not in weights and id(tensor) in held}
+    return {**weights, **tied}
+
+
 def read_weights(path: Path, allow_pickle: bool = False) -> dict[str, torch.Tensor]:
     """The state dict in `path` (see `load_weights` for what it may be), on the CPU. Raises UserError."""
     if path.is_dir():
@@ -202,6 +219,10 @@ def _read_directory(path: Path, allow_pickle: bool) -> dict[str, torch.Tensor]:
         for name in names:
             weights.update(_read_file(path / name, allow_pickle))
         return weights
+    if holds_adapter(path):
+        raise UserError(
+            f"{path} holds an adapter, not a whole model: name it by --from_pretrained, which loads its base too."
+        )
     hint = (
         f"; it looks like a run directory: give {path / 'last'} or {path / 'best'}" if (path / "last").is_dir() else ""
     )
@@ -268,8 +289,8 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No "Writing model shards" bar in the log of every save."""
+def without_progress_bars() -> Iterator[None]:
+    """No bars of transformers ("Writing model shards", "Loading weights") in the log."""
     from transformers.utils import logging as transformers_logging
 
     shown = transformers_logging.is_progress_bar_enabled()

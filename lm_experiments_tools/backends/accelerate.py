@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 
+from lm_experiments_tools.adapters import is_adapted
 from lm_experiments_tools.backends import deepspeed_config, fsdp, launch
-from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.backends.backend import LocalBackend, check_keys, check_whole, saved_state
 from lm_experiments_tools.backends.precision import ApexAmp, Precision, get_precision
 from lm_experiments_tools.backends.trees import as_carrier, broadcast_tree, map_tensors, put_back
 from lm_experiments_tools.errors import UserError
@@ -85,6 +87,7 @@ class AccelerateBackend(LocalBackend):
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         check_unprepared(model, optimizer)
+        check_whole(model, "Accelerate")
         super().setup(model, optimizer)
         self.model = self.accelerator.prepare_model(self.model, evaluation_mode=optimizer is None)
         if self.fp16_allreduce and optimizer is not None and self.world_size > 1:
@@ -158,7 +161,7 @@ class AccelerateBackend(LocalBackend):
     def load_model_state(self, state: dict[str, Tensor] | None) -> None:
         if self.is_main:
             super().load_model_state(state)
-        self._broadcast_tensors([*self.unwrap().parameters(), *self.unwrap().buffers()])
+        self._broadcast_tensors(list(saved_state(self.unwrap()).values()))
 
     def load_optimizer_state(self, tree: Any) -> None:
         super().load_optimizer_state(broadcast_tree(tree, self.is_main, self.broadcast, self._broadcast_tensors))
@@ -186,18 +189,22 @@ class FullyShardedBackend(AccelerateBackend):
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         check_unprepared(model, optimizer)
+        check_whole(model, "FSDP", shards=True)
         fsdp.join_shared_modules(model)
         plugin = self.accelerator.state.fsdp_plugin
         named = plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None) or []
+        units = fsdp.unit_classes(model, named)
         settings = {
-            "transformer_cls_names_to_wrap": fsdp.unit_classes(model, named),
+            "transformer_cls_names_to_wrap": units,
             "mixed_precision_policy": plugin.mixed_precision_policy or fsdp.mixed_precision(self.precision.dtype),
         }
         if not plugin.cpu_ram_efficient_loading:  # where only rank 0 has weights
             self._broadcast_tensors([*model.parameters(), *model.buffers()])
         stepped = optimizer or torch.optim.SGD(model.parameters(), lr=0.0)  # FSDP2 prepares no model alone
-        with fsdp.tied_in_one_unit(model), fsdp.set_for_now(plugin, settings):
+        with fsdp.ends_in_one_unit(model, units), fsdp.set_for_now(plugin, settings):
             self.model, _ = self.accelerator.prepare(model, stepped)
+        if hasattr(model, "generate"):  # it calls parts of the model, whose weights only the root gathers
+            register_fsdp_forward_method(model, "generate")
         self._inner = model
         _, self.optimizer = self.precision.initialize(model, optimizer, self.device)
 
@@ -212,12 +219,15 @@ class FullyShardedBackend(AccelerateBackend):
     def model_state(self) -> dict[str, Tensor] | None:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        adapted = is_adapted(self.unwrap())
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapted)
         state = get_model_state_dict(self.unwrap(), options=options)
-        return state if self.is_main else None
+        if not self.is_main:
+            return None
+        return {name: state[name] for name in saved_state(self.unwrap())} if adapted else state
 
     def load_model_state(self, state: dict[str, Tensor] | None) -> None:
-        names = self.unwrap().state_dict(keep_vars=True)
+        names = saved_state(self.unwrap())
         if self.is_main:
             check_keys(state, names)
         fsdp.load_state(names, state, self.is_main, self._broadcast_tensors)
@@ -258,6 +268,7 @@ class DeepSpeedBackend(AccelerateBackend):
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         check_unprepared(model, optimizer)
+        check_whole(model, "DeepSpeed", shards=True)
         self._inner = model
         if optimizer is None:
             # ZeRO 1 and 2 shard nothing that evaluation needs; ZeRO 3 shards the weights, optimizer or not. The engine
@@ -300,7 +311,7 @@ class DeepSpeedBackend(AccelerateBackend):
         from deepspeed.utils import safe_get_full_fp32_param
 
         whole: dict[int, Tensor] = {}
-        names = self.unwrap().state_dict(keep_vars=True)
+        names = saved_state(self.unwrap())
         for tensor in names.values():
             if id(tensor) in whole:
                 continue
@@ -315,7 +326,7 @@ class DeepSpeedBackend(AccelerateBackend):
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_set_full_fp32_param
 
-        names = self.unwrap().state_dict(keep_vars=True)
+        names = saved_state(self.unwrap())
         if self.is_main:
             check_keys(state, names)
         shapes = self.broadcast({name: (value.shape, value.dtype) for name, value in (state or {}).items()})
@@ -464,20 +475,6 @@ def check_unprepared(model: nn.Module, optimizer: Optimizer | None) -> None:
     for thing in (model, optimizer):
         if getattr(thing, "_is_accelerate_prepared", False):
             raise UserError(f"the {type(thing).__name__} was prepared already: give the trainer the plain one")
-
-
-def check_keys(state: dict[str, Tensor] | None, names: dict[str, Tensor]) -> None:
-    """A state dict has exactly the model's names and shapes; for models whose own state dict is cut into slices."""
-    if state is None:
-        raise UserError("no model state to load; the checkpoint holds no weights")
-    shapes = {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in names.items()}
-    wrong = [name for name in shapes if name in state and state[name].shape != shapes[name]]
-    missing, unexpected = shapes.keys() - state.keys(), state.keys() - shapes.keys()
-    if missing or unexpected or wrong:
-        raise UserError(
-            f"the weights do not fit the model: {len(missing)} missing {sorted(missing)[:3]}, {len(unexpected)} "
-            f"unexpected {sorted(unexpected)[:3]}, {len(wrong)} of another shape {wrong[:3]}"
-        )
 
 
 def is_plain(value: Any) -> bool:

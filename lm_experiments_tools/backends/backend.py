@@ -30,8 +30,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lm_experiments_tools.adapters import is_adapted, trained_parameters
 from lm_experiments_tools.backends.precision import Precision
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.placement import HostEmbedding, is_spread
 
 
 class Backend(ABC):
@@ -99,11 +101,11 @@ class Backend(ABC):
 
     @abstractmethod
     def model_state(self) -> dict[str, Tensor] | None:
-        """The whole model's state dict, on rank 0 at least (None on workers that do not hold it)."""
+        """What `saved_state` names, whole, on rank 0 at least (None on workers that do not hold it)."""
 
     @abstractmethod
     def load_model_state(self, state: dict[str, Tensor] | None) -> None:
-        """Put rank 0's full state dict into the model on every worker."""
+        """The inverse of `model_state`: rank 0's whole tensors into the model on every worker."""
 
     @abstractmethod
     def optimizer_state(self) -> Any:
@@ -120,7 +122,8 @@ class Backend(ABC):
 
     def weights_norm(self) -> float:
         """Global L2 norm of the weights, for the log; collective where weights are sharded."""
-        return float(total_norm([p.detach() for p in self.unwrap().parameters()]))
+        whole = [p.detach() for p in self.unwrap().parameters() if p.is_floating_point()]  # others are quantised
+        return float(total_norm(whole))
 
     def peak_memory_mib(self) -> float:
         """This worker's largest memory so far, MiB: of tensors on its GPU, or of the whole process on a CPU."""
@@ -136,6 +139,48 @@ class Backend(ABC):
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+
+def saved_state(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> tensor of what checkpoints hold: the state dict, or of a model with an adapter what is trained.
+
+    The tensors are the model's own: parameters, not copies.
+    """
+    if is_adapted(model):
+        return dict(trained_parameters(model))
+    return model.state_dict(keep_vars=True)
+
+
+def check_keys(state: dict[str, Tensor] | None, names: dict[str, Tensor]) -> None:
+    """A state to load has exactly the names and shapes of `saved_state`, whose tensors may be slices (ZeRO)."""
+    if state is None:
+        raise UserError("no model state to load; the checkpoint holds no weights")
+    shapes = {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in names.items()}
+    wrong = [name for name in shapes if name in state and state[name].shape != shapes[name]]
+    missing, unexpected = shapes.keys() - state.keys(), state.keys() - shapes.keys()
+    if missing or unexpected or wrong:
+        raise UserError(
+            f"the weights do not fit the model: {len(missing)} missing {sorted(missing)[:3]}, {len(unexpected)} "
+            f"unexpected {sorted(unexpected)[:3]}, {len(wrong)} of another shape {wrong[:3]}"
+        )
+
+
+def check_whole(model: nn.Module, name: str, *, shards: bool = False) -> None:
+    """Raises UserError where `model` is held in a way that the backend `name` cannot train."""
+    if is_spread(model):
+        raise UserError(
+            f"--device_map spreads the layers over several devices, which is for one process: leave {name} out "
+            "(--backend local), or --device_map."
+        )
+    if any(isinstance(module, HostEmbedding) for module in model.modules()):
+        raise UserError(
+            f"--embeddings_on_cpu is for one process, not for {name}: use --backend local, or leave it out."
+        )
+    if shards and getattr(model, "is_quantized", False):
+        raise UserError(
+            f"--quantize does not work with {name}, which cannot cut quantised weights into slices: use Horovod or "
+            "DDP, or leave --quantize out."
+        )
 
 
 def global_gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
@@ -167,7 +212,7 @@ class LocalBackend(Backend):
         self._sync = True
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        self._inner = model.to(self.device)
+        self._inner = model if is_spread(model) else model.to(self.device)
         self.model, self.optimizer = self.precision.initialize(self._inner, optimizer, self.device)
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -222,12 +267,11 @@ class LocalBackend(Backend):
         return self._inner
 
     def model_state(self) -> dict[str, Tensor]:
-        return self.unwrap().state_dict()
+        return {name: tensor.detach() for name, tensor in saved_state(self.unwrap()).items()}
 
     def load_model_state(self, state: dict[str, Tensor] | None) -> None:
-        if state is None:
-            raise UserError("no model state to load; the checkpoint holds no weights")
-        self.unwrap().load_state_dict(state)
+        check_keys(state, saved_state(self.unwrap()))
+        self.unwrap().load_state_dict(state, strict=False)  # of an adapted model it is a part
 
     def optimizer_state(self) -> Any:
         return {"optimizer": self.optimizer.state_dict(), "precision": self.precision.state_dict()}

@@ -47,15 +47,20 @@ def unit_classes(model: nn.Module, names: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def tied_in_one_unit(model: nn.Module) -> Iterator[None]:
+def ends_in_one_unit(model: nn.Module, units: Sequence[str]) -> Iterator[None]:
     """Around accelerate's `prepare`, which makes a unit of the first and the last layer alone.
 
-    The bias of BERT's last layer also belongs to the module around it, which would be in another unit; so accelerate
-    is not told of these layers then, and leaves them to the root's unit, with all their owners.
+    The bias of BERT's last layer also belongs to the module around it, which would be in another unit; and the token
+    table of a BERT classifier lies inside a unit already, whose parameters torch cannot shard again. Accelerate is not
+    told of these layers then, and leaves them to the unit around them, with all their owners.
+
+    Args:
+        units: names of the module classes that are units.
     """
     getters = [name for name in ("get_input_embeddings", "get_output_embeddings") if hasattr(model, name)]
     ends = [module for module in (getattr(model, name)() for name in getters) if module is not None]
-    hidden = getters if _is_shared(model, ends) else []
+    inside = {inner for module in model.modules() if type(module).__name__ in units for inner in module.modules()}
+    hidden = getters if _is_shared(model, ends) or any(end in inside for end in ends) else []
     for name in hidden:
         setattr(model, name, lambda: None)
     try:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.backends.backend import LocalBackend, check_whole, saved_state
 from lm_experiments_tools.backends.precision import Precision, get_precision
 from lm_experiments_tools.backends.trees import as_carrier, broadcast_tree, put_back
 from lm_experiments_tools.errors import UserError
@@ -78,6 +78,7 @@ class HorovodBackend(LocalBackend):
             UserError: a parameter is bfloat16, or the optimizer is Horovod's already.
         """
         _check_supported(model, optimizer)
+        check_whole(model, "Horovod")
         model.to(self.device)
         for parameter in model.parameters():
             parameter.data = (
@@ -137,7 +138,7 @@ class HorovodBackend(LocalBackend):
     def load_model_state(self, state: dict[str, Tensor] | None) -> None:
         if self.is_main:
             super().load_model_state(state)
-        self._broadcast_tensors([*self.unwrap().parameters(), *self.unwrap().buffers()])
+        self._broadcast_tensors(list(saved_state(self.unwrap()).values()))
 
     def load_optimizer_state(self, tree: Any) -> None:
         super().load_optimizer_state(broadcast_tree(tree, self.is_main, self.broadcast, self._broadcast_tensors))

@@ -1,7 +1,7 @@
 """Samples of like length next to each other, so that little of a micro-batch is padding.
 
-The samples of a window (32 buckets) are sorted by length and cut into buckets of `bucket_rows`; the buckets then stand
-in random order. One worked example, a window of 8 samples, buckets of 2, lengths below:
+The samples of a window (32 buckets or more) are sorted by length and cut into buckets of `bucket_rows`; the buckets
+then stand in random order. One worked example, a window of 8 samples, buckets of 2, lengths below:
 
     samples     0  1  2  3  4  5  6  7
     lengths     5  9  2  7  1  8  3  6
@@ -44,6 +44,10 @@ class BucketedDataset:
         seed: fixes the order of buckets.
         pad_to_multiple_of: widths that a trimmed micro-batch may have, for `padding`; None: it is not trimmed.
         micro_rows: rows of a micro-batch over all workers, which are padded alike, for `padding`; None: `bucket_rows`.
+        target_step: targets whose lengths differ by less count as equally long. Where lengths of inputs say little of
+            those of targets, as in summarization, 1 sorts the inputs hardly at all.
+        least_window: rows that are sorted together at least; small buckets need more than 32 of them where inputs and
+            targets both differ.
     """
 
     def __init__(
@@ -53,10 +57,13 @@ class BucketedDataset:
         seed: int,
         pad_to_multiple_of: int | None = 8,
         micro_rows: int | None = None,
+        target_step: int = 1,
+        least_window: int = 0,
     ) -> None:
         self.dataset, self.bucket_rows, self.pad_to_multiple_of = dataset, bucket_rows, pad_to_multiple_of
+        self.target_step = target_step
         self.micro_rows = micro_rows or bucket_rows
-        self.window = _BUCKETS * bucket_rows
+        self.window = max(_BUCKETS, -(-least_window // bucket_rows)) * bucket_rows
         self._key = stream_key(seed, "buckets")
         self._arranged = lru_cache(maxsize=8)(self._arrange)
 
@@ -98,7 +105,7 @@ class BucketedDataset:
         order = np.argsort(high << _32 | low)
         samples = np.arange(begin, end)
         inputs, targets = self.dataset.lengths(samples)
-        by_length = samples[np.lexsort((inputs, targets))]
+        by_length = samples[np.lexsort((inputs, targets // self.target_step))]
         sizes = np.diff(bounds)[order]
         arranged, taken = np.empty_like(samples), 0
         for place, size in zip((bounds[:-1] - begin)[order].tolist(), sizes.tolist(), strict=True):
@@ -131,13 +138,14 @@ class SortedSamples:
     Args:
         dataset: its own order is random, so its first samples are a random choice.
         num_samples: how many; None, or more than there are, takes all.
+        target_step: as `BucketedDataset`.
     """
 
-    def __init__(self, dataset: SizedDataset, num_samples: int | None = None) -> None:
+    def __init__(self, dataset: SizedDataset, num_samples: int | None = None, target_step: int = 1) -> None:
         self.dataset = dataset
         samples = np.arange(min(len(dataset), num_samples or len(dataset)))
         inputs, targets = dataset.lengths(samples)
-        self._samples = samples[np.lexsort((inputs, targets))]
+        self._samples = samples[np.lexsort((inputs, targets // target_step))]
 
     def __len__(self) -> int:
         return len(self._samples)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import UserError, first_line
 
 
 def split_name(item: str) -> tuple[str, str | None, str]:
@@ -38,10 +38,10 @@ def load_streaming(item: str) -> Any:
     try:
         return datasets.load_dataset(name, config, split=split, streaming=True)
     except (OSError, ValueError) as error:  # offline, not found, or no such config or split
-        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         kind = "a folder" if os.path.isdir(name) else "neither a file nor a folder here"
         raise UserError(
-            f"{item} is {kind}, and as a Hugging Face dataset (name[:config][:split]) it cannot be loaded: {reason}"
+            f"{item} is {kind}, and as a Hugging Face dataset (name[:config][:split]) it cannot be loaded: "
+            f"{first_line(error)}"
         ) from None
 
 
@@ -66,8 +66,9 @@ def read_shard(item: str, shard: int, column: str, skip: int = 0) -> Iterator[di
             number += 1
             yield row
     except (ValueError, EOFError, zlib.error) as error:  # Arrow's own errors are ValueErrors
-        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise UserError(f"shard {shard} of the dataset {item} is damaged after row {number}: {reason}") from None
+        raise UserError(
+            f"shard {shard} of the dataset {item} is damaged after row {number}: {first_line(error)}"
+        ) from None
 
 
 def identity(item: str, *, with_times: bool = False) -> list[str]:

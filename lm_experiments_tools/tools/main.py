@@ -7,6 +7,7 @@ lmtools merge --input PREFIXES --output PREFIX
 lmtools inspect --config RUN.yaml
 lmtools inspect_bert --config RUN.yaml
 lmtools attention --model DIR --text TEXT --output maps.html
+lmtools export --from_pretrained DIR --output DIR.onnx
 """
 
 import difflib
@@ -26,6 +27,7 @@ COMMANDS = {
     "inspect": "look before you train: counts, lengths, padding, steps, samples as the model gets them",
     "inspect_bert": "the same for the sentences of run_bert_pretraining.py",
     "attention": "attention maps of a model on a text, and pictures of block-sparse layouts",
+    "export": "write a fine-tuned model as ONNX and check it against torch",
 }
 
 

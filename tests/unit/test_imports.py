@@ -46,7 +46,8 @@ CORE = {
 }
 # What an extra of setup.py brings; imported where it is used.
 EXTRAS = {
-    "apex", "datasets", "matplotlib", "megatron", "nupunkt", "peft", "rouge_score", "sacrebleu", "sentencex"
+    "apex", "bitsandbytes", "datasets", "matplotlib", "megatron", "nupunkt", "onnxruntime", "peft", "rouge_score",
+    "sacrebleu", "sentencex",
 }  # fmt: skip
 OURS = {"lm_experiments_tools", "modeling_t5", "modeling_bert", "megatron"}
 # The command line answers before anything heavy is loaded.

@@ -1,0 +1,70 @@
+"""Rows of different lengths in one flat array, and batches cut out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import numpy as np
+
+
+class Ragged:
+    """Integer rows of different lengths, one after the other: 4 bytes an id (2 where they are small), 8 a row.
+
+    Args:
+        values: integer[total].
+        lengths: int64[rows].
+    """
+
+    def __init__(self, values: np.ndarray, lengths: np.ndarray) -> None:
+        self.values, self.lengths = values, lengths
+        self.starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def flat(self, rows: np.ndarray) -> np.ndarray:
+        """Values of rows int64[n], one after the other."""
+        lengths = self.lengths[rows]
+        shifts = self.starts[rows] - (np.cumsum(lengths) - lengths)
+        return self.values[np.repeat(shifts, lengths) + np.arange(lengths.sum())]
+
+    def row(self, number: int) -> np.ndarray:
+        """One row."""
+        return self.values[self.starts[number] : self.starts[number] + self.lengths[number]]
+
+    def padded(self, rows: np.ndarray, width: int, fill: int, *, left: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Rows int64[n] as int64[n, width], and where they are no padding as bool[n, width].
+
+        Args:
+            left: the padding comes before a row, not after it.
+        """
+        columns, lengths = np.arange(width), self.lengths[rows][:, None]
+        real = columns >= width - lengths if left else columns < lengths
+        padded = np.full(real.shape, fill, np.int64)
+        padded[real] = self.flat(rows)
+        return padded, real
+
+
+class RaggedBuilder:
+    """Collects rows; what is held is about what the finished `Ragged` holds."""
+
+    def __init__(self, dtype: type[np.integer] = np.int32) -> None:
+        self.dtype = dtype
+        self._values: list[np.ndarray] = []
+        self._lengths: list[np.ndarray] = []
+
+    def extend(self, rows: Iterable[Sequence[int]]) -> None:
+        """Append rows."""
+        rows = list(rows)
+        lengths = np.array([len(row) for row in rows], np.int64)
+        flat = np.fromiter(chain.from_iterable(rows), self.dtype, int(lengths.sum()))
+        self._values.append(flat)
+        self._lengths.append(lengths)
+
+    def build(self) -> Ragged:
+        """What has been appended."""
+        return Ragged(
+            np.concatenate([np.empty(0, self.dtype), *self._values]),
+            np.concatenate([np.empty(0, np.int64), *self._lengths]),
+        )

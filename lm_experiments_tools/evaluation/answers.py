@@ -1,0 +1,53 @@
+"""What a model that writes text answered: a label, a number, or neither."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.evaluation.classes import UNKNOWN
+from lm_experiments_tools.evaluation.text import normalized_answer, without_punctuation
+
+INVALID_NUMBER = -1.0  # what T5's string_to_float gives for a text that is no number
+
+
+class LabelWords:
+    """Maps a generated text to the number of a label.
+
+    An answer is compared with the words as it is, then without case and punctuation, then without articles too
+    (SQuAD's normalisation); at each of these only words that are still there and still differ from each other count,
+    so that the labels "A" and "B" are told apart though "a" is an article.
+    """
+
+    LEVELS = (str.strip, without_punctuation, normalized_answer)
+
+    def __init__(self, words: Sequence[str]) -> None:
+        twice = [word for word, count in Counter(map(str.strip, words)).items() if count > 1]
+        if twice:
+            raise UserError(
+                f"the label word {twice[0]!r} stands for several labels: give each --label_words of its own."
+            )
+        self.tables: list[dict[str, int]] = []
+        for level in self.LEVELS:
+            forms = [level(word) for word in words]
+            unique = {form for form, count in Counter(forms).items() if count == 1 and form}
+            self.tables.append({form: number for number, form in enumerate(forms) if form in unique})
+
+    def __call__(self, answer: str) -> int:
+        """The label's number, or UNKNOWN."""
+        for level, table in zip(self.LEVELS, self.tables, strict=True):
+            number = table.get(level(answer))
+            if number is not None:
+                return number
+        return UNKNOWN
+
+
+def number_in(answer: str) -> float | None:
+    """The finite number that the text is, or None."""
+    try:
+        number = float(answer)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,39 @@
+"""Super-Natural-Instructions' own evaluation, over all examples and for every task.
+
+Source: https://github.com/allenai/natural-instructions eval/automatic/evaluation.py and
+https://github.com/yizhongw/Tk-Instruct src/compute_metrics.py, of their default (English) track. Their cross-lingual
+track splits words by GPT-2's tokenizer, which is not built here: on texts in another script than the Latin one,
+rouge-score finds no words and every score is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lm_experiments_tools.evaluation.text import (
+    References,
+    exact_match,
+    mean_percent,
+    rouge_of_examples,
+    without_punctuation,
+)
+
+
+def instructions(predictions: Sequence[str], references: References, groups: Sequence[str]) -> dict[str, float]:
+    """rougeL, rouge1 and exact_match, 0 to 100, of all examples, and of each task (`groups`) as "rougeL/task".
+
+    The mean over examples weighs a task by its number of examples, as the project's script does.
+    """
+    kinds = ("rougeL", "rouge1")
+    scores = rouge_of_examples(predictions, references, kinds, stem=True, metric="instructions")
+    rows: dict[str, list[int]] = {"": list(range(len(predictions)))}
+    for row, group in enumerate(groups):
+        if group:
+            rows.setdefault(f"/{group}", []).append(row)
+    values = {}
+    for suffix, chosen in rows.items():
+        for kind in kinds:
+            values[kind + suffix] = mean_percent([scores[row][kind] for row in chosen])
+        matched = exact_match([predictions[r] for r in chosen], [references[r] for r in chosen], without_punctuation)
+        values[f"exact_match{suffix}"] = matched["exact_match"]
+    return values

@@ -1,0 +1,251 @@
+"""Predictions of one evaluation: streamed to disk, each example counted once, metrics over all workers' lines.
+
+A worker keeps of a batch what fits in a line of JSON (a text, a label's number or a number), in a file without a name
+that vanishes with the process. At the end rank 0 is told all lines in pieces (workers need no folder in common), puts
+them in the order of the examples and writes, beside the references, to `folder`/{split}.jsonl::
+
+    {"id": "SJ1Xmf-Rb", "source": "Incremental class ...", "prediction": "We present ...", "references": ["..."]}
+
+with "pair" (the second sentence), "group" (the task of an instruction) and "text" (what an encoder-decoder wrote for a
+label or a number) where there are such. The file is of the last evaluation of that split: with --save_best, after
+training, that of the best checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.evaluation import text
+from lm_experiments_tools.evaluation.answers import INVALID_NUMBER, LabelWords, number_in
+from lm_experiments_tools.evaluation.classes import UNKNOWN, class_metrics
+from lm_experiments_tools.evaluation.instructions import instructions
+from lm_experiments_tools.evaluation.numbers import number_metrics
+from lm_experiments_tools.files import dump_json, replacing
+from lm_experiments_tools.state import on_main
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.data.examples import Example
+    from lm_experiments_tools.finetuning_args import FinetuningArgs
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 1 << 20  # of lines that a worker sends at once
+SHOWN_CHARACTERS = 300  # of a text in the log
+Value = str | int | float
+
+
+class TextDecoder:
+    """Texts of generated tokens, without special tokens and without spaces around.
+
+    Args:
+        tokenizer: of Hugging Face's interface.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+    def __call__(self, token_ids: Tensor) -> list[str]:
+        """Texts of int64[rows, length]; negative numbers (-100 of padded batches) are padding."""
+        token_ids = token_ids.masked_fill(token_ids < 0, self.pad_id)
+        return [line.strip() for line in self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)]
+
+    def lengths(self, token_ids: Tensor) -> list[int]:
+        """Tokens of each row without padding."""
+        return ((token_ids >= 0) & (token_ids != self.pad_id)).sum(-1).tolist()
+
+
+class Predictions:
+    """Collects what a model predicts for `examples` (metrics.Collector): one object for one evaluation.
+
+    Args:
+        args: task, metrics and --show_valid_examples.
+        split: name of the file of predictions.
+        examples: all examples of the split, on every worker; a batch's "example" holds indices into them.
+        decode: texts of generated tokens; needed where the model generates.
+        label_names: of a classification, in the order of their numbers.
+        folder: where predictions are written. None: nowhere.
+    Raises:
+        UserError: metrics that compute one value differently or need a package that is not installed; labels with the
+            same word; examples of which only some have a reference.
+    """
+
+    def __init__(
+        self,
+        args: FinetuningArgs,
+        split: str,
+        examples: Sequence[Example],
+        decode: TextDecoder | None = None,
+        label_names: Sequence[str] = (),
+        folder: Path | None = None,
+    ) -> None:
+        self.args, self.split, self.examples, self.decode = args, split, examples, decode
+        self.label_names, self.folder = tuple(label_names), folder
+        self.generates, self.task = args.needs_generation(), args.task
+        self.metrics = args.metric_names()
+        text.check_metrics(self.metrics)
+        self.measurable = self._measurable()
+        words = tuple(args.label_words) or self.label_names
+        self.label_of = LabelWords(words) if self.task == "classification" and self.generates else None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        self.lines = tempfile.TemporaryFile(dir=folder)  # of this worker
+
+    def _measurable(self) -> bool:
+        without = [example.name for example in self.examples if not self._references(example)]
+        if 0 < len(without) < len(self.examples):
+            raise UserError(
+                f"{len(without)} of {len(self.examples)} examples of the {self.split} data have no reference, the "
+                f"first is {without[0]}: give all of them one, or none."
+            )
+        return not without
+
+    # ---- during the evaluation
+    def add(self, batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+        """Append a line [example, prediction, generated tokens] for each row of a batch.
+
+        Args:
+            batch: with "example", int64[rows].
+            outputs: with "generation_outputs", int64[rows, length] new tokens (none of a decoder's prompt), or with
+                "logits", float[rows, labels] or [rows, 1].
+        """
+        rows = zip(batch["example"].tolist(), *self._values(outputs), strict=True)
+        self.lines.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+
+    def _values(self, outputs: Mapping[str, Any]) -> tuple[list[Value], list[int]]:
+        if self.generates:
+            token_ids = outputs["generation_outputs"].cpu()
+            return self.decode(token_ids), self.decode.lengths(token_ids)
+        logits = outputs["logits"].detach()
+        values = logits.argmax(-1) if self.task == "classification" else logits.to(torch.float64).squeeze(-1)
+        return values.tolist(), [0] * len(values)
+
+    # ---- at its end
+    def reduce(self, backend: Backend) -> dict[str, float]:
+        """Write the file, log --show_valid_examples of it, and tell every worker the metrics; collective."""
+        found = self._gathered(backend)
+        return on_main(backend, lambda: self._finish(found))
+
+    def _gathered(self, backend: Backend) -> list[tuple[Value, int]]:
+        """(prediction, generated tokens) of every example, on rank 0; of repeated ones the first."""
+        found: list[Any] = [None] * len(self.examples) if backend.is_main else []
+        self.lines.seek(0)
+        while any(pieces := backend.gather(self.lines.readlines(PIECE_BYTES))):
+            for line in (line for piece in pieces for line in piece) if backend.is_main else ():
+                example, *value = json.loads(line)
+                if found[example] is None:
+                    found[example] = tuple(value)
+        self.lines.close()
+        return found
+
+    def _finish(self, found: list[tuple[Value, int]]) -> dict[str, float]:
+        absent = [self.examples[index].name for index, value in enumerate(found) if value is None]
+        if absent:
+            raise RuntimeError(
+                f"{len(absent)} of {len(found)} examples of {self.split} were not predicted, the first is {absent[0]}"
+            )
+        answers = [value for value, _ in found]
+        values = {}
+        if self.generates and self.task == "classification":
+            predictions = [self.label_of(answer) for answer in answers]
+            values = _share_of_unknown(predictions.count(UNKNOWN), len(predictions))
+        elif self.generates and self.task == "regression":
+            numbers = [number_in(answer) for answer in answers]
+            values = _share_of_unknown(numbers.count(None), len(numbers))
+            predictions = [INVALID_NUMBER if number is None else number for number in numbers]
+        else:
+            predictions = answers
+        self._write(answers, predictions)
+        self._show(answers, predictions)
+        return self._measure(predictions, [length for _, length in found]) | values
+
+    def _measure(self, predictions: list[Any], lengths: list[int]) -> dict[str, float]:
+        if not self.measurable:
+            logger.info("the %s examples have no references: nothing is measured", self.split)
+            return {}
+        if self.task in ("classification", "regression"):
+            labels = [example.label for example in self.examples]
+            if self.task == "regression":
+                return number_metrics(self.metrics, predictions, labels)
+            return class_metrics(self.metrics, predictions, labels, len(self.label_names))
+        references = [example.targets for example in self.examples]
+        values = {}
+        for name in self.metrics:
+            if name == "gen_len":
+                values[name] = sum(lengths) / len(lengths)
+            elif name == "instructions":
+                values |= instructions(predictions, references, [example.group for example in self.examples])
+            else:
+                values |= text.METRICS[name](predictions, references)
+        return values
+
+    def _references(self, example: Example) -> list[Value]:
+        if self.task not in ("classification", "regression"):
+            return list(example.targets)
+        if example.label is None:
+            return []
+        return [self._readable(example.label)]
+
+    def _readable(self, prediction: Value) -> Value | None:
+        """A label's name (None: unknown), a number or a text."""
+        if self.task != "classification":
+            return prediction
+        return None if prediction == UNKNOWN else self.label_names[prediction]
+
+    # ---- for people
+    def _records(self, answers: list[Value], predictions: list[Value]) -> Iterator[dict[str, Any]]:
+        for example, answer, prediction in zip(self.examples, answers, predictions, strict=True):
+            record = {"id": example.name, "source": example.source}
+            if example.pair is not None:
+                record["pair"] = example.pair
+            record |= {"prediction": self._readable(prediction), "references": self._references(example)}
+            if self.generates and self.task in ("classification", "regression"):
+                record["text"] = answer
+            if example.group:
+                record["group"] = example.group
+            yield record
+
+    def _write(self, answers: list[Value], predictions: list[Value]) -> None:
+        if self.folder is None:
+            return
+        with replacing(self.folder / f"{self.split}.jsonl") as file:
+            for record in self._records(answers, predictions):
+                file.write(dump_json(record, indent=None).encode() + b"\n")
+        if "scrolls" in self.metrics:
+            with replacing(self.folder / f"{self.split}.json") as file:
+                by_id = {example.name: answer for example, answer in zip(self.examples, answers, strict=True)}
+                file.write(dump_json(by_id).encode() + b"\n")
+
+    def _show(self, answers: list[Value], predictions: list[Value]) -> None:
+        """Log examples at equal distances, the same ones each time."""
+        number = min(self.args.show_valid_examples, len(self.examples))
+        chosen = {index * len(self.examples) // number for index in range(number)}
+        for index, record in enumerate(self._records(answers, predictions)):
+            if index not in chosen:
+                continue
+            lines = [f"{self.split} example {record.pop('id')}"]
+            for name, value in record.items():
+                values = value if name == "references" else [value]
+                lines += [f"  {name.removesuffix('s'):<11}{_shortened(v)}" for v in values]
+            logger.info("\n".join(lines))
+
+
+def _share_of_unknown(number: int, total: int) -> dict[str, float]:
+    return {"unknown_answers": number / total} if number else {}
+
+
+def _shortened(value: Any) -> str:
+    """One line, with the middle left out where it is long."""
+    line = " ".join(str(value).split())
+    half = SHOWN_CHARACTERS // 2
+    return line if len(line) <= SHOWN_CHARACTERS else f"{line[:half]} ... {line[-half:]}"

@@ -1,0 +1,74 @@
+"""Fine-tune a pre-trained model: text to text, classification, regression, instructions, causal language modelling.
+
+On this machine (CPU or one GPU)::
+
+    python run_finetuning.py --from_pretrained runs/t5-small --task text_to_text --prefix "summarize: " \\
+        --data_path train.jsonl --valid_data_path valid.jsonl --test_data_path test.jsonl \\
+        --batch_size 8 --lr 1e-4 --epochs 3 --save_best --optimize_metric rougeL --model_path runs/summaries
+
+    python run_finetuning.py --model_type encoder --task classification --from_pretrained bert-base-uncased \\
+        --data_path train.tsv --valid_data_path dev.tsv --batch_size 32 --lr 2e-5 --model_path runs/polarity
+
+The same, on several workers: put one of these in front of it in place of `python`::
+
+    horovodrun --gloo -np 2 python
+    torchrun --nproc_per_node 2
+    accelerate launch --config_file accelerate_configs/fsdp.yaml
+
+Where memory is small: --gradient_checkpointing, --freeze, --optimizer Adafactor, --peft lora, --quantize int8, in the
+order that docs/out_of_memory.md gives. The same command again continues an interrupted run. `--config run.yaml` reads
+flags from a file; `--model_cls my_module:MyT5` trains a model class of your own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lm_experiments_tools.cli import parse, run_main
+from lm_experiments_tools.finetuning_args import FinetuningArgs
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args, origins = parse(FinetuningArgs, argv, description=__doc__)
+    args = args.resolved().without_epochs_beside_iters(origins)
+
+    # imported after parsing, so that --help and a mistyped flag answer at once
+    from lm_experiments_tools.backends import get_backend
+    from lm_experiments_tools.data.finetuning import finetuning_data
+    from lm_experiments_tools.experiment import optimizer_from_args, seed_worker, show_run, start_run
+    from lm_experiments_tools.finetuning import (
+        evaluate_last,
+        finetuning_loop,
+        save_tokenizer,
+        show_summary,
+        with_new_tokens,
+    )
+    from lm_experiments_tools.pretrained import load_tokenizer, pretrained_model
+
+    backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
+    run = start_run(args, backend)
+    tokenizer = load_tokenizer(args)
+    data = finetuning_data(with_new_tokens(args, tokenizer), backend, tokenizer)
+    if data.train is not None:
+        args = args.with_epochs(data.train.samples_per_epoch, backend.world_size)
+    model = pretrained_model(args, tokenizer, data.label_names)
+    show_summary(backend, model)
+    optimizer = None if args.validate_only else optimizer_from_args(args, model)
+    seed_worker(args.seed, backend.rank)
+    tokenizer_dir = save_tokenizer(args, backend, tokenizer)
+    trainer = finetuning_loop(args, backend, model, optimizer, data, tokenizer, tokenizer_dir)
+    epoch = None if data.train is None else data.train.samples_per_epoch
+    show_run(args, origins, run, backend, backend.unwrap(), epoch, data.objective)
+    if args.validate_only:
+        trainer.validate(trainer.valid_dataloader)
+    else:
+        trainer.train()
+    evaluate_last(trainer, data)
+    trainer.save_metrics(args.model_path)
+    if data.train is not None:
+        data.train.close()
+    backend.close()
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,165 @@
+"""Prompts of Super-Natural-Instructions: those of Tk-Instruct to the character.
+
+`NI_COLLATOR` names a copy of a Python file with Tk-Instruct's class `DataCollatorForNI` (`src/ni_collator.py` of
+yizhongw/Tk-Instruct, or `nanoT5/utils/copied_utils.py` of PiotrNawrot/nanoT5); without it the comparison is skipped
+and the prompts written out here by hand remain.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from dataclasses import asdict
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from real_data import DATA, lacking
+
+from lm_experiments_tools.data.example_dataset import ExampleDataset, encode_examples
+from lm_experiments_tools.data.instructions import (
+    TK_INSTRUCT,
+    InstructionData,
+    PromptParts,
+    Room,
+    instruction_examples,
+    prompt_text,
+)
+from lm_experiments_tools.data.rows import BadRows
+from lm_experiments_tools.data.text_encoder import TextEncoder
+
+TASK = {
+    "Task": "task001_add",
+    "Definition": ["Add the numbers", "never read"],
+    "Positive Examples": [
+        {"input": "1 2 ", "output": " 3", "explanation": "1 + 2 is 3"},
+        {"input": "Is 2 + 2 four?", "output": "yes!"},
+    ],
+    "Negative Examples": [{"input": "5 5", "output": "11", "explanation": "It is 10."}],
+}
+DEFINITION = "Definition: Add the numbers.\n\n"
+FIRST = " Positive Example 1 -\nInput: 1 2.\n Output: 3.\n"
+SECOND = " Positive Example 2 -\nInput: Is 2 + 2 four?\n Output: yes!\n\n"
+NEGATIVE = " Negative Example 1 -\nInput: 5 5.\n Output: 11.\n"
+QUESTION = "Now complete the following example -\nInput: 4 5.\nOutput: "
+OTHER_PARTS = (
+    PromptParts(add_task_name=True, add_task_definition=False),
+    PromptParts(add_task_name=True, num_pos_examples=1, num_neg_examples=1, add_explanation=True),
+    PromptParts(num_pos_examples=100, num_neg_examples=100, add_explanation=True),
+)
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (TK_INSTRUCT[0], DEFINITION + QUESTION),
+        (TK_INSTRUCT[1], FIRST + "\n" + SECOND + QUESTION),
+        (TK_INSTRUCT[2], DEFINITION + FIRST + "\n" + SECOND + QUESTION),
+        (TK_INSTRUCT[3], DEFINITION + FIRST + "\n" + SECOND + NEGATIVE + "\n" + QUESTION),
+        (TK_INSTRUCT[4], DEFINITION + FIRST + " Explanation: 1 + 2 is 3.\n\n" + SECOND + QUESTION),
+        (OTHER_PARTS[0], "task001_add. " + QUESTION),
+        (
+            OTHER_PARTS[1],
+            "task001_add. " + DEFINITION + FIRST + " Explanation: 1 + 2 is 3.\n\n" + NEGATIVE
+            + " Explanation: It is 10.\n\n" + QUESTION,
+        ),
+    ],
+)  # fmt: skip
+def test_prompt_is_the_one_written_out_by_hand(parts, expected):
+    assert prompt_text(TASK, " 4 5\n", parts, lambda pieces: True) == expected
+
+
+@pytest.mark.parametrize("kept", range(4))
+def test_examples_are_left_out_from_the_first_that_does_not_fit(kept):
+    parts = PromptParts(num_pos_examples=2, num_neg_examples=1)
+    pieces = [FIRST + "\n", SECOND, NEGATIVE + "\n"][:kept]
+    limit = len(DEFINITION + "".join(pieces) + QUESTION) + max(min(kept, 2) - 1, 0)  # Tk-Instruct's own blank
+    prompt = prompt_text(TASK, "4 5", parts, lambda some: len("".join(some)) <= limit)
+    assert prompt == DEFINITION + "".join(pieces) + QUESTION
+
+
+def test_room_agrees_with_the_count_of_the_whole_text():
+    counted = []
+
+    def count(text):
+        counted.append(text)
+        return len(text.split()) + 1
+
+    room = Room(count, 13)
+    assert room(["a b", " ", "c d"]) and counted[-1] != "a b c d"  # far below the limit: no need
+    assert room(["a b c", " ", "d e f", " g h"]) and counted[-1] == "a b c d e f g h"
+    assert not room(["a b c d e f", " ", "g h i j k l m"])
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    path = DATA / "vocabs" / "t5_32k" / "sentencepiece.model"
+    if reason := lacking(path, DATA / "sni"):
+        pytest.skip(reason)
+    from transformers import AutoTokenizer
+
+    from lm_experiments_tools.data.vocabulary import Vocabulary
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    Vocabulary.load(path).save_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    path = os.environ.get("NI_COLLATOR")
+    if not path:
+        pytest.skip("NI_COLLATOR names no copy of Tk-Instruct's collator")
+    spec = importlib.util.spec_from_file_location("ni_collator", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.DataCollatorForNI
+
+
+@pytest.mark.parametrize("limit", [128, 300, 1024])
+@pytest.mark.parametrize("parts", [*TK_INSTRUCT, *OTHER_PARTS], ids=str)
+def test_rows_are_those_of_tk_instructs_collator(parts, limit, tokenizer, reference):
+    names = ["task957_e2e_nlg_text_generation_generate", "task039_qasc_find_overlapping_words"]
+    examples, official = [], []
+    encoder = TextEncoder(tokenizer, limit, 32)
+    for name in names:
+        task = {**json.loads((DATA / "sni" / "tasks" / f"{name}.json").read_text()), "Task": name}
+        room = Room(encoder.num_tokens, limit)
+        some = task["Instances"][:6]
+        official += [{**task, "Instance": {**instance, "output": instance["output"][:1]}} for instance in some]
+        examples += [prompt_text(task, instance["input"], parts, room) for instance in some]
+    collator = reference(tokenizer, max_source_length=limit, max_target_length=32, text_only=True, **asdict(parts))
+    theirs = collator(official)
+    ours = encoder.encode_sources(examples)["input_ids"]
+    for text, row, expected in zip(examples, ours, theirs["inputs"], strict=True):
+        assert row == tokenizer(expected, truncation=True, max_length=limit)["input_ids"]
+        if encoder.num_tokens(text) <= limit:
+            assert text == expected
+    targets = encoder.encode_targets([label for label in theirs["labels"]])
+    assert targets == tokenizer(theirs["labels"], truncation=True, max_length=32)["input_ids"]
+
+
+def test_tk_instruct_draws_every_form_and_every_output_by_seed_epoch_and_example(tokenizer):
+    data = InstructionData(str(DATA / "sni"), "default", 2, TK_INSTRUCT)
+    encoder = TextEncoder(tokenizer, 1024, 64)
+    found = instruction_examples(data, "test_tasks.txt", BadRows(0), encoder.num_tokens, 1024)
+    examples = list(islice(found, 6))
+    assert all(len(set(example.variants)) == 5 for example in examples)
+    encoded = encode_examples(examples, encoder, "encoder-decoder", all_targets=True)
+    dataset = ExampleDataset(encoded, "encoder-decoder", pad_id=0, seed=1, limits=(1024, 64))
+
+    samples = np.arange(40 * len(dataset))
+    rows, sources, targets = dataset.drawn(samples)
+    for number, example in enumerate(examples):
+        forms = sources[rows == number] - encoded.first_source[number]
+        assert set(forms.tolist()) == set(range(5))
+        drawn = targets[rows == number] - encoded.first_target[number]
+        assert set(drawn.tolist()) == set(range(len(example.targets)))
+    batch = {name: torch.from_numpy(values) for name, values in dataset.batch(samples[7:9]).items()}
+    for row, ids in enumerate(batch["input_ids"]):
+        text = tokenizer.decode(ids[batch["attention_mask"][row].bool()], skip_special_tokens=True)
+        forms = [tokenizer.decode(tokenizer(form)["input_ids"], skip_special_tokens=True)
+                 for form in examples[batch["example"][row]].variants]  # fmt: skip
+        assert text in forms

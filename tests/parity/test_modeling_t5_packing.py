@@ -1,0 +1,86 @@
+"""Packed rows: each example has the logits and gradients that transformers' T5 gives it alone."""
+
+import copy
+
+import pytest
+import torch
+from transformers import T5Config as HFConfig
+from transformers import T5ForConditionalGeneration as HFT5
+
+from modeling_t5 import T5Config, T5ForConditionalGeneration
+
+SIZES = dict(
+    vocab_size=50, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=3, dropout_rate=0.0, decoder_start_token_id=0,
+    relative_attention_num_buckets=8, relative_attention_max_distance=10,
+)  # fmt: skip
+LENGTHS = [[(5, 3), (4, 2), (2, 4)], [(9, 1), (1, 1)]]  # of the examples of two rows: source, target
+
+
+@pytest.fixture(scope="module")
+def packed():
+    """Batch of packed rows [2, 12] and [2, 10], and their examples."""
+    generator = torch.Generator().manual_seed(0)
+    rows = {name: torch.zeros(2, width, dtype=torch.long) for name, width in
+            (("input_ids", 12), ("segment_ids", 12), ("decoder_segment_ids", 10))}  # fmt: skip
+    rows["labels"] = torch.full((2, 10), -100)
+    examples = []
+    for row, lengths in enumerate(LENGTHS):
+        source_end = target_end = 0
+        for number, (source_length, target_length) in enumerate(lengths, 1):
+            source = torch.randint(2, 50, (1, source_length), generator=generator)
+            target = torch.randint(2, 50, (1, target_length), generator=generator)
+            here, there = slice(source_end, source_end + source_length), slice(target_end, target_end + target_length)
+            rows["input_ids"][row, here], rows["segment_ids"][row, here] = source[0], number
+            rows["labels"][row, there], rows["decoder_segment_ids"][row, there] = target[0], number
+            examples.append((row, there, source, target))
+            source_end, target_end = here.stop, there.stop
+    return rows, examples
+
+
+def models(**changes):
+    torch.manual_seed(1)
+    theirs = HFT5(HFConfig(**SIZES)).double().eval()
+    ours = T5ForConditionalGeneration(T5Config(**SIZES, **changes)).double().eval()
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def test_each_example_is_as_alone(packed):
+    rows, examples = packed
+    theirs, ours = models()
+    outputs = ours(**rows)
+    outputs.loss.backward()
+    num_tokens = sum(target.numel() for *_, target in examples)
+    for row, there, source, target in examples:
+        alone = theirs(input_ids=source, labels=target)
+        torch.testing.assert_close(outputs.logits[row, there], alone.logits[0], rtol=1e-10, atol=1e-10)
+        (alone.loss * target.numel() / num_tokens).backward()
+    own = dict(ours.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(own[name].grad, parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_an_example_does_not_see_its_neighbours(packed):
+    rows, _ = packed
+    _, ours = models()
+    changed = copy.deepcopy(rows)
+    changed["input_ids"][0, 5:9] = 7  # the second example
+    before, after = ours(**rows).logits, ours(**changed).logits
+    same = rows["decoder_segment_ids"][0] == 1
+    assert torch.equal(before[0, same], after[0, same])
+    assert not torch.equal(
+        before[0, rows["decoder_segment_ids"][0] == 2], after[0, rows["decoder_segment_ids"][0] == 2]
+    )
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"num_memory_tokens": 2}, "num_memory_tokens=2"),
+        ({"num_cdq_heads": 3, "encoder_self_attention_layer": "modeling_t5:T5CDQAttention"}, "num_cdq_heads"),
+    ],
+)
+def test_variants_that_look_at_the_whole_row_refuse(packed, changes, words):
+    model = T5ForConditionalGeneration(T5Config(**SIZES, **changes))
+    with pytest.raises(ValueError, match=words):
+        model(**packed[0])

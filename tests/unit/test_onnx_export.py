@@ -1,0 +1,78 @@
+"""ONNX graphs compute what the model does, in other sizes than they were traced in; text is torch's text."""
+
+import pytest
+import torch
+from pretrained_toys import save_toy, t5_config, toy_args, toy_batch, toy_model, toy_tokenizer
+from transformers import BertConfig, BertForSequenceClassification, T5ForConditionalGeneration
+
+from lm_experiments_tools.checkpoint import save_model
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models import build_model
+from lm_experiments_tools.onnx_export import OnnxModel, export
+from lm_experiments_tools.pretrained import pretrained_model
+from lm_experiments_tools.tools.main import main
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+
+@pytest.mark.slow
+def test_classifier_through_the_command(tmp_path, capsys):
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=96)
+    model = BertForSequenceClassification(BertConfig(**sizes)).eval()
+    model.save_pretrained(tmp_path / "model")
+    toy_tokenizer().save_pretrained(tmp_path / "model")
+    out = tmp_path / "model.onnx"
+    assert main(["export", "--from_pretrained", str(tmp_path / "model"), "--output", str(out)]) == 0
+    assert "differs from torch by at most" in capsys.readouterr().out
+    assert (out / "tokenizer.json").is_file()
+    batch = toy_batch("encoder", rows=5)
+    del batch["labels"]
+    alone = OnnxModel(out).logits(**batch)
+    torch.testing.assert_close(alone, model(**batch).logits.detach(), atol=1e-5, rtol=1e-4)
+    batch["token_type_ids"] = (torch.arange(8) > 3).long().expand(5, 8).contiguous()  # of two sentences
+    pairs = OnnxModel(out).logits(**batch)
+    torch.testing.assert_close(pairs, model(**batch).logits.detach(), atol=1e-5, rtol=1e-4)
+    assert (pairs - alone).abs().max() > 1e-4
+
+
+@pytest.mark.slow
+def test_encoder_decoder_writes_what_torch_writes(tmp_path):
+    config = t5_config(num_layers=1)
+    config.tie_word_embeddings = False  # with a tied output layer random weights repeat their input
+    model = build_model(T5ForConditionalGeneration, config, seed=0).eval()
+    assert set(export(model, tmp_path)) == {"encoder.onnx", "decoder.onnx"}
+    batch = toy_batch("encoder-decoder")
+    ask = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    torch_text = model.generate(**ask, max_new_tokens=9)
+    assert len({tuple(row) for row in torch_text.tolist()}) > 1
+    assert torch.equal(OnnxModel(tmp_path).generate(**ask, max_new_tokens=9), torch_text)
+
+
+def test_decoders_and_what_is_not_fine_tuned_are_refused(tmp_path, capsys):
+    with pytest.raises(UserError, match="GPT2LMHeadModel is a decoder, which is not exported"):
+        export(toy_model("decoder"), tmp_path)
+    save_toy("encoder", tmp_path / "encoder")
+    assert main(["export", "--from_pretrained", str(tmp_path / "encoder"), "--output", str(tmp_path / "out")]) == 2
+    assert "is no fine-tuned BertForSequenceClassification: 2 of its weights" in capsys.readouterr().err
+    with pytest.raises(UserError, match="has neither model.onnx nor encoder.onnx and decoder.onnx"):
+        OnnxModel(tmp_path / "encoder")
+
+
+def test_a_lora_adapter_is_merged(tmp_path):
+    from lm_experiments_tools.pretrained import whole_model
+    from lm_experiments_tools.sources import find_source
+
+    base = save_toy("encoder", tmp_path / "base")
+    model = pretrained_model(toy_args(base, "encoder", peft="lora"), toy_tokenizer(), ("no", "so", "yes")).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    (tmp_path / "adapter").mkdir()
+    save_model(tmp_path / "adapter", model)
+    batch = toy_batch("encoder")
+    merged = whole_model(find_source(str(tmp_path / "adapter"))).eval()
+    assert merged.config.id2label == {0: "no", 1: "so", 2: "yes"}
+    assert not hasattr(merged, "peft_config") or not any("lora" in n for n, _ in merged.named_parameters())
+    torch.testing.assert_close(merged(**batch).logits, model(**batch).logits, atol=1e-5, rtol=1e-4)
