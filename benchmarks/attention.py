@@ -3,13 +3,15 @@
     OMP_NUM_THREADS=1 python benchmarks/attention.py
     python benchmarks/attention.py --device cuda
     python benchmarks/attention.py --device cuda --tune
+    OMP_NUM_THREADS=1 python benchmarks/attention.py --short
 
 All contenders of a length take turns (A B C A B C ...), so that whatever else the machine does falls on all alike, and
 ratios are medians of the ratios within a turn. Times are process CPU time (CUDA: events) of one forward and backward
 pass; peak memory is what a pass adds to a process of its own that holds inputs and gradients already (CUDA: of the
 allocator). A contender that takes longer than --slowest gets one pass at that length and none at longer ones; one
-whose score matrices would not fit into --limit is left out. --tune times tiles for the Triton kernels and prints
-triton_backend.TILES anew.
+whose score matrices would not fit into --limit is not run, and the table says so. --tune times tiles for the Triton
+kernels and prints triton_backend.TILES anew. --short times single calls of 32 to 512 tokens, and steps of models,
+against PyTorch's own attention, and replaces that section of benchmarks/attention.md alone.
 """
 
 from __future__ import annotations
@@ -130,7 +132,7 @@ def contenders(args: argparse.Namespace) -> dict[str, Callable[[Inputs], Tensor]
     }
     if args.device == "cuda":
         found |= {
-            "our kernel: dense, no bias": ours(None, bias=False, backend="triton"),
+            KERNEL: ours(None, bias=False, backend="triton"),
             "FlexAttention: dense, learned bias": flex(None),
             "FlexAttention: BigBird, block 64, learned bias": flex(bigbird64),
         }
@@ -158,14 +160,19 @@ def timed(call: Callable[[], None], device: str) -> float:
     return (time.process_time() - begin) * 1e3
 
 
-def fits(args: argparse.Namespace, name: str, length: int) -> bool:
+def matrices(args: argparse.Namespace, name: str, length: int) -> float:
+    """GiB of the score matrices that a contender holds at once."""
     batch = max(1, args.tokens // length)
-    return MATRICES.get(name, 0) * batch * args.heads * length**2 * 4 <= args.limit * 2**30
+    return MATRICES.get(name, 0) * batch * args.heads * length**2 * 4 / 2**30
 
 
 def measure(args: argparse.Namespace, length: int, dtype: torch.dtype, slow: set[str]) -> dict[str, list[float]]:
     """Milliseconds of each of args.rounds passes of each contender, or of the first of those that turn out `slow`."""
-    calls = {name: call for name, call in contenders(args).items() if fits(args, name, length) and name not in slow}
+    calls = {
+        name: call
+        for name, call in contenders(args).items()
+        if matrices(args, name, length) <= args.limit and name not in slow
+    }
     inputs = {name: make_inputs(args, length, dtype) for name in calls}
     grad = torch.randn_like(next(iter(inputs.values())).q)
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -233,6 +240,8 @@ class Row(NamedTuple):
         return statistics.median(a / b for a, b in zip(self.times, other.times, strict=False))
 
     def line(self, baseline: Row | None) -> str:
+        if not self.times:
+            return f"| {self.length} | {self.dtype} | {self.name} | does not fit | | | | {self.memory:.0f} |"
         median = statistics.median(self.times)
         spread = "one pass" if len(self.times) == 1 else f"{(max(self.times) - min(self.times)) / median:.0%}"
         return (
@@ -252,29 +261,70 @@ def rows_of(args: argparse.Namespace, length: int, dtype: torch.dtype, slow: set
     # Two products forward and five backward, of 2 * length^2 * head_dim operations each, whatever is skipped.
     operations = 14 * batch * args.heads * length**2 * args.head_dim
     found = {}
+    for name in contenders(args):
+        if matrices(args, name, length) > args.limit:
+            found[short, length, name] = Row(length, short, name, [], matrices(args, name, length) * 1024, operations)
     for name, values in times.items():
         memory = peak_memory(args, name, length, dtype) if args.memory else math.nan
         found[short, length, name] = Row(length, short, name, values, memory, operations)
-    baseline = found.get((short, length, BASELINE))
     for row in found.values():
-        print(row.line(baseline), flush=True)
+        print(row.line(baseline_of(row, found)), flush=True)
+    return found
+
+
+def baseline_of(row: Row, rows: Rows) -> Row | None:
+    """What a row is compared with, if that has been measured."""
+    baseline = rows.get((row.dtype, row.length, BASELINE))
+    return baseline if baseline is not None and baseline.times else None
+
+
+# On a GPU: who, against whom, how many times as fast (1 / 1.1: within 10 %), from how many tokens on.
+KERNEL = "our kernel: dense, no bias"
+GPU_GOALS = (
+    ("ours: dense, learned bias", KERNEL, 1 / 1.1, 0),
+    ("ours: dense, learned bias", BASELINE, 3, 2048),
+    ("ours: dense, learned bias", "FlexAttention: dense, learned bias", 2, 0),
+    ("ours: BigBird, block 64", BASELINE, 8, 8192),
+)
+
+
+def gpu_verdicts(rows: Rows) -> list[str]:
+    """The goals of a GPU, and the worst that was measured."""
+    found = []
+    for dtype, (mine, theirs, goal, shortest) in itertools.product(dict.fromkeys(key[0] for key in rows), GPU_GOALS):
+        lengths = [n for kind, n, name in rows if (kind, name) == (dtype, mine) and n >= shortest]
+        pairs = {n: (rows[dtype, n, mine], rows.get((dtype, n, theirs))) for n in lengths}
+        ratios = {n: b.over(a) for n, (a, b) in pairs.items() if a.times and b is not None and b.times}
+        if ratios:
+            worst = min(ratios, key=ratios.get)
+            found.append(
+                f"{dtype}: {mine}, is {ratios[worst]:.2f} times as fast as {theirs} at worst, {worst} "
+                f"(goal: {goal:.2g})"
+            )
     return found
 
 
 def verdicts(rows: Rows) -> list[str]:
     """Goals, and what was measured."""
+    if any(name == KERNEL for _, _, name in rows):
+        return gpu_verdicts(rows)
     sparse, found = "ours: BigBird, block 64", []
     for dtype in dict.fromkeys(key[0] for key in rows):
         by_name = {
-            name: {length: row for (kind, length, other), row in rows.items() if (kind, other) == (dtype, name)}
+            name: {
+                length: row
+                for (kind, length, other), row in rows.items()
+                if (kind, other) == (dtype, name) and row.times
+            }
             for name in (sparse, BASELINE, "ours: dense, no bias", "SDPA, no bias", "ours: dense, learned bias")
         }
         if 2048 in by_name[sparse] and 2048 in by_name[BASELINE]:
             ratio = by_name[BASELINE][2048].over(by_name[sparse][2048])
             found.append(f"{dtype}: at 2048 tokens BigBird is {ratio:.1f} times as fast as {BASELINE} (goal: 10)")
         for mine, theirs in (("ours: dense, no bias", "SDPA, no bias"), ("ours: dense, learned bias", BASELINE)):
-            lengths = by_name[mine].keys() & by_name[theirs].keys()
-            ratios = {n: by_name[mine][n].over(by_name[theirs][n]) for n in lengths}
+            pairs = {n: (row, by_name[theirs][n]) for n, row in by_name[mine].items() if n in by_name[theirs]}
+            # one pass of each says nothing of five percent
+            ratios = {n: a.over(b) for n, (a, b) in pairs.items() if min(len(a.times), len(b.times)) > 1}
             if ratios:
                 worst = max(ratios, key=ratios.get)
                 found.append(f"{dtype}: {mine}, takes {ratios[worst]:.2f} of {theirs} at worst, {worst} (goal: 1.05)")
@@ -286,6 +336,187 @@ def verdicts(rows: Rows) -> list[str]:
                 f"memory of BigBird grows {grows:.1f} times (goal: linear)"
             )
     return found
+
+
+# Short inputs: one call, and models whose layers are little more than attention, against what PyTorch offers
+
+SHORT = "## Short inputs"
+SHORT_LENGTHS = [32, 64, 128, 256, 512]
+MODEL_TOKENS = 1024  # of a batch: models take seconds for more
+
+
+@dataclass
+class Masked(Inputs):
+    """Inputs, a padding mask [batch, length] and SDPA's form of it."""
+
+    padding: Tensor | None = None
+    keys: Tensor | None = None
+
+    def table(self) -> T5Bias:
+        return T5Bias(self.weight)
+
+
+# Per setting what a user of SDPA writes, and what one of ours does. All but the last give equal results.
+SETTINGS: dict[str, tuple[Callable[[Masked], Tensor], Callable[[Masked], Tensor]]] = {
+    "no mask": (lambda x: sdpa(x.q, x.k, x.v), lambda x: block_sparse_attention(x.q, x.k, x.v)),
+    "padding": (
+        lambda x: sdpa(x.q, x.k, x.v, attn_mask=x.keys),
+        lambda x: block_sparse_attention(x.q, x.k, x.v, key_padding_mask=x.padding),
+    ),
+    "causal": (
+        lambda x: sdpa(x.q, x.k, x.v, is_causal=True),
+        lambda x: block_sparse_attention(x.q, x.k, x.v, causal=True),
+    ),
+    "learned bias, a matrix": (
+        lambda x: sdpa(x.q, x.k, x.v, attn_mask=x.shared),
+        lambda x: block_sparse_attention(x.q, x.k, x.v, bias=x.shared),
+    ),
+    "learned bias of T5": (
+        lambda x: sdpa(x.q, x.k, x.v, attn_mask=x.matrix()),
+        lambda x: block_sparse_attention(x.q, x.k, x.v, bias=x.table()),
+    ),
+    "learned bias of T5, padding": (
+        lambda x: sdpa(x.q, x.k, x.v, attn_mask=x.matrix().masked_fill(~x.keys, -math.inf)),
+        lambda x: block_sparse_attention(x.q, x.k, x.v, bias=x.table(), key_padding_mask=x.padding),
+    ),
+    "(SDPA against itself)": (lambda x: sdpa(x.q, x.k, x.v), lambda x: sdpa(x.q, x.k, x.v)),
+}
+
+
+def make_masked(args: argparse.Namespace, batch: int, length: int, dtype: torch.dtype) -> Masked:
+    args = argparse.Namespace(**{**vars(args), "tokens": batch * length})
+    x = Masked(**vars(make_inputs(args, length, dtype)))
+    x.shared = x.matrix().detach().requires_grad_()
+    ends = torch.linspace(length, length / 2, batch + 1)[1:].long()
+    x.padding = torch.arange(length) < ends[:, None]
+    x.keys = x.padding[:, None, None, :]
+    return x
+
+
+def versus(theirs: Callable[[], object], mine: Callable[[], object], seconds: float = 0.3) -> tuple[float, float]:
+    """(microseconds of a call of theirs, mine over theirs): medians of turns of 2 ms or one call, at least 7."""
+    mine(), theirs()
+    one = timed(theirs, "cpu")
+    repeats = max(1, round(2 / one))
+
+    def turn(call: Callable[[], object]) -> float:
+        return timed(lambda: [call() for _ in range(repeats)] and None, "cpu") * 1e3 / repeats
+
+    pairs = []
+    for number in range(max(7, round(seconds * 500 / (one * repeats)))):
+        first, second = (theirs, mine) if number % 2 else (mine, theirs)
+        a, b = turn(first), turn(second)
+        pairs.append((a, b) if number % 2 else (b, a))
+    return statistics.median(a for a, _ in pairs), statistics.median(b / a for a, b in pairs)
+
+
+def passes(call: Callable[[Masked], Tensor], x: Masked, backward: bool) -> Callable[[], object]:
+    """A forward pass without gradients, or a forward and a backward pass."""
+    if not backward:
+        return torch.no_grad()(lambda: call(x))
+    grad = torch.ones_like(x.q)
+    leaves = [x.q, x.k, x.v, x.weight, x.shared]
+    return lambda: torch.autograd.grad(call(x), leaves, grad, allow_unused=True)
+
+
+def models(args: argparse.Namespace) -> dict[str, tuple[type, object]]:
+    """Classes and configurations of four layers: in T5 64 features around the heads, in BERT heads * head_dim."""
+    import transformers
+
+    import lm_experiments_tools.attention.huggingface  # noqa: F401  registers "block_sparse"
+    import modeling_bert
+    import modeling_t5
+
+    t5 = {"vocab_size": 64, "d_model": 64, "d_ff": 64, "num_layers": 4, "num_heads": args.heads, "d_kv": args.head_dim}
+    t5["decoder_start_token_id"] = 0
+    bert = {"vocab_size": 64, "hidden_size": args.heads * args.head_dim, "num_attention_heads": args.heads}
+    bert |= {"num_hidden_layers": 4, "intermediate_size": 64, "max_position_embeddings": max(SHORT_LENGTHS)}
+    return {
+        "transformers' T5": (transformers.T5ForConditionalGeneration, transformers.T5Config(**t5)),
+        "transformers' BERT": (transformers.BertForMaskedLM, transformers.BertConfig(**bert)),
+        "our T5": (modeling_t5.T5ForConditionalGeneration, modeling_t5.T5Config(**t5)),
+        "our BERT": (modeling_bert.BertForPreTraining, modeling_bert.BertConfig(**bert)),
+    }
+
+
+def model_pass(cls: type, config: object, attention: str, batch: int, length: int, padded: bool) -> Callable[[], None]:
+    """A training step without its optimizer."""
+    torch.manual_seed(0)
+    model = cls._from_config(config, attn_implementation=attention).eval()  # with dropout SDPA has no fused kernel
+    ids = torch.randint(1, 64, (batch, length))
+    ends = torch.linspace(length, length / 2, batch + 1)[1:].long() if padded else torch.full([batch], length)
+    inputs = {"input_ids": ids, "attention_mask": (torch.arange(length) < ends[:, None]).long(), "labels": ids}
+    if "Bert" in cls.__name__ and "PreTraining" in cls.__name__:
+        inputs["next_sentence_label"] = torch.zeros(batch, dtype=torch.long)
+
+    def call() -> None:
+        model.zero_grad()
+        model(**inputs).loss.backward()
+
+    return call
+
+
+Cells = dict[tuple[str, ...], dict[int, tuple[float, float]]]  # (microseconds of theirs, mine over theirs) by length
+
+
+def measure_short(args: argparse.Namespace) -> None:
+    """Calls and steps of models, written down after each length."""
+    calls: Cells = {}
+    whole: Cells = {}
+    for dtype, batch, length in itertools.product(args.dtypes, (1, 8), SHORT_LENGTHS):
+        x = make_masked(args, batch, length, getattr(torch, dtype))
+        for (name, pair), backward in itertools.product(SETTINGS.items(), (False, True)):
+            row = calls.setdefault((dtype, str(batch), name, "both" if backward else "forward"), {})
+            row[length] = versus(*(passes(call, x, backward) for call in pair))
+            print(dtype, batch, length, name, backward, *row[length], flush=True)
+        write_short(args, calls, whole)
+    for batch, length, padded in itertools.product((1, 8), SHORT_LENGTHS, (False, True)):
+        for name, (cls, config) in models(args).items() if batch * length <= MODEL_TOKENS else ():
+            row = whole.setdefault((name, str(batch), "padding" if padded else "full rows"), {})
+            steps = (model_pass(cls, config, kind, batch, length, padded) for kind in ("sdpa", "block_sparse"))
+            row[length] = versus(*steps)
+            print(name, batch, length, padded, *row[length], flush=True)
+        write_short(args, calls, whole)
+
+
+def short_cell(measured: tuple[float, float] | None) -> str:
+    return f"{measured[1]:.2f} ({measured[0]:,.0f})" if measured else ""
+
+
+def short_table(heads: str, rows: Cells) -> str:
+    lines = [f"| {heads} | {' | '.join(map(str, SHORT_LENGTHS))} |", f"|{'---|' * (heads.count('|') + 6)}"]
+    for key, cells in sorted(rows.items()):
+        lines.append(f"| {' | '.join(key)} | {' | '.join(map(short_cell, map(cells.get, SHORT_LENGTHS)))} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_short(args: argparse.Namespace, calls: Cells, whole: Cells) -> None:
+    found = []
+    both, forward = ({key: cells for key, cells in calls.items() if key[-1] == name} for name in ("both", "forward"))
+    for what, rows in (("calls, forward and backward,", both), ("forward calls", forward), ("model steps", whole)):
+        ratios = [r for key, cells in rows.items() if "(SDPA against itself)" not in key for _, r in cells.values()]
+        if ratios:
+            within, middle = sum(r <= 1.05 for r in ratios), statistics.median(ratios)
+            found.append(
+                f"- of {len(ratios)} ratios of {what} {within} are at most 1.05; the median is {middle:.2f}, the "
+                f"largest {max(ratios):.2f}\n"
+            )
+    output = report_path(args)
+    before, _, _ = (output.read_text() if output.exists() else "").partition(SHORT)
+    command = " ".join(["OMP_NUM_THREADS=1 python benchmarks/attention.py", *sys.argv[1:]])
+    output.write_text(
+        f"{before}{SHORT}\n\n`{command}`\n\n"
+        "Each number is the time of ours over that of SDPA given the same mask or bias, in brackets the microseconds "
+        f'of SDPA; {args.heads} heads of {args.head_dim}, dense, `backend="auto"`; torch {torch.__version__}, '
+        f"{torch.get_num_threads()} thread(s). Medians of interleaved turns of 2 ms or one call, at least 7; "
+        "how far SDPA is from itself tells what to make of a ratio.\n\n"
+        + "".join(found)
+        + "\n"
+        + short_table("dtype | batch | | pass", calls)
+        + "\nTraining steps of models of four layers that are little more than attention (64 features between "
+        'layers in T5), dropout off, float32: `attn_implementation="block_sparse"` over `"sdpa"`.\n\n'
+        + short_table("model | batch | ", whole)
+    )
 
 
 def candidates(kernel: str) -> list[triton_backend.Tile]:
@@ -328,6 +559,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=8.0, help="GiB of score matrices")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="measure peak memory")
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--short", action="store_true")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
@@ -336,6 +568,10 @@ def main() -> None:
     args.slowest = args.slowest or (math.inf if on_gpu else 2.5)
     if args.tune:
         return tune(args)
+    if args.short and on_gpu:
+        parser.error("--short is for a CPU")
+    if args.short:
+        return measure_short(args)
 
     rows: Rows = {}
     for name in args.dtypes:
@@ -345,11 +581,17 @@ def main() -> None:
             write_report(args, rows)
 
 
+def report_path(args: argparse.Namespace) -> Path:
+    name = "attention_gpu.md" if args.device == "cuda" else "attention.md"
+    return args.output or Path(__file__).with_name(name)
+
+
 def write_report(args: argparse.Namespace, rows: Rows) -> None:
     on_gpu = args.device == "cuda"
     where = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} thread(s)"
     command = " ".join(["python benchmarks/attention.py", *sys.argv[1:]])
-    output = args.output or Path(__file__).with_name("attention_gpu.md" if on_gpu else "attention.md")
+    output = report_path(args)
+    short = "".join((output.read_text() if output.exists() else "").partition(SHORT)[1:])
     output.write_text(
         "# Attention\n\n"
         f"`{'' if on_gpu else 'OMP_NUM_THREADS=1 '}{command}`\n\n"
@@ -357,10 +599,12 @@ def write_report(args: argparse.Namespace, rows: Rows) -> None:
         f"{f'batches of {args.tokens} tokens' if on_gpu else 'batch 1'}; torch {torch.__version__}; {where}; medians "
         f"of {args.rounds} interleaved rounds, or one pass if that takes more than {args.slowest:g} s. The spread is "
         f"(slowest - fastest) / median; the ratio is the time of {BASELINE} over this row's; TFLOP/s count the dense "
-        "matrix, whatever is skipped; memory is what a pass adds at its peak.\n\n"
+        "matrix, whatever is skipped; memory is what a pass adds at its peak, or what would not fit into "
+        f"{args.limit:g} GiB.\n\n"
         + "".join(f"- {verdict}\n" for verdict in verdicts(rows))
         + "\n| length | dtype | | ms | spread | ratio | TFLOP/s | MiB |\n|---|---|---|---|---|---|---|---|\n"
-        + "".join(f"{row.line(rows.get((row.dtype, row.length, BASELINE)))}\n" for row in rows.values())
+        + "".join(f"{row.line(baseline_of(row, rows))}\n" for row in rows.values())
+        + (f"\n{short}" if short else "")
     )
 
 

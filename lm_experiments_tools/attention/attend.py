@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lm_experiments_tools.attention.bias import DistanceBias, dense_bias
-from lm_experiments_tools.attention.functional import block_sparse_attention
+from lm_experiments_tools.attention.functional import block_sparse_attention, shares_matrix
 from lm_experiments_tools.attention.plan import Layout, SparsityConfig
 from lm_experiments_tools.attention.reference import attend_mask
 from lm_experiments_tools.errors import UserError
@@ -77,11 +77,26 @@ def attend(
 
 
 def shared_bias(
-    bias: DistanceBias | Tensor | None, query_length: int, key_length: int, implementation: str
+    bias: DistanceBias | Tensor | None,
+    query_length: int,
+    key_length: int,
+    implementation: str,
+    device: torch.device | None = None,
+    is_dense: bool = False,
+    training: bool = True,
 ) -> DistanceBias | Tensor | None:
-    """The bias in the form that layers share: its matrix, made once, for all but "block_sparse", which wants none."""
-    if bias is None or isinstance(bias, Tensor) or implementation == "block_sparse":
+    """The bias in the form that layers share: its matrix, made once, or itself for "block_sparse" and long inputs.
+
+    Args:
+        device: of the model, for "block_sparse"; None keeps the bias itself.
+        is_dense: no layer has a layout.
+        training: of the model, which may have checkpoints.
+    """
+    if bias is None or isinstance(bias, Tensor):
         return bias
+    if implementation == "block_sparse":
+        if device is None or not shares_matrix(bias, query_length, key_length, device, is_dense, training):
+            return bias
     return dense_bias(bias, query_length, key_length)
 
 

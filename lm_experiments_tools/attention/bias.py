@@ -71,6 +71,15 @@ def _table_buckets(bidirectional: bool, num_buckets: int, max_distance: int, dev
     return t5_bucket(covered, bidirectional, num_buckets, max_distance).to(device)
 
 
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _buckets_between(
+    low: int, high: int, bidirectional: bool, num_buckets: int, max_distance: int, device: torch.device
+) -> Tensor:
+    """Buckets of distances low..high, int64[high - low + 1]."""
+    return t5_bucket(torch.arange(low, high + 1, device="cpu"), bidirectional, num_buckets, max_distance).to(device)
+
+
 @dataclass(eq=False)
 class T5Bias:
     """The relative attention bias of T5: one learned number per head and bucket of distances.
@@ -91,6 +100,8 @@ class T5Bias:
     max_distance: int = 128
 
     def __post_init__(self) -> None:
+        if not isinstance(self.weight, Tensor):
+            raise UserError(f"T5Bias: weight is {type(self.weight).__name__}; it must be a tensor [buckets, heads].")
         if self.weight.dim() != 2 or self.weight.shape[0] != self.num_buckets:
             raise UserError(
                 f"T5Bias: weight has shape {list(self.weight.shape)}, but num_buckets={self.num_buckets} needs "
@@ -113,6 +124,15 @@ class T5Bias:
         buckets = _table_buckets(self.bidirectional, self.num_buckets, self.max_distance, self.weight.device)
         return self.weight[buckets].t()
 
+    def between(self, low: int, high: int) -> Tensor:
+        """Values [heads, high - low + 1] for distances low..high, without a table where few are wanted."""
+        find = _buckets_between if isinstance(low, int) and isinstance(high, int) else _buckets_between.__wrapped__
+        buckets = find(  # torch.export traces lengths that are no numbers yet
+            *(low, high, self.bidirectional, self.num_buckets, self.max_distance, self.weight.device)
+        )
+        # contiguous, as is then the matrix made of it: adding a mask to that takes a quarter of the time
+        return self.weight[buckets].t().contiguous()
+
     def dense(self, query_length: int, key_length: int) -> Tensor:
         """The whole bias, [1, heads, query_length, key_length]."""
         return dense_bias(self, query_length, key_length)
@@ -129,6 +149,8 @@ class AlibiBias:
     slopes: Tensor
 
     def __post_init__(self) -> None:
+        if not isinstance(self.slopes, Tensor):
+            raise UserError(f"AlibiBias: slopes is {type(self.slopes).__name__}; it must be a tensor [heads].")
         if self.slopes.dim() != 1:
             raise UserError(f"AlibiBias: slopes has shape {list(self.slopes.shape)}, not [heads].")
 
@@ -148,6 +170,8 @@ class AlibiBias:
 
 def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Tensor:
     """The slopes of the ALiBi paper: 2^(-8/n), 2^(-16/n), ... for n a power of two, interleaved from 2n otherwise."""
+    if num_heads < 1:
+        raise UserError(f"alibi_slopes: num_heads is {num_heads}; it must be at least 1.")
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
     slopes += [2 ** (-4 * (2 * head + 1) / power) for head in range(num_heads - power)]
@@ -170,6 +194,9 @@ class _Toeplitz(torch.autograd.Function):
 
 def toeplitz(vector: Tensor, rows: int, columns: int) -> Tensor:
     """The matrices [..., rows, columns] whose diagonals are `vector` [..., rows + columns - 1], bottom left first."""
+    if not (isinstance(rows, int) and isinstance(columns, int)):  # traced by torch.export; unfold would fix the number
+        places = torch.arange(columns, device=vector.device) - torch.arange(rows, device=vector.device)[:, None]
+        return vector[..., places + rows - 1]
     return _Toeplitz.apply(vector, rows, columns)
 
 
@@ -196,8 +223,21 @@ def extend(table: Tensor, low: int, high: int) -> Tensor:
 
 def dense_bias(bias: DistanceBias, query_length: int, key_length: int, dtype: torch.dtype | None = None) -> Tensor:
     """The matrix of a distance bias, [1, heads, query_length, key_length], in `dtype` (its own if None)."""
-    vector = extend(bias.table(max(query_length, key_length)), 1 - query_length, key_length - 1)
+    low, high = 1 - query_length, key_length - 1
+    if type(bias) is T5Bias:  # others may have another table
+        vector = bias.between(low, high)
+    else:
+        vector = extend(bias.table(max(query_length, key_length)), low, high)
     return toeplitz(vector.to(dtype or vector.dtype), query_length, key_length).unsqueeze(0)
+
+
+def wants_gradient(bias: DistanceBias | Tensor | None) -> bool:
+    """Whether a bias is trained in this call."""
+    if bias is None or not torch.is_grad_enabled():
+        return False
+    if isinstance(bias, Tensor):
+        return bias.requires_grad
+    return (bias.weight if isinstance(bias, T5Bias) else bias.table(1)).requires_grad
 
 
 def distance_tiles(table: Tensor, block: int) -> Tensor:

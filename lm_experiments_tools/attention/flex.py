@@ -29,7 +29,8 @@ def refusal(request: Request) -> str | None:
         return "FlexAttention has no dropout"
     if request.q.dtype == torch.float64:
         return "it computes in float32, not in float64"
-    if request.q.device.type != "cuda" and torch.is_grad_enabled() and request.q.requires_grad:
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (request.q, request.k, request.v))
+    if request.q.device.type != "cuda" and trains:
         return "FlexAttention has a backward pass on GPUs only"
     if any(size < 16 or size & (size - 1) for size in head_dims):
         return f"head dimensions {head_dims} are not powers of two from 16 up"

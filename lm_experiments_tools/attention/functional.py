@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lm_experiments_tools.attention import gather, sdpa
-from lm_experiments_tools.attention.bias import DistanceBias
+from lm_experiments_tools.attention.bias import DistanceBias, T5Bias, wants_gradient
 from lm_experiments_tools.attention.plan import Layout, SparsityConfig
 from lm_experiments_tools.attention.request import Request, Segments, check
 from lm_experiments_tools.errors import UserError
@@ -55,7 +56,7 @@ def block_sparse_attention(
         layout: a configuration of `layouts` (self-attention), a `Layout`, a tensor [heads or 1, query_blocks,
             key_blocks] of 0 and 1 whose block, query_length / query_blocks rounded up, is a power of two, or None for
             all blocks.
-        bias: `T5Bias`, `AlibiBias` (neither ever becomes an N x N matrix outside the backends "reference" and "sdpa"),
+        bias: `T5Bias`, `AlibiBias` (neither becomes an N x N matrix outside the backends "reference" and "sdpa"),
             or a matrix [1 or batch, 1 or heads, query_length, key_length]. Added after scaling.
         key_padding_mask: bool [batch, key_length], True where keys are attended to.
         segment_ids: int [batch, length], or a pair for queries and keys; tokens attend only within equal ids, as
@@ -73,17 +74,71 @@ def block_sparse_attention(
     Raises:
         UserError: arguments that do not fit each other, or a named backend that cannot do what is asked.
     """
+    signature, is_compiling = None, torch.compiler.is_compiling()
+    if layout is None and segment_ids is None and backend == "auto" and not is_compiling:
+        signature = _signature(q, k, v, bias, key_padding_mask, causal, scale, dropout_p)
+        if signature in _PLAIN:
+            return sdpa.attend_dense(q, k, v, bias, key_padding_mask, causal, scale, dropout_p)
     # A compiled model leaves its graph here: lists are made from values, and the kernels are compiled already.
-    attend = torch.compiler.disable(_attend) if torch.compiler.is_compiling() else _attend
-    return attend(q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p, backend=backend)
+    attend = torch.compiler.disable(_attend) if is_compiling else _attend
+    arguments = q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p
+    return attend(*arguments, backend=backend, signature=signature)
 
 
-def _attend(*arguments: object, backend: str) -> Tensor:
+# Signatures of calls that have been checked once and are SDPA's. To check a call and choose takes as long as computing
+# attention of 32 tokens.
+_PLAIN: set[tuple] = set()
+_MAX_PLAIN = 4096
+
+
+def _signature(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: DistanceBias | Tensor | None,
+    key_padding_mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    dropout_p: float,
+) -> tuple | None:
+    """All that check and choice go by in a dense call on a CPU; None for any other call, and for odd types.
+
+    Each line costs every call a tenth of a microsecond or two.
+    """
+    if type(causal) is not bool or type(dropout_p) is not float or not (scale is None or type(scale) is float):
+        return None
+    if not (type(q) is type(k) is type(v) is Tensor and q.is_cpu and k.is_cpu and v.is_cpu):
+        return None
+    signature = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, causal, scale, dropout_p
+    if bias is not None:
+        weight = bias.weight if type(bias) is T5Bias else bias
+        if not (isinstance(weight, Tensor) and weight.is_cpu):
+            return None
+        signature += weight.shape, weight.dtype, type(bias), wants_gradient(bias)
+    if key_padding_mask is not None:
+        if not (isinstance(key_padding_mask, Tensor) and key_padding_mask.is_cpu):
+            return None
+        signature += key_padding_mask.shape, key_padding_mask.dtype
+    return signature
+
+
+def _attend(*arguments: object, backend: str, signature: tuple | None) -> Tensor:
+    if isinstance(arguments[0], FakeTensor):
+        raise UserError(
+            "torch.export's tensors hold no numbers, and lists of blocks are made from numbers: export the model with "
+            'another attention, such as attn_implementation="sdpa".'
+        )
     request = check(*arguments)
     if request.q.is_meta:
         raise UserError("q, k and v are on the meta device and hold no numbers: move them to a CPU or GPU.")
     module, _ = _choose(request, backend)
-    seed = int(torch.randint(1 << 62, (), dtype=torch.int64)) if request.dropout_p else 0
+    if module is sdpa and signature is not None and len(_PLAIN) < _MAX_PLAIN:
+        with_mask = replace(request, key_padding_mask=arguments[5])  # the next one may not be all True
+        if _choose(with_mask, backend)[0] is sdpa:
+            _PLAIN.add(signature)
+    seed = 0
+    if request.dropout_p and module is not sdpa:  # which draws itself, here as in calls that are checked no more
+        seed = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
     return module.attend(request, seed)
 
 
@@ -152,6 +207,23 @@ def _choose_on_cpu(request: Request) -> tuple[ModuleType, str]:
     if request.density > _DENSE:
         return sdpa, f"density {request.density:.2f} is above {_DENSE}"
     return gather, f"density {request.density:.2f} is at most {_DENSE}"
+
+
+def shares_matrix(
+    bias: DistanceBias, query_length: int, key_length: int, device: torch.device, is_dense: bool, training: bool
+) -> bool:
+    """Whether all layers of a model had better share this bias as one matrix, as implementations of T5 do: where
+    "auto" takes SDPA, for which each layer would make the matrix for itself.
+
+    In `training` the answer is that for a trained bias, also where gradients are off: reentrant checkpoints ask twice,
+    without and with them, and must be told the same.
+    """
+    length = max(query_length, key_length)
+    if device.type != "cpu" or length <= _SHORT:
+        return device.type == "cpu"
+    if training or wants_gradient(bias):
+        return is_dense and length <= _SHORT_DENSE
+    return is_dense and bias.num_heads * query_length * key_length * 4 <= _MATRIX_BYTES // 8
 
 
 def _choose_on_gpu(request: Request) -> tuple[ModuleType, str]:

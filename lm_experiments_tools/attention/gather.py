@@ -333,7 +333,10 @@ def cost(request: Request) -> tuple[float, int]:
         tiles = request.bias.numel()
     else:
         tiles = 0 if request.bias is None else request.bias.table(max(query_length, key_length)).numel() * block
-    return computed, (5 * piece + sums + 2 * tiles) * request.compute_dtype.itemsize
+    copies = 0  # in float32, of q, k, v and the output's gradient
+    if request.q.dtype != request.compute_dtype:
+        copies = 2 * request.q.numel() + request.k.numel() + request.v.numel()
+    return computed, (5 * piece + sums + copies + 2 * tiles) * request.compute_dtype.itemsize
 
 
 def attend(request: Request, seed: int) -> Tensor:
@@ -348,11 +351,11 @@ def attend(request: Request, seed: int) -> Tensor:
     lengths = rows * block, columns * block
     segments = None
     if request.segment_ids is not None:
-        segments = [_pad(ids, n).reshape(-1, block) for ids, n in zip(request.segment_ids, lengths, strict=True)]
+        segments = [_kept(ids, n).view(-1, block) for ids, n in zip(request.segment_ids, lengths, strict=True)]
     call = Call(
         *(layout, groups_of(layout, num_heads, request.causal, device), batch, num_heads, request.scale),
         tile_index=None if tiles is None else tiles.index,
-        key_mask=None if key_mask is None else _pad(key_mask, lengths[1]).reshape(-1, block),
+        key_mask=None if key_mask is None else _kept(key_mask, lengths[1]).view(-1, block),
         segments=segments,
         dropout_p=request.dropout_p,
         seed=seed,
@@ -372,6 +375,11 @@ def _may_block(request: Request) -> bool:
         return True
     values = bias if isinstance(bias, Tensor) else bias.table(max(request.scores_shape[2:]))
     return bool(values.detach().amin() == -torch.inf)
+
+
+def _kept(x: Tensor, length: int) -> Tensor:
+    """x padded to `length`, and a copy: its owner may write the next batch into it before the backward pass."""
+    return _pad(x, length).clone(memory_format=torch.contiguous_format)
 
 
 def _pad(x: Tensor, length: int, dim: int = 1) -> Tensor:

@@ -7,7 +7,8 @@
 The layout stands in the model's configuration under the names of t5-experiments, `sparse_config_cls` and
 `sparse_attention`, and holds for self-attention of encoders and of decoder-only models. Decoders of encoder-decoder
 models and cross-attention stay exact; so does everything where no layout is configured. Padding is respected, and a
-learned T5 bias is handed from layer to layer as its table [num_buckets, heads], never as [1, heads, length, length].
+learned T5 bias is handed from layer to layer as its table [num_buckets, heads], not as [1, heads, length, length], but
+for inputs on a CPU that are short enough for dense attention.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
+from lm_experiments_tools.attention.attend import shared_bias
 from lm_experiments_tools.attention.bias import DistanceBias, T5Bias, dense_bias
 from lm_experiments_tools.attention.functional import block_sparse_attention
 from lm_experiments_tools.attention.layouts import (
@@ -80,13 +82,23 @@ def enable(model: PreTrainedModel, layout: SparsityConfig | str | None = None, *
     Raises:
         UserError: a layout for another number of heads, an unknown one, or a model that cannot be converted.
     """
-    num_heads = model.config.num_attention_heads
+    num_heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
+    if not isinstance(num_heads, int):
+        raise UserError(
+            f"{type(model).__name__} is no model of transformers with attention of its own (its configuration has no "
+            "num_attention_heads): enable its parts one by one, as in enable(model.encoder, ...)."
+        )
     if isinstance(layout, str):
-        layout = get_sparsity_config(layout, num_heads, **settings)
+        layout = get_sparsity_config(layout, **{"num_heads": num_heads, **settings})
     elif settings:
         raise UserError(f"enable: {', '.join(settings)} go with the name of a layout, not {type(layout).__name__}.")
-    else:
-        layout = layout or configured_layout(model.config)
+    elif layout is None:
+        layout = configured_layout(model.config)
+    elif isinstance(layout, type) or not callable(getattr(layout, "to_dict", None)):
+        raise UserError(
+            f"enable: layout is {layout!r}; it must be a configuration, as BigBirdSparsityConfig({num_heads}), or the "
+            "name of one."
+        )
     if layout is not None and layout.num_heads != num_heads:
         raise UserError(
             f"{type(layout).__name__} is for {layout.num_heads} heads, but {type(model).__name__} has {num_heads}."
@@ -148,7 +160,8 @@ def attention_mask(
     from_the_start = isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0 and q_length == kv_length
     if mask_function is bidirectional_mask_function or (mask_function is causal_mask_function and from_the_start):
         if attention_mask is None or attention_mask.shape[1] == kv_length:
-            return attention_mask
+            return None if _hides_nothing(attention_mask) else attention_mask
+    _check_cache(config, q_length, kv_length, q_offset, kv_offset)
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     return sdpa_mask(
         *(batch_size, q_length, kv_length, q_offset, kv_offset),
@@ -156,6 +169,26 @@ def attention_mask(
         attention_mask=attention_mask,
         **kwargs,
     )
+
+
+def _check_cache(
+    config: PreTrainedConfig | None, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int
+) -> None:
+    """Refuse a layout for keys that are not all of those up to the last query."""
+    if config is None or isinstance(configured_layout(config), DenseSparsityConfig | None):
+        return
+    if config.is_encoder_decoder or _stays_exact(config, config):  # only their encoders are sparse, without a cache
+        return
+    if isinstance(q_offset, Tensor) or kv_offset or q_offset + q_length != kv_length:
+        raise UserError(
+            f"{type(config).__name__}: a cache of fixed size has places for keys to come, or has dropped early ones, "
+            "so that rows of a block-sparse layout are not found in it: use the default (dynamic) cache."
+        )
+
+
+def _hides_nothing(mask: Tensor | None) -> bool:
+    """Looked up once for all layers, where looking makes no GPU wait and breaks no graph."""
+    return mask is not None and mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(mask.all())
 
 
 def attention_forward(
@@ -263,10 +296,18 @@ def _layout(module: nn.Module, num_heads: int) -> SparsityConfig | None:
     """The layout of a layer: that of its configuration, None for exact attention."""
     config = module.config
     name = getattr(config, TYPE_KEY, None)
-    if name is None or getattr(module, "is_decoder", getattr(config, "is_decoder", False)):
+    if name is None or _stays_exact(module, config):
         return None
     settings = json.dumps(getattr(config, SETTINGS_KEY, None) or {}, sort_keys=True)
     return _sparsity_config(name, settings, num_heads, getattr(module, "layer_idx", None) or 0)
+
+
+def _stays_exact(module: object, config: PreTrainedConfig) -> bool:
+    """Whether a layer (or configuration) is of a decoder that reads an encoder; decoders alone may be sparse."""
+    if not getattr(module, "is_decoder", getattr(config, "is_decoder", False)):
+        return False
+    reads = config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
+    return reads or any(hasattr(config, name) for name in ("num_decoder_layers", "decoder_layers"))
 
 
 @functools.lru_cache(maxsize=512)  # one object a layout, because what kernels need is cached by object
@@ -310,7 +351,7 @@ def _attend_with_mask(
 
 
 def _keep_biases_short(modeling: ModuleType) -> None:
-    """Let T5-like attention classes of a module hand over bias tables instead of matrices, once."""
+    """Let T5-like attention classes of a module hand over tables of biases where matrices cost more, once."""
     if getattr(modeling, "_biases_are_kept_short", False):
         return
     for attention_cls in vars(modeling).values():
@@ -337,7 +378,12 @@ def _short_bias(compute_bias: Any) -> Any:
             return compute_bias(self, query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)
         # Through the embedding, so that it works where weights are sharded, and as a tensor of its own, so that
         # gradients of all layers meet here whatever checkpoints activations.
-        return self.relative_attention_bias(torch.arange(self.relative_attention_num_buckets, device=device))
+        table = self.relative_attention_bias(torch.arange(self.relative_attention_num_buckets, device=device))
+        is_dense = _layout(self, table.shape[1]) is None
+        bias = shared_bias(
+            *(_bias(self, table), query_length, key_length, NAME, table.device, is_dense, self.training)
+        )
+        return bias if isinstance(bias, Tensor) else table
 
     return short_bias
 

@@ -20,7 +20,7 @@ import difflib
 import importlib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from hashlib import blake2b
 from typing import Any, ClassVar
 
@@ -28,7 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention.plan import is_int
+from lm_experiments_tools.attention.own_layouts import arguments_of, as_layout, giving_tensors, plain
+from lm_experiments_tools.attention.plan import describe, is_int
 from lm_experiments_tools.errors import UserError
 
 TYPE_KEY = "sparse_config_cls"
@@ -56,6 +57,8 @@ _MODULES = "deepspeed.ops.sparse_attention", "lm_experiments_tools.attention"
 class SparsityConfig:
     """What all layouts share; subclass it and write `blocks` (or `make_layout`) for a layout of your own.
 
+    An `__init__` of your own keeps its arguments in attributes of the same names, from which they are saved.
+
     Args:
         num_heads: heads of the attention layer.
         block: tokens of a block.
@@ -82,6 +85,11 @@ class SparsityConfig:
 
     attention: ClassVar[str] = "bidirectional"
     uses_random_blocks: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "make_layout" in vars(cls):
+            cls.make_layout = giving_tensors(cls.make_layout)
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -115,16 +123,22 @@ class SparsityConfig:
         """
         num_blocks = self._num_blocks(seq_len)
         whole = num_blocks if self.max_seq_length is None else self.max_seq_length // self.block
-        layout = self.blocks(whole)
+        layout = as_layout(self.blocks(whole), self, "blocks")
         if self._unidirectional and self.compat is None:
             layout = layout.tril()
+        if layout.shape[0] not in (1, self.num_heads) or layout.shape[1:] != (whole, whole):
+            raise self._error(
+                f"blocks gave {describe(layout)}; it must be [1 or {self.num_heads}, {whole}, {whole}] here"
+            )
         layout = layout[:, :num_blocks, :num_blocks].long()
         return layout.repeat(self.num_heads // layout.shape[0], 1, 1)
 
     def blocks(self, num_blocks: int) -> Tensor:
         """The pattern itself: bool [num_layout_heads, num_blocks, num_blocks]; later blocks are cut off afterwards
         from one that is unidirectional."""
-        raise NotImplementedError(f"{type(self).__name__} has no pattern: write its method `blocks`")
+        raise self._error(
+            "it has no pattern: write its method `blocks`, or take a subclass such as BigBirdSparsityConfig"
+        )
 
     def density(self, seq_len: int) -> float:
         """Fraction of blocks attended to in inputs of `seq_len` tokens."""
@@ -133,7 +147,7 @@ class SparsityConfig:
     def setup_layout(self, seq_len: int) -> Tensor:
         """An empty layout for classes written for DeepSpeed: zeros, int64 [num_heads, blocks, blocks]."""
         num_blocks = self._num_blocks(seq_len)
-        return torch.zeros(self.num_heads, num_blocks, num_blocks, dtype=torch.int64)
+        return torch.zeros(self.num_heads, num_blocks, num_blocks, dtype=torch.int64, device="cpu")
 
     def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
         """Copy head 0's layout to all heads, unless they differ; for classes written for DeepSpeed."""
@@ -142,9 +156,21 @@ class SparsityConfig:
         return layout
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings as JSON values, the class under "sparse_config_cls"; `from_dict` is the inverse."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        """All settings as JSON values, the class under "sparse_config_cls"; `from_dict` is the inverse.
+
+        Raises:
+            UserError: an `__init__` of your own takes what is in no attribute of the same name.
+        """
+        names, others = arguments_of(type(self))
+        values = {}
+        for name in names:
+            if not hasattr(self, name):
+                raise self._error(f"its __init__ takes {name}, but it has no attribute {name}: set self.{name} there")
+            values[name] = plain(getattr(self, name))
+        # Those that pass through **kwargs: at their defaults they may be what the class itself gives its base.
+        values |= {
+            name: plain(getattr(self, name)) for name, default in others.items() if getattr(self, name) != default
+        }
         return {TYPE_KEY: _name_of(type(self)), **values}
 
     @staticmethod
@@ -152,7 +178,7 @@ class SparsityConfig:
         """The configuration that `to_dict` described.
 
         Raises:
-            UserError: no class named, an unknown one, or settings it does not have.
+            UserError: no class named, an unknown one, settings it does not have, or none where it needs one.
         """
         values = dict(values)
         if TYPE_KEY not in values or "num_heads" not in values:
@@ -194,7 +220,7 @@ class SparsityConfig:
         return UserError(f"{type(self).__name__}: {problem}.")
 
     def _empty(self, num_blocks: int) -> Tensor:
-        return torch.zeros(1, num_blocks, num_blocks, dtype=torch.bool)
+        return torch.zeros(1, num_blocks, num_blocks, dtype=torch.bool, device="cpu")
 
     def _window(self, num_blocks: int, width: int) -> Tensor:
         """|row - column| <= width // 2, so that an even width counts as the next odd one: [1, blocks, blocks]."""
@@ -205,7 +231,7 @@ class SparsityConfig:
         """`count` random blocks in each row, drawn without replacement: [num_layout_heads, blocks, blocks]."""
         draw = self._deepspeed_columns if self.compat else self._columns
         columns = draw(num_blocks, count, past_only)
-        layout = torch.zeros(self.num_layout_heads, num_blocks, num_blocks + 1, dtype=torch.bool)
+        layout = torch.zeros(self.num_layout_heads, num_blocks, num_blocks + 1, dtype=torch.bool, device="cpu")
         return layout.scatter_(2, columns, True)[..., :num_blocks]  # the last column takes what was not drawn
 
     def _columns(self, num_blocks: int, count: int, past_only: bool) -> Tensor:
@@ -241,7 +267,7 @@ class SparsityConfig:
                 [generator.sample(range(row + 1 if past_only else num_blocks), count) for row in range(num_blocks)]
                 for _ in range(self.num_layout_heads)
             ]
-        return torch.tensor(columns, dtype=torch.int64).view(self.num_layout_heads, num_blocks, count)
+        return torch.tensor(columns, dtype=torch.int64, device="cpu").view(self.num_layout_heads, num_blocks, count)
 
 
 @dataclass
@@ -295,16 +321,17 @@ class FixedSparsityConfig(SparsityConfig):
             local = local & (columns <= rows)
         patterns = range(min(self.num_different_global_patterns, self.num_layout_heads))
         layouts = torch.stack([local | self._global(num_blocks, pattern) for pattern in patterns])
-        return layouts[torch.arange(self.num_layout_heads) % len(patterns)]
+        return layouts[torch.arange(self.num_layout_heads, device="cpu") % len(patterns)]
 
     def _global(self, num_blocks: int, pattern: int) -> Tensor:
         """Global columns (and rows) of one pattern: [blocks, blocks]."""
         rows, _ = _grid(num_blocks)
         local, width = self.num_local_blocks, self.num_global_blocks
         offset = local - (1 + pattern) * width
-        first = torch.full((num_blocks,), num_blocks)  # of each global column's group, beyond all rows if not global
+        # The first column of each global one's group, beyond all rows where a column is not global.
+        first = torch.full((num_blocks,), num_blocks, device="cpu")
         whole = num_blocks - num_blocks % local
-        columns = torch.tensor(range(offset, whole, local), dtype=torch.int64)[:, None] + torch.arange(width)
+        columns = torch.arange(offset, max(offset, whole), local, device="cpu")[:, None] + _grid(width)[1]
         first[columns] = columns[:, :1].expand_as(columns)
         if whole < num_blocks:  # a last window cut short has its global blocks as far to the right as they would be
             start = min(whole + offset, num_blocks - width)
@@ -355,7 +382,8 @@ class VariableSparsityConfig(SparsityConfig):
         rows, columns = _grid(num_blocks)
         sizes = list(self.local_window_blocks)
         sizes += [sizes[-1]] * (max(0, num_blocks - sum(sizes)) // sizes[-1] + 1)
-        window = torch.searchsorted(torch.tensor(sizes).cumsum(0), torch.arange(num_blocks), right=True)
+        ends = torch.tensor(sizes, device="cpu").cumsum(0)
+        window = torch.searchsorted(ends, columns[0], right=True)
         local = window[:, None] == window[None, :]
         if self._unidirectional:
             local = local & (columns <= rows)
@@ -478,16 +506,21 @@ def get_sparsity_config(name: str, num_heads: int, **settings: Any) -> SparsityC
         settings: arguments of the class.
 
     Raises:
-        UserError: no such class, or settings that it does not have or refuses.
+        UserError: no such class, settings that it does not have or refuses, or none where it needs one.
     """
     config_cls = _config_class(name)
-    known = [f.name for f in fields(config_cls) if f.init]
+    settings["num_heads"] = num_heads
+    names, others = arguments_of(config_cls)
+    known = [*names, *others]
     for key in settings:
         if key not in known:
             near = [name for name in known if name.startswith(key)] or difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}."
             raise UserError(f"{config_cls.__name__} has no setting {key!r}: {hint}")
-    return config_cls(num_heads, **settings)
+    missing = [name for name, default in names.items() if default is MISSING and name not in settings]
+    if missing:
+        raise UserError(f"{config_cls.__name__} needs a value for {', '.join(missing)}, which its __init__ takes.")
+    return config_cls(**settings)
 
 
 def _config_class(name: str) -> type[SparsityConfig]:
@@ -518,7 +551,7 @@ def _name_of(config_cls: type[SparsityConfig]) -> str:
 
 def _grid(num_blocks: int) -> tuple[Tensor, Tensor]:
     """Row numbers [blocks, 1] and column numbers [1, blocks]."""
-    numbers = torch.arange(num_blocks)
+    numbers = torch.arange(num_blocks, device="cpu")
     return numbers[:, None], numbers[None, :]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lm_experiments_tools.attention.maps_page import PAGE
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models import check_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -59,23 +60,30 @@ def attention_maps(
         layers, heads: which ones; None for all.
 
     Raises:
-        UserError: a layer or head that the model does not have, or a target for a model without decoder.
+        UserError: a layer or head that the model does not have, a target for a model without decoder, or a text of no
+            tokens or of more than the model has positions.
     """
-    sparse = getattr(model.config, "sparse_config_cls", None) is not None
-    if sparse:
-        from lm_experiments_tools.attention import huggingface
+    from lm_experiments_tools.attention import huggingface
+    from lm_experiments_tools.attention.variants import VariantConfig
 
+    # Models of this project give the weights of their layouts whatever the implementation.
+    if getattr(model.config, huggingface.TYPE_KEY, None) is not None and not isinstance(model.config, VariantConfig):
         exact, weighing = huggingface.NAME, huggingface.WITH_WEIGHTS
     else:
         exact = weighing = "eager"
     model.eval()
     inputs = tokenizer(text, return_tensors="pt").to(model.device)
+    length = inputs["input_ids"].shape[1]
+    if length == 0:
+        raise UserError(f"--text {text!r} has no tokens: write at least a word.")
+    check_positions(model.config, length, f"--text of {length} tokens")
     model.set_attn_implementation(exact)
     with torch.no_grad():
         decoded = _decoder_input(model, tokenizer, inputs, target)
         model.set_attn_implementation(weighing)
         outputs = model(**inputs, **decoded, output_attentions=True)
-    read = tokenizer.convert_ids_to_tokens(inputs["input_ids"][0])
+    memory = [f"<memory {number}>" for number in range(getattr(model.config, "num_memory_tokens", 0))]
+    read = memory + tokenizer.convert_ids_to_tokens(inputs["input_ids"][0])
     written = tokenizer.convert_ids_to_tokens(decoded["decoder_input_ids"][0]) if decoded else []
     sides = {
         "encoder_attentions": ("encoder", read, read),
@@ -105,6 +113,7 @@ def _decoder_input(
         written = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, num_beams=1)
         return {"decoder_input_ids": written[:, :-1]}
     labels = tokenizer(text_target=target, return_tensors="pt")["input_ids"].to(model.device)
+    check_positions(model.config, labels.shape[1], f"--target of {labels.shape[1]} tokens")
     return {"decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels)}
 
 
@@ -124,8 +133,10 @@ def write_maps(maps: Sequence[AttentionMap], path: Path | str, *, title: str) ->
     The page has everything in it and loads nothing: pick a map, point at a query to see what it attends to.
 
     Raises:
-        UserError: more weights than a page can hold, or matplotlib is missing.
+        UserError: no maps, more weights than a page can hold, or matplotlib is missing.
     """
+    if not maps:
+        raise UserError("There are no maps to write: choose at least one layer and one head.")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".html":

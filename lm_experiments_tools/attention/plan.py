@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lm_experiments_tools.errors import UserError
 
@@ -114,20 +115,26 @@ def resolve_layout(
     elif layout is None:
         block = DENSE_BLOCK
     elif isinstance(layout, Layout) or (callable(getattr(layout, "make_layout", 0)) and not isinstance(layout, type)):
-        block = layout.block
+        block = getattr(layout, "block", None)
     else:
         raise UserError(
             f"layout is {describe(layout)}; it must be a configuration (get_sparsity_config finds one by name), a "
             "Layout, a tensor [heads or 1, query_blocks, key_blocks] or None."
         )
+    if not is_int(block) or block < 1:
+        raise UserError(f"The layout's block is {block!r}; it must be a whole number of tokens, at least 1.")
     shape = num_blocks(query_length, block), num_blocks(key_length, block), query_length == key_length
-    return cached(
-        _DENSE if layout is None else layout,
-        ("blocks", num_heads, *shape, block, _version(layout)),
-        lambda: _resolve(
+    owner = _DENSE if layout is None else layout
+    kept, version = cached(owner, ("blocks", num_heads, *shape, block), dict), _version(layout)
+    if version not in kept:
+        made = _resolve(
             *(Layout(layout, block) if isinstance(layout, Tensor) else layout, num_heads, query_length, key_length)
-        ),
-    )
+        )
+        if isinstance(made.blocks, FakeTensor):  # good only while torch.export traces
+            return made
+        kept.clear()  # what the object said before it was changed
+        kept[version] = made
+    return kept[version]
 
 
 def _block_of(blocks: Tensor, query_length: int) -> int:
@@ -146,7 +153,10 @@ def _version(layout: SparsityConfig | Layout | Tensor | None) -> object:
     """What the object says now, so that blocks written to and settings changed since are seen."""
     blocks = layout.blocks if isinstance(layout, Layout) else layout
     if not isinstance(blocks, Tensor):
-        return repr(layout)
+        values = getattr(layout, "__dict__", None)
+        if values is None:
+            return repr(layout)
+        return repr({name: (id(x), _version(x)) if isinstance(x, Tensor) else x for name, x in values.items()})
     if blocks.is_inference():  # these count no versions
         return (blocks != 0).cpu().numpy().tobytes()
     return blocks._version
@@ -155,7 +165,7 @@ def _version(layout: SparsityConfig | Layout | Tensor | None) -> object:
 def _resolve(layout: SparsityConfig | Layout | None, num_heads: int, query_length: int, key_length: int) -> Layout:
     if layout is None:
         shape = 1, num_blocks(query_length, DENSE_BLOCK), num_blocks(key_length, DENSE_BLOCK)
-        return Layout(torch.ones(shape, dtype=torch.bool), DENSE_BLOCK)
+        return Layout(torch.ones(shape, dtype=torch.bool, device="cpu"), DENSE_BLOCK)
     block = layout.block
     expected = num_blocks(query_length, block), num_blocks(key_length, block)
     if isinstance(layout, Layout):

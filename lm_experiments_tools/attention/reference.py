@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lm_experiments_tools.attention.bias import DistanceBias
 from lm_experiments_tools.attention.plan import Layout, SparsityConfig, resolve_layout
-from lm_experiments_tools.attention.request import Request, Segments
+from lm_experiments_tools.attention.request import Request, Segments, check
 
 
 def attend_mask(
@@ -56,18 +56,23 @@ def attention_probabilities(
     """The attention map: softmax of scores, float64 [batch, heads, query_length, key_length].
 
     Args are those of `block_sparse_attention`. Rows of queries that may attend to nothing are zero.
+
+    Raises:
+        UserError: arguments that do not fit each other.
     """
-    batch, num_heads, query_length, head_dim = q.shape
-    key_length = k.shape[2]
-    scale = head_dim**-0.5 if scale is None else scale
-    scores = torch.einsum("bhqd,bhkd->bhqk", q.double(), k.double()) * scale
+    return _probabilities(check(q, k, k, layout, bias, key_padding_mask, segment_ids, causal, scale, 0.0))
+
+
+def _probabilities(request: Request) -> Tensor:
+    q, k, bias = request.q, request.k, request.bias
+    scores = torch.einsum("bhqd,bhkd->bhqk", q.double(), k.double()) * request.scale
     if isinstance(bias, Tensor):
         scores = scores + bias.double()
     elif bias is not None:
-        scores = scores + _matrix(bias, query_length, key_length)
+        scores = scores + _matrix(bias, *request.scores_shape[2:])
     mask = attend_mask(
-        *(batch, num_heads, query_length, key_length),
-        *(layout, key_padding_mask, segment_ids, causal, q.device),
+        *request.scores_shape,
+        *(request.layout, request.key_padding_mask, request.segment_ids, request.causal, q.device),
     )
     mask = mask & ~scores.isneginf()
     # Finite, so that a row of nothing else has finite gradients; those of masked places are zero either way.
@@ -105,11 +110,19 @@ def reference_attention(
 
     Returns:
         [batch, heads, query_length, v's head_dim] in the dtype of q.
+
+    Raises:
+        UserError: arguments that do not fit each other.
     """
-    probabilities = attention_probabilities(q, k, layout, bias, key_padding_mask, segment_ids, causal, scale)
+    request = check(q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, 0.0)
+    return _attend(request, dropout_mask)
+
+
+def _attend(request: Request, dropout_mask: Tensor | None) -> Tensor:
+    probabilities = _probabilities(request)
     if dropout_mask is not None:
         probabilities = probabilities * dropout_mask
-    return torch.einsum("bhqk,bhkd->bhqd", probabilities, v.double()).to(q.dtype)
+    return torch.einsum("bhqk,bhkd->bhqd", probabilities, request.v.double()).to(request.q.dtype)
 
 
 def refusal(request: Request) -> str | None:
@@ -129,7 +142,4 @@ def attend(request: Request, seed: int) -> Tensor:
         generator = torch.Generator(request.q.device).manual_seed(seed)
         drawn = torch.rand(request.scores_shape, generator=generator, dtype=torch.float64, device=request.q.device)
         dropout_mask = (drawn >= request.dropout_p) / (1 - request.dropout_p)
-    return reference_attention(
-        *(request.q, request.k, request.v, request.layout, request.bias, request.key_padding_mask),
-        *(request.segment_ids, request.causal, request.scale, dropout_mask),
-    )
+    return _attend(request, dropout_mask)

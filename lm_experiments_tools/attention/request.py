@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from numbers import Real
 
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention.bias import DistanceBias
+from lm_experiments_tools.attention.bias import AlibiBias, DistanceBias, T5Bias, wants_gradient
 from lm_experiments_tools.attention.plan import Layout, SparsityConfig, cached, describe, resolve_layout
 from lm_experiments_tools.errors import UserError
 
@@ -55,9 +55,7 @@ class Request:
     @property
     def trains_bias(self) -> bool:
         """Whether the bias wants a gradient."""
-        if self.bias is None or not torch.is_grad_enabled():
-            return False
-        return (self.bias if isinstance(self.bias, Tensor) else self.bias.table(1)).requires_grad
+        return wants_gradient(self.bias)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -83,9 +81,9 @@ def check(
     key_length = k.shape[2]
     if not (_is_number(dropout_p) and 0.0 <= dropout_p < 1.0):
         raise UserError(f"dropout_p is {dropout_p!r}; it must be a number of at least 0 and below 1.")
-    if scale is not None and not (_is_number(scale) and math.isfinite(scale)):
+    if scale is not None and not (_is_number(scale) and abs(scale) <= sys.float_info.max):
         raise UserError(f"scale is {scale!r}; it must be a finite number (a learned one is multiplied into q).")
-    if causal not in (True, False):
+    if not isinstance(causal, int) or causal not in (True, False):
         raise UserError(f"causal is {causal!r}; it must be True or False.")
     _check_bias(bias, q, key_length)
     if key_padding_mask is not None:
@@ -138,8 +136,14 @@ def _check_bias(bias: DistanceBias | Tensor | None, q: Tensor, key_length: int) 
     if not isinstance(bias, Tensor):
         if not callable(getattr(bias, "table", None)) or isinstance(bias, type):
             raise UserError(f"bias is {describe(bias)}; it must be a T5Bias, an AlibiBias, a matrix or None.")
-        if bias.num_heads != num_heads:
-            raise UserError(f"The bias has values for {bias.num_heads} heads, but q has {num_heads}.")
+        if getattr(bias, "num_heads", None) != num_heads:
+            raise UserError(
+                f"The bias has values for {getattr(bias, 'num_heads', 'an unknown number of')} heads, but q has "
+                f"{num_heads}."
+            )
+        values = bias.weight if isinstance(bias, T5Bias) else bias.slopes if isinstance(bias, AlibiBias) else None
+        if values is not None:
+            _check_device(f"{type(bias).__name__}'s tensor", values, q)
         return
     if (
         bias.dim() != 4

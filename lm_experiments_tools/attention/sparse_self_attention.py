@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lm_experiments_tools.attention.bias import DistanceBias, dense_bias
 from lm_experiments_tools.attention.functional import block_sparse_attention
 from lm_experiments_tools.attention.layouts import SparsityConfig
-from lm_experiments_tools.attention.plan import Layout, num_blocks
+from lm_experiments_tools.attention.plan import Layout, describe, num_blocks
 from lm_experiments_tools.errors import UserError
 
 MODES = "add", "mul"
@@ -34,11 +34,12 @@ class SparseSelfAttention(nn.Module):
         max_seq_length: longest input, a multiple of the block.
 
     Raises:
-        UserError: a mode that does not exist, or a length that is no multiple of the block.
+        UserError: no layout, a mode that does not exist, or a length that is no multiple of the block.
     """
 
     master_layout: Tensor
 
+    @torch.inference_mode(False)  # a module built in that mode can load checkpoints and be trained too
     def __init__(
         self,
         sparsity_config: SparsityConfig,
@@ -50,12 +51,17 @@ class SparseSelfAttention(nn.Module):
         for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
             if mode not in MODES:
                 raise UserError(f"SparseSelfAttention: {name}={mode!r} is neither 'add' nor 'mul'.")
+        if not callable(getattr(sparsity_config, "make_layout", None)) or isinstance(sparsity_config, type):
+            raise UserError(
+                f"SparseSelfAttention: sparsity_config is {describe(sparsity_config)}; it must be a configuration "
+                "such as BigBirdSparsityConfig(num_heads=12); get_sparsity_config finds one by name."
+            )
         self.sparsity_config = sparsity_config
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
         self.register_buffer("master_layout", sparsity_config.make_layout(max_seq_length))
         self._layouts: dict[int, Layout] = {}
-        self._layouts_of: tuple[int, int] | None = None
+        self._layouts_of: tuple[int, int | bytes] | None = None
 
     def forward(
         self,
@@ -74,7 +80,8 @@ class SparseSelfAttention(nn.Module):
             rpe: bias added to the scaled scores, [1 or batch, 1 or heads, length, length], or a T5Bias or AlibiBias,
                 which needs no such matrix; trained if it requires gradients.
             key_padding_mask: [batch, length] or [batch, 1, 1, length].
-            attn_mask: [length, length].
+            attn_mask: [length, length], or that after dimensions of 1. A mask that is added leaves out what it makes
+                less by 10000 or more, as one that is 0 does in the mode "mul".
 
         Returns:
             [batch, heads, length, head_dim] in the dtype of query.
@@ -82,6 +89,11 @@ class SparseSelfAttention(nn.Module):
         Raises:
             UserError: not self-attention, an input longer than max_seq_length, or a mask of another shape.
         """
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, Tensor) or x.dim() != 4:
+                raise UserError(
+                    f"SparseSelfAttention: {name} is {describe(x)}; it must be [batch, heads, length, head_dim]."
+                )
         length = query.shape[2]
         if key.shape[2] != length:
             key = key.transpose(2, 3)
@@ -90,6 +102,7 @@ class SparseSelfAttention(nn.Module):
                 f"SparseSelfAttention is self-attention: query {list(query.shape)}, key {list(key.shape)} and value "
                 f"{list(value.shape)} must be of one shape."
             )
+        _check_rpe(rpe, query)
         bias = rpe
         keep = None
         if key_padding_mask is not None:
@@ -108,7 +121,9 @@ class SparseSelfAttention(nn.Module):
                 f"SparseSelfAttention: an input of {length} tokens is longer than max_seq_length="
                 f"{master.shape[-1] * block}."
             )
-        version = master.data_ptr(), master._version  # changes when a checkpoint is loaded
+        # Changes when a checkpoint is loaded; tensors that were moved in inference mode count no versions.
+        content = master.cpu().numpy().tobytes() if master.is_inference() else master._version
+        version = master.data_ptr(), content
         if version != self._layouts_of:
             self._layouts, self._layouts_of = {}, version
         if blocks not in self._layouts:
@@ -118,7 +133,8 @@ class SparseSelfAttention(nn.Module):
     def _key_padding(self, mask: Tensor, query: Tensor) -> tuple[Tensor, Tensor | None]:
         """Keys to keep, bool [batch, length], and what else the mask adds to them, [batch, 1, 1, length] or None."""
         batch, _, length, _ = query.shape
-        if mask.numel() != batch * length or mask.shape[0] != batch:
+        _check_mask("key_padding_mask", mask, query)
+        if mask.dim() < 2 or mask.numel() != batch * length or (mask.shape[0], mask.shape[-1]) != (batch, length):
             raise UserError(
                 f"SparseSelfAttention: key_padding_mask has shape {list(mask.shape)}, not [{batch}, {length}]."
             )
@@ -132,19 +148,40 @@ class SparseSelfAttention(nn.Module):
         return keep, added[:, None, None, :] if bool(added.any()) else None
 
     def _attention_mask(self, mask: Tensor, query: Tensor) -> Tensor:
-        """What the mask adds to scores: [1, 1, length, length]."""
+        """What the mask adds to scores, -inf where it leaves nothing: [1, 1, length, length]."""
         length = query.shape[2]
-        mask = mask.squeeze()
-        if mask.shape != (length, length):
+        _check_mask("attn_mask", mask, query)
+        if mask.shape[-2:] != (length, length) or mask.numel() != length * length:
             raise UserError(
                 f"SparseSelfAttention: attn_mask has shape {list(mask.shape)}, not [{length}, {length}]; "
                 "one that differs between samples goes into rpe."
             )
+        mask = mask.reshape(1, 1, length, length)
         if self.attn_mask_mode == "add":
             _check_additive("attn_mask", mask)
-            return mask.to(query.dtype)[None, None]
-        lowest = torch.finfo(query.dtype).min / 2
-        return torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask == 0, lowest)[None, None]
+            return mask.masked_fill(mask <= _BLOCKED, float("-inf")).to(query.dtype)
+        return torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask == 0, float("-inf"))
+
+
+def _check_mask(name: str, mask: Tensor, query: Tensor) -> None:
+    if not isinstance(mask, Tensor):
+        raise UserError(f"SparseSelfAttention: {name} is {describe(mask)}; it must be a tensor.")
+    if mask.device != query.device:
+        raise UserError(f"SparseSelfAttention: {name} is on {mask.device}, but query is on {query.device}.")
+
+
+def _check_rpe(rpe: Tensor | DistanceBias | None, query: Tensor) -> None:
+    """What sums with masks rely on; the attention call checks the rest."""
+    length = query.shape[2]
+    if isinstance(rpe, Tensor):
+        fits = rpe.dim() == 4 and rpe.shape[2:] == (length, length) and rpe.device == query.device
+    else:
+        fits = rpe is None or (callable(getattr(rpe, "table", None)) and not isinstance(rpe, type))
+    if not fits:
+        raise UserError(
+            f"SparseSelfAttention: rpe is {describe(rpe)}; it must be a T5Bias, an AlibiBias or a tensor [1 or batch, "
+            f"1 or heads, {length}, {length}] on {query.device}."
+        )
 
 
 def _check_additive(name: str, mask: Tensor) -> None:

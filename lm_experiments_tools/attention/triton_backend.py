@@ -425,7 +425,7 @@ def attend(request: Request, seed: int) -> Tensor:
     """`block_sparse_attention` of a checked request."""
     kernels = importlib.import_module("lm_experiments_tools.attention.triton_kernels")
     table, kind, saturation = None, _NO_BIAS, 0
-    if isinstance(request.bias, AlibiBias):
+    if type(request.bias) is AlibiBias:
         table, kind = request.bias.slopes.float(), _ALIBI
     elif request.bias is not None:
         table, kind = request.bias.table(max(request.scores_shape[2:])).float(), _T5
@@ -436,8 +436,9 @@ def attend(request: Request, seed: int) -> Tensor:
     call = Call(
         *(replace(request, **empty, bias=None, key_padding_mask=None, segment_ids=None), q.device),
         *(kernels, kind, saturation),
-        key_mask=None if mask is None else mask.contiguous().view(torch.uint8),
-        segments=None if segments is None else tuple(ids.long().contiguous() for ids in segments),
+        # copies, because the backward pass reads them after their owner may have written the next batch into them
+        key_mask=None if mask is None else mask.clone(memory_format=torch.contiguous_format).view(torch.uint8),
+        segments=None if segments is None else tuple(ids.to(torch.int64, copy=True).contiguous() for ids in segments),
         seed=seed,
     )
     return _TritonAttention.apply(q, k, v, table, call)

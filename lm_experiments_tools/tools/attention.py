@@ -62,6 +62,8 @@ class AttentionArgs(LayoutsArgs, MapsArgs, OutputArgs):
             raise UserError("lmtools attention: --model needs a --text to read.")
         if self.layout is not None and (self.text is not None or self.target is not None):
             raise UserError("lmtools attention: --text and --target are for --model; a --layout needs none.")
+        if self.layout is None and self.settings != LayoutsArgs.settings:
+            raise UserError("lmtools attention: --settings are those of a --layout, which is not given.")
         kinds = (".html", ".png") if self.layout is None else (".svg", ".png")
         if Path(self.output).suffix not in kinds:
             raise UserError(f"--output {self.output}: it must end in {' or '.join(kinds)}.")
@@ -77,9 +79,15 @@ def _draw_layouts(args: AttentionArgs) -> Path:
     from lm_experiments_tools.attention.pictures import draw_layouts
 
     try:
-        settings: dict[str, Any] = json.loads(args.settings)
+        settings: Any = json.loads(args.settings)
     except ValueError as error:
         raise UserError(f'--settings {args.settings!r} is not JSON ({error}): write {{"seed": 1}}.') from error
+    if not isinstance(settings, dict):
+        raise UserError(f'--settings {args.settings!r} is no JSON object: write {{"seed": 1}}.')
+    if "block" in settings:
+        raise UserError(f"--settings {args.settings!r}: give the block as --block {settings['block']} instead.")
+    if "num_heads" in settings:
+        raise UserError(f"--settings {args.settings!r}: leave out num_heads, as a picture is that of one head.")
     configs = [get_sparsity_config(name, 1, block=args.block, **settings) for name in args.layout.split(",")]
     return draw_layouts(configs, args.length, args.output)
 
@@ -88,12 +96,14 @@ def _draw_maps(args: AttentionArgs) -> Path:
     from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer
 
     import lm_experiments_tools.attention.huggingface  # noqa: F401 - configurations may name its attention
+    import modeling_bert  # noqa: F401 - and AutoModel then knows variants
+    import modeling_t5  # noqa: F401
     from lm_experiments_tools.attention.maps import attention_maps, write_maps
 
     layers, heads = (numbers(getattr(args, flag), flag) for flag in ("layers", "heads"))
     source = Path(args.model)
-    if source.is_dir() and not (source / "config.json").exists() and (source / "last").exists():
-        source = source / "last"  # of a run
+    if (source / "last").exists():
+        source = source / "last"  # of a run, whose own config.json is no model's
     name = str(source) if source.exists() else args.model
     try:
         config = AutoConfig.from_pretrained(name)
@@ -114,5 +124,8 @@ def numbers(text: str, flag: str) -> list[int] | None:
         if not re.fullmatch(r"\d+(-\d+)?", part.strip()):
             raise UserError(f"--{flag} {text}: write all, or numbers as in 0,3 or 0-5.")
         first, _, last = part.strip().partition("-")
-        chosen += range(int(first), int(last or first) + 1)
+        first, last = int(first), int(last or first)
+        if first > last:
+            raise UserError(f"--{flag} {text}: {first}-{last} holds no number: write {last}-{first}.")
+        chosen += range(first, last + 1)
     return chosen

@@ -16,6 +16,8 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     BertConfig,
     BertForMaskedLM,
+    BertLMHeadModel,
+    EncoderDecoderModel,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -23,9 +25,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lm_experiments_tools.attention import gather, get_sparsity_config, huggingface
+from lm_experiments_tools.attention import functional, gather, get_sparsity_config, huggingface
 from lm_experiments_tools.attention.bias import T5Bias
 from lm_experiments_tools.attention.huggingface import enable
+from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
 from lm_experiments_tools.errors import UserError
 
 LENGTH = 37  # no multiple of any block here
@@ -87,9 +90,18 @@ def convert(model: nn.Module, *layout: Any, **settings: Any) -> nn.Module:
     return enable(copy.deepcopy(model), *layout, **settings)
 
 
+@pytest.fixture
+def as_if_long(monkeypatch) -> None:
+    """Layers share a trained bias as its table, which they do for inputs too long for a test."""
+    monkeypatch.setattr(functional, "_SHORT", 0)
+    monkeypatch.setattr(functional, "_SHORT_DENSE", 0)
+
+
 @pytest.fixture(params=["gather", "sdpa"])
 def backend(request, monkeypatch) -> str:
     """The backend that computes attention, whatever is fastest at these lengths."""
+    if request.param == "gather":
+        request.getfixturevalue("as_if_long")
     forced = functools.partial(huggingface.block_sparse_attention, backend=request.param)
     monkeypatch.setattr(huggingface, "block_sparse_attention", forced)
     return request.param
@@ -192,7 +204,15 @@ def calls(monkeypatch) -> list[dict[str, Any]]:
     return seen
 
 
-def test_only_the_encoder_is_sparse_and_no_bias_is_a_matrix(calls):
+def test_layers_share_the_matrix_of_a_bias_where_inputs_are_short(calls):
+    model = convert(t5(), "BigBird", block=4)
+    model(**batch(model))
+    first, second, decoder, _, later, _ = [call["bias"] for call in calls]
+    assert first is second and first.shape == (1, 4, 37, 37)
+    assert decoder is later and decoder.shape == (1, 4, 11, 11)
+
+
+def test_only_the_encoder_is_sparse_and_no_bias_is_a_matrix(calls, as_if_long):
     model = convert(t5(), "BigBird", block=4)
     model(**batch(model))
     encoder, decoder = calls[:2], calls[2:]
@@ -204,6 +224,8 @@ def test_only_the_encoder_is_sparse_and_no_bias_is_a_matrix(calls):
         assert isinstance(call["bias"], T5Bias) and call["bias"].weight.shape == (32, 4)
     assert [call["bias"].bidirectional for call in (*encoder, *decoder[::2])] == [True, True, False, False]
     assert [call["bias"] for call in decoder[1::2]] == [None, None]
+    model(input_ids=IDS, attention_mask=PADDING, labels=IDS)  # cross-attention of as many queries as keys
+    assert [call["causal"] for call in calls[6:]] == [False] * 2 + [True, False] * 2
     layers = [call["layout"].make_layout(40) for call in encoder]
     assert not torch.equal(*layers), "layers with random blocks draw their own"
 
@@ -295,6 +317,38 @@ def test_a_decoder_alone_is_sparse_and_generates_the_same_with_and_without_cache
     torch.testing.assert_close(sparse(IDS).logits, expected, rtol=0, atol=TOLERANCE)
 
 
+def test_a_cache_of_fixed_size_is_refused_by_a_sparse_decoder():
+    """Its keys are as many as it has places, so that the last row of a layout is not the last query's."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32,
+        pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    sparse = convert(LlamaForCausalLM(config).eval(), "BigBird", block=4, attention="unidirectional")
+    with pytest.raises(UserError, match="use the default"):
+        sparse.generate(IDS, max_new_tokens=9, cache_implementation="static")
+    encoder_decoder = convert(t5().eval(), "BigBird", block=4)  # whose decoder stays exact
+    got, expected = (
+        encoder_decoder.generate(IDS, max_new_tokens=9, eos_token_id=None, **options)
+        for options in ({}, {"cache_implementation": "static"})
+    )
+    assert torch.equal(got, expected)
+
+
+def test_a_decoder_made_of_an_encoder_is_sparse_too_unless_it_reads_one():
+    settings = dict(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32,
+        is_decoder=True, attn_implementation="sdpa",
+    )  # fmt: skip
+    for reads in (False, True):
+        torch.manual_seed(0)
+        model = BertLMHeadModel(BertConfig(**settings, add_cross_attention=reads)).double().eval()
+        exact = model(IDS).logits
+        sparse = convert(model, "LocalSlidingWindow", block=4)(IDS).logits
+        assert torch.allclose(sparse, exact, atol=TOLERANCE) == reads
+        last = torch.cat([IDS[:, :-1], 63 - IDS[:, -1:]], 1)  # no token sees a later one
+        torch.testing.assert_close(convert(model, "LocalSlidingWindow", block=4)(last).logits[:, :-1], sparse[:, :-1])
+
+
 def test_bfloat16_autocast_keeps_the_bias_in_float32_and_trains_it():
     model = t5().float()
     with torch.autocast("cpu", torch.bfloat16):
@@ -315,3 +369,10 @@ def test_what_cannot_be_converted_is_said():
         enable(bert(), get_sparsity_config("BigBird", 2))
     with pytest.raises(UserError, match="block go with the name of a layout"):
         enable(bert(), None, block=4)
+    for layout in (BigBirdSparsityConfig, 5):
+        with pytest.raises(UserError, match="it must be a configuration"):
+            enable(bert(), layout)
+    reader = BertConfig(**{**bert().config.to_dict(), "is_decoder": True, "add_cross_attention": True})
+    for model in (nn.Linear(2, 2), EncoderDecoderModel(encoder=bert().bert, decoder=BertLMHeadModel(reader))):
+        with pytest.raises(UserError, match="enable its parts one by one"):
+            enable(model, "BigBird")

@@ -17,7 +17,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lm_experiments_tools.attention import AlibiBias, Layout, T5Bias, alibi_slopes, block_sparse_attention, explain
+from lm_experiments_tools.attention import (
+    AlibiBias,
+    Layout,
+    T5Bias,
+    alibi_slopes,
+    block_sparse_attention,
+    explain,
+    plan,
+)
 from lm_experiments_tools.attention.bias import dense_bias, distance_tiles, t5_bucket
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig, LocalSlidingWindowSparsityConfig
 from lm_experiments_tools.attention.plan import num_blocks
@@ -406,10 +414,11 @@ def test_lists_follow_changes_of_a_layout_and_go_with_it():
     narrow = block_sparse_attention(q, k, v, config)
     config.num_sliding_window_blocks = 3
     assert not torch.equal(narrow, block_sparse_attention(q, k, v, config))
-    gone = weakref.ref(layout)
+    gone, key = weakref.ref(layout), id(layout)
+    assert key in plan._cache
     del layout
     gc.collect()
-    assert gone() is None
+    assert gone() is None and key not in plan._cache
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])

@@ -14,7 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention import SparseSelfAttention, SparsityConfig, T5Bias, get_sparsity_config
+from lm_experiments_tools.attention import (
+    SparseSelfAttention,
+    SparsityConfig,
+    T5Bias,
+    attention_probabilities,
+    block_sparse_attention,
+    get_sparsity_config,
+)
 from lm_experiments_tools.attention.layouts import (
     SPARSITY_CONFIGS,
     BigBirdSparsityConfig,
@@ -23,6 +30,7 @@ from lm_experiments_tools.attention.layouts import (
     LocalSlidingWindowSparsityConfig,
     VariableSparsityConfig,
 )
+from lm_experiments_tools.attention.reference import reference_attention
 from lm_experiments_tools.errors import UserError
 from tests.unit.test_imports import imports_of
 
@@ -270,6 +278,69 @@ class TestNames:
         )
         assert as_rows(OldStyle(2, 16).make_layout(64)[1]) == ["###.", "....", "....", "...."]
 
+    def test_a_deepspeed_class_is_saved_by_the_arguments_of_its_init(self):
+        for config in (Widened(4, 3), Handing(4, seed=np.int64(3), block=8), OldStyle(2, 16)):
+            stored = json.loads(json.dumps(config.to_dict()))
+            again = SparsityConfig.from_dict(stored)
+            assert type(again) is type(config) and vars(again) == vars(config)
+            assert torch.equal(again.make_layout(64), config.make_layout(64))
+        assert Widened(4, 3).to_dict() == {"sparse_config_cls": f"{__name__}:Widened", "num_heads": 4, "width": 3}
+
+    def test_a_model_takes_a_deepspeed_class(self):
+        huggingface = pytest.importorskip("lm_experiments_tools.attention.huggingface")
+        from transformers import BertConfig, BertModel
+
+        config = BertConfig(
+            vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=16
+        )
+        torch.manual_seed(0)
+        model = BertModel(config).eval()
+        input_ids = torch.arange(32)[None]
+        changed = input_ids.clone()
+        changed[:, 16:] = 0
+        dense = [model(ids).last_hidden_state[:, :16] for ids in (input_ids, changed)]
+        assert not torch.allclose(*dense)
+        huggingface.enable(model, Widened(4, 1))
+        sparse = [model(ids).last_hidden_state[:, :16] for ids in (input_ids, changed)]
+        torch.testing.assert_close(*sparse)  # blocks of 16 tokens that attend to themselves alone
+
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda: Forgetful(2, 3).to_dict(), "Forgetful: its __init__ takes width, but it has no attribute width"),
+            (lambda: get_sparsity_config(f"{__name__}:Widened", 2), "Widened needs a value for width"),
+            (lambda: get_sparsity_config(f"{__name__}:Widened", 2, widht=1), "did you mean 'width'"),
+            (lambda: SparsityConfig(2).make_layout(64), "SparsityConfig: it has no pattern"),
+            (lambda: Giving(2, [[1], [1, 0]]).make_layout(64), r"make_layout gave \[\[1\], \[1, 0\]\] \(list\)"),
+            (lambda: Giving(2, None).make_layout(64), r"make_layout gave None \(NoneType\)"),
+            (lambda: Giving(2, torch.ones(4, 4)).make_layout(64), r"make_layout gave float32 \[4, 4\]"),
+            (lambda: GivingBlocks(2, np.ones((4, 4))).make_layout(64), "blocks gave array"),
+        ],
+    )
+    def test_mistakes_in_a_class_of_ones_own_are_sentences(self, make, message):
+        with pytest.raises(UserError, match=message):
+            make()
+
+    @pytest.mark.parametrize("convert", [np.asarray, np.ndarray.tolist, torch.from_numpy])
+    def test_arrays_and_lists_are_layouts_too(self, convert):
+        blocks = np.tril(np.ones((2, 4, 4), dtype=np.int64))
+        q = torch.randn(1, 2, 64, 4)
+        expected = block_sparse_attention(q, q, q, torch.from_numpy(blocks))
+        for config in (Giving(2, convert(blocks)), GivingBlocks(2, convert(blocks[:1]))):
+            assert torch.equal(config.make_layout(64), torch.from_numpy(blocks))
+            assert config.density(64) == 10 / 16
+            torch.testing.assert_close(block_sparse_attention(q, q, q, config), expected)
+
+
+@pytest.mark.parametrize("name", SPARSITY_CONFIGS)
+@pytest.mark.parametrize("settings", [{}, {"compat": "deepspeed"}])
+def test_layouts_are_on_the_cpu_whatever_the_default_device(name, settings):
+    config = get_sparsity_config(name, 2, **settings)
+    expected = config.make_layout(160)
+    with torch.device("meta"):
+        layout, empty = config.make_layout(160), config.setup_layout(160)
+    assert layout.is_cpu and empty.is_cpu and torch.equal(layout, expected)
+
 
 @dataclass
 class Diagonal(SparsityConfig):
@@ -291,6 +362,52 @@ class OldStyle(SparsityConfig):
         layout = self.setup_layout(seq_len)
         layout[0, 0, : self.width] = 1
         return self.check_and_propagate_first_head_layout(layout)
+
+
+class Widened(SparsityConfig):
+    """Without settings of the base class in its own arguments."""
+
+    def __init__(self, num_heads, width):
+        super().__init__(num_heads, block=16)
+        self.width = width
+
+    def make_layout(self, seq_len):
+        layout = self.setup_layout(seq_len)
+        for row in range(layout.shape[1]):
+            layout[:, row, row : row + self.width] = 1
+        return layout
+
+
+class Handing(SparsityConfig):
+    def __init__(self, *args, width=2, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.width = width
+
+    def make_layout(self, seq_len):
+        return Widened.make_layout(self, seq_len)
+
+
+class Forgetful(SparsityConfig):
+    def __init__(self, num_heads, width):
+        super().__init__(num_heads)
+
+
+class Giving(SparsityConfig):
+    def __init__(self, num_heads, layout):
+        super().__init__(num_heads)
+        self.layout = layout
+
+    def make_layout(self, seq_len):
+        return self.layout
+
+
+class GivingBlocks(SparsityConfig):
+    def __init__(self, num_heads, layout):
+        super().__init__(num_heads)
+        self.layout = layout
+
+    def blocks(self, num_blocks):
+        return self.layout
 
 
 def expected_attention(q: Tensor, k: Tensor, v: Tensor, config: SparsityConfig, length: int, added: Tensor) -> Tensor:
@@ -332,6 +449,66 @@ class TestSparseSelfAttention:
         output = SparseSelfAttention(self.CONFIG, max_seq_length=64)(q, k, v, key_padding_mask=padding)
         expected = expected_attention(q, k, v, self.CONFIG, 64, padding[:, None, None])
         torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+
+    @pytest.mark.parametrize("mode", ["mul", "add"])
+    def test_a_query_whose_keys_are_all_masked_gives_zeros(self, mode):
+        """Left padding under a causal mask: a padded query has no key, least of all a later one."""
+        q, k, v = (x.requires_grad_() for x in self.inputs(64))
+        order = torch.ones(64, 64).tril()
+        order[40] = 0
+        keep = torch.ones(3, 64)
+        keep[1, :20] = 0
+        added = -10000.0 if mode == "add" else 0.0  # of BERT code
+        masks = (keep, order) if mode == "mul" else ((1 - keep) * added, (1 - order) * added)
+        rpe = torch.randn(1, 2, 64, 64, dtype=torch.float64)
+        output = SparseSelfAttention(self.CONFIG, mode, mode, max_seq_length=64)(q, k, v, rpe, *masks)
+        tokens = self.CONFIG.make_layout(64).bool().repeat_interleave(8, 1).repeat_interleave(8, 2)
+        allowed = tokens & order.bool() & keep.bool()[:, None, None, :]
+        weights = (q @ k.transpose(2, 3) / 2 + rpe).exp() * allowed
+        expected = weights / weights.sum(-1, keepdim=True).clamp(min=1e-300) @ v
+        assert (output[1, :, :20] == 0).all() and (output[:, :, 40] == 0).all()
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+        for got, wanted in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (output, expected)), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+
+    def test_a_module_built_in_inference_mode_is_as_good_as_any(self):
+        with torch.inference_mode():
+            module = SparseSelfAttention(self.CONFIG, max_seq_length=64)
+            q, k, v = self.inputs(64)
+            inside = module(q, k, v)
+        plain = SparseSelfAttention(self.CONFIG, max_seq_length=64)
+        q, k, v = (x.requires_grad_() for x in self.inputs(64))
+        assert torch.equal(module(q, k, v), plain(q, k, v)) and torch.equal(inside, plain(q, k, v))
+        module(q, k, v).sum().backward()
+        module.load_state_dict(plain.state_dict())
+
+    def test_a_module_moved_in_inference_mode_sees_its_layout_change(self):
+        module = SparseSelfAttention(self.CONFIG, max_seq_length=64)
+        q, k, v = self.inputs(64)
+        with torch.inference_mode():
+            module.master_layout = module.master_layout.clone()
+            sparse = module(q, k, v)
+            module.master_layout.fill_(1)
+            dense = torch.softmax(q @ k.transpose(2, 3) / 2, -1) @ v
+            assert not torch.allclose(sparse, dense)
+            torch.testing.assert_close(module(q, k, v), dense, rtol=0, atol=1e-12)
+
+    @pytest.mark.parametrize("shape", [(1, 1), (1, 1, 1), (1, 1, 1, 1)])
+    def test_one_token_may_have_masks(self, shape):
+        q, k, v = (x[:, :, :1] for x in self.inputs(8))
+        module = SparseSelfAttention(self.CONFIG, "mul", "mul", max_seq_length=64)
+        padding = torch.tensor([[1], [1], [0]])
+        output = module(q, k, v, attn_mask=torch.ones(shape), key_padding_mask=padding)
+        torch.testing.assert_close(output, v * padding[:, None, :, None])
+
+    @pytest.mark.parametrize("config", ["BigBird", None, BigBirdSparsityConfig, {"block": 16}])
+    def test_what_is_no_configuration_is_named(self, config):
+        with pytest.raises(UserError, match="sparsity_config is .*; it must be a configuration"):
+            SparseSelfAttention(config)
+
+    def test_a_configuration_without_a_pattern_is_named(self):
+        with pytest.raises(UserError, match="SparsityConfig: it has no pattern: write its method `blocks`"):
+            SparseSelfAttention(SparsityConfig(2))
 
     @pytest.mark.parametrize("as_matrix", [True, False])
     def test_a_relative_bias_trains(self, as_matrix):
@@ -375,6 +552,26 @@ class TestSparseSelfAttention:
             (("mul", "mul"), {"key_padding_mask": torch.ones(3, 63)}, r"shape \[3, 63\], not \[3, 64\]"),
             (("mul", "mul"), {"attn_mask": torch.ones(3, 64, 64)}, r"shape \[3, 64, 64\], not \[64, 64\]"),
             (("mul", "mul"), {"value": torch.ones(3, 2, 32, 4, dtype=torch.float64)}, "of one shape"),
+            (("mul", "mul"), {"value": torch.ones(64, 4)}, r"value is float32 \[64, 4\]; it must be \[batch, heads"),
+            (("mul", "mul"), {"value": None}, "value is None"),
+            (
+                ("mul", "mul"),
+                {"key_padding_mask": [[1] * 64] * 3},
+                r"key_padding_mask is .* \(list\); it must be a tens",
+            ),
+            (("mul", "mul"), {"key_padding_mask": torch.tensor(1)}, r"shape \[\], not \[3, 64\]"),
+            (("mul", "mul"), {"attn_mask": [[1]]}, r"attn_mask is \[\[1\]\] \(list\); it must be a tensor"),
+            (
+                ("mul", "mul"),
+                {"attn_mask": torch.ones(64, 64, device="meta")},
+                "attn_mask is on meta, but query is on",
+            ),
+            (
+                ("mul", "mul"),
+                {"attn_mask": torch.ones(64, 64), "rpe": torch.ones(64, 64)},
+                r"rpe is float32 \[64, 64\]",
+            ),
+            (("mul", "mul"), {"attn_mask": torch.ones(64, 64), "rpe": [1]}, r"rpe is \[1\] \(list\)"),
             (("mul", "mul"), {"length": 72}, "72 tokens is longer than max_seq_length=64"),
         ],
     )
@@ -383,6 +580,29 @@ class TestSparseSelfAttention:
         q, k, v = self.inputs(arguments.pop("length", 64))
         with pytest.raises(UserError, match=message):
             SparseSelfAttention(self.CONFIG, *modes, max_seq_length=64)(q, k, **{"value": v, **arguments})
+
+
+def test_an_attention_map_checks_its_arguments_as_the_attention_does():
+    q = torch.randn(1, 2, 8, 4)
+    for arguments, message in (
+        ({"key_padding_mask": torch.ones(1, 8)}, r"key_padding_mask is float32 \[1, 8\]; it must be bool"),
+        ({"segment_ids": [0] * 8}, r"segment_ids is .* \(list\); it must be an integer tensor"),
+        ({"bias": torch.ones(2, 8, 8)}, r"bias is float32 \[2, 8, 8\]; it must be float"),
+        ({"scale": "1"}, "scale is '1'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            attention_probabilities(q, q, **arguments)
+        with pytest.raises(UserError, match=message):
+            reference_attention(q, q, q, **arguments)
+    with pytest.raises(UserError, match="q is float32"):
+        attention_probabilities(q[0], q)
+
+
+@pytest.mark.parametrize("trained", range(3))
+def test_flex_on_a_cpu_refuses_whichever_input_is_trained(trained):
+    inputs = [torch.randn(1, 2, 128, 16, requires_grad=number == trained) for number in range(3)]
+    with pytest.raises(UserError, match="FlexAttention has a backward pass on GPUs only"):
+        block_sparse_attention(*inputs, backend="flex")
 
 
 def test_the_package_needs_only_torch_and_numpy():

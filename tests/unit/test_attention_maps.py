@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from lm_experiments_tools.attention import maps as maps_module
 from lm_experiments_tools.attention.huggingface import enable
@@ -103,9 +111,10 @@ def test_the_page_holds_every_weight_and_loads_nothing(t5, tokenizer, tmp_path):
 
 
 def test_the_command_writes_pages_and_pictures_of_a_run(t5, tokenizer, tmp_path, capsys):
-    """A run's folder has its last checkpoint under `last`."""
+    """A run's folder has its last checkpoint under `last`, and the run's settings in its own config.json."""
     for part in (t5, tokenizer):
         part.save_pretrained(tmp_path / "run" / "last")
+    (tmp_path / "run" / "config.json").write_text('{"iters": 3}')
     command = ["attention", "--model", str(tmp_path / "run"), "--text", TEXT, "--target", "the dog sat"]
     assert main([*command, "--output", str(tmp_path / "m.html"), "--layers", "0-1", "--heads", "0,2"]) == 0
     assert len(re.findall('"kind"', (tmp_path / "m.html").read_text())) == 3 * 2 * 2
@@ -124,6 +133,12 @@ def test_the_command_writes_pages_and_pictures_of_a_run(t5, tokenizer, tmp_path,
         (["--model", "a"], "--model needs a --text"),
         (["--layout", "BigBird", "--text", "a"], "--text and --target are for --model"),
         (["--layout", "BigBird", "--settings", "{", "--output", "x.svg"], "--settings '{' is not JSON"),
+        (["--layout", "BigBird", "--settings", "[1]", "--output", "x.svg"], "--settings '[1]' is no JSON object"),
+        (["--layout", "BigBird", "--settings", "null", "--output", "x.svg"], "--settings 'null' is no JSON object"),
+        (["--layout", "BigBird", "--settings", '{"block": 16}', "--output", "x.svg"], "as --block 16 instead"),
+        (["--layout", "BigBird", "--settings", '{"num_heads": 4}', "--output", "x.svg"], "leave out num_heads"),
+        (["--model", "a", "--text", "a", "--settings", '{"seed": 1}'], "--settings are those of a --layout"),
+        (["--model", "a", "--text", "a", "--layers", "5-3"], "--layers 5-3: 5-3 holds no number: write 3-5"),
         (["--layout", "BigBrid", "--output", "x.svg"], "did you mean BigBirdSparsityConfig"),
         (
             ["--layout", "BigBird", "--length", "100", "--output", "x.svg"],
@@ -139,6 +154,43 @@ def test_mistakes_are_sentences(argv, message, capsys):
     assert main(["attention", "--output", "x.html", *argv]) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
+
+
+def test_a_text_beyond_the_positions_of_a_model_is_refused(tokenizer, tmp_path, capsys):
+    config = BertConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=8,
+    )  # fmt: skip
+    for part in (BertModel(config), tokenizer):
+        part.save_pretrained(tmp_path)
+    command = ["attention", "--model", str(tmp_path), "--output", str(tmp_path / "m.html"), "--text"]
+    capsys.readouterr()
+    assert main([*command, TEXT]) == 2
+    assert "--text of 13 tokens is more than the 8 positions of the model" in capsys.readouterr().err
+    assert main([*command, "a cat sat"]) == 0
+
+
+def test_a_target_beyond_the_positions_of_a_decoder_is_refused(tokenizer):
+    config = BartConfig(
+        vocab_size=32, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=8,
+    )  # fmt: skip
+    model = BartForConditionalGeneration(config)
+    with pytest.raises(UserError, match="--target of 13 tokens is more than the 8 positions of the model"):
+        attention_maps(model, tokenizer, "a cat sat", target=TEXT)
+
+
+def test_a_text_without_tokens_is_refused(t5, tokenizer):
+    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    with pytest.raises(UserError, match="--text '' has no tokens"):
+        attention_maps(t5, bare, "")
+
+
+@pytest.mark.parametrize("name", ["m.html", "m.png"])
+def test_no_maps_are_no_page(name, tmp_path):
+    with pytest.raises(UserError, match="There are no maps to write"):
+        write_maps([], tmp_path / name, title="")
+    assert not (tmp_path / name).exists()
 
 
 def test_a_page_too_large_is_refused(t5, tokenizer, tmp_path, monkeypatch):
