@@ -1,28 +1,40 @@
-"""BERT as one readable model, with variants by configuration; the names below are imported on first use."""
+"""BERT as one readable model, with variants by configuration; the Auto classes of transformers then read them too."""
 
-import importlib
+import transformers
 
-_HOMES = {
-    "BertConfig": "modeling_bert.configuration_bert",
-    "BertForMaskedLM": "modeling_bert.modeling_bert",
-    "BertForPreTraining": "modeling_bert.modeling_bert",
-    "BertForQuestionAnswering": "modeling_bert.modeling_bert",
-    "BertForSequenceClassification": "modeling_bert.modeling_bert",
-    "BertForTokenClassification": "modeling_bert.modeling_bert",
-    "BertModel": "modeling_bert.modeling_bert",
-    "BertPreTrainedModel": "modeling_bert.modeling_bert",
-}
+from lm_experiments_tools.attention.variants import register_variants
+from modeling_bert.configuration_bert import BertConfig
+from modeling_bert.modeling_bert import (
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertModel,
+    BertPreTrainedModel,
+)
 
-__all__ = list(_HOMES)
+__all__ = [
+    "BertConfig",
+    "BertForMaskedLM",
+    "BertForPreTraining",
+    "BertForQuestionAnswering",
+    "BertForSequenceClassification",
+    "BertForTokenClassification",
+    "BertModel",
+    "BertPreTrainedModel",
+]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+register_variants(
+    BertConfig,
+    {
+        transformers.AutoModel: BertModel,
+        transformers.AutoModelForMaskedLM: BertForMaskedLM,
+        transformers.AutoModelForPreTraining: BertForPreTraining,
+        transformers.AutoModelForQuestionAnswering: BertForQuestionAnswering,
+        transformers.AutoModelForSequenceClassification: BertForSequenceClassification,
+        transformers.AutoModelForTextEncoding: BertModel,
+        transformers.AutoModelForTokenClassification: BertForTokenClassification,
+    },
+    architectures=__all__,
+)

@@ -4,6 +4,7 @@ from typing import Any
 
 import transformers
 from huggingface_hub.dataclasses import strict
+from transformers.activations import ACT2FN
 
 from lm_experiments_tools.attention.variants import VariantConfig
 
@@ -48,6 +49,9 @@ class BertConfig(VariantConfig, transformers.BertConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
+        self._check_sizes()
+        if not isinstance(self.position_embedding_type, str):
+            raise ValueError(f"position_embedding_type={self.position_embedding_type!r} must be a name.")
         if self.position_embedding_type not in POSITIONS and ":" not in self.position_embedding_type:
             raise ValueError(
                 f"position_embedding_type={self.position_embedding_type!r} is none of {', '.join(POSITIONS)}, nor a "
@@ -55,7 +59,20 @@ class BertConfig(VariantConfig, transformers.BertConfig):
             )
         if self.is_decoder or self.add_cross_attention:
             raise ValueError("is_decoder and add_cross_attention are for decoders, but this BERT is an encoder.")
-        if self.hidden_size % self.num_attention_heads:
+        if not (self.last_layer_norm or self.pre_layer_norm):
             raise ValueError(
-                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}."
+                "last_layer_norm=False goes with pre_layer_norm=True; otherwise each layer has its norms."
             )
+        if self.rotary_dim is not None and self.position_embedding_type in set(POSITIONS) - {"rotary"}:
+            raise ValueError(f'rotary_dim={self.rotary_dim} is of position_embedding_type "rotary": leave it out.')
+
+    def _check_sizes(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        for name in (*sizes, "max_position_embeddings", "type_vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1.")
+        if isinstance(self.hidden_act, str) and self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act={self.hidden_act!r} names no activation of transformers.")

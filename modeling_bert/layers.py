@@ -64,6 +64,10 @@ class BertSelfAttention(nn.Module):
         self.config = config
         self.layout = layout
         self.num_heads = config.num_attention_heads
+        if config.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size={config.hidden_size} is not a multiple of num_attention_heads={self.num_heads}."
+            )
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
         self.key = nn.Linear(config.hidden_size, config.hidden_size)
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
@@ -179,7 +183,8 @@ class BertEncoder(nn.Module):
         """[B, L, D] -> [B, L, D]"""
         length = x.shape[1]
         bias = self.position.bias(length, length, device=x.device)
-        bias = shared_bias(bias, length, length, implementation(self.config))
+        is_dense = self.config.sparse_config_cls is None
+        bias = shared_bias(*(bias, length, length, implementation(self.config), x.device, is_dense, self.training))
         for layer in self.layer:
             x = layer(x, bias, self.position, allowed, output_attentions)
         return self.last_layer_ln(x)

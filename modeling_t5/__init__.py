@@ -1,29 +1,40 @@
-"""T5 as one readable model, with variants by configuration; the names below are imported on first use."""
+"""T5 as one readable model, with variants by configuration; the Auto classes of transformers then read them too."""
 
-import importlib
+import transformers
 
-_HOMES = {
-    "T5Attention": "modeling_t5.layers",
-    "T5CDQAttention": "modeling_t5.cdq",
-    "T5Config": "modeling_t5.configuration_t5",
-    "T5EncoderForSequenceClassification": "modeling_t5.modeling_t5",
-    "T5EncoderModel": "modeling_t5.modeling_t5",
-    "T5ForConditionalGeneration": "modeling_t5.modeling_t5",
-    "T5ForSequenceClassification": "modeling_t5.modeling_t5",
-    "T5Model": "modeling_t5.modeling_t5",
-    "T5PreTrainedModel": "modeling_t5.modeling_t5",
-}
+from lm_experiments_tools.attention.variants import register_variants
+from modeling_t5.cdq import T5CDQAttention
+from modeling_t5.configuration_t5 import T5Config
+from modeling_t5.layers import T5Attention
+from modeling_t5.modeling_t5 import (
+    T5EncoderForSequenceClassification,
+    T5EncoderModel,
+    T5ForConditionalGeneration,
+    T5ForSequenceClassification,
+    T5Model,
+    T5PreTrainedModel,
+)
 
-__all__ = list(_HOMES)
+__all__ = [
+    "T5Attention",
+    "T5CDQAttention",
+    "T5Config",
+    "T5EncoderForSequenceClassification",
+    "T5EncoderModel",
+    "T5ForConditionalGeneration",
+    "T5ForSequenceClassification",
+    "T5Model",
+    "T5PreTrainedModel",
+]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+register_variants(
+    T5Config,
+    {
+        transformers.AutoModel: T5Model,
+        transformers.AutoModelForPreTraining: T5ForConditionalGeneration,
+        transformers.AutoModelForSeq2SeqLM: T5ForConditionalGeneration,
+        transformers.AutoModelForSequenceClassification: T5ForSequenceClassification,
+        transformers.AutoModelForTextEncoding: T5EncoderModel,
+    },
+    architectures=__all__,
+)

@@ -7,6 +7,7 @@ from typing import Any
 
 import transformers
 from huggingface_hub.dataclasses import strict
+from transformers.activations import ACT2FN
 
 from lm_experiments_tools.attention.variants import VariantConfig
 
@@ -74,10 +75,16 @@ class T5Config(VariantConfig, transformers.T5Config):
     cross_entropy_chunk_size: int = 0
 
     def __post_init__(self, **kwargs: Any) -> None:
-        tied = kwargs.get("tie_word_embeddings") is not False
+        tied = kwargs.get("tie_word_embeddings")
+        if not (tied is None or isinstance(tied, bool)):
+            raise ValueError(f"tie_word_embeddings={tied!r} must be true or false.")
         super().__post_init__(**kwargs)
-        self.tie_word_embeddings = tied
+        self.tie_word_embeddings = tied is not False
         self._check_sizes()
+        if self.dense_act_fn not in ACT2FN:
+            raise ValueError(f"feed_forward_proj={self.feed_forward_proj!r} names no activation of transformers.")
+        if not isinstance(self.position_embedding_type, str):
+            raise ValueError(f"position_embedding_type={self.position_embedding_type!r} must be a name.")
         if self.position_embedding_type not in POSITIONS and ":" not in self.position_embedding_type:
             raise ValueError(
                 f"position_embedding_type={self.position_embedding_type!r} is none of {', '.join(POSITIONS)}, nor a "
@@ -88,6 +95,15 @@ class T5Config(VariantConfig, transformers.T5Config):
                 f"num_cdq_heads={self.num_cdq_heads} must be 0, half of num_heads={self.num_heads}, or all of them: "
                 "regular and context-dependent heads share keys and values in pairs."
             )
+        kinds = ("encoder_self_attention", "decoder_self_attention", "decoder_cross_attention")
+        layers = (getattr(self, f"{kind}_layer") for kind in kinds)
+        if self.num_cdq_heads and all(layer == "modeling_t5:T5Attention" for layer in layers):
+            raise ValueError(
+                f"num_cdq_heads={self.num_cdq_heads} is of T5CDQAttention: give encoder_self_attention_layer as "
+                '"modeling_t5:T5CDQAttention" too.'
+            )
+        if self.rotary_dim is not None and self.position_embedding_type in set(POSITIONS) - {"rotary"}:
+            raise ValueError(f'rotary_dim={self.rotary_dim} is of position_embedding_type "rotary": leave it out.')
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing={self.label_smoothing} must be at least 0 and below 1.")
 
@@ -97,6 +113,12 @@ class T5Config(VariantConfig, transformers.T5Config):
         return not self.relative_attention_bias_per_layer and ":" not in self.position_embedding_type
 
     def _check_sizes(self) -> None:
+        for name in ("num_cdq_heads", "num_memory_tokens", "cross_entropy_chunk_size"):
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number.")
+        for name in ("z_loss", "label_smoothing"):
+            if not isinstance(getattr(self, name), int | float):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a number.")
         for name in ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")

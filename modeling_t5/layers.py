@@ -289,7 +289,9 @@ class T5Attention(nn.Module):
         """The bias of an earlier layer, or else this layer's own."""
         if bias is None:
             bias = self.position.bias(query_length, key_length, offset, device)
-        return shared_bias(bias, query_length, key_length, self.implementation)
+        return shared_bias(
+            *(bias, query_length, key_length, self.implementation, device, self.layout is None, self.training)
+        )
 
 
 def with_cache(

@@ -39,6 +39,7 @@ from modeling_t5.layers import (
     T5LayerSelfAttention,
 )
 from modeling_t5.losses import IGNORED, chunked_token_loss, token_loss
+from modeling_t5.packing import segment_masks, shift_right_in_segments
 
 __all__ = [
     "T5Attention",
@@ -77,6 +78,13 @@ class T5PreTrainedModel(PreTrainedModel):
             )
         super().__init__(config, *args, **kwargs)
         self._keep_in_fp32_modules = list(config.keep_in_fp32)
+
+    def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
+        """Of the stacks too, whose configurations are copies, which transformers 5.17 would leave as they are."""
+        super().set_attn_implementation(*args, **kwargs)
+        for part in self.modules():
+            if isinstance(part, T5PreTrainedModel):
+                part.config._attn_implementation_internal = self.config._attn_implementation
 
     def _initialize_weights(self, module: nn.Module, *args: Any) -> None:
         """Without the flag that tells transformers of code that is not its own, where it would leave out every module
@@ -138,7 +146,7 @@ class T5PreTrainedModel(PreTrainedModel):
             return super().get_expanded_tied_weights_keys(all_submodels)
         return {to: source for to, source in (self._tied_weights_keys or {}).items() if to != "lm_head.weight"}
 
-    def _shift_right(self, labels: Tensor) -> Tensor:
+    def _shift_right(self, labels: Tensor, segments: Tensor | None = None) -> Tensor:
         """The decoder's input for labels [B, T]: the start token, then all but the last; padding for -100."""
         start, padding = self.config.decoder_start_token_id, self.config.pad_token_id
         if start is None or padding is None:
@@ -146,6 +154,8 @@ class T5PreTrainedModel(PreTrainedModel):
                 f"decoder_start_token_id={start} and pad_token_id={padding} must be set in the configuration to make "
                 "the decoder's input from labels; T5 takes 0 for both."
             )
+        if segments is not None:
+            return shift_right_in_segments(labels, segments, start, padding)
         shifted = pad(labels[..., :-1], (1, 0), value=start)
         return shifted.masked_fill(shifted == IGNORED, padding)
 
@@ -335,9 +345,16 @@ class T5Model(T5PreTrainedModel):
         inputs_embeds: Tensor | None = None,
         decoder_inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        segment_ids: Tensor | None = None,
+        decoder_segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
-        """Args are those of transformers' T5Model."""
+        """Args are those of transformers' T5Model, and segments of packed rows (packing.py) instead of masks."""
+        cross_mask = None
+        if segment_ids is not None:
+            if self.config.num_cdq_heads:
+                raise ValueError("num_cdq_heads: these queries know the whole row, so segment_ids cannot part it.")
+            attention_mask, decoder_attention_mask, cross_mask = segment_masks(segment_ids, decoder_segment_ids)
         if encoder_outputs is None:
             encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         elif not isinstance(encoder_outputs, ModelOutput):
@@ -345,7 +362,7 @@ class T5Model(T5PreTrainedModel):
         decoded = self.decoder(
             *(decoder_input_ids, decoder_attention_mask),
             encoder_hidden_states=encoder_outputs[0],
-            encoder_attention_mask=self.encoder.with_memory(attention_mask),
+            encoder_attention_mask=self.encoder.with_memory(attention_mask) if cross_mask is None else cross_mask,
             inputs_embeds=decoder_inputs_embeds,
             past_key_values=past_key_values,
             use_cache=use_cache,
@@ -401,6 +418,8 @@ class T5ForConditionalGeneration(T5Model, GenerationMixin):
         use_cache: bool | None = None,
         return_logits: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        segment_ids: Tensor | None = None,
+        decoder_segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
         """Loss and logits [B, T, V]; args are those of transformers' T5ForConditionalGeneration, and these.
@@ -409,12 +428,13 @@ class T5ForConditionalGeneration(T5Model, GenerationMixin):
             labels: [B, T], -100 where there is none; also the decoder's input, shifted, unless that is given.
             return_logits: with labels and `cross_entropy_chunk_size`, False leaves logits out; None does in training.
             num_items_in_batch: valid labels of the whole step, which the loss is then divided by.
+            segment_ids, decoder_segment_ids: int64[B, L] and [B, T], examples of packed rows from 1 on, 0 for padding.
         """
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
-            decoder_input_ids = self._shift_right(labels)
+            decoder_input_ids = self._shift_right(labels, decoder_segment_ids)
         outputs = super().forward(
             *(input_ids, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs),
-            *(past_key_values, inputs_embeds, decoder_inputs_embeds, use_cache),
+            *(past_key_values, inputs_embeds, decoder_inputs_embeds, use_cache, segment_ids, decoder_segment_ids),
             **{**kwargs, "return_dict": True},
         )
         x = outputs.last_hidden_state
@@ -503,12 +523,12 @@ class T5ForSequenceClassification(T5PreTrainedModel):
         if input_ids is not None:
             ends = torch.tensor(self.config.eos_token_id, device=input_ids.device)  # one, or several
             is_end = torch.isin(input_ids, ends)
-            if not is_end.any(1).all():
+            if not torch.compiler.is_compiling() and not is_end.any(1).all():  # a traced graph cannot look
                 raise ValueError(f"Every row needs the eos token {self.config.eos_token_id}: its state is classified.")
         else:
             is_end = torch.ones(x.shape[:2], device=x.device) if attention_mask is None else attention_mask != 0
         last = is_end.shape[1] - 1 - is_end.flip(1).int().argmax(1)
-        logits = self.classification_head(x[torch.arange(len(x), device=x.device), last])
+        logits = self.classification_head(x[torch.arange(x.shape[0], device=x.device), last])
         loss = None if labels is None else classification_loss(self.config, logits, labels.to(logits.device))
         return Seq2SeqSequenceClassifierOutput(loss=loss, logits=logits, **_all_but_last_hidden_state(outputs))
 

@@ -6,6 +6,9 @@ Opt-in, because they are not installed with the package:
     pip install parameterized
     TRANSFORMERS_SOURCE=$PWD/transformers-5.23.0 pytest -m slow tests/parity -k hf_suite
 
+A checkout of transformers' repository at that version serves as well, and has the tests of generation
+(GenerationTesterMixin) too, which the distribution lacks.
+
 With CLASSES_OF=transformers they run on transformers' own classes of the same names, to compare what fails and what is
 skipped.
 """
@@ -24,10 +27,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# What the mixin derives from for export and generation, which the distribution lacks: empty here.
+GENERATION = "generation/test_utils.py"
+EXPORT = "exporters/test_export.py"
+# What the mixin derives from for export and generation: empty where the source has none.
 STUBS = {
-    "exporters/test_export.py": "class ExportTesterMixin:\n    pass\n",
-    "generation/test_utils.py": "class GenerationTesterMixin:\n    pass\n",
+    EXPORT: "class ExportTesterMixin:\n    pass\n\n\nclass ExportGenerateTesterMixin:\n    pass\n",
+    GENERATION: "class GenerationTesterMixin:\n    pass\n",
 }
 
 
@@ -50,7 +55,9 @@ def run_hf_suite(folder: Path, module: str) -> Outcome:
     tests.mkdir()
     for path in source.glob("*.py"):
         shutil.copy(path, tests)
-    for name, text in {**STUBS, "ours/test_ours.py": module}.items():
+    modules = {**STUBS, "ours/test_ours.py": module}
+    modules |= {name: (source / name).read_text() for name in STUBS if (source / name).exists()}
+    for name, text in modules.items():
         (tests / name).parent.mkdir()
         (tests / name).write_text(text)
         (tests / name).with_name("__init__.py").touch()

@@ -10,7 +10,16 @@ from tests.distributed.launch import ROOT, horovodrun, missing, run, torchrun
 VARIANTS = {
     "base": {},
     "pre-norm, relative bias": {"pre_layer_norm": True, "position_embedding_type": "relative_attention_bias"},
-}
+    "relative_key": {"position_embedding_type": "relative_key"},
+    "relative_key_query": {"position_embedding_type": "relative_key_query"},
+    "relative bias": {"position_embedding_type": "relative_attention_bias"},
+    "pre-norm, rotary": {"pre_layer_norm": True, "position_embedding_type": "rotary", "rotary_dim": 4},
+    "alibi": {"position_embedding_type": "alibi"},
+    "sparse, relative bias": {
+        "position_embedding_type": "relative_attention_bias", "sparse_config_cls": "BigBird",
+        "sparse_attention": {"block": 16},
+    },
+}  # fmt: skip
 BACKENDS = {"accelerate": torchrun, "horovod": horovodrun}
 
 
@@ -29,10 +38,11 @@ def test_loss_falls_in_200_steps(data, tmp_path, backend, variant):
         pytest.skip(reason)
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**TINY, **VARIANTS[variant]}))
+    length = 320 if "sparse_config_cls" in VARIANTS[variant] else 48  # a layout of up to 256 tokens is a mask
     flags = {
         "data_path": data / "train", "vocab_file": data / "vocab.txt", "working_dir": data, "model_cfg": config,
         "model_path": tmp_path / "run", "model_cls": "modeling_bert:BertForPreTraining", "backend": backend,
-        "input_seq_len": 48, "batch_size": 8, "lr": 3e-3, "optimizer": "AdamW", "log_interval": 20, "iters": 200,
+        "input_seq_len": length, "batch_size": 8, "lr": 3e-3, "optimizer": "AdamW", "log_interval": 20, "iters": 200,
     }  # fmt: skip
     command = [ROOT / "run_bert_pretraining.py", *(f"--{name}={value}" for name, value in flags.items())]
     job = run(BACKENDS[backend](), *command, timeout=3000)

@@ -100,6 +100,12 @@ def test_masks_of_queries_by_keys_are_understood(way):
     [
         ({"hidden_size": 30}, "hidden_size=30 is not a multiple of num_attention_heads=4"),
         ({"position_embedding_type": "rope"}, "'rope' is none of absolute, .*rotary"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1 must be at least 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 must be at least 1"),
+        ({"attention_probs_dropout_prob": -1.0}, "must be at least 0 and below 1"),
+        ({"hidden_act": "foo"}, "hidden_act='foo' names no activation"),
+        ({"last_layer_norm": False}, "goes with pre_layer_norm=True"),
+        ({"rotary_dim": 4}, 'rotary_dim=4 is of position_embedding_type "rotary"'),
         ({"position_embedding_type": "nowhere:Mine"}, "'nowhere:Mine' does not name .*No module named 'nowhere'"),
         ({"position_embedding_type": "json:JSONDecoder"}, "not a subclass of .*PositionScheme"),
         ({"is_decoder": True}, "for decoders, but this BERT is an encoder"),

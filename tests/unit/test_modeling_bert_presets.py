@@ -31,6 +31,10 @@ def test_preset_is_built_and_its_configuration_is_saved_whole(preset, tmp_path):
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     config.save_pretrained(tmp_path)
     assert BertConfig.from_pretrained(tmp_path).to_diff_dict() == config.to_diff_dict()
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(read, BertConfig) == config.is_variant
+    written = {key: value for key, value in config.to_diff_dict().items() if key != "model_type"}
+    assert {key: getattr(read, key) for key in written} == written
 
 
 def test_variants_have_the_parameters_that_their_keys_say():

@@ -7,10 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lm_experiments_tools.attention import attend, block_sparse_attention
+from lm_experiments_tools.attention import T5Bias, attend, block_sparse_attention
 from lm_experiments_tools.attention.layouts import get_sparsity_config
 from lm_experiments_tools.attention.positions import PositionScheme
-from modeling_t5 import T5Config, T5EncoderForSequenceClassification, T5EncoderModel, T5ForConditionalGeneration
+from modeling_t5 import (
+    T5Config,
+    T5EncoderForSequenceClassification,
+    T5EncoderModel,
+    T5ForConditionalGeneration,
+    T5ForSequenceClassification,
+)
 from modeling_t5.layers import Allowed
 
 SIZES = {
@@ -242,8 +248,14 @@ def test_encoders_leave_the_given_configuration_as_it_is(cls):
     model = cls(config)
     assert config.to_dict() == before and config.is_encoder_decoder
     assert not model.config.is_encoder_decoder and not model.config.use_cache
-    model.set_attn_implementation("eager")
-    assert {part.config._attn_implementation for part in model.modules() if hasattr(part, "config")} == {"eager"}
+
+
+@pytest.mark.parametrize("cls", [T5ForConditionalGeneration, T5EncoderModel, T5EncoderForSequenceClassification])
+def test_all_parts_take_another_attention(cls):
+    model = cls(T5Config(**SIZES))
+    for name in ("eager", "block_sparse"):
+        model.set_attn_implementation(name)
+        assert {part.config._attn_implementation for part in model.modules() if hasattr(part, "config")} == {name}
 
 
 class Distances(PositionScheme):
@@ -297,6 +309,12 @@ BAD = {
     "encoder_self_attention_layer='nowhere:A' does not name a class": {"encoder_self_attention_layer": "nowhere:A"},
     "num_heads=0 must be at least 1": {"num_heads": 0},
     "num_memory_tokens=-1 must not be negative": {"num_memory_tokens": -1},
+    "num_cdq_heads=2 is of T5CDQAttention": {"num_cdq_heads": 2},
+    "rotary_dim=2 is of position_embedding_type": {"rotary_dim": 2},
+    "tie_word_embeddings='no' must be true or false": {"tie_word_embeddings": "no"},
+    "feed_forward_proj='gated-foo' names no activation": {"feed_forward_proj": "gated-foo"},
+    "cross_entropy_chunk_size": {"cross_entropy_chunk_size": 1.5},
+    "z_loss": {"z_loss": "1e-4"},
     "label_smoothing=1.5 must be": {"label_smoothing": 1.5},
     "rotary_dim=3 must be an even number": {"position_embedding_type": "rotary", "rotary_dim": 3},
     "sparse_attention has num_heads=8, but the model 4": {
@@ -351,6 +369,30 @@ def test_loss_of_no_labels_is_zero():
     assert make()(**inputs).loss == 0
 
 
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_the_bias_is_one_graph_with_the_same_gradient(bidirectional):
+    def matrix(weight):
+        return T5Bias(weight, bidirectional, num_buckets=8, max_distance=20).dense(7, 30)
+
+    weight = torch.randn(8, 2, requires_grad=True)
+    compiled = torch.compile(matrix, fullgraph=True, backend="eager")
+    found, wanted = (torch.autograd.grad(f(weight).square().sum(), weight)[0] for f in (compiled, matrix))
+    assert torch.equal(compiled(weight), matrix(weight)) and torch.equal(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", [name for name in VARIANTS if "sparse" not in name])
+def test_variant_is_one_graph(name):
+    torch.compiler.reset()  # or the graphs of other models count against how often one may be made anew
+    model = make(**VARIANTS[name])
+    loss, wanted = gradients(model, **batch())
+    again, found = gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), **batch())
+    torch.testing.assert_close(again, loss)
+    found = {key.removeprefix("_orig_mod."): gradient for key, gradient in found.items()}
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.gpu
 @variants
 def test_the_gpu_computes_the_same(settings):
@@ -364,3 +406,27 @@ def test_the_gpu_computes_the_same(settings):
     options = {"max_new_tokens": 7, "min_new_tokens": 7, "num_beams": 2}
     written = model.generate(**inputs, **options).cpu()
     assert torch.equal(written, model.cpu().generate(**{k: v.cpu() for k, v in inputs.items()}, **options))
+
+
+@pytest.mark.parametrize("classifies", [False, True])
+def test_export_with_free_lengths_equals_the_model(classifies):
+    """As torch.export traces it, with lengths that are no numbers yet."""
+    from torch.export import Dim, export
+
+    torch.manual_seed(0)
+    cls = T5ForSequenceClassification if classifies else T5ForConditionalGeneration
+    model = cls(T5Config(**SIZES, eos_token_id=1)).eval()
+    batch, source, target = Dim("batch", min=2, max=8), Dim("source", min=4, max=64), Dim("target", min=4, max=64)
+
+    def inputs(length: int, target_length: int) -> dict[str, object]:
+        ids = torch.randint(2, 32, (3, length), generator=torch.Generator().manual_seed(length))
+        ids[:, -1] = 1
+        return {"input_ids": ids, "decoder_input_ids": ids[:, :target_length].clone(), "use_cache": False}
+
+    shapes = {"input_ids": {0: batch, 1: source}, "decoder_input_ids": {0: batch, 1: target}, "use_cache": None}
+    if classifies:  # which reads the decoder at the places of the encoder's input
+        shapes["decoder_input_ids"] = {0: batch, 1: source}
+    with torch.no_grad():
+        program = export(model, (), inputs(11, 11 if classifies else 7), dynamic_shapes=shapes).module()
+        other = inputs(16, 16 if classifies else 9)
+        torch.testing.assert_close(program(**other).logits, model(**other).logits, rtol=0, atol=1e-6)

@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def start(tmp_path, monkeypatch, vocab):
             "log_interval": 1, "data_n_workers": 1, "backend": "local", "data_pipeline": "native", **changed,
         }  # fmt: skip
         main([f"--{name}={value}" for name, value in flags.items()])
-        return json.loads((tmp_path / "run" / "metrics.json").read_text())["train"]["loss"]
+        return json.loads((tmp_path / flags["model_path"] / "metrics.json").read_text())["train"]["loss"]
 
     return run
 
@@ -68,6 +69,28 @@ def test_the_script_trains_it_and_from_pretrained_reads_the_checkpoint(start, tm
     model = T5ForConditionalGeneration.from_pretrained(tmp_path / "run" / "last")
     assert model.encoder.memory_tokens.shape == (2, 16) and model.config.num_cdq_heads == 1
     assert model.generate(torch.tensor([[5, 6, 1]]), max_new_tokens=3).shape[0] == 1
+
+
+def test_chunks_bound_the_logits_of_training_and_of_validation(start, monkeypatch):
+    """The same numbers as whole logits."""
+    rows, forward = [], torch.nn.Linear.forward
+
+    def counted(self, x):
+        if self.out_features == 512:
+            rows.append((torch.is_grad_enabled(), x.shape[:-1].numel()))
+        return forward(self, x)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", counted)
+    flags = {"valid_data_path": "text.jsonl", "valid_interval": 1, "iters": 2}
+    found = {}
+    for chunk_size in (16, 0):
+        rows.clear()
+        config = {"base": "t5-small", **SIZES, "cross_entropy_chunk_size": chunk_size}
+        start("modeling_t5:T5ForConditionalGeneration", config, model_path=f"run{chunk_size}", **flags)
+        found[chunk_size] = json.loads(Path(f"run{chunk_size}", "metrics.json").read_text())["valid"]["loss"]
+        assert {trains for trains, _ in rows} == {True, False}
+        assert (max(number for _, number in rows) <= 16) == bool(chunk_size)
+    assert found[16] == pytest.approx(found[0], rel=1e-5)
 
 
 def test_a_mistyped_key_is_refused_with_the_nearest(start):
@@ -109,9 +132,7 @@ def test_preset_is_built_and_round_trips(preset, tmp_path):
     for again in (T5Config.from_pretrained(tmp_path), load_model_config(tmp_path / "config.json", T5Config)):
         written = {key: value for key, value in again.to_dict().items() if key != "_name_or_path"}
         assert written == {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
-    # AutoConfig refuses variants (tests/unit/test_modeling_saved_variants.py).
-    reader = T5Config if config.is_variant else transformers.AutoConfig
-    read = reader.from_pretrained(tmp_path)
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
     values = json.loads(list_presets()[preset].read_text())
     for key in values.keys() - {"base", "tie_word_embeddings"}:
         assert getattr(read, key) == values[key]
