@@ -87,6 +87,25 @@ def read_meta(prefix: str | os.PathLike) -> dict[str, Any]:
     return meta
 
 
+def check_replaceable(prefix: str, inputs: list[str], vocab_file: str, vocab_sha256: str) -> None:
+    """Refuse to write over tokens that nothing says to be of the same inputs and vocabulary."""
+    if not dataset_exists(prefix):
+        return
+    try:
+        meta = read_meta(prefix)
+    except UserError:  # damaged: as good as none
+        meta = {}
+    if inputs and (meta.get("input"), meta.get("vocab_sha256")) == (inputs, vocab_sha256):
+        return
+    made_of = ", ".join(map(str, meta.get("input") or ())) or "unknown text"
+    raise UserError(
+        f"{prefix}.bin and .idx are there already, tokens of {made_of} with the vocabulary "
+        f"{meta.get('vocab_file') or 'unknown'} (sha256 {(meta.get('vocab_sha256') or 'unknown')[:12]}), which "
+        f"{', '.join(inputs) or 'unknown text'} with {vocab_file} (sha256 {vocab_sha256[:12]}) would replace: choose "
+        f"another --output, or give --overwrite"
+    )
+
+
 @cache  # said once, however often a run opens the file
 def _warn_unrecorded(meta_path: Path) -> None:
     fact = "records no vocabulary" if meta_path.is_file() else "does not exist"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_experiments_tools.data.indexed import IndexedDataset, IndexedDatasetWriter, token_prefix
+from lm_experiments_tools.data.indexed import IndexedDataset, IndexedDatasetWriter, check_replaceable, token_prefix
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
 
@@ -23,15 +23,19 @@ _SUMMED = ("num_documents", "num_sequences", "num_tokens", "num_bytes", "bad_lin
 _OWN = (*_SUMMED, "bin_sha256", "shard", "vocab_file", "input")  # what may differ between files that belong together
 
 
-def merge_datasets(inputs: Sequence[str], output_prefix: str | os.PathLike) -> dict[str, Any]:
+def merge_datasets(
+    inputs: Sequence[str], output_prefix: str | os.PathLike, *, overwrite: bool = False
+) -> dict[str, Any]:
     """Write OUTPUT.bin / .idx / .json, and .bad_lines.jsonl where an input has one; returns what OUTPUT.json holds.
 
     Args:
         inputs: token prefixes (or their files), or the prefix that shards have in common. Shards may come in any
             order, other files are taken in the order given.
+        overwrite: replace token files of other text, or of another vocabulary.
 
     Raises:
-        UserError: a shard is missing or there twice, files do not belong together or are damaged.
+        UserError: a shard is missing or there twice, files do not belong together or are damaged, or OUTPUT holds
+            tokens of something else.
     """
     output = os.fspath(output_prefix)
     prefixes = [prefix for item in _without_suffixes(inputs) for prefix in _found(item)]
@@ -45,6 +49,10 @@ def merge_datasets(inputs: Sequence[str], output_prefix: str | os.PathLike) -> d
     if not any(dataset.num_documents for dataset in datasets):
         raise UserError(f"there is no document in {', '.join(prefixes)}: nothing to merge; look at the text's path")
     with locked(Path(f"{output}.lock")):
+        if not overwrite:
+            meta = datasets[0].meta
+            vocab_file, vocab_sha256 = (meta.get(name) or "unknown" for name in ("vocab_file", "vocab_sha256"))
+            check_replaceable(output, _texts(datasets), vocab_file, vocab_sha256)
         return _write(datasets, output)
 
 
@@ -135,8 +143,8 @@ def _write(datasets: list[IndexedDataset], output: str) -> dict[str, Any]:
         meta.setdefault("num_documents", sum(dataset.num_documents for dataset in datasets))
         meta.setdefault("num_tokens", writer.num_tokens)
         meta |= {"bin_sha256": writer.bin_sha256}
-        if all("input" in dataset.meta for dataset in datasets):
-            meta["input"] = list(dict.fromkeys(item for dataset in datasets for item in dataset.meta["input"]))
+        if texts := _texts(datasets):
+            meta["input"] = texts
         else:
             meta.pop("input", None)
         bad_lines = Path(f"{output}.bad_lines.jsonl")
@@ -151,6 +159,13 @@ def _write(datasets: list[IndexedDataset], output: str) -> dict[str, Any]:
         finally:
             joined.unlink(missing_ok=True)
     return meta
+
+
+def _texts(datasets: list[IndexedDataset]) -> list[str]:
+    """What the tokens were made of; [] where not all files say."""
+    if not all("input" in dataset.meta for dataset in datasets):
+        return []
+    return list(dict.fromkeys(item for dataset in datasets for item in dataset.meta["input"]))
 
 
 def _join_bad_lines(datasets: list[IndexedDataset], output: Path) -> None:

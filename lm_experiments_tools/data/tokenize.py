@@ -39,6 +39,7 @@ from lm_experiments_tools.data.encoding import Encoding, encode_documents, num_b
 from lm_experiments_tools.data.indexed import (
     IndexedDataset,
     IndexedDatasetWriter,
+    check_replaceable,
     dataset_exists,
     read_meta,
     token_dtype,
@@ -111,7 +112,7 @@ def tokenize_corpus(
     folder = Path(f"{prefix}.pieces")
     with locked(Path(f"{prefix}.lock")):
         if not overwrite:
-            _check_replaceable(prefix, origin["input"], vocabulary)
+            check_replaceable(prefix, origin["input"], vocabulary.path, vocabulary.sha256)
         _prepare_folder(folder, _plan_fingerprint(pieces, encoding))
         with _kept_if_resumable(folder, len(pieces)):
             jobs = _jobs(pieces, folder)
@@ -194,25 +195,6 @@ def check_run_vocabulary(args: "T5PretrainingArgs") -> None:
 
 def _in_working_dir(args: "T5PretrainingArgs", path: str) -> str:
     return os.path.normpath(os.path.join(args.working_dir, path))
-
-
-def _check_replaceable(prefix: str, inputs: list[str], vocabulary: Vocabulary) -> None:
-    """Refuse to write over tokens that nothing says to be of the same inputs and vocabulary."""
-    if not dataset_exists(prefix):
-        return
-    try:
-        meta = read_meta(prefix)
-    except UserError:  # damaged: as good as none
-        meta = {}
-    if meta.get("input") == inputs and meta.get("vocab_sha256") == vocabulary.sha256:
-        return
-    made_of = ", ".join(map(str, meta.get("input") or ())) or "unknown text"
-    raise UserError(
-        f"{prefix}.bin and .idx are there already, tokens of {made_of} with the vocabulary "
-        f"{meta.get('vocab_file') or 'unknown'} (sha256 {(meta.get('vocab_sha256') or 'unknown')[:12]}), which "
-        f"{', '.join(inputs)} with {vocabulary.path} (sha256 {vocabulary.sha256[:12]}) would replace: choose another "
-        f"--output, or give --overwrite"
-    )
 
 
 # ---- the plan and its folder ----

@@ -14,6 +14,8 @@ class MergeArgs:
     """Token prefixes, in the order in which they are to stand; or the common prefix of shards, in any order."""
     output: str
     """Prefix: PREFIX.bin, PREFIX.idx and PREFIX.json are written."""
+    overwrite: bool = False
+    """Replace token files of other text, or of another vocabulary."""
 
 
 def run(args: MergeArgs) -> None:
@@ -25,7 +27,7 @@ def run(args: MergeArgs) -> None:
             f"--output {args.output} must be a prefix, such as tokens/train: .bin, .idx and .json are added"
         )
     start = time.perf_counter()
-    meta = merge_datasets(args.input, args.output)
+    meta = merge_datasets(args.input, args.output, overwrite=args.overwrite)
     print(
         f"{meta['num_documents']:,} documents, {meta['num_tokens']:,} tokens, in {time.perf_counter() - start:.1f} s: "
         f"{args.output}.bin, .idx"

@@ -152,6 +152,24 @@ def test_files_that_are_no_shards_are_joined_in_the_order_given(text, tmp_path):
     assert files(tmp_path / "n")[:2] == files(tmp_path / "ba")[:2]
 
 
+def test_tokens_of_other_text_are_replaced_only_when_told_to(text, tmp_path, capsys):
+    texts = make_texts(30, seed=9)
+    for name, part in (("a", texts[:10]), ("b", texts[10:20]), ("c", texts[20:])):
+        tokenize_corpus([write_jsonl(tmp_path / f"{name}.jsonl", part)], text / "v.model", tmp_path / name, workers=1)
+    output = str(tmp_path / "m")
+    merge_datasets([str(tmp_path / "a"), str(tmp_path / "b")], output)
+    before = files(output)
+    merge_datasets([str(tmp_path / "a"), str(tmp_path / "b")], output)  # the same text again
+    command = ["merge", "--input", str(tmp_path / "a"), str(tmp_path / "c"), "--output", output]
+    assert main.main(command) == 2 and files(output) == before
+    assert "b.jsonl with the vocabulary" in (said := capsys.readouterr().err) and "give --overwrite" in said
+    assert main.main([*command, "--overwrite"]) == 0 and files(output) != before
+    for name in "ab":  # nothing says what they were made of
+        (tmp_path / f"{name}.json").unlink()
+    with pytest.raises(UserError, match="there already.* unknown text with unknown"):
+        merge_datasets([str(tmp_path / "a"), str(tmp_path / "b")], output)
+
+
 def damage(prefix):
     content = bytearray(Path(f"{prefix}.bin").read_bytes())
     content[7] ^= 1
