@@ -21,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env env-full horovod horovod-if-possible data data-bert pretrain pretrain-bert test test-launchers test-all lint bench clean
+.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-all lint bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +81,19 @@ $(DATA)/bert_%_text_sentence.idx: $(DATA)/corpus/train.jsonl $(DATA)/bert_vocab.
 
 pretrain-bert: env horovod-if-possible data-bert ## train a small BERT on this machine; again: continue
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python run_bert_pretraining.py --config examples/pretrain_bert_cpu.yaml $(ARGS)
+
+data-finetune: $(DATA)/library/train.jsonl ## a text-to-text task made from the same documentation
+
+# train.jsonl is written last.
+$(DATA)/library/train.jsonl: $(DATA)/corpus/train.jsonl scripts/make_library_task.py
+	$(BIN)/python scripts/make_library_task.py --corpus $(DATA)/corpus --output $(DATA)/library
+
+# Only where there is no pre-trained model; it is not made again when its data is newer.
+runs/pretrain_cpu/last:
+	$(MAKE) pretrain
+
+finetune: env horovod-if-possible data-finetune | runs/pretrain_cpu/last ## fine-tune that T5 to name the library a paragraph is from, about 3 minutes
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python run_finetuning.py --config examples/finetune_cpu.yaml $(ARGS)
 
 test: env-full horovod-if-possible ## the test suite, without what takes minutes or needs a GPU
 	@$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)

@@ -7,8 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIM = Path(__file__).with_name("cpu_shim.py")
@@ -36,6 +39,11 @@ def missing(*modules: str) -> str | None:
     """Why a test must be skipped: the first of these modules that is not installed."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
     return f"{absent[0]} is not installed" if absent else None
+
+
+def slow(names: Iterable[str], *minutes: str) -> list:
+    """Parameters of a test; `minutes` are left to `make test-all`, as what they run is run by another one too."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in minutes else []) for name in names]
 
 
 def torchrun(workers: int = 2) -> list[str]:

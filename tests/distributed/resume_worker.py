@@ -1,6 +1,8 @@
-"""One job of test_resume.py: an uninterrupted run that saves every step, then one continuation from each checkpoint.
+"""One job of test_resume.py: an uninterrupted run that saves every step, then continuations from checkpoints.
 
-Writes for every run the losses of its steps and a hash of its last weights, by rank 0, to the JSON file argv[1].
+    resume_worker.py RESULTS RUNS STEP...
+
+Writes for every run the losses of its steps and a hash of its last weights, by rank 0, to the JSON file RESULTS.
 """
 
 import hashlib
@@ -24,8 +26,9 @@ def digest(state):
 
 def train(folder, backend=None, resume="auto"):
     args = TrainerArgs(
-        batch_size=2, gradient_accumulation_steps=2, iters=STEPS, log_interval=2, save_interval=1,
-        keep_checkpoints=None, clip_grad_norm=1.0, model_path=str(folder), resume=resume,
+        batch_size=2, gradient_accumulation_steps=2, iters=STEPS, log_interval=2,
+        save_interval=1 if resume == "auto" else None, keep_checkpoints=None, clip_grad_norm=1.0,
+        model_path=str(folder), resume=resume,
     )  # fmt: skip
     backend = backend or get_backend(args)  # one Accelerator serves a whole process
     model = tiny_t5(dropout=0.3)
@@ -54,9 +57,10 @@ def train(folder, backend=None, resume="auto"):
 
 def main():
     out, runs = Path(sys.argv[1]), Path(sys.argv[2])
+    steps = map(int, sys.argv[3:])
     results = {}
     results["whole"], backend = train(runs / "whole")
-    for step in range(1, STEPS):
+    for step in steps:
         checkpoint = runs / "whole" / "checkpoints" / f"step_{step:06d}"
         results[str(step)], backend = train(runs / f"from_{step}", backend, resume=str(checkpoint))
     if backend.is_main:

@@ -18,13 +18,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.launch import Job, horovodrun, missing, run, shipped, torchrun
+from tests.distributed.launch import Job, horovodrun, missing, run, shipped, slow, torchrun
 from tests.distributed.worker import BROKEN, SAVED_AT, STEPS
 from tests.toys import tiny_t5
 
 pytestmark = pytest.mark.distributed
 
-PLAIN = ["trained", "talked", "clipped", "factored", "evaluated", "fp16", "bf16", "sparse", "sparse_own"]
+PLAIN = ["trained", "talked", "clipped", "factored", "evaluated", "fp16", "bf16", "sparse", "sparse_own", "bert_bias"]
 ZERO = ["trained", "talked", "evaluated", "zero_refusals"]
 
 
@@ -94,8 +94,9 @@ class Results:
         folder = self._folder(kind, scenario)
         return [json.loads((folder / f"{scenario}_{r}.json").read_text()) for r in range(KINDS[kind].workers)]
 
-    def weights(self, kind: str, name: str) -> dict[str, torch.Tensor]:
-        return load_file(self._folder(kind, name) / f"{name}.safetensors")
+    def weights(self, kind: str, *names: str) -> dict[str, torch.Tensor]:
+        """What rank 0 saved in a scenario, or in a part of it."""
+        return load_file(self._folder(kind, names[0]) / f"{'_'.join(names)}.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +109,7 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow(KINDS, "zero1", "zero2"))
 def test_the_backend_is_what_was_asked_for(results, kind):
     trained, talked = results.of(kind, "trained"), results.of(kind, "talked")
     for rank in range(KINDS[kind].workers):
@@ -119,7 +120,7 @@ def test_the_backend_is_what_was_asked_for(results, kind):
         assert talked[rank]["world_size"] == KINDS[kind].workers
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", slow(OTHERS, "zero1", "zero2"))
 def test_20_adamw_steps_equal_one_process(results, kind, record_property):
     """Accumulation, clipping, ragged steps and a skipped one; the norm is of the reduced gradient before clipping."""
     alone, together = results.of("local", "trained")[0]["steps"], results.of(kind, "trained")
@@ -144,7 +145,7 @@ def test_horovod_equals_ddp_bit_for_bit(results):
         assert largest_difference(results.weights("horovod", scenario), results.weights("ddp", scenario)) == 0.0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow(KINDS, "zero1", "zero2"))
 def test_a_broken_gradient_on_one_worker_skips_on_all(results, kind):
     for rank in results.of(kind, "trained"):
         assert [step["applied"] for step in rank["steps"]] == [step != BROKEN for step in range(STEPS)]
@@ -152,9 +153,7 @@ def test_a_broken_gradient_on_one_worker_skips_on_all(results, kind):
         assert rank["untouched"], "weights or optimizer state changed in a skipped step"
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "zero1" else kind for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", slow(KINDS, "zero1", "zero2"))
 def test_resumed_in_new_processes_equals_uninterrupted(results, kind):
     resumed, trained = results.of(kind, "resumed"), results.of(kind, "trained")
     for rank in range(KINDS[kind].workers):
@@ -172,7 +171,7 @@ def test_fsdp_saves_the_same_optimizer_tree_as_ddp(results):
     assert trees[0] == trees[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow(KINDS, "zero1", "zero2"))
 def test_collectives(results, kind):
     workers = KINDS[kind].workers
     for rank in results.of(kind, "talked"):
@@ -204,12 +203,25 @@ def test_adafactor_equals_one_process_and_goes_on_from_its_state(results, kind):
 )
 def test_block_sparse_attention_equals_one_process(results, kind, scenario):
     alone, together = results.weights("local", scenario), results.weights(kind, scenario)
-    assert largest_difference(alone, together) < 2e-6
+    assert largest_difference(alone, together) < 1e-5  # float32 in another order: up to 2.7e-6, depending on the CPU
     bias = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     assert (alone[bias] - tiny_t5(seed=0).state_dict()[bias]).abs().max() > 1e-3, "the bias did not train"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", UNSHARDED)
+@pytest.mark.parametrize("attention", ["dense", "sparse"])
+def test_bert_with_one_bias_for_all_layers_equals_one_process(results, kind, attention):
+    [alone] = results.of("local", "bert_bias")
+    for rank in results.of(kind, "bert_bias"):
+        losses = [step["loss"] for step in rank["steps"][attention]]
+        assert losses == pytest.approx([step["loss"] for step in alone["steps"][attention]], abs=1e-6)
+    weights = results.weights("local", "bert_bias", attention)
+    assert largest_difference(weights, results.weights(kind, "bert_bias", attention)) < 1e-5
+    moved = weights["bert.encoder.position.weight"] - torch.tensor(alone["before"][attention])
+    assert moved.abs().max() > 1e-3, "the bias did not train"
+
+
+@pytest.mark.parametrize("kind", slow(KINDS, "zero1", "zero2"))
 def test_weights_loaded_from_rank_0_reach_all(results, kind):
     for rank in results.of(kind, "evaluated"):
         assert rank["loss"] == pytest.approx(rank["expected"], abs=1e-6)
@@ -271,7 +283,7 @@ def test_deepspeed_in_16_bits_keeps_fp32_weights_and_skips_alike(results, kind):
         assert rank["fp16"]["scales"] == [256.0, 256.0, 128.0, 128.0]
 
 
-@pytest.mark.parametrize("kind", SHARDED)
+@pytest.mark.parametrize("kind", slow(SHARDED, "zero1", "zero2"))
 def test_deepspeed_refuses_what_it_would_do_differently(results, kind):
     for rank, errors in enumerate(results.of(kind, "zero_refusals")):
         assert "--clip_grad_value" in errors["value"]

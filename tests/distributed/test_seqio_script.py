@@ -84,6 +84,7 @@ def flags(work, run_dir, batch_size=8, dropout=0.1, **data):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_it_is_the_uninterrupted_run(work, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     job = run([sys.executable, "-c", CHECKED], *flags(work, whole), timeout=240)

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lm_experiments_tools.args import TrainerArgs
-from lm_experiments_tools.attention import block_sparse_attention
+from lm_experiments_tools.attention import block_sparse_attention, functional
 from lm_experiments_tools.backends import detect_backend, get_backend
 from lm_experiments_tools.backends.backend import Backend, LocalBackend
 from lm_experiments_tools.backends.precision import get_precision
@@ -170,6 +170,7 @@ def scenario_sparse(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     from lm_experiments_tools.attention import huggingface
 
     huggingface.block_sparse_attention = partial(huggingface.block_sparse_attention, backend="gather")
+    functional._SHORT = functional._SHORT_DENSE = 0  # so that layers share the bias's table, as for long inputs
     setup(
         backend, model=huggingface.enable(tiny_t5(seed=backend.rank), "BigBird", block=2, num_sliding_window_blocks=1)
     )
@@ -185,6 +186,7 @@ def scenario_sparse_own(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     from modeling_t5 import T5Config, T5ForConditionalGeneration
 
     attend.block_sparse_attention = partial(block_sparse_attention, backend="gather")
+    functional._SHORT = functional._SHORT_DENSE = 0
     model = tiny_t5(seed=backend.rank)
     layout = {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 2, "num_sliding_window_blocks": 1}}
     own = T5ForConditionalGeneration(T5Config(**{**model.config.to_dict(), **layout}))
@@ -193,6 +195,35 @@ def scenario_sparse_own(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     steps = [train_step(backend, step, max_norm=0.5) for step in range(4)]
     save_weights(backend, out, "sparse_own")
     return {"steps": steps}
+
+
+def scenario_bert_bias(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
+    """BERT of our own, whose one T5 bias is the encoder's and is read in all of its layers, dense and sparse."""
+    from lm_experiments_tools.attention import attend
+    from modeling_bert import BertConfig, BertForMaskedLM
+
+    class Unmasked(BertForMaskedLM):
+        """Trained to say its input again, since the batches are T5's."""
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+            return super().forward(input_ids, attention_mask, labels=input_ids)
+
+    attend.block_sparse_attention = partial(block_sparse_attention, backend="gather")
+    layout = {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 2, "num_sliding_window_blocks": 1}}
+    result: dict[str, Any] = {"before": {}, "steps": {}}
+    for name, settings in {"dense": {}, "sparse": layout}.items():
+        torch.manual_seed(backend.rank)
+        config = BertConfig(
+            vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.2,
+            position_embedding_type="relative_attention_bias", **settings,
+        )  # fmt: skip
+        model = Unmasked(config)
+        result["before"][name] = model.bert.encoder.position.weight.tolist()
+        setup(backend, model=model)
+        result["steps"][name] = [train_step(backend, step, max_norm=0.5) for step in range(4)]
+        save_weights(backend, out, f"bert_bias_{name}")
+    return result
 
 
 def scenario_partial(backend: Backend, out: Path, _: Path) -> dict[str, Any]:

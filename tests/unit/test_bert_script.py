@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForPreTraining
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForPreTraining, BertForSequenceClassification
 
 from lm_experiments_tools.backends import fsdp
 from lm_experiments_tools.bert_args import BertPretrainingArgs
@@ -303,6 +303,14 @@ def test_fsdp_shards_tied_parameters_in_one_unit():
     with torch.device("meta"):
         model = BertForPreTraining(BertConfig(num_hidden_layers=2))
     assert fsdp.unit_classes(model, ["BertEmbeddings", "BertLayer"]) == ["BertLayer"]
-    with fsdp.tied_in_one_unit(model):
+    with fsdp.ends_in_one_unit(model, ["BertLayer"]):
         assert model.get_input_embeddings() is None and model.get_output_embeddings() is None
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    with torch.device("meta"):
+        classifier = BertForSequenceClassification(BertConfig(num_hidden_layers=2))
+    units = fsdp.unit_classes(classifier, ["BertEmbeddings", "BertLayer"])
+    assert units == ["BertEmbeddings", "BertLayer"]
+    with fsdp.ends_in_one_unit(classifier, units):
+        assert classifier.get_input_embeddings() is None  # its table is in the unit of BertEmbeddings
+    with fsdp.ends_in_one_unit(classifier, ["BertLayer"]):
+        assert classifier.get_input_embeddings() is not None
