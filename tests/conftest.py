@@ -17,7 +17,11 @@ if importlib.util.find_spec("triton"):
     importlib.import_module("triton")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:  # a file in one process, as its fixtures are; one job of several processes at a time
+            together = "distributed" if item.get_closest_marker("distributed") else item.path.stem
+            item.add_marker(pytest.mark.xdist_group(together))
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
