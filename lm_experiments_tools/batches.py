@@ -146,12 +146,14 @@ class MicroBatch:
         return next(iter(self.weights.values()))
 
     def counts(self) -> bool:
-        """False where nothing in it is to be learned or measured."""
-        return any(self.weights.values())
+        """False where it only fills up: nothing in it is to be learned, measured or (`example`) predicted."""
+        numbers = self.batch.get("example")
+        return any(self.weights.values()) or (isinstance(numbers, Tensor) and bool((numbers >= 0).any()))
 
     def without_weight(self) -> MicroBatch:
         """The same shapes, to be multiplied by zero."""
-        return MicroBatch(self.inputs, self.batch, dict.fromkeys(self.weights, 0)).computable()
+        batch = {name: value for name, value in self.batch.items() if name != "example"}
+        return MicroBatch(self.inputs, batch, dict.fromkeys(self.weights, 0)).computable()
 
     def computable(self) -> MicroBatch:
         """One valid label, to be multiplied by zero, wherever there is none: a mean over no label would be NaN."""

@@ -183,6 +183,8 @@ class FineTuner:
     def evaluate(self, split: str = "valid") -> dict[str, float]:
         """Metrics of the model as it is, on `valid_data_path` or (split="test") `test_data_path`.
 
+        Of test data without labels or targets only those that need none, if any: no loss.
+
         Raises:
             UserError: there is no such data.
         """

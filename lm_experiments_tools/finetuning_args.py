@@ -73,7 +73,8 @@ class TaskArgs:
     valid_data_path: str | None = None
     """Validation data, in any form --data_path takes."""
     test_data_path: str | None = None
-    """Test data: evaluated once, after training, with the best checkpoint (--save_best) or the last."""
+    """Test data: evaluated once, after training, with the best checkpoint (--save_best) or the last. Without labels or
+    targets in any row it is predicted, not measured."""
     source_id: str | None = None
     """Field of the source text. None: s, source, input, text or article, whichever there is."""
     target_id: str | None = None

@@ -46,8 +46,9 @@ class Loss:
         return sum(means[term] * (weights[name] / max(totals[name], 1)) for term, name in self.labels.items())
 
     def with_total(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a split, with the `loss` that its terms add up to in front."""
-        return {"loss": sum(metrics[term] for term in self.labels), **metrics} if metrics else {}
+        """Metrics of a split, with the `loss` that its terms add up to in front; a term without labels has none."""
+        whole = metrics.keys() >= self.labels.keys()
+        return {"loss": sum(metrics[term] for term in self.labels), **metrics} if whole else dict(metrics)
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class LanguageModelLoss(Loss):
 
     def with_total(self, metrics: Mapping[str, float]) -> dict[str, float]:
         values = super().with_total(metrics)
-        return {**values, "perplexity": math.exp(min(values["loss"], 709.0))} if values else values
+        return {**values, "perplexity": math.exp(min(values["loss"], 709.0))} if "loss" in values else values
 
 
 def loss_of(outputs: Any) -> Tensor:

@@ -36,10 +36,15 @@ class MetricSums:
         return bool(self.sums)
 
     def add(self, values: Mapping[str, Any], weight: float) -> None:
-        """Add one micro-batch; `weight` is its number of valid target tokens (rows where there are no labels)."""
+        """Add one micro-batch; `weight` is its number of valid target tokens (rows where there are no labels).
+
+        With a weight of 0 a mean is one over nothing, and left out.
+        """
         for name, value in values.items():
-            pair = map(_detached, value) if isinstance(value, tuple) else (_detached(value) * weight, float(weight))
-            self._add(name, *pair)
+            if isinstance(value, tuple):
+                self._add(name, *map(_detached, value))
+            elif weight:
+                self._add(name, _detached(value) * weight, float(weight))
 
     def merge(self, other: MetricSums) -> None:
         for name, total in other.sums.items():

@@ -446,13 +446,13 @@ class TrainingLoop:
         """Metrics over all of `dataloader` on all workers, each example once; training's random numbers are untouched.
 
         Returns:
-            {metric: value}, or None when a signal cut it short.
+            {metric: value} (no loss without labels), or None when a signal cut it short.
         """
         model, options = self.backend.unwrap(), self.generate_kwargs
         self.backend.model.eval()
         sums, kept = MetricSums(), self.collect(split)
         with torch.no_grad(), preserved_random_state():
-            for micro_batch in self._aligned(dataloader):
+            for micro_batch in self._aligned(dataloader, split):
                 with self.backend.autocast():
                     texts = None
                     if self.args.use_generate_on_valid:
@@ -465,21 +465,21 @@ class TrainingLoop:
         if self.signals.agreed:
             return None
         values = self.loss.with_total({**sums.reduce(self.backend), **kept.reduce(self.backend)})
-        if not values:
-            raise UserError(f"the {split} data gave no batch to evaluate; check its path")
         self.state.metrics[split] = values
         self._log(split, values, write_tb=write_tb)
         return values
 
-    def _aligned(self, dataloader: Iterable) -> Iterator[MicroBatch]:
+    def _aligned(self, dataloader: Iterable, split: str) -> Iterator[MicroBatch]:
         """Micro-batches of each batch; workers whose part has ended go on with ones that weigh nothing."""
         batches, last, labels = iter(dataloader), None, self.loss.label_names()
         while True:
             batch = next(batches, None)
             part = StepBatch.nothing(labels) if batch is None else self._split(batch, self.args.valid_batch_size())
             _, rows, _, number = self._agree(part)
-            if rows == 0 or self.signals.agreed:
+            if self.signals.agreed or (rows == 0 and last is not None):
                 return
+            if rows == 0:
+                raise UserError(f"the {split} data gave no batch to evaluate; check its path")
             last = part.micro_batches[-1] if part.micro_batches else last
             if last is None:
                 raise UserError(

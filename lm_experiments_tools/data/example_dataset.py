@@ -7,6 +7,8 @@ One worked example, source ids 5 6 1 and target ids 7 1, padding 0, beside a lon
       to evaluate also   prompt_ids 0 5 6 1      prompt_mask 0 1 1 1            (generation goes on at the right)
     encoder              input_ids  5 6 1 0      labels     2                   (the number of the class, or a value)
 
+Where an example has no target or label (test data), labels are -100 alone.
+
 `example` is the number of the example among those of its split. Global sample g is example permutation(seed, e)(i) of
 epoch e, where e, i = divmod(g, examples). Where an example has several sources (forms of an instruction) or targets
 to train on, one of each is drawn by (seed, e, example).
@@ -77,11 +79,14 @@ def encode_examples(
         num_sources += map(len, texts)
         if kind == "encoder":
             types.extend(entries.get("token_type_ids", []))
-            labels += [example.label for example in some]
-        else:
+            labels += [IGNORED_LABEL if example.label is None else example.label for example in some]
+        elif some[0].targets:
             wanted = [example.targets if all_targets else example.targets[:1] for example in some]
             targets.extend(encoder.encode_targets([text for forms in wanted for text in forms]))
             num_targets += map(len, wanted)
+        else:  # of the whole split: one empty target each
+            targets.extend([[]] * len(some))
+            num_targets += [1] * len(some)
     encoded = EncodedExamples(sources.build(), _firsts(num_sources))
     if kind == "encoder":
         types_of = types.build()
@@ -216,7 +221,8 @@ class ExampleDataset:
 
     def width(self, lengths: np.ndarray, side: int) -> int:
         """Of a batch whose rows have these lengths; `side` 0: inputs, 1: targets."""
-        return min(-(-int(lengths.max()) // self.multiple) * self.multiple, max(self.limits[side], int(lengths.max())))
+        longest = max(int(lengths.max()), 1)  # 0: no example has a target
+        return min(-(-longest // self.multiple) * self.multiple, max(self.limits[side], longest))
 
     def _decoder_rows(self, sources: np.ndarray, targets: np.ndarray) -> dict[str, np.ndarray]:
         prompts, answers = self.encoded.sources, self.encoded.targets

@@ -8,7 +8,7 @@ as SCROLLS has them:
     {"id": "q1", "pid": "q1_0", "input": "a question", "output": "an answer"}
 
 For evaluation, rows with one id are one example whose references are all of their targets. For training each row is
-an example, with its first target.
+an example, with its first target. Test data may be without targets or labels as a whole, as that of GLUE and SCROLLS.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ PAIR_FIELDS = (
 )
 SENTENCE_FIELDS = ("sentence", "text")  # SST-2, CoLA
 LABEL_FIELDS = ("label", "gold_label", "score", "is_duplicate", "Quality")
+HIDDEN_LABELS = ("-1", "-1.0")  # what Hugging Face's sets hold in the place of labels that are not given away
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ class Example:
 
     Attributes:
         source: the text, with the prefix.
-        targets: references; the first is trained on.
+        targets: references; the first is trained on; none in test data without them.
         pair: the second sentence, for an encoder.
-        label: its number in the names of labels, or the value to predict.
+        label: its number in the names of labels, or the value to predict; None in test data without labels.
         name: its id in predictions; the number of its row where it has none.
         group: its task, where one set has many.
         variants: other forms of the source, of which training draws one; empty: the source alone.
@@ -70,33 +71,55 @@ class TextFields:
     target: str | None = None
     prefix: str = ""
 
+    def target_of(self, record: dict[str, Any]) -> tuple[str, Any]:
+        """The field of the target in this record, and what stands there."""
+        key = self.target or ("targets" if "targets" in record else _found(record, TARGET_FIELDS, "--target_id"))
+        return key, _value(record, key)
 
-def text_examples(path: str, fields: TextFields, bad: BadRows, *, merge: bool) -> Iterator[Example]:
+    def has_target(self, row: Row) -> bool:
+        """False where there is no such field, or null or an empty list in it."""
+        try:
+            return self.target_of(_texts_of(row))[1] not in (None, [])
+        except BadRow:
+            return False
+
+
+def text_examples(
+    path: str, fields: TextFields, bad: BadRows, *, merge: bool, with_targets: bool = True
+) -> Iterator[Example]:
     """Sources with their targets.
 
     Args:
         path: as `rows.read_rows`.
         merge: put rows of one id together, for evaluation.
+        with_targets: False: do not look for targets.
 
     Raises:
         UserError: more bad rows than allowed.
     """
-    examples = converted(read_rows(path, bad), lambda row: _text_example(row, fields), bad)
+    examples = converted(read_rows(path, bad), lambda row: _text_example(row, fields, with_targets), bad)
     yield from _merged(examples, bad) if merge else (example for _, example in examples)
 
 
-def _text_example(row: Row, fields: TextFields) -> tuple[str, Example]:
+def _text_example(row: Row, fields: TextFields, with_targets: bool) -> tuple[str, Example]:
+    record = _texts_of(row)
+    source = _text(record, fields.source or _found(record, SOURCE_FIELDS, "--source_id"))
+    targets = _targets(*fields.target_of(record)) if with_targets else ()
+    name = row.fields.get("id", row.fields.get("pid", ""))
+    return row.where, Example(fields.prefix + source, targets, name=str(name))
+
+
+def _texts_of(row: Row) -> dict[str, Any]:
     record = row.fields.get("translation", row.fields)
     if not isinstance(record, dict):
         raise BadRow(f"'translation' is of type {type(record).__name__}, not an object of two texts")
-    source = _text(record, fields.source or _found(record, SOURCE_FIELDS, "--source_id"))
-    key = fields.target or ("targets" if "targets" in record else _found(record, TARGET_FIELDS, "--target_id"))
-    value = record[key] if isinstance(record.get(key), list) else [_value(record, key)]
-    if not value:
+    return record
+
+
+def _targets(key: str, value: Any) -> tuple[str, ...]:
+    if value == []:
         raise BadRow(f"{key!r} is an empty list of references")
-    targets = tuple(_text({key: target}, key) for target in value)
-    name = row.fields.get("id", row.fields.get("pid", ""))
-    return row.where, Example(fields.prefix + source, targets, name=str(name))
+    return tuple(_text({key: target}, key) for target in (value if isinstance(value, list) else [value]))
 
 
 def _merged(examples: Iterable[tuple[str, Example]], bad: BadRows) -> Iterator[Example]:
@@ -164,6 +187,15 @@ class LabelFields:
         """The label in this record, as it stands there."""
         return _value(record, self.label or _found(record, LABEL_FIELDS, "--label_field"))
 
+    def has_label(self, row: Row, names: Sequence[str]) -> bool:
+        """False where there is no such field, or null in it, or -1, unless that is one of the labels' names."""
+        try:
+            value = self.label_of(row.fields)
+        except BadRow:
+            return False
+        hidden = str(value).strip() in HIDDEN_LABELS and {*names}.isdisjoint(HIDDEN_LABELS)
+        return value is not None and not hidden
+
 
 def find_label_names(paths: Sequence[str], fields: LabelFields, max_bad_lines: int) -> tuple[str, ...]:
     """All labels of the data, sorted; numbers by their value.
@@ -195,7 +227,13 @@ def _label_name(value: Any) -> str:
 
 
 def label_examples(
-    path: str, fields: LabelFields, bad: BadRows, *, names: Sequence[str] = (), words: Sequence[str] | None = None
+    path: str,
+    fields: LabelFields,
+    bad: BadRows,
+    *,
+    names: Sequence[str] = (),
+    words: Sequence[str] | None = None,
+    with_labels: bool = True,
 ) -> Iterator[Example]:
     """Sentences, or pairs of them, with their labels.
 
@@ -207,6 +245,7 @@ def label_examples(
         path: as `rows.read_rows`.
         names: the labels in the order of their numbers; none: they are numbers to be predicted.
         words: what an encoder-decoder generates for each label (empty for numbers); None: for an encoder.
+        with_labels: False: do not look for labels.
 
     Raises:
         UserError: more bad rows than allowed.
@@ -222,14 +261,19 @@ def label_examples(
         if len(keys) != sentences:
             raise BadRow(f"{len(keys)} sentences ({', '.join(keys)}), where the first row has {sentences}")
         texts = [_text(row.fields, key) for key in keys]
-        value = fields.label_of(row.fields)
-        label = _class_number(value, numbers) if numbers else _number(value)
+        label = None
+        if with_labels:
+            value = fields.label_of(row.fields)
+            label = _class_number(value, numbers) if numbers else _number(value)
         name = str(row.fields.get("id", ""))
         if words is None:
             return Example(fields.prefix + texts[0], pair=texts[1] if len(texts) > 1 else None, label=label, name=name)
+        source = fields.prefix + t5_text(keys, texts)
+        if label is None:
+            return Example(source, name=name)
         target = words[label] if numbers else number_text(label)
         rounded += not numbers and float(target) != label
-        return Example(fields.prefix + t5_text(keys, texts), (target,), label=label, name=name)
+        return Example(source, (target,), label=label, name=name)
 
     for number, example in enumerate(converted(read_rows(path, bad), convert, bad)):
         yield example if example.name else replace(example, name=str(number))

@@ -8,8 +8,9 @@ sample), so that a run resumes at any place on any number of workers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
 from lm_experiments_tools.data.causal_lm import CausalLMDataset
 from lm_experiments_tools.data.example_dataset import ExampleDataset, encode_examples
 from lm_experiments_tools.data.examples import (
+    LABEL_FIELDS,
+    TARGET_FIELDS,
     Example,
     LabelFields,
     TextFields,
@@ -30,7 +33,7 @@ from lm_experiments_tools.data.instructions import TK_INSTRUCT, InstructionData,
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.order import permute
 from lm_experiments_tools.data.packing import PackedDataset
-from lm_experiments_tools.data.rows import BadRows, resolve
+from lm_experiments_tools.data.rows import BadRows, Row, read_rows, resolve
 from lm_experiments_tools.data.text_blocks import TextStream, tokenize_text
 from lm_experiments_tools.data.text_encoder import TextEncoder, end_id, pad_id
 from lm_experiments_tools.errors import UserError
@@ -185,9 +188,29 @@ class _Reader:
         path = resolve(path, split)
         if args.task == "text_to_text":
             named = TextFields(args.source_id, args.target_id, args.prefix)
-            return text_examples(path, named, bad, merge=not training)
+            what = f"target ({args.target_id or ', '.join(TARGET_FIELDS)})"
+            there = split != "test" or self._is_labelled(path, named.has_target, what)
+            return text_examples(path, named, bad, merge=not training, with_targets=there)
         words = self.label_words if args.model_type == "encoder-decoder" else None
-        return label_examples(path, self._label_fields(), bad, names=self.label_names, words=words)
+        named, names = self._label_fields(), self.label_names
+        what = f"label ({args.label_field or ', '.join(LABEL_FIELDS)}; -1 is none)"
+        there = split != "test" or self._is_labelled(path, partial(named.has_label, names=names), what)
+        return label_examples(path, named, bad, names=names, words=words, with_labels=there)
+
+    def _is_labelled(self, path: str, has_label: Callable[[Row], bool], what: str) -> bool:
+        """Whether a row of the test data has a label or target: then each must; if none has, all are predicted only.
+
+        Raises:
+            UserError: none has, and nothing is predicted.
+        """
+        if any(map(has_label, read_rows(path, BadRows(self.args.max_bad_lines, quiet=True)))):
+            return True
+        reason = f"no row of the test data {path} has a {what}"
+        if not self.args.metric_names():
+            raise UserError(f"{reason}, and --metrics none predicts nothing: leave one of the two out.")
+        if self.backend.is_main:
+            logger.warning("%s: it is predicted, and only what needs none is measured", reason)
+        return False
 
     def _blocks(self, paths: Sequence[str], limit: int | None, seed: int) -> SampleDataset:
         """Blocks of text; with a limit only of as much of it, from the beginning on."""
@@ -255,7 +278,7 @@ class _Reader:
         """One line on what was cut off, or that nothing was."""
         flag = "--input_seq_len - --target_seq_len =" if self.args.model_type == "decoder" else "--input_seq_len"
         parts = [encoder.sources.describe("sources", flag)]
-        if self.args.model_type != "encoder":
+        if encoder.targets.texts:
             parts.append(encoder.targets.describe("targets", "--target_seq_len"))
         if self.backend.is_main:
             loses = encoder.sources.long or encoder.targets.long

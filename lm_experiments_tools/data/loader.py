@@ -17,7 +17,8 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 _ROWS_AT_ONCE, _CELLS_AT_ONCE = 256, 1 << 20  # 8 MiB
-LABELS = frozenset({"labels", "next_sentence_label"})  # the entries of a batch that a loss is a mean over
+# the entries of a batch that a loss is a mean over, and the number of an example that is to be predicted
+LABELS = frozenset({"labels", "next_sentence_label", "example"})
 
 
 class SampleDataset(Protocol):
@@ -186,7 +187,7 @@ class ValidLoader:
     """Each validation sample exactly once over all workers, the same samples with the same noise at every pass.
 
     All ranks yield the same number of batches. A rank without a sample in the last one yields one row with labels that
-    are all -100: it weighs nothing in a token-weighted loss.
+    are all -100, and `example` -100 too: it weighs nothing in a token-weighted loss, and is nothing to predict.
 
     Args:
         dataset: samples by global number; epoch 0 is read.

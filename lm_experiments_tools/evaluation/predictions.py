@@ -8,7 +8,8 @@ them in the order of the examples and writes, beside the references, to `folder`
 
 with "pair" (the second sentence), "group" (the task of an instruction) and "text" (what an encoder-decoder wrote for a
 label or a number) where there are such. The file is of the last evaluation of that split: with --save_best, after
-training, that of the best checkpoint.
+training, that of the best checkpoint. Of examples without labels or targets it is written all the same, with
+references [], and only what needs none is measured.
 """
 
 from __future__ import annotations
@@ -171,8 +172,7 @@ class Predictions:
 
     def _measure(self, predictions: list[Any], lengths: list[int]) -> dict[str, float]:
         if not self.measurable:
-            logger.info("the %s examples have no references: nothing is measured", self.split)
-            return {}
+            return {"gen_len": sum(lengths) / len(lengths)} if "gen_len" in self.metrics else {}
         if self.task in ("classification", "regression"):
             labels = [example.label for example in self.examples]
             if self.task == "regression":
