@@ -313,8 +313,9 @@ class Workers:
         return backend
 
 
-@pytest.mark.parametrize("kind", ["encoder-decoder", "decoder", "encoder"])
-@pytest.mark.parametrize("filled_by", ["loader", "loop"])
+@pytest.mark.parametrize(
+    ("kind", "filled_by"), [("encoder-decoder", "loop"), ("decoder", "loader"), ("encoder", "loader")]
+)
 def test_two_workers_predict_each_example_once_as_one_does(folder, tmp_path, kind, filled_by, monkeypatch):
     """Of 9 examples in batches of 2 the second worker has none left in the third; what fills up is not predicted."""
     added, add = [], Predictions.add
