@@ -8,6 +8,8 @@ VOCAB_SIZE ?= 8000
 ARGS ?=
 # Of training: half of the logical processors, which are the cores of most machines.
 THREADS ?= $(shell $(PYTHON) -c 'import os; print(((os.cpu_count() or 1) + 1) // 2)')
+# Tests that run at once. A job of several processes runs alone among its like.
+TEST_PROCESSES ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -96,7 +98,7 @@ finetune: env horovod-if-possible data-finetune | runs/pretrain_cpu/last ## fine
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python run_finetuning.py --config examples/finetune_cpu.yaml $(ARGS)
 
 test: env-full horovod-if-possible ## the test suite, without what takes minutes or needs a GPU
-	@$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -q -m "not slow and not gpu" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-launchers: env-full horovod-if-possible ## every objective under every launcher, killed and continued: a table
 	@$(BIN)/python -m pytest -q -s tests/distributed/test_objectives_launchers.py $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import signal
@@ -84,23 +85,26 @@ def environment(**extra: str) -> dict[str, str]:
 def run(launcher: list[str], *command: object, timeout: float = 150, **extra: str) -> Job:
     """Run `launcher command...` from the repository's root; keyword arguments are environment variables.
 
-    At the time limit the job's own process group gets SIGTERM, then SIGKILL.
+    One job at a time: those of pytest's other workers wait for its end. At the time limit, counted from its start, the
+    job's own process group gets SIGTERM, then SIGKILL.
     """
-    process = subprocess.Popen(
-        [*launcher, *map(str, command)],
-        cwd=ROOT,
-        env=environment(**extra),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-        return Job(process.returncode, output)
-    except subprocess.TimeoutExpired:
-        return Job(None, _end(process))
+    with Path(__file__).open() as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        process = subprocess.Popen(
+            [*launcher, *map(str, command)],
+            cwd=ROOT,
+            env=environment(**extra),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=timeout)
+            return Job(process.returncode, output)
+        except subprocess.TimeoutExpired:
+            return Job(None, _end(process))
 
 
 def _end(process: subprocess.Popen) -> str:
