@@ -112,7 +112,9 @@ def evaluate_last(trainer: TrainingLoop, data: FinetuningData) -> None:
     with trainer.signals, trainer.tracking():
         if args.save_best and not args.validate_only and state.best_step != state.step:
             best = Path(args.model_path) / "best"
-            if on_main(trainer.backend, lambda: _step_of(best) == state.best_step):
+            if state.best_step is None:
+                trainer.say(f"no validation gave a {args.optimize_metric} (all were nan): the last one is evaluated")
+            elif on_main(trainer.backend, lambda: _step_of(best) == state.best_step):
                 trainer.load(best)
                 trainer.validate(data.splits["valid"].loader, write_tb=False)
             else:
