@@ -11,11 +11,13 @@ folder)`; for new_tokens the base model is given the new rows first (`resize_tok
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.finetuning_args import MemoryArgs
+from lm_experiments_tools.generation import generate_after_prompts
 from lm_experiments_tools.manifest import MANIFEST, verify_files
 from lm_experiments_tools.prompt_ensemble import PromptEnsemble
 from lm_experiments_tools.sources import ADAPTER_CONFIG, ENSEMBLE_CONFIG, LABELS_FILE, real_names
@@ -173,13 +176,22 @@ def _wrapped(model: PreTrainedModel, config: PeftConfig, args: FinetuningArgs) -
             "layers that are computed again would extend again; leave one of them out, or use prompt_tuning."
         )
     try:
-        return get_peft_model(model, config)
+        adapted = get_peft_model(model, config)
     except (ValueError, KeyError, AttributeError) as error:
         if config.peft_type == KINDS["lora"]:
             raise _no_lora_target(model, args) from error
         raise UserError(
             f"peft cannot put {config.peft_type} on {type(model).__name__}: {' '.join(str(error).split())}"
         ) from error
+    if config.peft_type == KINDS["prompt_tuning"] and config.task_type == TASK_TYPES["decoder"]:
+        if "inputs_embeds" in inspect.signature(model.prepare_inputs_for_generation).parameters:
+            adapted.generate = MethodType(_generate_after_prompt, adapted)
+    return adapted
+
+
+def _generate_after_prompt(self: PeftModel, input_ids: Tensor, **options: Any) -> Tensor:
+    """In the place of peft's `generate`, which drops positions: padding on the left would shift a decoder's."""
+    return generate_after_prompts(self.get_base_model(), self.get_prompt(batch_size=1), input_ids, **options)
 
 
 def _config(

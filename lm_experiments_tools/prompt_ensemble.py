@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.generation import after_prompts, generate_after_prompts
 
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput
@@ -73,7 +74,7 @@ class PromptEnsemble(nn.Module):
         from transformers.utils import ModelOutput
 
         rows, k = input_ids.shape[0], self.prompts.shape[0]
-        inputs = self._prompted(input_ids, attention_mask)
+        inputs = after_prompts(self, self.prompts, input_ids, attention_mask)
         if token_type_ids is not None:
             before = token_type_ids.new_zeros(rows * k, self.prompts.shape[1])
             inputs["token_type_ids"] = torch.cat([before, token_type_ids.repeat_interleave(k, 0)], 1)
@@ -95,22 +96,10 @@ class PromptEnsemble(nn.Module):
         from peft.utils.integrations import gather_params_ctx
 
         with gather_params_ctx([self.prompts], modifier_rank=None):  # ZeRO-3 makes them whole for `forward` alone
-            rows, k = input_ids.shape[0], self.prompts.shape[0]
-            inputs = self._prompted(input_ids, attention_mask)
-        written = self.base.generate(**inputs, **options)
-        winners = [most_frequent(texts, self.config.pad_token_id) for texts in written.unflatten(0, (rows, k))]
-        chosen = torch.stack(winners)
-        return chosen if self.config.is_encoder_decoder else torch.cat([input_ids, chosen], 1)
-
-    def _prompted(self, input_ids: Tensor, attention_mask: Tensor | None) -> dict[str, Tensor]:
-        rows, (k, count, _) = input_ids.shape[0], self.prompts.shape
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        words = self.get_input_embeddings()(input_ids).repeat_interleave(k, 0)
-        prompts = self.prompts.to(words.dtype).repeat(rows, 1, 1)  # row 0 with prompts 0..k-1, row 1 with ...
-        return {
-            "inputs_embeds": torch.cat([prompts, words], 1),
-            "attention_mask": torch.cat([mask.new_ones(rows * k, count), mask.repeat_interleave(k, 0)], 1),
-        }
+            prompts = self.prompts.detach().clone()
+        written = generate_after_prompts(self.base, prompts, input_ids, attention_mask, **options)
+        texts = written.unflatten(0, (len(input_ids), len(prompts)))
+        return torch.stack([most_frequent(row, self.config.pad_token_id) for row in texts])
 
     def file_names(self) -> dict[str, dict[str, str]]:
         """Folder -> {name in its adapter file: name of the trained parameter}; the prompts are one parameter."""
