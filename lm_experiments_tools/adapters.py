@@ -21,7 +21,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -29,9 +29,9 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.finetuning_args import MemoryArgs
 from lm_experiments_tools.generation import generate_after_prompts
-from lm_experiments_tools.manifest import MANIFEST, verify_files
+from lm_experiments_tools.manifest import MANIFEST, keep_from_pruning, verify_files
 from lm_experiments_tools.prompt_ensemble import PromptEnsemble
-from lm_experiments_tools.sources import ADAPTER_CONFIG, ENSEMBLE_CONFIG, LABELS_FILE, real_names
+from lm_experiments_tools.sources import ADAPTER_CONFIG, ENSEMBLE_CONFIG, LABELS_FILE, Source, real_names
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -55,6 +55,7 @@ _COMMON_WORDS = 5000  # words that prompts start from: Lester et al. 2021, secti
 _NEW_TOKEN = re.compile(r"<prompt_\d+>")
 _NAMES_SHOWN = 12
 _DEFAULT = "default"  # peft's name of a model's only adapter
+_BASE_SHA256 = "base_sha256"  # in the header of ADAPTER_WEIGHTS, which peft does not look at: Source.fingerprint
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -339,21 +340,25 @@ def save_adapter(path: Path, model: PeftModel, state: dict[str, Tensor] | None =
         state: the values of `trained_parameters` where the model's own are sharded.
     """
     state = trained_parameters(model) if state is None else state
+    config, base = model.peft_config[_DEFAULT], getattr(model, "base_fingerprint", None)
+    if config.base_model_name_or_path:
+        keep_from_pruning(Path(config.base_model_name_or_path))
     if names := real_names(model.config.id2label):
         (path / LABELS_FILE).write_text(json.dumps({"label_names": names}), encoding="utf-8")
     if isinstance(model, PromptEnsemble):
         parts = model.split(state)
         for folder, weights in parts.items():
             (path / folder).mkdir(exist_ok=True)
-            _write(path / folder, weights, model.peft_config[_DEFAULT])
+            _write(path / folder, weights, config, base)
         (path / ENSEMBLE_CONFIG).write_text(json.dumps({"folders": list(parts)}), encoding="utf-8")
         return
-    _write(path, {saved: state[name] for saved, name in saved_names(model).items()}, model.peft_config[_DEFAULT])
+    _write(path, {saved: state[name] for saved, name in saved_names(model).items()}, config, base)
 
 
-def _write(path: Path, weights: dict[str, Tensor], config: PeftConfig) -> None:
+def _write(path: Path, weights: dict[str, Tensor], config: PeftConfig, base_fingerprint: str | None) -> None:
     whole = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
-    save_file(whole, path / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    base = {} if base_fingerprint is None else {_BASE_SHA256: base_fingerprint}
+    save_file(whole, path / ADAPTER_WEIGHTS, metadata={"format": "pt", **base})
     config.inference_mode = True  # as peft writes it
     try:
         config.save_pretrained(str(path))
@@ -365,7 +370,7 @@ def read_adapter(model: PeftModel, path: Path) -> dict[str, Tensor]:
     """Name of the parameter -> its value in an adapter's folder.
 
     Raises:
-        UserError: the folder has no adapter or one that does not fit.
+        UserError: the folder has no adapter, one that does not fit, or one of a base with other weights.
     """
     folders = _ensemble_folders(path)
     if not folders and not (path / ADAPTER_CONFIG).is_file():
@@ -383,9 +388,11 @@ def read_adapter(model: PeftModel, path: Path) -> dict[str, Tensor]:
         parts = {folder: _saved_by_name(path / folder) for folder in folders}
         for folder, names in model.file_names().items():
             _check_fit(path / folder, parts[folder], names, shapes)
+        check_base(model, path)
         return model.joined(parts)
     saved, names = _saved_by_name(path), saved_names(model)
     _check_fit(path, saved, names, shapes)
+    check_base(model, path)
     return {names[name]: value for name, value in saved.items()}
 
 
@@ -400,6 +407,25 @@ def _check_fit(path: Path, saved: dict[str, Tensor], names: dict[str, str], shap
             f"({', '.join([*missing[:2], *unexpected[:2], *example])}); it is of another base model, or was made with "
             "other settings of --peft."
         )
+
+
+def check_base(model: PeftModel, path: Path) -> None:
+    """Refuse an adapter over other weights than those it was trained on, where both are known. Raises UserError."""
+    with safe_open(path / (_ensemble_folders(path) or [""])[0] / ADAPTER_WEIGHTS, framework="pt") as file:
+        then = (file.metadata() or {}).get(_BASE_SHA256)
+    now = getattr(model, "base_fingerprint", None)
+    if then is None or now is None or then == now:
+        return
+    former, present = Source(str(path), path).base, model.peft_config[_DEFAULT].base_model_name_or_path
+    if former != present and Path(former).is_dir() and Source(former, Path(former)).fingerprint() == then:
+        raise UserError(
+            f"the adapter in {path} was trained on {former}, and the weights of {present} are others: go on by "
+            f"--from_pretrained {former} --resume {path}, or train a new adapter with another --model_path."
+        )
+    raise UserError(
+        f"the weights of {present} are not those that the adapter in {path} was trained on ({former}, as it was "
+        "then): put these back, or train a new adapter."
+    )
 
 
 def read_adapter_into(model: PeftModel, path: Path) -> list[str]:

@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import fsync_path, human_bytes, write_atomic
 from lm_experiments_tools.manifest import (
+    KEPT,
     MANIFEST,
     REPLACED,
     CheckpointDamaged,
@@ -224,6 +225,7 @@ class CheckpointWriter:
             return
         checkpoints = self._checkpoints()
         protected = {*checkpoints[-self.keep :], self._best(checkpoints)}
+        protected |= {c for c in checkpoints if c.with_name(f"{KEPT}{c.name}").exists()}  # an adapter's base
         for checkpoint in checkpoints:
             if checkpoint not in protected:
                 doomed = checkpoint.with_name(f"{_TEMPORARY}pruned-{checkpoint.name}")

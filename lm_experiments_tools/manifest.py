@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import stat
@@ -19,6 +20,9 @@ FORMAT = "lm_experiments_tools checkpoint"
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 REPLACED = ".old-"  # prefix of a step's earlier checkpoint while the new version takes its name
+KEPT = "kept-"  # prefix of an empty file beside a checkpoint that is not to be pruned
+
+logger = logging.getLogger(__name__)
 
 _NO_HASH = "0" * 64
 _CHUNK = 1 << 22
@@ -43,6 +47,18 @@ def parse_step(name: str) -> int | None:
     """The step of a checkpoint directory's name, or None if the name is not one `step_directory_name` makes."""
     match = re.fullmatch(r"step_(\d{1,18})", name)
     return int(match[1]) if match and step_directory_name(int(match[1])) == name else None
+
+
+def keep_from_pruning(path: Path) -> None:
+    """Mark a checkpoint of a run, if it is one, by an empty file beside it, so that its run never prunes it."""
+    if parse_step(path.name) is None or not (path / MANIFEST).is_file():
+        return
+    try:
+        path.with_name(f"{KEPT}{path.name}").touch()
+    except OSError as error:
+        logger.warning(
+            "%s cannot be marked as in use (%s): its run may prune it, so copy it elsewhere", path, error.strerror
+        )
 
 
 def sha256_of(path: Path) -> str:

@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lm_experiments_tools.adapters import add_adapter, check_peft, load_adapted, new_token_names, new_token_prefix
+from lm_experiments_tools.adapters import (
+    add_adapter,
+    check_base,
+    check_peft,
+    load_adapted,
+    new_token_names,
+    new_token_prefix,
+)
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.freezing import freeze
@@ -36,7 +43,7 @@ from lm_experiments_tools.models import (
     untie_only_output,
 )
 from lm_experiments_tools.placement import keep_embeddings_on_cpu, loading_options, say_where
-from lm_experiments_tools.sources import Source, find_source, holds_adapter, real_names
+from lm_experiments_tools.sources import Source, find_base, find_source, holds_adapter, real_names
 from lm_experiments_tools.weights import load_weights, without_progress_bars
 
 if TYPE_CHECKING:
@@ -119,7 +126,7 @@ def _tokenizer_folder(name: str, flag: str) -> str:
     if source.is_file:
         return str(source.path.parent)
     if source.is_adapter and not any(source.path.glob("tokenizer*")):
-        return _tokenizer_folder(source.base, flag)
+        return _tokenizer_folder(find_base(source).name, flag)
     return source.name
 
 
@@ -138,7 +145,7 @@ def pretrained_model(
     _refuse_lost_base(args)
     source = find_source(args.from_pretrained) if args.from_pretrained else None
     adapter = source if source is not None and source.is_adapter else None
-    base = _base_of(adapter) if adapter is not None else source
+    base = find_base(adapter) if adapter is not None else source
     if args.peft is not None or adapter is not None:
         check_peft("--peft" if args.peft is not None else f"the adapter {args.from_pretrained}")
     model, new_weights = _base_model(args, base, tokenizer, label_names)
@@ -157,6 +164,8 @@ def pretrained_model(
         enable_checkpointing(model)
     if args.embeddings_on_cpu:
         keep_embeddings_on_cpu(model)
+    if base is not None and (adapter is not None or args.peft is not None):
+        model.base_fingerprint = base.fingerprint()
     if adapter is not None:
         model = load_adapted(model, adapter.path, args)
     elif args.peft is not None:
@@ -224,13 +233,6 @@ def _peft_configs(model: nn.Module) -> list[Any]:
     return list(getattr(model, "peft_config", {}).values())
 
 
-def _base_of(adapter: Source) -> Source:
-    base = find_source(adapter.base, f"the base model that {adapter.base_named_in} names")
-    if base.is_adapter:
-        raise UserError(f"{adapter.name} was trained on another adapter, {base.name}: merge that one first.")
-    return base
-
-
 def _base_model(
     args: FinetuningArgs, source: Source | None, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str]
 ) -> tuple[PreTrainedModel, list[str]]:
@@ -272,7 +274,7 @@ def whole_model(source: Source) -> PreTrainedModel:
     """
     import transformers
 
-    base = _base_of(source) if source.is_adapter else source
+    base = find_base(source) if source.is_adapter else source
     if base.is_file:
         raise UserError(f"{base.name} holds weights alone: write the model by save_pretrained, and name its folder.")
     if base.path is not None:
@@ -312,7 +314,10 @@ def _merged(classes: type, base: Source, adapter: Source) -> PreTrainedModel:
     options = labels if names else {}
     with _quiet_loading():
         model = classes.from_pretrained(base.name, dtype=torch.float32, **options)
-    return peft.PeftModel.from_pretrained(model, str(adapter.path)).merge_and_unload()
+    model.base_fingerprint = base.fingerprint()
+    adapted = peft.PeftModel.from_pretrained(model, str(adapter.path))
+    check_base(adapted, adapter.path)
+    return adapted.merge_and_unload()
 
 
 # ---- configuration and class ----------------------------------------------------------------------------------------
