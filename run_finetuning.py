@@ -59,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer = finetuning_loop(args, backend, model, optimizer, data, tokenizer, tokenizer_dir)
     epoch = None if data.train is None else data.train.samples_per_epoch
     show_run(args, origins, run, backend, backend.unwrap(), epoch, data.objective)
-    if args.validate_only:
-        trainer.validate(trainer.valid_dataloader)
-    else:
+    if not args.validate_only:
         trainer.train()
+    elif trainer.valid_dataloader is not None:
+        trainer.validate(trainer.valid_dataloader)
     evaluate_last(trainer, data)
     trainer.save_metrics(args.model_path)
     if data.train is not None:

@@ -48,6 +48,7 @@ from lm_experiments_tools.finetuning_args import (
 )
 from lm_experiments_tools.freezing import ModelSummary, freeze, summary
 from lm_experiments_tools.pretrained import load_tokenizer, pretrained_model
+from lm_experiments_tools.sources import find_source
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -103,7 +104,7 @@ class FineTuner:
         self.tokenizer = load_tokenizer(self.args)
         self.label_names: tuple[str, ...] = ()
         if self.args.task == "classification":
-            self.label_names = self.args.label_names or self.data.label_names
+            self.label_names = self.args.label_names or self._known_labels()
         self.model: nn.Module = pretrained_model(self.args, self.tokenizer, self.label_names)
         self._run_folders: set[Path] = set()  # that this object has trained in
         self._passes = 0  # over the training data, begun so far
@@ -117,9 +118,22 @@ class FineTuner:
     def data(self) -> FinetuningData:
         """Training, validation and test data of the task, tokenized."""
         args = self.args
-        only_valid = not args.data_path and args.valid_data_path is not None
-        args = replace(args, validate_only=True) if only_valid else args.resolved()
+        evaluates = not args.data_path and (args.valid_data_path or args.test_data_path)
+        args = replace(args, validate_only=True) if evaluates else args.resolved()
         return finetuning_data(with_new_tokens(args, self.tokenizer), self.backend, self.tokenizer)
+
+    def _known_labels(self) -> tuple[str, ...]:
+        """Those of the data, where any is named; else those that a saved classifier brings: it predicts without."""
+        args = self.args
+        if args.data_path or args.valid_data_path or args.test_data_path:
+            return self.data.label_names
+        names = find_source(args.from_pretrained).label_names if args.from_pretrained else ()
+        if not names and args.model_type == "encoder":
+            raise UserError(
+                "the labels and their order are those of the training data, or of a saved classifier: give data_path, "
+                "or label_names, to FineTuner."
+            )
+        return names
 
     def summary(self) -> ModelSummary:
         """Parameters by part: in total, trainable, bytes; it prints as a table."""
@@ -325,7 +339,10 @@ class FineTuner:
         if _OF_DATA.isdisjoint(changed):
             return
         self._forget_data()
-        if args.task == "classification" and self.data.label_names != self.label_names:
+        if args.task != "classification":
+            return
+        self.label_names = self.label_names or self.data.label_names
+        if self.data.label_names != self.label_names:
             there, self.args = self.data.label_names, before
             self._forget_data()
             raise UserError(

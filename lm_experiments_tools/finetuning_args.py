@@ -395,7 +395,8 @@ class FinetuningArgs(
     def check(self) -> None:
         if self.use_generate_on_valid and not self.needs_generation():
             raise UserError("--use_generate_on_valid: no metric looks at generated text; leave it out.")
-        needing = [flag for flag in self.needs_validation() if flag != "use_generate_on_valid"]
+        without = ["use_generate_on_valid", *(["validate_only"] if self.test_data_path else [])]
+        needing = [flag for flag in self.needs_validation() if flag not in without]
         if self.valid_data_path is None and needing:
             raise UserError(f"--{needing[0]} needs validation data: give --valid_data_path.")
         if self.report:
