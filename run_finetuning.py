@@ -30,6 +30,7 @@ from lm_experiments_tools.finetuning_args import FinetuningArgs
 
 def main(argv: Sequence[str] | None = None) -> None:
     args, origins = parse(FinetuningArgs, argv, description=__doc__)
+    args.check_used()
     args = args.resolved().without_epochs_beside_iters(origins)
 
     # imported after parsing, so that --help and a mistyped flag answer at once

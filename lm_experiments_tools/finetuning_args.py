@@ -5,9 +5,9 @@ library only.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lm_experiments_tools.args import ExperimentArgs, TrainerArgs, check_conflict, check_minimum
 from lm_experiments_tools.errors import UserError
@@ -29,7 +29,7 @@ VALUES_OF = {
 }
 GENERATION_FLAGS = (
     "num_beams", "do_sample", "length_penalty", "no_repeat_ngram_size", "repetition_penalty", "min_new_tokens",
-    "max_new_tokens",
+    "max_new_tokens", "use_generate_on_valid",
 )  # fmt: skip
 LOWER_IS_BETTER = ("loss", "perplexity", "mse")
 # What --lr is where it is not given: the usual ones, with AdamW; soft prompts hardly move below 0.1 (peft issue 2642).
@@ -101,35 +101,19 @@ class TaskArgs:
     def check(self) -> None:
         check_minimum(self, 0, "max_bad_lines")
         check_minimum(self, 1, "max_train_samples", "valid_samples", "test_samples")
-        for flag, data in (("valid_samples", "valid_data_path"), ("test_samples", "test_data_path")):
-            if getattr(self, flag) is not None and getattr(self, data) is None:
-                raise UserError(f"--{flag} is about --{data}, which is not given: add it, or leave --{flag} out.")
         if self.task not in TASKS_OF[self.model_type]:
             able = " or ".join(kind for kind, tasks in TASKS_OF.items() if self.task in tasks)
             raise UserError(
                 f"--task {self.task} is not for --model_type {self.model_type}: choose --model_type {able}, or one of "
                 f"{', '.join(TASKS_OF[self.model_type])}."
             )
-        classifies = self.task in ("classification", "regression")
-        for flag in ("text_fields", "label_field"):
-            if getattr(self, flag) and not classifies:
-                raise UserError(f"--{flag} is not read by --task {self.task}: leave it out.")
-        for flag in ("source_id", "target_id"):
-            if getattr(self, flag) and self.task != "text_to_text":
-                raise UserError(f"--{flag} is read by --task text_to_text, not by {self.task}: leave it out.")
         if len(self.text_fields) > 2:
             raise UserError(f"--text_fields names {len(self.text_fields)} fields: give one sentence or a pair.")
-        if (self.label_names or self.label_words) and self.task != "classification":
-            raise UserError(f"--label_names and --label_words are of --task classification, not of {self.task}.")
-        if self.label_words and self.model_type != "encoder-decoder":
-            raise UserError("--label_words are what an encoder-decoder generates: leave them out for an encoder.")
         if self.label_words and self.label_names and len(self.label_words) != len(self.label_names):
             raise UserError(
                 f"--label_words has {len(self.label_words)} words for {len(self.label_names)} --label_names: give one "
                 "for each."
             )
-        if self.prefix and self.task in ("causal_lm", "instructions"):
-            raise UserError(f"--prefix is not read by --task {self.task}: leave it out.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,11 +133,6 @@ class LengthArgs:
     def check(self) -> None:
         check_minimum(self, 2, "input_seq_len", "target_seq_len")
         check_minimum(self, 1, "bucket_rows")
-        if self.bucket_rows is not None and (self.packing or self.task == "causal_lm"):
-            other = "--packing" if self.packing else "--task causal_lm"
-            raise UserError(
-                f"--bucket_rows puts rows of like length together, and with {other} all are: leave it out."
-            )
         if self.packing and self.task not in ("text_to_text", "instructions"):
             raise UserError(f"--packing puts texts together with their targets, which --task {self.task} has none of.")
 
@@ -184,10 +163,6 @@ class InstructionArgs:
     def check(self) -> None:
         check_minimum(self, 0, "num_pos_examples", "num_neg_examples")
         check_minimum(self, 1, "max_instances_per_task", "max_instances_per_eval_task")
-        if self.task != "instructions":
-            for flag in InstructionArgs.__annotations__:
-                if getattr(self, flag) != getattr(InstructionArgs, flag):
-                    raise UserError(f"--{flag} is of --task instructions, not of {self.task}: leave it out.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,18 +215,6 @@ class MemoryArgs:
         check_minimum(self, 0.0, "lora_alpha")
         if not 0.0 <= self.lora_dropout < 1.0:
             raise UserError(f"--lora_dropout is {self.lora_dropout}: it must be at least 0 and below 1.")
-        used_by = {
-            "lora_r": ("lora",),
-            "lora_alpha": ("lora",),
-            "lora_dropout": ("lora",),
-            "lora_targets": ("lora",),
-            "num_virtual_tokens": ("prompt_tuning", "prefix_tuning", "new_tokens"),
-            "prompt_init_text": ("prompt_tuning",),
-            "num_prompts": ("prompt_tuning",),
-        }
-        for flag, kinds in used_by.items():
-            if getattr(self, flag) != getattr(MemoryArgs, flag) and self.peft not in kinds:
-                raise UserError(f"--{flag} is of --peft {' or '.join(kinds)}: add it, or leave --{flag} out.")
         if self.quantize and self.peft is None:
             raise UserError(
                 f"--quantize {self.quantize} holds weights that cannot be trained: add --peft lora (or another kind), "
@@ -304,18 +267,11 @@ class EvaluationArgs:
                 raise UserError(f"--{flag} is {value}: it must be above 0 and finite.")
         if not 0.0 < self.top_p <= 1.0:
             raise UserError(f"--top_p is {self.top_p}: it is a probability above 0, at most 1.")
-        for flag in ("temperature", "top_k", "top_p"):
-            if getattr(self, flag) != getattr(EvaluationArgs, flag) and not self.do_sample:
-                raise UserError(f"--{flag} is of --do_sample: add it, or leave --{flag} out.")
-        if self.length_penalty is not None and self.num_beams == 1:
-            raise UserError("--length_penalty compares texts of a beam search: give --num_beams too.")
+        most = self.max_new_tokens or self.target_seq_len
+        if self.min_new_tokens is not None and self.min_new_tokens > most:
+            longest = "--max_new_tokens" if self.max_new_tokens else "--target_seq_len"
+            raise UserError(f"--min_new_tokens {self.min_new_tokens} is more than {longest} {most}: raise that.")
         self._check_metrics()
-        if not self.needs_generation():
-            for flag in GENERATION_FLAGS:
-                if getattr(self, flag) != getattr(EvaluationArgs, flag):
-                    raise UserError(f"--{flag}: no metric looks at generated text; leave it out.")
-        if self.show_valid_examples and not self.metric_names():
-            raise UserError("--show_valid_examples shows predictions, which --metrics none makes none of: drop one.")
 
     def _check_metrics(self) -> None:
         allowed = ALLOWED_METRICS[self.task]
@@ -393,14 +349,29 @@ class FinetuningArgs(
     pad_to_multiple_of: int | None = 8
 
     def check(self) -> None:
-        if self.use_generate_on_valid and not self.needs_generation():
-            raise UserError("--use_generate_on_valid: no metric looks at generated text; leave it out.")
+        self._refuse_given(UNREAD)
         without = ["use_generate_on_valid", *(["validate_only"] if self.test_data_path else [])]
         needing = [flag for flag in self.needs_validation() if flag not in without]
         if self.valid_data_path is None and needing:
             raise UserError(f"--{needing[0]} needs validation data: give --valid_data_path.")
         if self.report:
             raise UserError("--report is of pre-training: predictions/ in --model_path holds what this run predicts.")
+
+    def check_used(self) -> None:
+        """Refuse flags that a run of these arguments alone would not read (`FineTuner` may read them later).
+
+        Settings of training may stand beside --validate_only: it is added to the command of a run.
+
+        Raises:
+            UserError: a flag that has no effect.
+        """
+        self._refuse_given(UNREAD_BY_RUN)
+
+    def _refuse_given(self, table: "tuple[Unread, ...]") -> None:
+        for flags, is_unread, reason in table:
+            given = [flag for flag in flags if getattr(self, flag) != getattr(type(self), flag)]
+            if given and is_unread(self):
+                raise UserError(f"--{given[0]} {reason.format(flag=given[0], **vars(self))}.")
 
     def check_model(self) -> None:
         if self.from_pretrained is None and self.model_cfg is None and self.init_checkpoint is None:
@@ -459,3 +430,91 @@ class FinetuningArgs(
         args = replace(self, **changes)
         TrainerArgs.check_profile(args)
         return args
+
+
+class Unread(NamedTuple):
+    """Flags that mean nothing beside some others: given all the same, they are refused.
+
+    Attributes:
+        flags: given where they differ from their defaults.
+        is_unread: whether these arguments do not read them.
+        reason: the sentence from the flag on, with {flag} and any argument in braces.
+    """
+
+    flags: tuple[str, ...]
+    is_unread: Callable[[FinetuningArgs], bool]
+    reason: str
+
+
+def _without_peft(*kinds: str) -> tuple[Callable[[FinetuningArgs], bool], str]:
+    return lambda args: args.peft not in kinds, f"is of --peft {' or '.join(kinds)}: add it, or leave --{{flag}} out"
+
+
+def _measures_nothing(args: FinetuningArgs) -> bool:
+    return args.valid_data_path is None and args.test_data_path is None
+
+
+def _reads_no_weights(args: FinetuningArgs) -> bool:
+    continues = args.resume_path() is not None or (args.resume == "auto" and args.model_path is not None)
+    return not args.names_weights() and not continues
+
+
+def _without_run_directory(args: FinetuningArgs) -> bool:
+    return args.model_path is None and args.resume_path() is None
+
+
+_PROMPT_FLAGS = ("add_task_name", "add_task_definition", "num_pos_examples", "num_neg_examples", "add_explanation")
+UNREAD = (
+    Unread(("source_id", "target_id"), lambda args: args.task != "text_to_text",
+           "is read by --task text_to_text, not by {task}: leave it out"),
+    Unread(("text_fields", "label_field"), lambda args: args.task not in ("classification", "regression"),
+           "is not read by --task {task}: leave it out"),
+    Unread(("label_names", "label_words"), lambda args: args.task != "classification",
+           "is of --task classification, not of {task}: leave it out"),
+    Unread(("label_words",), lambda args: args.model_type != "encoder-decoder",
+           "are what an encoder-decoder generates: leave them out for an encoder"),
+    Unread(("prefix",), lambda args: args.task in ("causal_lm", "instructions"),
+           "is not read by --task {task}: leave it out"),
+    Unread(("target_seq_len",), lambda args: args.task == "causal_lm",
+           "is not read by --task {task}, whose blocks have --input_seq_len tokens: leave it out"),
+    Unread(("target_seq_len",), lambda args: args.model_type == "encoder",
+           "is the length of a target text, and an encoder has none: leave it out"),
+    Unread(("bucket_rows",), lambda args: args.packing,
+           "puts rows of like length together, and with --packing all are: leave it out"),
+    Unread(("bucket_rows",), lambda args: args.task == "causal_lm",
+           "puts rows of like length together, and with --task causal_lm all are: leave it out"),
+    Unread(tuple(InstructionArgs.__annotations__), lambda args: args.task != "instructions",
+           "is of --task instructions, not of {task}: leave it out"),
+    Unread(("add_explanation",), lambda args: args.num_pos_examples == args.num_neg_examples == 0,
+           "is about examples in the prompt, and --num_pos_examples and --num_neg_examples are 0: leave it out"),
+    Unread(("valid_samples",), lambda args: args.valid_data_path is None,
+           "is about --valid_data_path, which is not given: add it, or leave --{flag} out"),
+    Unread(("test_samples",), lambda args: args.test_data_path is None,
+           "is about --test_data_path, which is not given: add it, or leave --{flag} out"),
+    Unread(("lora_r", "lora_alpha", "lora_dropout", "lora_targets"), *_without_peft("lora")),
+    Unread(("num_virtual_tokens",), *_without_peft("prompt_tuning", "prefix_tuning", "new_tokens")),
+    Unread(("prompt_init_text", "num_prompts"), *_without_peft("prompt_tuning")),
+    Unread(("temperature", "top_k", "top_p"), lambda args: not args.do_sample,
+           "is of --do_sample: add it, or leave --{flag} out"),
+    Unread(("length_penalty",), lambda args: args.num_beams == 1,
+           "compares texts of a beam search: give --num_beams too"),
+    Unread(GENERATION_FLAGS, lambda args: not args.needs_generation(),
+           "is about generated text, and no metric looks at any: leave it out"),
+    Unread(("show_valid_examples",), lambda args: args.task == "causal_lm",
+           "shows predictions, and --task causal_lm makes none: leave it out"),
+    Unread(("show_valid_examples",), lambda args: not args.metric_names(),
+           "shows predictions, which --metrics none makes none of: drop one"),
+)  # fmt: skip
+UNREAD_BY_RUN = (
+    Unread(("metrics", "show_valid_examples", "eval_batch_size", "max_instances_per_eval_task", *GENERATION_FLAGS),
+           _measures_nothing,
+           "is about evaluation: add --valid_data_path or --test_data_path, or leave --{flag} out"),
+    Unread(_PROMPT_FLAGS, lambda args: args.tk_instruct and _measures_nothing(args),
+           "is of evaluation's prompts where --tk_instruct draws those of training: add data for it, or drop one"),
+    Unread(("optimize_metric", "optimize_mode"), lambda args: args.valid_data_path is None,
+           "is about validation: give --valid_data_path, or leave --{flag} out"),
+    Unread(("allow_partial_checkpoint", "allow_pickle"), _reads_no_weights,
+           "is about weights to start from, and none are named: leave it out"),
+    Unread(("keep_checkpoints", "resume"), _without_run_directory,
+           "is about the checkpoints in --model_path, which is not given: add it, or leave --{flag} out"),
+)  # fmt: skip

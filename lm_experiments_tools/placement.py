@@ -13,6 +13,8 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from lm_experiments_tools.finetuning_args import FinetuningArgs
 
 logger = logging.getLogger(__name__)
@@ -22,11 +24,14 @@ NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _HEADS = ["classifier", "score", "classification_head", "pre_classifier", "pooler", "lm_head"]
 
 
-def loading_options(args: FinetuningArgs) -> dict[str, Any]:
+def loading_options(args: FinetuningArgs, model_cls: type, config: PreTrainedConfig) -> dict[str, Any]:
     """Arguments of `from_pretrained` for --quantize and --device_map.
 
+    Args:
+        model_cls, config: of the model to be loaded, whose modules a map's file names.
+
     Raises:
-        UserError: bitsandbytes is missing, or the map's file cannot be read.
+        UserError: bitsandbytes is missing, or the map's file cannot be read or is not one of this model and machine.
     """
     options: dict[str, Any] = {}
     if args.quantize is not None:
@@ -38,8 +43,41 @@ def loading_options(args: FinetuningArgs) -> dict[str, Any]:
                 f"--device_map {args.device_map} is neither {', '.join(NAMED_MAPS)} nor a JSON file "
                 "{module: device}: choose one of them."
             )
-        options["device_map"] = args.device_map if named else read_json(Path(args.device_map))
+        options["device_map"] = args.device_map if named else _map_of_file(args.device_map, model_cls, config)
     return options
+
+
+def _map_of_file(path: str, model_cls: type, config: PreTrainedConfig) -> dict[str, str | int]:
+    """The map, if it places every weight on a device that is there: transformers ignores what names no module."""
+    placed = read_json(Path(path))
+    for device in placed.values():
+        if not _is_there(device):
+            there = ", ".join(["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))])
+            raise UserError(f"--device_map {path}: there is no device {device!r} for weights here, only {there}.")
+    with torch.device("meta"):
+        names = list(model_cls(config).state_dict())
+    tops = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
+    for module in placed:
+        if not any(_is_in(name, module) for name in names):
+            raise UserError(f"--device_map {path}: {model_cls.__name__} has no module {module}; it has {tops}.")
+    unplaced = [name for name in names if not any(_is_in(name, module) for module in placed)]
+    if unplaced:
+        raise UserError(f"--device_map {path} has no device for {unplaced[0]}: place each of {tops}, or '' for all.")
+    return placed
+
+
+def _is_there(device: Any) -> bool:
+    if isinstance(device, int):
+        return 0 <= device < torch.cuda.device_count()
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        return False
+    return found.type == "cpu" or (found.type == "cuda" and (found.index or 0) < torch.cuda.device_count())
+
+
+def _is_in(name: str, module: str) -> bool:
+    return module in ("", name) or name.startswith(f"{module}.")
 
 
 def _quantization(args: FinetuningArgs) -> Any:

@@ -256,7 +256,8 @@ def _base_model(
             )
             logger.info("weights from %s: %s", source.name, report)
     else:
-        model, new_weights = load_pretrained(model_cls, config, source, args, **loading_options(args))
+        options = loading_options(args, model_cls, config)
+        model, new_weights = load_pretrained(model_cls, config, source, args, **options)
         if not any(".pooler." not in name for name in new_weights):
             _check_labels(source.name, saved_labels, label_names)
         if args.device_map is not None:

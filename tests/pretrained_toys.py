@@ -64,7 +64,7 @@ def save_toy(kind: str, folder: Path, model: torch.nn.Module | None = None) -> P
 def toy_args(folder: Path | str | None, kind: str = "encoder-decoder", **changes) -> FinetuningArgs:
     task = {"encoder": "classification", "encoder-decoder": "text_to_text", "decoder": "text_to_text"}[kind]
     settings = dict(model_type=kind, task=task, data_path=("x",), valid_data_path="x", lr=1e-3)
-    settings |= dict(input_seq_len=32, target_seq_len=16)
+    settings |= dict(input_seq_len=32) if kind == "encoder" else dict(input_seq_len=32, target_seq_len=16)
     return FinetuningArgs(**{**settings, "from_pretrained": None if folder is None else str(folder), **changes})
 
 

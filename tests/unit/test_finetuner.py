@@ -111,7 +111,8 @@ def test_added_tokens_have_rows_and_are_read(folder, sets):
 def test_an_encoder_predicts_labels_by_name(folder):
     tuner = FineTuner(
         folder / "bert", model_type="encoder", task="classification", data_path=folder / "labels.tsv",
-        valid_data_path=str(folder / "labels.tsv"), batch_size=8, iters=120, log_interval=60, lr=1e-2, **LENGTHS,
+        valid_data_path=str(folder / "labels.tsv"), batch_size=8, iters=120, log_interval=60, lr=1e-2,
+        input_seq_len=32,
     )  # fmt: skip
     assert tuner.label_names == ("bad", "good")
     tuner.train()
@@ -184,7 +185,7 @@ def test_what_the_model_is_made_of_is_no_setting_of_train(folder, sets, settings
 
 def test_other_labels_are_no_setting_of_train(folder):
     path = str(folder / "labels.tsv")
-    tuner = FineTuner(folder / "bert", model_type="encoder", task="classification", data_path=path, **LENGTHS)
+    tuner = FineTuner(folder / "bert", model_type="encoder", task="classification", data_path=path, input_seq_len=32)
     with pytest.raises(UserError, match="made for the labels bad, good, and this data has good, bad"):
         tuner.train(label_names=("good", "bad"))
     assert tuner.data.label_names == ("bad", "good")
@@ -266,7 +267,7 @@ def test_predictions_are_those_of_evaluation(folder, tmp_path, name):
     settings = {"iters": 1, "lr": 1e-4, "metrics": "accuracy" if "task" in flags else "exact_match", **flags}
     tuner = FineTuner(
         folder / model, **settings, data_path=path, valid_data_path=path, batch_size=8, valid_interval=60,
-        input_seq_len=24, target_seq_len=8, model_path=tmp_path / "run",
+        input_seq_len=24, model_path=tmp_path / "run", **({} if model == "bert" else {"target_seq_len": 8}),
     )  # fmt: skip
     tuner.train()
     lines = [json.loads(line) for line in (tmp_path / "run" / "predictions" / "valid.jsonl").read_text().splitlines()]
@@ -328,8 +329,9 @@ def test_data_is_read_once(folder, monkeypatch):
     monkeypatch.setattr(data_module._Reader, "read", lambda self: reads.append(1) or read(self))
     path = str(folder / "labels.tsv")
     tuner = FineTuner(
-        folder / "bert", model_type="encoder", task="classification", data_path=path, valid_data_path=path, **LENGTHS
-    )
+        folder / "bert", model_type="encoder", task="classification", data_path=path, valid_data_path=path,
+        input_seq_len=32,
+    )  # fmt: skip
     tuner.train(iters=1, log_interval=1, weight_decay=0.1)
     tuner.evaluate()
     assert len(reads) == 1

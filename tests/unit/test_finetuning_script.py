@@ -37,8 +37,9 @@ def start(folder, run, **changed):
     flags = {
         "from_pretrained": folder / "encoder-decoder", "data_path": folder / "train.jsonl",
         "valid_data_path": folder / "valid.jsonl", "model_path": run, "iters": 6, "log_interval": 3, "batch_size": 4,
-        "lr": 1e-2, "input_seq_len": 32, "target_seq_len": 16, "backend": "local", **changed,
+        "lr": 1e-2, "input_seq_len": 32, "backend": "local", **changed,
     }  # fmt: skip
+    flags |= {} if "model_type" in changed else {"target_seq_len": 16}
     flags = {name: value for name, value in flags.items() if value is not None}
     words = [[f"--{name}", *(value if isinstance(value, tuple) else (value,))] for name, value in flags.items()]
     main([str(word) for some in words for word in some if word is not True])

@@ -23,7 +23,8 @@ from run_finetuning import main
 from tests.finetuning_toys import lone_backend, pairs, write_json
 from tests.pretrained_toys import save_toy, t5_config, toy_tokenizer
 
-LENGTHS = {"input_seq_len": 32, "target_seq_len": 8}
+LENGTHS = {"encoder": {"input_seq_len": 32}}
+LENGTHS |= dict.fromkeys(("encoder-decoder", "decoder"), {"input_seq_len": 32, "target_seq_len": 8})
 PREDICTED = "it is predicted, and only what needs none is measured"
 SENTENCES = [f"w{number} w{number * 3 % 40} w{number % 7}" for number in range(11)]
 
@@ -47,7 +48,7 @@ def folder(tmp_path_factory):
 
 def settings(folder, kind, data, **changed):
     sets = dict.fromkeys(("data_path", "valid_data_path"), folder / data)
-    return {"model_type": kind, "from_pretrained": folder / kind, **sets, "batch_size": 4, **LENGTHS, **changed}
+    return {"model_type": kind, "from_pretrained": folder / kind, **sets, "batch_size": 4, **LENGTHS[kind], **changed}
 
 
 def evaluated(tuner, run, test_data_path, backend=None, keep=lambda batch: True):
@@ -203,7 +204,7 @@ def test_a_folder_of_glue_is_read_as_it_is_handed_out(name, kind, tmp_path, capl
     file.write_text(lines(test, 3))
     task = {"task": "regression" if name == "STS-B" else "classification", "optimize_metric": "loss"}
     where = dict.fromkeys(("valid_data_path", "test_data_path"), str(tmp_path)) | {"data_path": (str(tmp_path),)}
-    args = FinetuningArgs(model_cfg="no.json", model_type=kind, **where, **task, **LENGTHS)
+    args = FinetuningArgs(model_cfg="no.json", model_type=kind, **where, **task, **LENGTHS[kind])
     tokenizer = toy_tokenizer()
     split = finetuning_data(args, lone_backend(), tokenizer).splits["test"]
     assert f"no row of the test data {file} has a label" in caplog.text and caplog.text.count(PREDICTED) == 1
