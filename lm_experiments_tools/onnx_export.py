@@ -24,7 +24,7 @@ from lm_experiments_tools.errors import UserError, first_line
 
 if TYPE_CHECKING:
     import numpy as np
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +226,9 @@ class OnnxModel:
             )
         self.config = AutoConfig.from_pretrained(folder)
         self.sessions: Mapping[str, _Session] = {name: _Session(folder / name) for name in files}
-        self.generation = GenerationConfig.from_pretrained(folder) if ENCODER in files else None
+        self.generator = None
+        if ENCODER in files:
+            self.generator = _generator(self.config, GenerationConfig.from_pretrained(folder), self.sessions)
 
     def logits(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
         """float[rows, classes] of a classifier; without `token_type_ids` a row is one sentence."""
@@ -236,21 +238,53 @@ class OnnxModel:
             asked.append(torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids)
         return torch.from_numpy(session(*(tensor.numpy() for tensor in asked)))
 
-    def generate(self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int = 128) -> Tensor:
-        """Greedy text of an encoder-decoder, int64[rows, length], as torch's `generate` gives it."""
-        mask = attention_mask.numpy()
-        hidden = self.sessions[ENCODER](input_ids.numpy(), mask)
-        end = torch.tensor(self.generation.eos_token_id).reshape(-1)
-        written = torch.full((input_ids.shape[0], 1), self.generation.decoder_start_token_id)
-        ended = torch.zeros(input_ids.shape[0], dtype=torch.bool)
-        for _ in range(max_new_tokens):
-            logits = torch.from_numpy(self.sessions[DECODER](written.numpy(), hidden, mask))
-            token = logits[:, -1].argmax(-1).masked_fill(ended, self.generation.pad_token_id)
-            written = torch.cat([written, token[:, None]], 1)
-            ended |= torch.isin(token, end)
-            if ended.all():
-                break
-        return written
+    def generate(self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int = 128, **options: Any) -> Tensor:
+        """Text of an encoder-decoder, int64[rows, length], as torch's `generate` gives it.
+
+        The loop is transformers', so that all of generation_config.json counts: beams, sampling, forced and
+        suppressed tokens, penalties.
+
+        Args:
+            options: more of transformers' `generate`, over those of generation_config.json.
+        """
+        if self.generator is None:
+            raise UserError("a classifier writes no text: ask for its logits.")
+        return self.generator.generate(
+            input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, use_cache=False, **options
+        )
+
+
+def _generator(config: PreTrainedConfig, generation: GenerationConfig, sessions: Mapping[str, _Session]) -> Any:
+    """transformers' generation around the two graphs of an encoder-decoder."""
+    from transformers import GenerationMixin, PreTrainedModel
+    from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+
+    class Encoder(nn.Module):
+        main_input_name = "input_ids"
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, **_: Any) -> BaseModelOutput:
+            hidden = sessions[ENCODER](input_ids.numpy(), attention_mask.numpy())
+            return BaseModelOutput(last_hidden_state=torch.from_numpy(hidden))
+
+    class Generator(PreTrainedModel, GenerationMixin):
+        main_input_name = "input_ids"
+
+        def __init__(self) -> None:
+            super().__init__(config)
+            self.encoder = Encoder()
+            self.placed = nn.Parameter(torch.zeros(()), requires_grad=False)  # says device and type of numbers
+            self.generation_config = generation
+
+        def get_encoder(self, *_: Any) -> nn.Module:
+            return self.encoder
+
+        def forward(
+            self, decoder_input_ids: Tensor, encoder_outputs: BaseModelOutput, attention_mask: Tensor, **_: Any
+        ) -> Seq2SeqLMOutput:
+            arrays = decoder_input_ids, encoder_outputs[0], attention_mask
+            return Seq2SeqLMOutput(logits=torch.from_numpy(sessions[DECODER](*(a.numpy() for a in arrays))))
+
+    return Generator().eval()
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:

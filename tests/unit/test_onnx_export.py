@@ -3,12 +3,18 @@
 import pytest
 import torch
 from pretrained_toys import save_toy, t5_config, toy_args, toy_batch, toy_model, toy_tokenizer
-from transformers import BertConfig, BertForSequenceClassification, T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForSequenceClassification,
+    T5ForConditionalGeneration,
+)
 
 from lm_experiments_tools.checkpoint import save_model
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models import build_model
-from lm_experiments_tools.onnx_export import OnnxModel, export
+from lm_experiments_tools.onnx_export import OnnxModel, _decode, _encode, export
 from lm_experiments_tools.pretrained import pretrained_model
 from lm_experiments_tools.tools.main import main
 
@@ -37,17 +43,61 @@ def test_classifier_through_the_command(tmp_path, capsys):
     assert (pairs - alone).abs().max() > 1e-4
 
 
-@pytest.mark.slow
-def test_encoder_decoder_writes_what_torch_writes(tmp_path):
+def tiny_bart():
+    sizes = dict(d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32, decoder_ffn_dim=32, init_std=0.4)
+    sizes |= dict(encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=64, vocab_size=96)
+    ids = dict(pad_token_id=0, bos_token_id=2, eos_token_id=1, decoder_start_token_id=1)
+    torch.manual_seed(0)
+    model = BartForConditionalGeneration(BartConfig(**sizes, **ids)).eval()
+    vars(model.generation_config).update(forced_bos_token_id=2, forced_eos_token_id=1, no_repeat_ngram_size=3)
+    return model
+
+
+def tiny_t5():
     config = t5_config(num_layers=1)
     config.tie_word_embeddings = False  # with a tied output layer random weights repeat their input
-    model = build_model(T5ForConditionalGeneration, config, seed=0).eval()
+    return build_model(T5ForConditionalGeneration, config, seed=0).eval()
+
+
+@pytest.mark.slow
+def test_encoder_decoder_writes_what_torch_writes(tmp_path):
+    model = tiny_t5()
     assert set(export(model, tmp_path)) == {"encoder.onnx", "decoder.onnx"}
     batch = toy_batch("encoder-decoder")
     ask = {name: batch[name] for name in ("input_ids", "attention_mask")}
     torch_text = model.generate(**ask, max_new_tokens=9)
     assert len({tuple(row) for row in torch_text.tolist()}) > 1
     assert torch.equal(OnnxModel(tmp_path).generate(**ask, max_new_tokens=9), torch_text)
+
+
+@pytest.mark.parametrize("make", [tiny_t5, tiny_bart])
+def test_all_settings_of_generation_count(make, tmp_path, monkeypatch):
+    """With torch in the place of the graphs, which are compared with it elsewhere."""
+    model = make()
+    sessions = {"encoder.onnx": _encode, "decoder.onnx": _decode}
+
+    def session(file):
+        return lambda *arrays: sessions[file.name](model, *map(torch.from_numpy, arrays)).detach().numpy()
+
+    for name in sessions:
+        (tmp_path / name).touch()
+    model.config.save_pretrained(tmp_path)
+    model.generation_config.save_pretrained(tmp_path)
+    monkeypatch.setattr("lm_experiments_tools.onnx_export._Session", session)
+    batch = toy_batch("encoder-decoder")
+    ask = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"max_new_tokens": 9}
+    plain = model.generate(**ask)
+    assert torch.equal(OnnxModel(tmp_path).generate(**ask), plain)
+    for options in (
+        {"num_beams": 3, "length_penalty": 2.0, "early_stopping": True},
+        {"min_new_tokens": 4, "repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "suppress_tokens": [7, 9]},
+        {"do_sample": True, "top_k": 20},
+    ):
+        torch.manual_seed(5)
+        expected = model.generate(**ask, **options)
+        torch.manual_seed(5)
+        assert torch.equal(OnnxModel(tmp_path).generate(**ask, **options), expected)
+        assert expected.tolist() != plain.tolist()
 
 
 def test_decoders_and_what_is_not_fine_tuned_are_refused(tmp_path, capsys):
