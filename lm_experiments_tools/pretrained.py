@@ -29,6 +29,7 @@ from lm_experiments_tools.adapters import (
     new_token_names,
     new_token_prefix,
 )
+from lm_experiments_tools.data.text_encoder import end_id
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.freezing import freeze
@@ -525,10 +526,10 @@ def _fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
 
 
 def _set_up_special_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Padding, end and decoder start are the tokenizer's, also for `generate`."""
+    """Padding, end (that of the targets) and decoder start are the tokenizer's, also for `generate`."""
     config, ids = model.config, {"pad_token_id": tokenizer.pad_token_id}
-    if tokenizer.eos_token_id is not None and model.can_generate():
-        ids["eos_token_id"] = tokenizer.eos_token_id
+    if (tokenizer.eos_token_id, tokenizer.sep_token_id) != (None, None) and model.can_generate():
+        ids["eos_token_id"] = end_id(tokenizer)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         ids["decoder_start_token_id"] = tokenizer.pad_token_id
     for holder in filter(None, (config, getattr(model, "generation_config", None))):

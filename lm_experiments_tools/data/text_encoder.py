@@ -58,7 +58,7 @@ class TextEncoder:
     Args:
         tokenizer: a Hugging Face tokenizer.
         source_limit, target_limit: most tokens, those that the tokenizer adds included; without targets None.
-        decoder: sources are what a target continues, so no end of sequence stands between them.
+        decoder: sources are what a target continues, so nothing that the tokenizer adds stands between them.
 
     Raises:
         UserError: targets are asked for and the tokenizer has no token that ends a text; or sources have no room
@@ -68,8 +68,8 @@ class TextEncoder:
     def __init__(self, tokenizer: Any, source_limit: int, target_limit: int | None, *, decoder: bool = False) -> None:
         self.tokenizer, self.decoder = tokenizer, decoder
         self.sources, self.targets = Truncation(source_limit), Truncation(target_limit or 0)
-        ends = tokenizer("a", verbose=False)["input_ids"][-1:]
-        self._source_end = [tokenizer.eos_token_id] if ends == [tokenizer.eos_token_id] and decoder else []
+        ends = _added_end(tokenizer)
+        self._source_end = ends if decoder else []
         added = tokenizer.num_special_tokens_to_add(pair=target_limit is None)
         if source_limit <= added:
             raise UserError(
@@ -77,14 +77,15 @@ class TextEncoder:
                 "--input_seq_len."
             )
         end = [end_id(tokenizer)] if target_limit else []
-        self._target_end = [] if ends == end and not decoder else end
+        self._target_end = [] if ends[-1:] == end and not decoder else end
 
     def encode_sources(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> dict[str, list[list[int]]]:
         """Entries of the tokenizer without the mask: `input_ids`, and `token_type_ids` where it gives them."""
         limit = self.sources.limit + len(self._source_end)
         entries = self._call(texts, pairs, limit, self.sources, drop=len(self._source_end))
         if self._source_end:
-            entries = {name: [row[:-1] for row in rows] for name, rows in entries.items()}
+            kept = slice(-len(self._source_end))
+            entries = {name: [row[kept] for row in rows] for name, rows in entries.items()}
         return entries
 
     def encode_targets(self, texts: Sequence[str]) -> list[list[int]]:
@@ -143,6 +144,14 @@ class TextEncoder:
                 f"{what} is {length} tokens long and leaves no room for a source within {self.sources.limit} tokens: "
                 "shorten it, or raise --input_seq_len."
             )
+
+
+def _added_end(tokenizer: Any) -> list[int]:
+    """The ids that the tokenizer adds behind a text, such as eos (T5) or sep (BERT)."""
+    text = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
+    whole = tokenizer("a", verbose=False)["input_ids"]
+    before = next((n for n in range(len(whole)) if whole[n : n + len(text)] == text), 0)
+    return whole[before + len(text) :]
 
 
 def end_id(tokenizer: Any) -> int:
