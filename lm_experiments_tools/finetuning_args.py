@@ -31,7 +31,7 @@ GENERATION_FLAGS = (
     "num_beams", "do_sample", "length_penalty", "no_repeat_ngram_size", "repetition_penalty", "min_new_tokens",
     "max_new_tokens", "use_generate_on_valid",
 )  # fmt: skip
-LOWER_IS_BETTER = ("loss", "perplexity", "mse")
+LOWER_IS_BETTER = ("loss", "perplexity", "mse", "unknown_answers")
 # What --lr is where it is not given: the usual ones, with AdamW; soft prompts hardly move below 0.1 (peft issue 2642).
 LEARNING_RATES = {
     "encoder": 2e-5,
@@ -302,6 +302,8 @@ class EvaluationArgs:
     def metric_values(self) -> tuple[str, ...]:
         """Names of the values that validation gives."""
         values = [value for name in self.metric_names() for value in VALUES_OF.get(name, (name,))]
+        if self.needs_generation() and self.task in ("classification", "regression"):
+            values.append("unknown_answers")
         return tuple(dict.fromkeys(["loss", *values]))
 
     def needs_generation(self) -> bool:

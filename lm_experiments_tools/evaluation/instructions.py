@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from lm_experiments_tools.evaluation.text import (
     References,
-    exact_match,
     mean_percent,
     rouge_of_examples,
     without_punctuation,
@@ -26,6 +25,10 @@ def instructions(predictions: Sequence[str], references: References, groups: Seq
     """
     kinds = ("rougeL", "rouge1")
     scores = rouge_of_examples(predictions, references, kinds, stem=True, metric="instructions")
+    matched = [
+        max(float(without_punctuation(prediction) == without_punctuation(reference)) for reference in wanted)
+        for prediction, wanted in zip(predictions, references, strict=True)
+    ]
     rows: dict[str, list[int]] = {"": list(range(len(predictions)))}
     for row, group in enumerate(groups):
         if group:
@@ -34,6 +37,5 @@ def instructions(predictions: Sequence[str], references: References, groups: Seq
     for suffix, chosen in rows.items():
         for kind in kinds:
             values[kind + suffix] = mean_percent([scores[row][kind] for row in chosen])
-        matched = exact_match([predictions[r] for r in chosen], [references[r] for r in chosen], without_punctuation)
-        values[f"exact_match{suffix}"] = matched["exact_match"]
+        values[f"exact_match{suffix}"] = mean_percent([matched[row] for row in chosen])
     return values

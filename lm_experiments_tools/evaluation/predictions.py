@@ -1,8 +1,9 @@
 """Predictions of one evaluation: streamed to disk, each example counted once, metrics over all workers' lines.
 
 A worker keeps of a batch what fits in a line of JSON (a text, a label's number or a number), in a file without a name
-that vanishes with the process. At the end rank 0 is told all lines in pieces (workers need no folder in common), puts
-them in the order of the examples and writes, beside the references, to `folder`/{split}.jsonl::
+that vanishes with the process. At the end rank 0 is told all lines in pieces (workers need no folder in common), keeps
+them in another such file, reads them in the order of the examples and writes, beside the references, to
+`folder`/{split}.jsonl::
 
     {"id": "SJ1Xmf-Rb", "source": "Incremental class ...", "prediction": "We present ...", "references": ["..."]}
 
@@ -21,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,6 +66,36 @@ class TextDecoder:
     def lengths(self, token_ids: Tensor) -> list[int]:
         """Tokens of each row without padding."""
         return ((token_ids >= 0) & (token_ids != self.pad_id)).sum(-1).tolist()
+
+
+class StoredAnswers(Sequence):
+    """What was predicted for each example, read from a file without a name: in memory are places in it.
+
+    Args:
+        number: of examples.
+        folder: of the file; None: the usual one for temporary files.
+
+    Attributes:
+        num_tokens: int64[number] generated tokens.
+    """
+
+    def __init__(self, number: int, folder: Path | None) -> None:
+        self.file = tempfile.TemporaryFile(dir=folder)
+        self.places = np.full(number, -1, np.int64)
+        self.num_tokens = np.zeros(number, np.int64)
+
+    def put(self, example: int, answer: Value, num_tokens: int) -> None:
+        """Store an answer; of several for one example the first stays. Not after anything has been read."""
+        if self.places[example] < 0:
+            self.places[example], self.num_tokens[example] = self.file.tell(), num_tokens
+            self.file.write(json.dumps(answer).encode() + b"\n")
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, example: int) -> Value:
+        self.file.seek(self.places[example])
+        return json.loads(self.file.readline())
 
 
 class Predictions:
@@ -134,45 +166,44 @@ class Predictions:
     # ---- at its end
     def reduce(self, backend: Backend) -> dict[str, float]:
         """Write the file, log --show_valid_examples of it, and tell every worker the metrics; collective."""
-        found = self._gathered(backend)
-        return on_main(backend, lambda: self._finish(found))
+        answers = self._gathered(backend)
+        with answers.file:
+            return on_main(backend, lambda: self._finish(answers))
 
-    def _gathered(self, backend: Backend) -> list[tuple[Value, int]]:
-        """(prediction, generated tokens) of every example, on rank 0; of repeated ones the first."""
-        found: list[Any] = [None] * len(self.examples) if backend.is_main else []
+    def _gathered(self, backend: Backend) -> StoredAnswers:
+        """The answer for every example, on rank 0; of repeated ones the first."""
+        found = StoredAnswers(len(self.examples) if backend.is_main else 0, self.folder)
         self.lines.seek(0)
         while any(pieces := backend.gather(self.lines.readlines(PIECE_BYTES))):
             for line in (line for piece in pieces for line in piece) if backend.is_main else ():
-                example, *value = json.loads(line)
-                if found[example] is None:
-                    found[example] = tuple(value)
+                found.put(*json.loads(line))
         self.lines.close()
         return found
 
-    def _finish(self, found: list[tuple[Value, int]]) -> dict[str, float]:
-        absent = [self.examples[index].name for index, value in enumerate(found) if value is None]
-        if absent:
+    def _finish(self, answers: StoredAnswers) -> dict[str, float]:
+        absent = np.flatnonzero(answers.places < 0)
+        if absent.size:
             raise RuntimeError(
-                f"{len(absent)} of {len(found)} examples of {self.split} were not predicted, the first is {absent[0]}"
+                f"{len(absent)} of {len(answers)} examples of {self.split} were not predicted, the first is "
+                f"{self.examples[absent[0]].name}"
             )
-        answers = [value for value, _ in found]
-        values = {}
+        values, predictions = {}, answers
         if self.generates and self.task == "classification":
             predictions = [self.label_of(answer) for answer in answers]
-            values = _share_of_unknown(predictions.count(UNKNOWN), len(predictions))
+            values["unknown_answers"] = predictions.count(UNKNOWN) / len(predictions)
         elif self.generates and self.task == "regression":
             numbers = [number_in(answer) for answer in answers]
-            values = _share_of_unknown(numbers.count(None), len(numbers))
+            values["unknown_answers"] = numbers.count(None) / len(numbers)
             predictions = [INVALID_NUMBER if number is None else number for number in numbers]
-        else:
-            predictions = answers
+        elif self.task in ("classification", "regression"):
+            predictions = list(answers)
         self._write(answers, predictions)
         self._show(answers, predictions)
-        return self._measure(predictions, [length for _, length in found]) | values
+        return self._measure(predictions, int(answers.num_tokens.sum()) / len(answers)) | values
 
-    def _measure(self, predictions: list[Any], lengths: list[int]) -> dict[str, float]:
+    def _measure(self, predictions: Sequence[Any], mean_length: float) -> dict[str, float]:
         if not self.measurable:
-            return {"gen_len": sum(lengths) / len(lengths)} if "gen_len" in self.metrics else {}
+            return {"gen_len": mean_length} if "gen_len" in self.metrics else {}
         if self.task in ("classification", "regression"):
             labels = [example.label for example in self.examples]
             if self.task == "regression":
@@ -182,7 +213,7 @@ class Predictions:
         values = {}
         for name in self.metrics:
             if name == "gen_len":
-                values[name] = sum(lengths) / len(lengths)
+                values[name] = mean_length
             elif name == "instructions":
                 values |= instructions(predictions, references, [example.group for example in self.examples])
             else:
@@ -203,7 +234,7 @@ class Predictions:
         return None if prediction == UNKNOWN else self.label_names[prediction]
 
     # ---- for people
-    def _records(self, answers: list[Value], predictions: list[Value]) -> Iterator[dict[str, Any]]:
+    def _records(self, answers: Sequence[Value], predictions: Sequence[Value]) -> Iterator[dict[str, Any]]:
         for example, answer, prediction in zip(self.examples, answers, predictions, strict=True):
             record = {"id": example.name, "source": example.source}
             if example.pair is not None:
@@ -215,7 +246,7 @@ class Predictions:
                 record["group"] = example.group
             yield record
 
-    def _write(self, answers: list[Value], predictions: list[Value]) -> None:
+    def _write(self, answers: Sequence[Value], predictions: Sequence[Value]) -> None:
         if self.folder is None:
             return
         with replacing(self.folder / f"{self.split}.jsonl") as file:
@@ -226,7 +257,7 @@ class Predictions:
                 by_id = {example.name: answer for example, answer in zip(self.examples, answers, strict=True)}
                 file.write(dump_json(by_id).encode() + b"\n")
 
-    def _show(self, answers: list[Value], predictions: list[Value]) -> None:
+    def _show(self, answers: Sequence[Value], predictions: Sequence[Value]) -> None:
         """Log examples at equal distances, the same ones each time."""
         number = min(self.args.show_valid_examples, len(self.examples))
         chosen = {index * len(self.examples) // number for index in range(number)}
@@ -238,10 +269,6 @@ class Predictions:
                 values = value if name == "references" else [value]
                 lines += [f"  {name.removesuffix('s'):<11}{_shortened(v)}" for v in values]
             logger.info("\n".join(lines))
-
-
-def _share_of_unknown(number: int, total: int) -> dict[str, float]:
-    return {"unknown_answers": number / total} if number else {}
 
 
 def _shortened(value: Any) -> str:

@@ -15,7 +15,7 @@ from lm_experiments_tools.data.examples import Example
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.answers import LabelWords, number_in
 from lm_experiments_tools.evaluation.classes import UNKNOWN, class_metrics
-from lm_experiments_tools.evaluation.predictions import Predictions, TextDecoder
+from lm_experiments_tools.evaluation.predictions import PIECE_BYTES, Predictions, TextDecoder
 from lm_experiments_tools.files import replacing
 from lm_experiments_tools.finetuning_args import FinetuningArgs
 
@@ -160,6 +160,19 @@ def test_memory_does_not_grow_with_the_number_of_examples(decode):
     assert peaks[-1] - peaks[20] < 20_000  # 18,000 lines have been added, of 24 bytes and more
 
 
+def test_texts_stay_on_disk_at_the_end_too(decode, tmp_path):
+    """4,000 predictions of 2 KB."""
+    examples = [TEXTS[0]] * 4000
+    collector = Predictions(args_of(metrics=("exact_match", "gen_len")), "valid", examples, decode, (), tmp_path)
+    for first in range(0, 4000, 100):
+        collector.add({"example": torch.arange(first, first + 100)}, generated(*["cats sleep run " * 140] * 100))
+    tracemalloc.start()
+    values = collector.reduce(LocalBackend())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5 * PIECE_BYTES and values == {"exact_match": 0.0, "gen_len": 421.0}
+
+
 # ---- labels and numbers
 def sentences(*labels, pair=None):
     return [Example(f"sentence {n}", pair=pair, label=label, name=str(n)) for n, label in enumerate(labels)]
@@ -189,11 +202,14 @@ def test_answers_that_are_no_label_are_wrong_and_counted(tmp_path, decode):
     assert [r["text"] for r in records] == ["no", "cats", "the yes", "yes"]
 
 
-def test_unknown_answers_are_not_mentioned_where_there_are_none(decode):
-    args = args_of(task="classification", metrics=("accuracy",))
+def test_unknown_answers_are_there_where_there_are_none(decode):
+    args = args_of(task="classification", metrics=("accuracy",), optimize_metric="unknown_answers")
+    assert args.resolved().optimize_mode == "min"
     collector = Predictions(args, "valid", sentences(0, 1), decode, ("no", "yes"))
     collector.add(indices(0, 1), generated("no", "no"))
-    assert collector.reduce(LocalBackend()) == {"accuracy": 0.5}
+    assert collector.reduce(LocalBackend()) == {"accuracy": 0.5, "unknown_answers": 0.0}
+    encoder = args_of(model_type="encoder", task="classification")
+    assert "unknown_answers" not in encoder.metric_values() + args_of().metric_values()
 
 
 def test_label_words_are_told_apart_as_long_as_they_differ():
