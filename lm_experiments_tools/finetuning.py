@@ -79,7 +79,7 @@ def finetuning_loop(
     """
     if args.packing and data.train is not None:
         on_all(backend, lambda: check_packing(model, args))
-    check_metrics(args.metric_names())
+    check_metrics(args.metric_names(), args.bleu_tokenize)
     folder = None if args.model_path is None else Path(args.model_path) / "predictions"
 
     def collect(split: str) -> Predictions:

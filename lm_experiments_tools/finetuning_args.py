@@ -235,6 +235,9 @@ class EvaluationArgs:
     """Metrics besides the loss. text: bleu, chrf, rouge, exact_match, f1_tokens, gen_len, scrolls; classes: accuracy,
     f1, precision, recall, mcc; numbers: pearson, spearman, mse; instructions. Empty: the usual ones of the task; none:
     the loss alone."""
+    bleu_tokenize: Literal["13a", "intl", "zh", "char", "none", "ja-mecab", "ko-mecab"] = "13a"
+    """bleu: sacreBLEU's tokenizer. zh for Chinese, char for any text without spaces; ja-mecab and ko-mecab need
+    sacrebleu[ja] and sacrebleu[ko]."""
     show_valid_examples: int = 0
     """Examples, with their predictions, to print at every validation."""
     num_beams: int = 1
@@ -502,6 +505,8 @@ UNREAD = (
            "compares texts of a beam search: give --num_beams too"),
     Unread(GENERATION_FLAGS, lambda args: not args.needs_generation(),
            "is about generated text, and no metric looks at any: leave it out"),
+    Unread(("bleu_tokenize",), lambda args: "bleu" not in args.metric_names(),
+           "is of --metrics bleu: add it, or leave --{flag} out"),
     Unread(("show_valid_examples",), lambda args: args.task == "causal_lm",
            "shows predictions, and --task causal_lm makes none: leave it out"),
     Unread(("show_valid_examples",), lambda args: not args.metric_names(),

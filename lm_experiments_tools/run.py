@@ -33,8 +33,8 @@ _EXTRA_KEYS = ("ENV", "MACHINE", "COMMIT", "WORLD_SIZE")
 _ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONPATH")
 # arguments that a continued run may change: they alter neither the model, nor the data, nor the updates made so far
 HARMLESS = frozenset(
-    "allow_partial_checkpoint allow_pickle backend data_n_workers do_sample early_stopping_patience epochs "
-    "eval_batch_size init_checkpoint iters keep_checkpoints length_penalty log_interval max_bad_lines "
+    "allow_partial_checkpoint allow_pickle backend bleu_tokenize data_n_workers do_sample early_stopping_patience "
+    "epochs eval_batch_size init_checkpoint iters keep_checkpoints length_penalty log_interval max_bad_lines "
     "max_instances_per_eval_task max_new_tokens max_skipped_updates metrics min_new_tokens model_path "
     "no_repeat_ngram_size num_beams profile_after repetition_penalty report reset_iteration reset_lr reset_optimizer "
     "resume save_best save_interval show_valid_examples skip_used_data temperature test_data_path test_samples top_k "

@@ -2,11 +2,11 @@
 
 | --metrics | values | scale | rule |
 |---|---|---|---|
-| bleu | bleu | 0-100 | sacrebleu, corpus level, its default tokenizer (13a) and smoothing |
+| bleu | bleu | 0-100 | sacrebleu, corpus level, by its tokenizer --bleu_tokenize (13a) and its default smoothing |
 | chrf | chrf | 0-100 | sacrebleu's chrF2, corpus level |
 | rouge | rouge1, rouge2, rougeL, rougeLsum | 0-100 | rouge-score's F-measure with its stemmer, mean over examples (as
-  Hugging Face's example scripts, without their bootstrap); sentences of rougeLsum are lines; of several references the
-  best one, for each value alone |
+  Hugging Face's example scripts, without their bootstrap); sentences of rougeLsum are lines of the texts as they
+  are; of several references the best one, for each value alone |
 | exact_match | exact_match | 0-100 | SQuAD: lower case, no punctuation, no articles; the best of the references |
 | f1_tokens | f1_tokens | 0-100 | SQuAD 1.1: words in common after the same normalisation; the best of the references |
 | scrolls | rouge1, rouge2, rougeL, rouge_geometric_mean, f1_tokens, exact_match | 0-100 | SCROLLS: rouge-score without

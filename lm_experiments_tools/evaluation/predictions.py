@@ -126,7 +126,7 @@ class Predictions:
         self.label_names, self.folder = tuple(label_names), folder
         self.generates, self.task = args.needs_generation(), args.task
         self.metrics = args.metric_names()
-        text.check_metrics(self.metrics)
+        text.check_metrics(self.metrics, args.bleu_tokenize)
         self.measurable = self._measurable()
         words = tuple(args.label_words) or self.label_names
         self.label_of = LabelWords(words) if self.task == "classification" and self.generates else None
@@ -216,6 +216,8 @@ class Predictions:
                 values[name] = mean_length
             elif name == "instructions":
                 values |= instructions(predictions, references, [example.group for example in self.examples])
+            elif name == "bleu":
+                values |= text.bleu(predictions, references, self.args.bleu_tokenize)
             else:
                 values |= text.METRICS[name](predictions, references)
         return values

@@ -28,7 +28,7 @@ def _optional(module: str, package: str, metric: str) -> ModuleType:
         ) from None
 
 
-def check_metrics(names: Sequence[str]) -> None:
+def check_metrics(names: Sequence[str], bleu_tokenize: str = "13a") -> None:
     """Refuse metrics that give different values of one name, and those whose package is not installed."""
     for first, second, value in DISAGREEING:
         if first in names and second in names:
@@ -40,6 +40,8 @@ def check_metrics(names: Sequence[str]) -> None:
             _optional("sacrebleu", "sacrebleu", name)
         elif name in ("rouge", "scrolls", "instructions"):
             _optional("rouge_score.rouge_scorer", "rouge-score", name)
+    if "bleu" in names:
+        _bleu(bleu_tokenize)
 
 
 def without_punctuation(text: str) -> str:
@@ -85,10 +87,20 @@ def _streams(references: References) -> list[tuple[str | None, ...]]:
     return list(zip_longest(*references))
 
 
-def bleu(predictions: Sequence[str], references: References) -> dict[str, float]:
-    """Corpus BLEU as the sacrebleu command prints it, unrounded."""
+def _bleu(tokenize: str) -> Any:
     sacrebleu = _optional("sacrebleu", "sacrebleu", "bleu")
-    return {"bleu": float(sacrebleu.BLEU().corpus_score(list(predictions), _streams(references)).score)}
+    try:
+        return sacrebleu.BLEU(tokenize=tokenize)
+    except RuntimeError as error:  # of a package that a tokenizer needs
+        raise UserError(
+            f"--bleu_tokenize {tokenize} needs packages that are not installed: "
+            f"pip install 'sacrebleu[{tokenize.partition('-')[0]}]', or choose char."
+        ) from error
+
+
+def bleu(predictions: Sequence[str], references: References, tokenize: str = "13a") -> dict[str, float]:
+    """Corpus BLEU as the sacrebleu command prints it with `--tokenize`, unrounded."""
+    return {"bleu": float(_bleu(tokenize).corpus_score(list(predictions), _streams(references)).score)}
 
 
 def chrf(predictions: Sequence[str], references: References) -> dict[str, float]:

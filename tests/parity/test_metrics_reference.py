@@ -15,12 +15,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.data.examples import Example
 from lm_experiments_tools.evaluation import text
 from lm_experiments_tools.evaluation.answers import LabelWords
 from lm_experiments_tools.evaluation.classes import UNKNOWN, class_metrics
 from lm_experiments_tools.evaluation.instructions import instructions
 from lm_experiments_tools.evaluation.numbers import number_metrics
+from lm_experiments_tools.evaluation.predictions import Predictions
+from lm_experiments_tools.finetuning_args import FinetuningArgs
 from tests.real_data import DATA, lacking
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -61,6 +66,28 @@ def test_bleu_and_chrf_of_one_reference_are_sacrebleus():
     ones = [[reference] for reference in first]
     assert text.bleu(predictions, ones)["bleu"] == sacrebleu.corpus_bleu(predictions, [first]).score > 1
     assert text.chrf(predictions, ones)["chrf"] == sacrebleu.corpus_chrf(predictions, [first]).score > 10
+
+
+@pytest.mark.parametrize("tokenize", ["13a", "intl", "zh", "char", "none"])
+def test_bleu_of_chinese_is_sacrebleus_by_each_tokenizer(tokenize):
+    sacrebleu = pytest.importorskip("sacrebleu")
+    predictions = ["今天天气很好，我们去公园散步吧。", "他在北京大学学习 Physics。"]
+    references = ["今天天气不错，我们去公园走走吧。", "她在北京大学学习 Physics。"]
+    expected = sacrebleu.corpus_bleu(predictions, [references], tokenize=tokenize).score
+    args = FinetuningArgs(model_cfg="m", valid_data_path="y", metrics=("bleu",), bleu_tokenize=tokenize)
+    examples = [Example("s", (reference,), name=reference) for reference in references]
+
+    class Decoder:
+        def __call__(self, token_ids):
+            return [predictions[number] for number in token_ids[:, 0].tolist()]
+
+        def lengths(self, token_ids):
+            return [1] * len(token_ids)
+
+    collector = Predictions(args, "valid", examples, Decoder())
+    collector.add({"example": torch.arange(2)}, {"generation_outputs": torch.arange(2)[:, None]})
+    assert collector.reduce(LocalBackend()) == {"bleu": expected}
+    assert expected > 20 or tokenize in ("13a", "intl", "none")
 
 
 def test_examples_may_have_different_numbers_of_references():

@@ -281,6 +281,17 @@ def test_a_missing_package_is_named_before_anything_is_generated(metric, module,
         Predictions(args_of(metrics=(metric,)), "valid", TEXTS, decode)
 
 
+def test_a_tokenizer_that_needs_a_package_is_named_before_anything_is_generated(decode, monkeypatch):
+    sacrebleu = pytest.importorskip("sacrebleu")
+
+    def without_mecab(tokenize):
+        raise RuntimeError("Japanese tokenization requires extra dependencies")
+
+    monkeypatch.setattr(sacrebleu, "BLEU", without_mecab)
+    with pytest.raises(UserError, match=r"--bleu_tokenize ja-mecab needs .*: pip install 'sacrebleu\[ja\]', or"):
+        Predictions(args_of(metrics=("bleu",), bleu_tokenize="ja-mecab"), "valid", TEXTS, decode)
+
+
 # ---- for people
 def test_the_same_examples_are_shown_each_time(decode, caplog):
     caplog.set_level(logging.INFO)

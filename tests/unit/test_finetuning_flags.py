@@ -60,7 +60,7 @@ EVERYWHERE = """model_type task data_path valid_data_path test_data_path max_bad
     test_samples input_seq_len from_pretrained tokenizer freeze quantize device_map embeddings_on_cpu metrics epochs
     """.split()
 BESIDE_ANOTHER = """peft lora_r lora_alpha lora_dropout lora_targets num_virtual_tokens prompt_init_text num_prompts
-    temperature top_k top_p length_penalty""".split()
+    temperature top_k top_p length_penalty bleu_tokenize""".split()
 DATA = {"data_path": ("x",), "valid_data_path": "y"}
 
 
@@ -109,6 +109,7 @@ def test_a_flag_of_another_adapter_is_refused(flag):
         ({"min_new_tokens": 12, "max_new_tokens": 3}, "--min_new_tokens 12 is more than --max_new_tokens 3: raise"),
         ({"min_new_tokens": 129}, "--min_new_tokens 129 is more than --target_seq_len 128"),
         ({"task": "instructions", "num_pos_examples": 0, "add_explanation": True}, "--num_neg_examples are 0"),
+        ({"metrics": ("chrf",), "bleu_tokenize": "zh"}, "--bleu_tokenize is of --metrics bleu: add it, or leave"),
         ({"metrics": ("none",), "show_valid_examples": 2}, "--show_valid_examples shows predictions"),
         ({"metrics": ("none",), "num_beams": 2}, "--num_beams is about generated text, and no metric looks"),
         ({"valid_data_path": None, "metrics": ("bleu",)}, "--metrics is about evaluation: add --valid_data_path or"),
