@@ -140,7 +140,26 @@ class _Reader:
             raise UserError(f"--label_names {', '.join(names)} names a label twice: name each once.")
         if len({word.strip().lower() for word in words}) < len(words) and args.model_type == "encoder-decoder":
             raise UserError(f"the label words {', '.join(words)} do not differ: give --label_words that do.")
+        if args.model_type == "encoder-decoder":
+            self._check_words(words)
         return names, words
+
+    def _check_words(self, words: Sequence[str]) -> None:
+        """Refuse words that are one and the same target to the model."""
+        targets = text_encoder(self.args, self.tokenizer).encode_targets(words)
+        known: dict[tuple[int, ...], str] = {}
+        for word, ids in zip(words, targets, strict=True):
+            other = known.setdefault(tuple(ids), word)
+            if other == word:
+                continue
+            tokens, unknown = self.tokenizer.convert_ids_to_tokens(ids), self.tokenizer.unk_token
+            why = f" within --target_seq_len {self.args.target_seq_len}"
+            if unknown in tokens:
+                why = f", where {unknown} is what the tokenizer does not know"
+            raise UserError(
+                f"the label words {other} and {word} are the same tokens to the model ({' '.join(tokens)}{why}): give "
+                "--label_words that differ."
+            )
 
     def _found_labels(self) -> tuple[str, ...]:
         """Those of the training data; a trained head numbers them in its own order, and knows them without data."""

@@ -57,7 +57,7 @@ def test_labels_that_are_nowhere_are_asked_for(folder):
         FineTuner(folder / "encoder", **CLASSES)
     writer = FineTuner(folder / "encoder-decoder", task="classification", text_fields=("sentence",), target_seq_len=8)
     assert len(writer.predict(TEXTS)) == 4  # it writes, whatever labels there are
-    writer.train(data_path=folder / "labels.tsv", iters=1, batch_size=4)
+    writer.train(data_path=folder / "labels.tsv", iters=1, batch_size=4, label_words=("w1", "w2"))
     assert writer.label_names == ("bad", "good")
 
 

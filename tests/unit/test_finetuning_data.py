@@ -244,6 +244,7 @@ def test_choices_of_examples_are_the_same_whatever_the_seed(task, tmp_path):
 
     def chosen(seed):
         flags = {"max_train_samples": 7, "valid_samples": 9, "seed": seed, "task": task, "batch_size": 7}
+        flags |= {"label_words": ("w1", "w2", "w3")} if task == "classification" else {}
         data = read(word_tokenizer(), data_path=(path,), valid_data_path=path, optimize_metric="loss", **flags)
         train = sorted(str(row) for row in rows_of(next(data.train)))
         data.train.close()

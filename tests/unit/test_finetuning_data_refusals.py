@@ -107,6 +107,12 @@ def test_more_bad_rows_than_allowed_are_refused_with_the_first(tmp_path):
          "has 2 words, but the data has 1 labels (a)"),
         (LABEL, {"task": "classification", "label_names": ("a", "b"), "label_words": ("no", "No"),
                  "optimize_metric": "loss"}, "the label words no, No do not differ"),
+        (LABEL, {"task": "classification", "label_names": ("a", "b", "c"), "label_words": ("w1", "正面", "负面"),
+                 "optimize_metric": "loss"}, "the label words 正面 and 负面 are the same tokens to the model (<unk> "
+         "</s>, where <unk> is what the tokenizer does not know): give --label_words that differ."),
+        (LABEL, {"task": "classification", "label_names": ("a", "b"), "label_words": ("w1 w2", "w1 w3"),
+                 "optimize_metric": "loss", "target_seq_len": 2}, "the label words w1 w2 and w1 w3 are the same "
+         "tokens to the model (w1 </s> within --target_seq_len 2)"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_the_data_are_a_sentence(content, flags, reason, tmp_path):

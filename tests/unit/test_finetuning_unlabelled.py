@@ -91,6 +91,7 @@ TARGETS = [f"w{number} w{number + 1}" for number in range(11)]
 CLASSES, NUMBERS = [("bad", "good")[n % 2] for n in range(11)], [str(n / 4) for n in range(11)]
 REGRESSION = {"task": "regression", "metrics": ("mse",)}
 CLASSIFICATION = {"task": "classification", "metrics": ("accuracy",)}
+WORDED = {**CLASSIFICATION, "label_words": ("w1", "w2")}
 RUNS = {  # kind of model, training data, flags, and the name and content of test data with and without labels
     "null": ("encoder-decoder", "text.jsonl", {}, "jsonl", jsonl(target=TARGETS), jsonl(target=None)),
     "no field": ("encoder-decoder", "text.jsonl", {"num_beams": 2}, "tsv", table("source target", TARGETS),
@@ -105,7 +106,7 @@ RUNS = {  # kind of model, training data, flags, and the name and content of tes
                     table("sentence label", ["-1"] * 11)),
     "encoder, numbers": ("encoder", "numbers.tsv", REGRESSION, "tsv", table("sentence label", NUMBERS),
                          table("sentence label", ["-1.0"] * 11)),
-    "text, classes": ("encoder-decoder", "classes.tsv", CLASSIFICATION, "tsv", table("sentence label", CLASSES),
+    "text, classes": ("encoder-decoder", "classes.tsv", WORDED, "tsv", table("sentence label", CLASSES),
                       table("sentence label", ["-1"] * 11)),
     "text, numbers": ("encoder-decoder", "numbers.tsv", REGRESSION, "tsv", table("sentence label", NUMBERS),
                       table("sentence")),
@@ -203,6 +204,8 @@ def test_a_folder_of_glue_is_read_as_it_is_handed_out(name, kind, tmp_path, capl
     file = tmp_path / ("test_matched.tsv" if name == "MNLI" else "test.tsv")
     file.write_text(lines(test, 3))
     task = {"task": "regression" if name == "STS-B" else "classification", "optimize_metric": "loss"}
+    if kind == "encoder-decoder" and name != "STS-B":
+        task["label_words"] = ("w1", "w2")
     where = dict.fromkeys(("valid_data_path", "test_data_path"), str(tmp_path)) | {"data_path": (str(tmp_path),)}
     args = FinetuningArgs(model_cfg="no.json", model_type=kind, **where, **task, **LENGTHS[kind])
     tokenizer = toy_tokenizer()
