@@ -105,8 +105,12 @@ def _text_example(row: Row, fields: TextFields, with_targets: bool) -> tuple[str
     record = _texts_of(row)
     source = _text(record, fields.source or _found(record, SOURCE_FIELDS, "--source_id"))
     targets = _targets(*fields.target_of(record)) if with_targets else ()
-    name = row.fields.get("id", row.fields.get("pid", ""))
-    return row.where, Example(fields.prefix + source, targets, name=str(name))
+    return row.where, Example(fields.prefix + source, targets, name=_name(row.fields, "id", "pid"))
+
+
+def _name(record: dict[str, Any], *keys: str) -> str:
+    """What stands in the first of these fields; null is no name."""
+    return next((str(record[key]) for key in keys if record.get(key) is not None), "")
 
 
 def _texts_of(row: Row) -> dict[str, Any]:
@@ -265,7 +269,7 @@ def label_examples(
         if with_labels:
             value = fields.label_of(row.fields)
             label = _class_number(value, numbers) if numbers else _number(value)
-        name = str(row.fields.get("id", ""))
+        name = _name(row.fields, "id")
         if words is None:
             return Example(fields.prefix + texts[0], pair=texts[1] if len(texts) > 1 else None, label=label, name=name)
         source = fields.prefix + t5_text(keys, texts)

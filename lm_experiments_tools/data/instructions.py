@@ -240,6 +240,6 @@ def _example(instance: Any, task: dict[str, Any], parts: Sequence[PromptParts], 
     if not all(text.strip() for text in outputs):
         raise BadRow("an output is empty")
     prompts = [prompt_text(task, instance["input"], some, fits) for some in parts]
-    name = str(instance.get("id", ""))
+    name = "" if instance.get("id") is None else str(instance["id"])
     variants = tuple(prompts) if len(prompts) > 1 else ()
     return Example(prompts[0], tuple(outputs), name=name, group=task["Task"], variants=variants)

@@ -118,12 +118,12 @@ def test_decoder_rows_are_source_target_and_end(end, tmp_path):
     flags = {"model_type": "decoder", "input_seq_len": 16, "target_seq_len": 4, "pad_to_multiple_of": None}
     data = read(word_tokenizer(end), data_path=(path,), valid_data_path=path, **flags)
     (batch,) = data.splits["valid"].loader
-    assert batch["example"].tolist() == [1, 0]  # by length
-    assert batch["input_ids"].tolist() == [[10, 11, 1, 0, 0], [3, 4, 5, 8, 1]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5]
-    assert batch["labels"].tolist() == [[-100, 11, 1, -100, -100], [-100, -100, -100, 8, 1]]
-    assert batch["prompt_ids"].tolist() == [[0, 0, 10], [3, 4, 5]]
-    assert batch["prompt_mask"].tolist() == [[0, 0, 1], [1, 1, 1]]
+    assert batch["example"].tolist() == [0, 1]  # the longest first
+    assert batch["input_ids"].tolist() == [[3, 4, 5, 8, 1], [10, 11, 1, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, -100, -100, 8, 1], [-100, 11, 1, -100, -100]]
+    assert batch["prompt_ids"].tolist() == [[3, 4, 5], [0, 0, 10]]
+    assert batch["prompt_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
     assert set(next(data.train)) == {"input_ids", "attention_mask", "labels", "example"}
     data.train.close()
 
@@ -292,6 +292,18 @@ def test_sources_and_targets_are_found_by_their_names(row, fields, expected, tmp
     (example,) = text_examples(path, TextFields(**fields), BadRows(0), merge=True)
     assert (example.source, example.targets) == expected
     assert example.name == str(row.get("id", 0))
+
+
+def test_null_is_no_id(tmp_path):
+    """Such rows are numbered, as rows without one are."""
+    rows = [{"id": None, "source": word, "target": "w1"} for word in WORDS[:3]]
+    rows += [{"id": None, "pid": "p", "source": "w3", "target": "w1"}]
+    path = write_json(tmp_path / "null.jsonl", rows)
+    names = [example.name for example in text_examples(path, TextFields(), BadRows(0), merge=True)]
+    assert names == ["0", "1", "2", "p"]
+    path = write_json(tmp_path / "labels.jsonl", [{"id": None, "sentence": word, "label": 1} for word in WORDS[:3]])
+    examples = label_examples(path, LabelFields(), BadRows(0), names=("1", "2"))
+    assert [example.name for example in examples] == ["0", "1", "2"]
 
 
 def test_rows_of_one_id_are_one_example_of_several_references_in_evaluation_alone(tmp_path):
