@@ -133,7 +133,9 @@ class BucketedDataset:
 
 
 class SortedSamples:
-    """Some samples of the first epoch, the same ones whatever the batches, in the order of their lengths.
+    """Some samples of the first epoch, the same ones whatever the batches, from the longest to the shortest.
+
+    What needs most memory comes first, so that a lack of it shows at once and not at the end of an evaluation.
 
     Args:
         dataset: its own order is random, so its first samples are a random choice.
@@ -145,7 +147,7 @@ class SortedSamples:
         self.dataset = dataset
         samples = np.arange(min(len(dataset), num_samples or len(dataset)))
         inputs, targets = dataset.lengths(samples)
-        self._samples = samples[np.lexsort((inputs, targets // target_step))]
+        self._samples = samples[np.lexsort((inputs, targets // target_step))[::-1]]
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -155,7 +157,7 @@ class SortedSamples:
         return f"{self.dataset.fingerprint}/sorted={len(self)}"
 
     def describe(self) -> str:
-        return f"{self.dataset.describe()}; {len(self):,} samples by length"
+        return f"{self.dataset.describe()}; {len(self):,} samples, the longest first"
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Samples by their place int64[n]; as the dataset's."""

@@ -393,7 +393,7 @@ def test_values_of_a_regression_are_float_labels(tmp_path):
     path = write_json(tmp_path / "a.jsonl", [{"text": "w1", "label": "0.25"}, {"text": "w1 w2", "label": 3}])
     flags = {"model_type": "encoder", "task": "regression", "optimize_metric": "loss"}
     (batch,) = read(word_tokenizer(), data_path=(path,), valid_data_path=path, **flags).splits["valid"].loader
-    assert batch["labels"].dtype == torch.float32 and batch["labels"].tolist() == [0.25, 3.0]
+    assert batch["labels"].dtype == torch.float32 and batch["labels"].tolist() == [3.0, 0.25]
 
 
 def test_causal_lm_predicts_every_token_of_the_documents_once(tmp_path):
