@@ -234,7 +234,14 @@ def set_dropout(config: PreTrainedConfig, rate: float) -> None:
         setattr(config, name, rate)
 
 
-def check_positions(config: PreTrainedConfig, length: int, of_what: str) -> None:
+def first_position(model: nn.Module) -> int:
+    """The row of the position embeddings that the first token has: RoBERTa and its like leave out those up to
+    padding's."""
+    tables = [m for name, m in model.named_modules() if name.rpartition(".")[2] == "position_embeddings"]
+    return max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)
+
+
+def check_positions(config: PreTrainedConfig, length: int, of_what: str, first: int = 0) -> None:
     """Refuse inputs longer than the model has positions, which would be an index error in the middle of a run.
 
     Relative and rotary positions have no such end.
@@ -242,6 +249,7 @@ def check_positions(config: PreTrainedConfig, length: int, of_what: str) -> None
     Args:
         length: most positions of an input.
         of_what: which flags say so, for the message.
+        first: `first_position` of the model, where it may not be 0.
 
     Raises:
         UserError: with both numbers.
@@ -249,10 +257,11 @@ def check_positions(config: PreTrainedConfig, length: int, of_what: str) -> None
     positions = getattr(config, "max_position_embeddings", None)
     kind = getattr(config, "position_embedding_type", "absolute")
     bounded = kind in ("absolute", "relative_key", "relative_key_query") and not hasattr(config, "rope_parameters")
-    if bounded and positions is not None and length > positions:
+    if bounded and positions is not None and length > positions - first:
+        unused = f" less the {first} that it leaves unused" if first else ""
         raise UserError(
-            f"{of_what} is more than the {positions} positions of the model (max_position_embeddings in its "
-            "configuration): shorten it, or choose a model with more."
+            f"{of_what} is more than the {positions - first} positions of the model (max_position_embeddings in its "
+            f"configuration{unused}): shorten it, or choose a model with more."
         )
 
 

@@ -37,6 +37,7 @@ from lm_experiments_tools.models import (
     build_model,
     check_positions,
     enable_checkpointing,
+    first_position,
     get_cls_by_name,
     load_model_config,
     set_dropout,
@@ -225,9 +226,10 @@ def _check_length(model: nn.Module, args: FinetuningArgs) -> None:
         source = args.input_seq_len - args.target_seq_len if args.model_type == "decoder" else 0
         beside = f"{source} tokens of a source and " if source else ""
         lengths[f"{beside}{written} to be generated (--max_new_tokens)"] = source + written
+    first = first_position(model)
     for what, length in lengths.items():
         prompt = f" with the {before} tokens of the prompt" if before else ""
-        check_positions(model.config, length + before, what + prompt)
+        check_positions(model.config, length + before, what + prompt, first)
 
 
 def _peft_configs(model: nn.Module) -> list[Any]:
