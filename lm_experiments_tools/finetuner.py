@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from lm_experiments_tools import checkpoint
+from lm_experiments_tools.adapters import is_adapted
 from lm_experiments_tools.args import ModelArgs, PrecisionArgs
 from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.batches import forward_names
@@ -49,6 +50,7 @@ from lm_experiments_tools.finetuning_args import (
 from lm_experiments_tools.freezing import ModelSummary, freeze, summary
 from lm_experiments_tools.pretrained import load_tokenizer, pretrained_model
 from lm_experiments_tools.sources import find_source
+from lm_experiments_tools.state import on_main
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -108,6 +110,7 @@ class FineTuner:
         self.model: nn.Module = pretrained_model(self.args, self.tokenizer, self.label_names)
         self._run_folders: set[Path] = set()  # that this object has trained in
         self._passes = 0  # over the training data, begun so far
+        self._added_rows = False  # to the embedding, which are in no file yet
 
     @cached_property
     def backend(self) -> Backend:
@@ -150,10 +153,21 @@ class FineTuner:
         return before - self._trainable()
 
     def add_tokens(self, tokens: str | Sequence[str]) -> int:
-        """Add words to the vocabulary, with new rows in the embedding to be trained; how many were not there yet."""
+        """Add words to the vocabulary, with new rows in the embedding to be trained; how many were not there yet.
+
+        Raises:
+            UserError: the model has an adapter, beside which no row would be trained or saved.
+        """
+        if is_adapted(self.model):
+            raise UserError(
+                "add_tokens: beside an adapter the rows of new tokens would be neither trained nor saved: add them to "
+                "the model without peft, save() that, and put the adapter on what was saved; or choose "
+                "peft='new_tokens'."
+            )
         added = self.tokenizer.add_tokens([tokens] if isinstance(tokens, str) else list(tokens))
         if len(self.tokenizer) > self.model.get_input_embeddings().weight.shape[0]:
             self.model.resize_token_embeddings(len(self.tokenizer), pad_to_multiple_of=64)
+            self._added_rows = True
         self._forget_data()  # tokenized by the old vocabulary
         return added
 
@@ -174,6 +188,7 @@ class FineTuner:
         self._change(settings)
         args = self.args.resolved()
         self._check_folder(args.model_path)
+        self._check_rows()
         run = start_run(args, self.backend)
         data = self.data
         per_epoch = data.train.samples_per_epoch
@@ -192,6 +207,7 @@ class FineTuner:
         self._passes += ceil(loop.state.consumed_samples / per_epoch)
         evaluate_last(loop, data)
         loop.save_metrics(args.model_path)
+        self.backend.release()
         return loop.state.metrics
 
     def evaluate(self, split: str = "valid") -> dict[str, float]:
@@ -209,7 +225,10 @@ class FineTuner:
         data = replace(self.data, train=None)
         with self._evaluating():
             loop = finetuning_loop(args, self.backend, self.model, None, data, self.tokenizer)
-            return loop.validate(data.splits[split].loader, split)
+            try:
+                return loop.validate(data.splits[split].loader, split)
+            finally:
+                self.backend.release()
 
     def generate_single(self, text: Text, **options: Any) -> str:
         """What the model writes for one text.
@@ -259,11 +278,20 @@ class FineTuner:
         return found
 
     def save(self, path: str | Path) -> None:
-        """Model and tokenizer in Hugging Face's layout; of a peft model only what was trained."""
+        """Model and tokenizer in Hugging Face's layout; of a peft model only what was trained.
+
+        Every worker calls it; one writes, and the others wait for it.
+        """
+        self._check_rows()
         folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.save_model(folder, self.model)
-        self.tokenizer.save_pretrained(folder)
+        state = self.backend.model_state() if self.backend.holds(self.model) else None
+
+        def write() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            checkpoint.save_model(folder, self.model, state_dict=state)
+            self.tokenizer.save_pretrained(folder)
+
+        on_main(self.backend, write)
 
     def _sources(self, texts: Sequence[Text]) -> tuple[list[str], list[str] | None]:
         """What data would hold for these texts: sources, and the second sentences for an encoder."""
@@ -355,6 +383,14 @@ class FineTuner:
             raise UserError(
                 f"this FineTuner has trained in {model_path}, where its checkpoints would take the place of the "
                 "model as it is now: choose another model_path, or make a new FineTuner to continue that run."
+            )
+
+    def _check_rows(self) -> None:
+        """Refuse an adapter that was put on the model by hand, of which its files would not have all."""
+        if self._added_rows and is_adapted(self.model):
+            raise UserError(
+                "the rows that add_tokens() added lie in the base model, and an adapter is saved without it: save() "
+                "the base before an adapter is on it, and make the adapter by FineTuner(folder, peft=...)."
             )
 
     def _forget_data(self) -> None:

@@ -95,6 +95,11 @@ class AccelerateBackend(LocalBackend):
             self.model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
         self._unused_checked = optimizer is None or self.world_size == 1
 
+    def release(self) -> None:
+        super().release()
+        self.accelerator.free_memory()  # with its reference to DDP, whose hooks would reduce gradients once more
+        vars(self.model).pop("_is_accelerate_prepared", None)
+
     def accumulate(self, sync: bool) -> AbstractContextManager[None]:
         self._sync = sync
         return nullcontext() if sync or self._sync_always else self.model.no_sync()
@@ -188,6 +193,9 @@ class FullyShardedBackend(AccelerateBackend):
             )
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        if self.holds(model):
+            check_not_trained_again("FSDP", optimizer)
+            return
         check_unprepared(model, optimizer)
         check_whole(model, "FSDP", shards=True)
         fsdp.join_shared_modules(model)
@@ -207,6 +215,9 @@ class FullyShardedBackend(AccelerateBackend):
             register_fsdp_forward_method(model, "generate")
         self._inner = model
         _, self.optimizer = self.precision.initialize(model, optimizer, self.device)
+
+    def release(self) -> None:
+        pass
 
     def accumulate(self, sync: bool) -> AbstractContextManager[None]:
         self._sync = sync
@@ -267,6 +278,9 @@ class DeepSpeedBackend(AccelerateBackend):
         self.dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        if self.holds(model) and self.model is not model:  # but an engine
+            check_not_trained_again("DeepSpeed", optimizer)
+            return
         check_unprepared(model, optimizer)
         check_whole(model, "DeepSpeed", shards=True)
         self._inner = model
@@ -283,6 +297,9 @@ class DeepSpeedBackend(AccelerateBackend):
         self.model, _ = self.accelerator.prepare(model, optimizer)
         self.optimizer = self.model.optimizer
         self.optimizer.loss_scaler.raise_error_at_min_scale = False  # the loop decides how many skips are too many
+
+    def release(self) -> None:
+        pass
 
     def accumulate(self, sync: bool) -> AbstractContextManager[None]:
         self.model.set_gradient_accumulation_boundary(sync)
@@ -475,6 +492,14 @@ def check_unprepared(model: nn.Module, optimizer: Optimizer | None) -> None:
     for thing in (model, optimizer):
         if getattr(thing, "_is_accelerate_prepared", False):
             raise UserError(f"the {type(thing).__name__} was prepared already: give the trainer the plain one")
+
+
+def check_not_trained_again(name: str, optimizer: Optimizer | None) -> None:
+    if optimizer is not None:
+        raise UserError(
+            f"under {name} a model is cut into slices by its first training or evaluation, and cannot be trained from "
+            "there: train first and evaluate then; to train once more, save it and load that in a new process."
+        )
 
 
 def is_plain(value: Any) -> bool:

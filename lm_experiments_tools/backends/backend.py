@@ -54,6 +54,17 @@ class Backend(ABC):
         """Move, wrap and broadcast the model and (None: evaluation only) its optimizer; sets `model`, `optimizer`."""
 
     @abstractmethod
+    def release(self) -> None:
+        """Take the wrapping off the model after its training or evaluation, so that it can be set up once more.
+
+        What shards the model keeps it: that is for good. It can be evaluated again, but not be trained.
+        """
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether `model` is the one that was set up last."""
+        return getattr(self, "_inner", None) is model
+
+    @abstractmethod
     def autocast(self) -> AbstractContextManager[None]:
         """The mixed-precision context of a forward pass."""
 
@@ -214,6 +225,9 @@ class LocalBackend(Backend):
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         self._inner = model if is_spread(model) else model.to(self.device)
         self.model, self.optimizer = self.precision.initialize(self._inner, optimizer, self.device)
+
+    def release(self) -> None:
+        self.model = self._inner
 
     def autocast(self) -> AbstractContextManager[None]:
         return self.precision.autocast(self.device)

@@ -100,6 +100,12 @@ class HorovodBackend(LocalBackend):
             compression=self.compression,
         )
 
+    def release(self) -> None:
+        super().release()
+        if self._reducer is not None:
+            self._reducer._grad_accs.clear()  # its hooks live on these, and would send each gradient a second time
+            self._reducer = None
+
     def backward(self, loss: Tensor) -> None:
         # Horovod sends a gradient after its n-th backward pass: never, until the last micro-batch makes it the next.
         self._reducer.set_backward_passes_per_step(1 if self._sync else NEVER)

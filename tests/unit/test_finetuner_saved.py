@@ -78,3 +78,36 @@ def test_test_data_alone_is_evaluated_or_predicted(folder, saved, tmp_path):
     flags[-1] = str(folder / "encoder")
     with pytest.raises(UserError, match="give --data_path, or --label_names"):
         main([*flags, "--validate_only", "--test_data_path", str(folder / "texts.tsv")])
+
+
+@pytest.mark.parametrize("kind", ["lora", "prompt_tuning", "new_tokens"])
+def test_an_adapter_on_added_tokens_loads_again(folder, kind, tmp_path):
+    """More of them than the embedding has spare rows for; they are added, and saved, before the adapter."""
+    pytest.importorskip("peft")
+    lengths = {"input_seq_len": 32, "target_seq_len": 8}
+    plain = FineTuner(folder / "encoder-decoder", **lengths)
+    assert plain.add_tokens([f"<x{number}>" for number in range(20)]) == 20
+    plain.save(tmp_path / "base")
+    adapted = FineTuner(tmp_path / "base", peft=kind, **lengths)
+    with torch.no_grad():
+        for parameter in adapted.model.parameters():
+            parameter.add_(0.3 * parameter.requires_grad)
+    adapted.save(tmp_path / "adapter")
+    again = FineTuner(tmp_path / "adapter", **lengths)
+    ids = again.tokenizer("<x3> w1 <x19> <prompt_0>", return_tensors="pt")["input_ids"]
+    losses = []
+    for tuner in (plain, adapted, again):
+        assert torch.equal(tuner.tokenizer("<x3> w1 <x19>", return_tensors="pt")["input_ids"], ids[:, :3])
+        losses.append(tuner.model.eval()(input_ids=ids, labels=ids[:, :2]).loss.item())
+    assert losses[2] == losses[1] != losses[0]
+
+
+def test_tokens_that_an_adapter_would_lose_are_refused(folder, tmp_path):
+    peft = pytest.importorskip("peft")
+    with pytest.raises(UserError, match="add them to the model without peft"):
+        FineTuner(folder / "encoder-decoder", peft="lora").add_tokens("<date>")
+    by_hand = FineTuner(folder / "encoder-decoder")
+    by_hand.add_tokens([f"<x{number}>" for number in range(20)])
+    by_hand.model = peft.get_peft_model(by_hand.model, peft.LoraConfig(target_modules=["q"]))
+    with pytest.raises(UserError, match="before an adapter is on it"):
+        by_hand.save(tmp_path / "adapter")
