@@ -81,6 +81,8 @@ class TaskArgs:
     """Field of the target text, or of a list of references. None: t, target, targets, output or summary."""
     prefix: str = ""
     """Text put before every source, for example "summarize: "."""
+    suffix: str = ""
+    """Text put after every source and never cut off, for example " Summary:" for a decoder."""
     text_fields: tuple[str, ...] = ()
     """classification, regression: fields of the sentence or of the two sentences. Empty: by GLUE's names."""
     label_field: str | None = None
@@ -480,6 +482,10 @@ UNREAD = (
            "are what an encoder-decoder generates: leave them out for an encoder"),
     Unread(("prefix",), lambda args: args.task in ("causal_lm", "instructions"),
            "is not read by --task {task}: leave it out"),
+    Unread(("suffix",), lambda args: args.task in ("causal_lm", "instructions"),
+           "is not read by --task {task}: leave it out"),
+    Unread(("suffix",), lambda args: args.model_type == "encoder",
+           "is where a text to be written begins, and an encoder writes none: leave it out"),
     Unread(("target_seq_len",), lambda args: args.task == "causal_lm",
            "is not read by --task {task}, whose blocks have --input_seq_len tokens: leave it out"),
     Unread(("target_seq_len",), lambda args: args.model_type == "encoder",

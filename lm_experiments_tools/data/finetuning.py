@@ -290,7 +290,8 @@ class _Reader:
         encoder = text_encoder(self.args, self.tokenizer)
         if self.args.prefix:
             new = " after --num_virtual_tokens new ones" if self.args.peft == "new_tokens" else ""
-            encoder.check_prefix(self.args.prefix, f"--prefix{new}")
+            end = " with --suffix" if self.args.suffix else ""
+            encoder.check_prefix(self.args.prefix, f"--prefix{new}{end}")
         return encoder
 
     def _report(self, split: str, encoder: TextEncoder) -> None:
@@ -319,7 +320,8 @@ def text_encoder(args: FinetuningArgs, tokenizer: Any) -> TextEncoder:
                 f"--input_seq_len {args.input_seq_len} is the length of source and target together for a "
                 f"decoder, and --target_seq_len {args.target_seq_len} leaves nothing for the source: raise it."
             )
-    return TextEncoder(tokenizer, room, None if args.model_type == "encoder" else args.target_seq_len, decoder=decoder)
+    target_limit = None if args.model_type == "encoder" else args.target_seq_len
+    return TextEncoder(tokenizer, room, target_limit, decoder=decoder, suffix=args.suffix)
 
 
 def chosen(examples: list[Example], limit: int | None) -> list[Example]:

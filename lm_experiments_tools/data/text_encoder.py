@@ -59,33 +59,39 @@ class TextEncoder:
         tokenizer: a Hugging Face tokenizer.
         source_limit, target_limit: most tokens, those that the tokenizer adds included; without targets None.
         decoder: sources are what a target continues, so nothing that the tokenizer adds stands between them.
+        suffix: text after every source, which is cut before it; tokenized by itself.
 
     Raises:
         UserError: targets are asked for and the tokenizer has no token that ends a text; or sources have no room
             beside the tokens that it adds.
     """
 
-    def __init__(self, tokenizer: Any, source_limit: int, target_limit: int | None, *, decoder: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, source_limit: int, target_limit: int | None, *, decoder: bool = False, suffix: str = ""
+    ) -> None:
         self.tokenizer, self.decoder = tokenizer, decoder
         self.sources, self.targets = Truncation(source_limit), Truncation(target_limit or 0)
         ends = _added_end(tokenizer)
-        self._source_end = ends if decoder else []
+        own = tokenizer(suffix, add_special_tokens=False, verbose=False)["input_ids"] if suffix else []
+        self._cut = len(ends) if decoder or own else 0  # tokens at the end of a source in whose place ...
+        self._put = own + ([] if decoder else ends) if self._cut or own else []  # ... these stand
         added = tokenizer.num_special_tokens_to_add(pair=target_limit is None)
-        if source_limit <= added:
+        if source_limit <= added + len(own):
+            suffixed = f" after {len(own)} of --suffix" if own else ""
             raise UserError(
-                f"a source may have {source_limit} tokens, and the tokenizer adds up to {added} to it: raise "
-                "--input_seq_len."
+                f"a source may have {source_limit} tokens, and the tokenizer adds up to {added} to it{suffixed}: "
+                "raise --input_seq_len."
             )
         end = [end_id(tokenizer)] if target_limit else []
         self._target_end = [] if ends[-1:] == end and not decoder else end
 
     def encode_sources(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> dict[str, list[list[int]]]:
         """Entries of the tokenizer without the mask: `input_ids`, and `token_type_ids` where it gives them."""
-        limit = self.sources.limit + len(self._source_end)
-        entries = self._call(texts, pairs, limit, self.sources, drop=len(self._source_end))
-        if self._source_end:
-            kept = slice(-len(self._source_end))
-            entries = {name: [row[kept] for row in rows] for name, rows in entries.items()}
+        drop = self._cut - len(self._put)
+        entries = self._call(texts, pairs, self.sources.limit + drop, self.sources, drop=drop)
+        for name, rows in entries.items() if self._cut or self._put else ():
+            put = self._put if name == "input_ids" else [0] * len(self._put)
+            entries[name] = [row[: len(row) - self._cut] + put for row in rows]
         return entries
 
     def encode_targets(self, texts: Sequence[str]) -> list[list[int]]:
@@ -134,7 +140,7 @@ class TextEncoder:
 
     def num_tokens(self, source: str) -> int:
         """Of a source that is not cut."""
-        return len(self.tokenizer(source, verbose=False)["input_ids"]) - len(self._source_end)
+        return len(self.tokenizer(source, verbose=False)["input_ids"]) - self._cut + len(self._put)
 
     def check_prefix(self, prefix: str, what: str) -> None:
         """Refuse a prefix that leaves no room for a source."""

@@ -14,7 +14,7 @@ from tests.pretrained_toys import t5_config
 
 # Of the flags that only some tasks read, a value that is not the default.
 VALUES = {
-    "source_id": "q", "target_id": "a", "prefix": "p: ", "text_fields": ("q",), "label_field": "l",
+    "source_id": "q", "target_id": "a", "prefix": "p: ", "suffix": " A:", "text_fields": ("q",), "label_field": "l",
     "label_names": ("a", "b"), "label_words": ("a", "b"), "target_seq_len": 77, "bucket_rows": 4, "packing": True,
     "sni_split": "xlingual", "add_task_name": True, "add_task_definition": False, "num_pos_examples": 1,
     "num_neg_examples": 1, "add_explanation": True, "tk_instruct": True, "max_instances_per_task": 5,
@@ -35,21 +35,23 @@ READ = {
     },
     ("encoder", "regression"): {"prefix", "text_fields", "label_field", "bucket_rows", "show_valid_examples"},
     ("encoder-decoder", "text_to_text"): GENERATION | {
-        "source_id", "target_id", "prefix", "target_seq_len", "bucket_rows", "packing", "show_valid_examples",
-    },
-    ("encoder-decoder", "classification"): GENERATION | {
-        "prefix", "text_fields", "label_field", "label_names", "label_words", "target_seq_len", "bucket_rows",
+        "source_id", "target_id", "prefix", "suffix", "target_seq_len", "bucket_rows", "packing",
         "show_valid_examples",
     },
+    ("encoder-decoder", "classification"): GENERATION | {
+        "prefix", "suffix", "text_fields", "label_field", "label_names", "label_words", "target_seq_len",
+        "bucket_rows", "show_valid_examples",
+    },
     ("encoder-decoder", "regression"): GENERATION | {
-        "prefix", "text_fields", "label_field", "target_seq_len", "bucket_rows", "show_valid_examples",
+        "prefix", "suffix", "text_fields", "label_field", "target_seq_len", "bucket_rows", "show_valid_examples",
     },
     ("encoder-decoder", "instructions"): GENERATION | INSTRUCTIONS | {
         "target_seq_len", "bucket_rows", "packing", "show_valid_examples",
     },
     ("decoder", "causal_lm"): set(),
     ("decoder", "text_to_text"): GENERATION | {
-        "source_id", "target_id", "prefix", "target_seq_len", "bucket_rows", "packing", "show_valid_examples",
+        "source_id", "target_id", "prefix", "suffix", "target_seq_len", "bucket_rows", "packing",
+        "show_valid_examples",
     },
     ("decoder", "instructions"): GENERATION | INSTRUCTIONS | {
         "target_seq_len", "bucket_rows", "packing", "show_valid_examples",
