@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from pathlib import Path
 
 # One thread a rank: on a small machine two ranks with a thread pool each are slower than two without, and tests that
 # compare bits need one order of summation.
@@ -18,10 +19,8 @@ if importlib.util.find_spec("triton"):
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:  # a file in one process, as its fixtures are; one job of several processes at a time
-            together = "distributed" if item.get_closest_marker("distributed") else item.path.stem
-            item.add_marker(pytest.mark.xdist_group(together))
+    if hasattr(config, "workerinput"):  # one of pytest's several processes
+        _spread_jobs(items)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
@@ -30,3 +29,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _spread_jobs(items: list[pytest.Item]) -> None:
+    """Put the files that start jobs of several processes among the others: beside a job, single processes run."""
+    files: dict[bool, dict[Path, None]] = {True: {}, False: {}}
+    for item in items:
+        files[item.get_closest_marker("distributed") is not None].setdefault(item.path)
+    place = {path: number / len(kind) for kind in files.values() for number, path in enumerate(kind)}
+    items.sort(key=lambda item: place[item.path])
