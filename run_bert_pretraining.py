@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lm_experiments_tools.bert_args import BertPretrainingArgs
-from lm_experiments_tools.cli import parse, run_main
+from lm_experiments_tools.config.bert import BertPretrainingArgs
+from lm_experiments_tools.config.cli import parse, run_main
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -31,11 +31,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend
-    from lm_experiments_tools.data.bert_pretraining import bert_metrics, bert_pretraining_data
-    from lm_experiments_tools.experiment import model_from_args, optimizer_from_args, seed_worker, show_run, start_run
-    from lm_experiments_tools.losses import bert_loss
-    from lm_experiments_tools.report import fill_in_masked_words, write_report
-    from lm_experiments_tools.trainer import TrainingLoop
+    from lm_experiments_tools.recipes.bert_data import bert_metrics, bert_pretraining_data
+    from lm_experiments_tools.recipes.common import (
+        model_from_args,
+        optimizer_from_args,
+        seed_worker,
+        show_run,
+        start_run,
+    )
+    from lm_experiments_tools.recipes.report import fill_in_masked_words, write_report
+    from lm_experiments_tools.training.losses import bert_loss
+    from lm_experiments_tools.training.trainer import TrainingLoop
 
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = start_run(args, backend)

@@ -24,8 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lm_experiments_tools.cli import parse, run_main
-from lm_experiments_tools.finetuning_args import FinetuningArgs
+from lm_experiments_tools.config.cli import parse, run_main
+from lm_experiments_tools.config.finetuning import FinetuningArgs
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,16 +35,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend
-    from lm_experiments_tools.data.finetuning import finetuning_data
-    from lm_experiments_tools.experiment import optimizer_from_args, seed_worker, show_run, start_run
-    from lm_experiments_tools.finetuning import (
+    from lm_experiments_tools.models.pretrained import load_tokenizer, pretrained_model
+    from lm_experiments_tools.recipes.common import optimizer_from_args, seed_worker, show_run, start_run
+    from lm_experiments_tools.recipes.finetuning import (
         evaluate_last,
         finetuning_loop,
         save_tokenizer,
         show_summary,
         with_new_tokens,
     )
-    from lm_experiments_tools.pretrained import load_tokenizer, pretrained_model
+    from lm_experiments_tools.recipes.finetuning_data import finetuning_data
 
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = start_run(args, backend)

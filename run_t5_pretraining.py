@@ -22,24 +22,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lm_experiments_tools.cli import parse, run_main
-from lm_experiments_tools.pretraining_args import T5PretrainingArgs
+from lm_experiments_tools.config.cli import parse, run_main
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args, origins = parse(T5PretrainingArgs, argv, description=__doc__)
 
     # imported after parsing, so that --help and a mistyped flag answer at once, as does a vocabulary of other tokens
-    from lm_experiments_tools.data.tokenize import check_run_vocabulary
+    from lm_experiments_tools.data.tokens.tokenize import check_run_vocabulary
 
     check_run_vocabulary(args)
     from lm_experiments_tools.backends import get_backend
-    from lm_experiments_tools.batches import forward_names
-    from lm_experiments_tools.data.objectives import check_causality, check_model
-    from lm_experiments_tools.data.pretraining import pretraining_data, pretraining_metrics
-    from lm_experiments_tools.experiment import model_from_args, optimizer_from_args, seed_worker, show_run, start_run
-    from lm_experiments_tools.report import t5_examples, write_report
-    from lm_experiments_tools.trainer import TrainingLoop
+    from lm_experiments_tools.modules.inspection import forward_names
+    from lm_experiments_tools.recipes.common import (
+        model_from_args,
+        optimizer_from_args,
+        seed_worker,
+        show_run,
+        start_run,
+    )
+    from lm_experiments_tools.recipes.objectives import check_causality, check_model
+    from lm_experiments_tools.recipes.report import t5_examples, write_report
+    from lm_experiments_tools.recipes.t5_data import pretraining_data, pretraining_metrics
+    from lm_experiments_tools.training.trainer import TrainingLoop
 
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = start_run(args, backend)

@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from lm_experiments_tools.attention import T5Bias, block_sparse_attention, triton_backend
-from lm_experiments_tools.attention.bias import t5_bucket
+from lm_experiments_tools.attention import T5Bias, block_sparse_attention
+from lm_experiments_tools.attention.kernels import triton as triton_backend
+from lm_experiments_tools.attention.kernels.bias import t5_bucket
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig, BSLongformerSparsityConfig
 
 BASELINE = "SDPA, learned bias"
@@ -197,7 +198,7 @@ def peak_memory(args: argparse.Namespace, name: str, length: int, dtype: torch.d
         one_pass(contenders(args)[name], x, grad)
         return (torch.cuda.max_memory_allocated() - held) / 2**20
     context = multiprocessing.get_context("forkserver")  # its processes start with torch imported and nothing else
-    context.set_forkserver_preload(["torch", "lm_experiments_tools.attention.gather"])
+    context.set_forkserver_preload(["torch", "lm_experiments_tools.attention.kernels.gather"])
     with ProcessPoolExecutor(1, context) as pool:
         return pool.submit(peak_on_cpu, args, name, length, dtype).result()
 

@@ -53,10 +53,10 @@ class Inputs:
 
 
 def native(inputs: Inputs, batch: int = BATCH) -> Iterator[float]:
-    from lm_experiments_tools.data.dataset import SpanCorruptionDataset
-    from lm_experiments_tools.data.indexed import IndexedDataset
     from lm_experiments_tools.data.loader import TrainLoader
-    from lm_experiments_tools.data.vocabulary import Vocabulary
+    from lm_experiments_tools.data.objectives.denoising import SpanCorruptionDataset
+    from lm_experiments_tools.data.text.vocabulary import Vocabulary
+    from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 
     vocabulary = Vocabulary.load(inputs.vocab)
     dataset = SpanCorruptionDataset(
@@ -74,7 +74,7 @@ def native(inputs: Inputs, batch: int = BATCH) -> Iterator[float]:
 
 def sentencepiece(inputs: Inputs) -> Iterator[float]:
     """Megabytes of text encoded."""
-    from lm_experiments_tools.data.vocabulary import Vocabulary
+    from lm_experiments_tools.data.text.vocabulary import Vocabulary
 
     vocabulary = Vocabulary.load(inputs.vocab)
     texts = (inputs.folder / "text.txt").read_text(encoding="utf-8").splitlines()
@@ -88,7 +88,7 @@ def tokenizers(inputs: Inputs) -> Iterator[float]:
     """Megabytes of text encoded by the fast tokenizer that transformers makes of the same vocabulary."""
     from transformers import AutoTokenizer
 
-    from lm_experiments_tools.data.vocabulary import Vocabulary
+    from lm_experiments_tools.data.text.vocabulary import Vocabulary
 
     Vocabulary.load(inputs.vocab).save_tokenizer(inputs.folder / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(inputs.folder / "tokenizer").backend_tokenizer
@@ -187,8 +187,8 @@ def seqio_cached(inputs: Inputs) -> Iterator[float]:
 def seqio_jsonl(inputs: Inputs) -> Iterator[float]:
     """`--data_pipeline seqio` as run_t5_pretraining.py uses it."""
     from lm_experiments_tools.backends import get_backend
-    from lm_experiments_tools.data.pretraining import pretraining_data
-    from lm_experiments_tools.pretraining_args import T5PretrainingArgs
+    from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+    from lm_experiments_tools.recipes.t5_data import pretraining_data
 
     args = T5PretrainingArgs(
         data_path=(str(inputs.folder / "text.jsonl"),), vocab=str(inputs.vocab), data_pipeline="seqio",
@@ -200,8 +200,8 @@ def seqio_jsonl(inputs: Inputs) -> Iterator[float]:
 
 
 def bert_ours(inputs: Inputs, length: int, batch: int = BATCH, nsp: str = "swap") -> Iterator[float]:
-    from lm_experiments_tools.data.indexed import IndexedDataset
     from lm_experiments_tools.data.loader import TrainLoader
+    from lm_experiments_tools.data.tokens.indexed import IndexedDataset
     from megatron.bert_dataset import BertDataset
     from megatron.tokenizers import build_tokenizer
 
@@ -309,8 +309,8 @@ def measure(path: str, inputs: Inputs, warm_up: float, seconds: float, started: 
 
 def prepare(corpus: list[Path], vocab: Path, bert_vocab: Path | None, folder: Path) -> tuple[int, int]:
     """Write the corpus in the form that each path reads; returns bytes of text and tokens of the T5 vocabulary."""
-    from lm_experiments_tools.data.indexed import IndexedDatasetWriter
-    from lm_experiments_tools.data.vocabulary import Vocabulary
+    from lm_experiments_tools.data.text.vocabulary import Vocabulary
+    from lm_experiments_tools.data.tokens.indexed import IndexedDatasetWriter
 
     vocabulary = Vocabulary.load(vocab)
     writer = IndexedDatasetWriter(folder / "tokens", np.uint16)

@@ -43,7 +43,7 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED = Path(os.environ.get("PRETRAINING_DATA", ROOT.parent / "shared" / "data"))  # as tests/real_data.py
+SHARED = Path(os.environ.get("PRETRAINING_DATA", ROOT.parent / "shared" / "data"))  # as tests/helpers/real_data.py
 TLDR, VOCABULARY = SHARED / "seq2seq/scitldr/train.json", SHARED / "vocabs/t5_32k/sentencepiece.model"
 TINY = str(ROOT / "benchmarks/t5_efficient_tiny.json")  # sizes of google/t5-efficient-tiny, 15.6 M parameters
 LR, MAX_NORM, SEED = 1e-3, 1.0, 42
@@ -215,12 +215,12 @@ class Meter:
 def run_ours(setting: Setting, variant: Variant) -> dict[str, Any]:
     """What run_finetuning.py does, with a meter."""
     from lm_experiments_tools.backends import get_backend
-    from lm_experiments_tools.cli import parse
-    from lm_experiments_tools.data.finetuning import finetuning_data
-    from lm_experiments_tools.experiment import optimizer_from_args, seed_worker
-    from lm_experiments_tools.finetuning import finetuning_loop
-    from lm_experiments_tools.finetuning_args import FinetuningArgs
-    from lm_experiments_tools.pretrained import load_tokenizer, pretrained_model
+    from lm_experiments_tools.config.cli import parse
+    from lm_experiments_tools.config.finetuning import FinetuningArgs
+    from lm_experiments_tools.models.pretrained import load_tokenizer, pretrained_model
+    from lm_experiments_tools.recipes.common import optimizer_from_args, seed_worker
+    from lm_experiments_tools.recipes.finetuning import finetuning_loop
+    from lm_experiments_tools.recipes.finetuning_data import finetuning_data
 
     args, origins = parse(FinetuningArgs, setting.flags(variant.flags))
     args = args.resolved().without_epochs_beside_iters(origins)
@@ -342,8 +342,8 @@ def python_documentation() -> Iterator[dict[str, str]]:
 
 def pairs_of(data_path: str | None) -> list[dict[str, str]]:
     """Sources and targets of any file that run_finetuning.py reads."""
-    from lm_experiments_tools.data.examples import TextFields, text_examples
-    from lm_experiments_tools.data.rows import BadRows, resolve
+    from lm_experiments_tools.data.examples.examples import TextFields, text_examples
+    from lm_experiments_tools.data.examples.rows import BadRows, resolve
 
     path = data_path or (str(TLDR) if TLDR.is_file() else None)
     if path is None:
@@ -365,9 +365,10 @@ def full_rows(pairs: list[dict[str, str]], tokenizer: Any, limits: dict[str, int
 
 def prepare(options: argparse.Namespace, folder: Path) -> None:
     """Write the model with random weights, its tokenizer, full.jsonl (one batch) and real.jsonl."""
-    from lm_experiments_tools.data.vocab import train_vocab
-    from lm_experiments_tools.data.vocabulary import Vocabulary
-    from lm_experiments_tools.models import build_model, get_cls_by_name, load_model_config
+    from lm_experiments_tools.data.text.train_vocabulary import train_vocab
+    from lm_experiments_tools.data.text.vocabulary import Vocabulary
+    from lm_experiments_tools.models.build import build_model, load_model_config
+    from lm_experiments_tools.modules.user_classes import get_cls_by_name
 
     pairs = pairs_of(options.data_path)
     write(folder / "real.jsonl", pairs)
@@ -400,9 +401,7 @@ def import_everything() -> None:
     from transformers import BitsAndBytesConfig, Seq2SeqTrainer, T5ForConditionalGeneration  # noqa: F401
 
     import lm_experiments_tools.backends.accelerate
-    import lm_experiments_tools.data.finetuning
-    import lm_experiments_tools.finetuning
-    import lm_experiments_tools.pretrained  # noqa: F401
+    import lm_experiments_tools.models.pretrained  # noqa: F401
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
@@ -509,7 +508,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     sys.path.insert(0, str(ROOT))
-    from lm_experiments_tools.cli import run_main
+    from lm_experiments_tools.config.cli import run_main
 
     if options.device == "cpu":
         import_everything()

@@ -37,10 +37,10 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, IterableDataset
 
-from lm_experiments_tools.args import TrainerArgs
 from lm_experiments_tools.backends.accelerate import AccelerateBackend
 from lm_experiments_tools.backends.backend import LocalBackend
-from lm_experiments_tools.trainer import TrainingLoop
+from lm_experiments_tools.config.training import TrainerArgs
+from lm_experiments_tools.training.trainer import TrainingLoop
 
 LOG_INTERVAL, MAX_NORM, LR = 100, 0.01, 1e-3  # every step's gradient is longer, so that each loop really clips
 VOCABULARY_SIZE, ROWS, INPUT_LENGTH, LABELS_LENGTH = 64, 4, 16, 8

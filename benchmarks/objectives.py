@@ -20,13 +20,13 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from lm_experiments_tools.batches import split_batch
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.buckets import BucketedDataset
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader
-from lm_experiments_tools.data.objectives import objective_dataset
-from lm_experiments_tools.data.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.labels import IGNORED_LABEL
-from lm_experiments_tools.pretraining_args import T5PretrainingArgs
+from lm_experiments_tools.recipes.objectives import objective_dataset
+from lm_experiments_tools.training.micro_batches import split_batch
 
 TASKS = {
     "span_corruption": {"target_seq_len": 512},

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.models import build_model, load_model_config, num_parameters
+from lm_experiments_tools.models.build import build_model, load_model_config, num_parameters
 from lm_experiments_tools.optimizers import Adafactor, AdamWScale
 
 BASELINE = "torch AdamW fused"

@@ -40,8 +40,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from lm_experiments_tools.data.indexed import IndexedDataset, search_sorted
 from lm_experiments_tools.data.order import permute, sample_words, stream_key
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, search_sorted
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 from megatron.masking import choose_masked, ngram_probabilities, replace_masked, word_starts

@@ -26,14 +26,14 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from lm_experiments_tools.data.documents import (
+from lm_experiments_tools.data.text.documents import (
     BadLine,
     excerpt,
     no_key,
     parse_json_object,
     unusable_characters,
 )
-from lm_experiments_tools.data.indexed import token_dtype
+from lm_experiments_tools.data.tokens.indexed import token_dtype
 from lm_experiments_tools.errors import UserError
 from megatron.sentences import SentenceSplitter
 from megatron.tokenizers import BertDataTokenizer, build_tokenizer

@@ -30,9 +30,9 @@ if __name__ == "__main__" and not __package__:
     # Run as a file: Python put this folder first on its path, where our tokenizers.py hides the package `tokenizers`.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from lm_experiments_tools.args import check_minimum
-from lm_experiments_tools.cli import parse, run_main
-from lm_experiments_tools.data.documents import (
+from lm_experiments_tools.config.cli import parse, run_main
+from lm_experiments_tools.config.training import check_minimum
+from lm_experiments_tools.data.text.documents import (
     JSON_SUFFIXES,
     NO_KEY,
     TEXT_SUFFIXES,
@@ -44,7 +44,7 @@ from lm_experiments_tools.data.documents import (
     read_lines,
     read_piece,
 )
-from lm_experiments_tools.data.indexed import (
+from lm_experiments_tools.data.tokens.indexed import (
     IndexedDatasetWriter,
     dataset_exists,
     remove_unfinished,

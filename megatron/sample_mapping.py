@@ -42,8 +42,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.lib.format import dtype_to_descr, write_array_header_1_0
 
-from lm_experiments_tools.data.indexed import IndexedDataset, search_sorted
 from lm_experiments_tools.data.order import sample_words, stream_key
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, search_sorted
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from lm_experiments_tools.data.indexed import IndexedDataset
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 import transformers
 
-from lm_experiments_tools.attention.variants import register_variants
+from lm_experiments_tools.modules.variants import register_variants
 from modeling_bert.configuration_bert import BertConfig
 from modeling_bert.modeling_bert import (
     BertForMaskedLM,

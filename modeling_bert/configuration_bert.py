@@ -6,7 +6,7 @@ import transformers
 from huggingface_hub.dataclasses import strict
 from transformers.activations import ACT2FN
 
-from lm_experiments_tools.attention.variants import VariantConfig
+from lm_experiments_tools.modules.variants import VariantConfig
 
 POSITIONS = ("absolute", "relative_key", "relative_key_query", "relative_attention_bias", "rotary", "alibi", "none")
 

@@ -14,8 +14,8 @@ from transformers import GradientCheckpointingLayer, apply_chunking_to_forward
 from transformers.activations import ACT2FN
 
 from lm_experiments_tools.attention.attend import attend, shared_bias
-from lm_experiments_tools.attention.bias import DistanceBias
 from lm_experiments_tools.attention.huggingface import configured_layout
+from lm_experiments_tools.attention.kernels.bias import DistanceBias
 from lm_experiments_tools.attention.layouts import SparsityConfig
 from lm_experiments_tools.attention.positions import PositionScheme
 from modeling_bert.configuration_bert import BertConfig

@@ -2,7 +2,7 @@
 
 import transformers
 
-from lm_experiments_tools.attention.variants import register_variants
+from lm_experiments_tools.modules.variants import register_variants
 from modeling_t5.cdq import T5CDQAttention
 from modeling_t5.configuration_t5 import T5Config
 from modeling_t5.layers import T5Attention

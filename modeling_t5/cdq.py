@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 
-from lm_experiments_tools.attention.bias import DistanceBias
+from lm_experiments_tools.attention.kernels.bias import DistanceBias
 from modeling_t5.configuration_t5 import T5Config
 from modeling_t5.layers import ENCODER_SELF, Allowed, T5Attention, limit_float16
 

@@ -9,7 +9,7 @@ import transformers
 from huggingface_hub.dataclasses import strict
 from transformers.activations import ACT2FN
 
-from lm_experiments_tools.attention.variants import VariantConfig
+from lm_experiments_tools.modules.variants import VariantConfig
 
 POSITIONS = ("relative_attention_bias", "rotary", "alibi", "none")
 

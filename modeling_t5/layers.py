@@ -19,8 +19,8 @@ from transformers import Cache, EncoderDecoderCache, GradientCheckpointingLayer
 from transformers.activations import ACT2FN
 
 from lm_experiments_tools.attention.attend import attend, limit_float16, shared_bias
-from lm_experiments_tools.attention.bias import DistanceBias
 from lm_experiments_tools.attention.huggingface import configured_layout
+from lm_experiments_tools.attention.kernels.bias import DistanceBias
 from lm_experiments_tools.attention.layouts import SparsityConfig
 from lm_experiments_tools.attention.positions import (
     AlibiPosition,

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm_experiments_tools.attention.bias import DistanceBias, dense_bias
-from lm_experiments_tools.attention.functional import block_sparse_attention, shares_matrix
-from lm_experiments_tools.attention.plan import Layout, SparsityConfig
-from lm_experiments_tools.attention.reference import attend_mask
+from lm_experiments_tools.attention.kernels.bias import DistanceBias, dense_bias
+from lm_experiments_tools.attention.kernels.dispatch import block_sparse_attention, shares_matrix
+from lm_experiments_tools.attention.kernels.plan import Layout, SparsityConfig
+from lm_experiments_tools.attention.kernels.reference import attend_mask
 from lm_experiments_tools.errors import UserError
 
 IMPLEMENTATIONS = ("eager", "sdpa", "block_sparse")

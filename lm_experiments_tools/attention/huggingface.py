@@ -27,15 +27,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from lm_experiments_tools.attention.attend import shared_bias
-from lm_experiments_tools.attention.bias import DistanceBias, T5Bias, dense_bias
-from lm_experiments_tools.attention.functional import block_sparse_attention
+from lm_experiments_tools.attention.kernels.bias import DistanceBias, T5Bias, dense_bias
+from lm_experiments_tools.attention.kernels.dispatch import block_sparse_attention
+from lm_experiments_tools.attention.kernels.reference import attend_mask, attention_probabilities
 from lm_experiments_tools.attention.layouts import (
     TYPE_KEY,
     DenseSparsityConfig,
     SparsityConfig,
     get_sparsity_config,
 )
-from lm_experiments_tools.attention.reference import attend_mask, attention_probabilities
 from lm_experiments_tools.errors import UserError
 
 NAME = "block_sparse"

@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lm_experiments_tools.attention.kernels.plan import describe, is_int
 from lm_experiments_tools.attention.own_layouts import arguments_of, as_layout, giving_tensors, plain
-from lm_experiments_tools.attention.plan import describe, is_int
 from lm_experiments_tools.errors import UserError
 
 TYPE_KEY = "sparse_config_cls"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention.plan import describe
+from lm_experiments_tools.attention.kernels.plan import describe
 from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from lm_experiments_tools.attention.bias import AlibiBias, DistanceBias, T5Bias, alibi_slopes, t5_bucket
+from lm_experiments_tools.attention.kernels.bias import AlibiBias, DistanceBias, T5Bias, alibi_slopes, t5_bucket
 from lm_experiments_tools.errors import UserError
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lm_experiments_tools.attention.bias import DistanceBias, dense_bias
-from lm_experiments_tools.attention.functional import block_sparse_attention
+from lm_experiments_tools.attention.kernels.bias import DistanceBias, dense_bias
+from lm_experiments_tools.attention.kernels.dispatch import block_sparse_attention
+from lm_experiments_tools.attention.kernels.plan import Layout, describe, num_blocks
 from lm_experiments_tools.attention.layouts import SparsityConfig
-from lm_experiments_tools.attention.plan import Layout, describe, num_blocks
 from lm_experiments_tools.errors import UserError
 
 MODES = "add", "mul"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.args import TrainerArgs
     from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.config.training import TrainerArgs
 
 
 def detect_backend(environ: Mapping[str, str] = os.environ) -> str:

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from lm_experiments_tools.adapters import is_adapted
 from lm_experiments_tools.backends import deepspeed_config, fsdp, launch
 from lm_experiments_tools.backends.backend import LocalBackend, check_keys, check_whole, saved_state
 from lm_experiments_tools.backends.precision import ApexAmp, Precision, get_precision
 from lm_experiments_tools.backends.trees import as_carrier, broadcast_tree, map_tensors, put_back
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.modules.inspection import is_adapted
 
 try:
     from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -33,7 +33,7 @@ except ImportError as error:
     raise UserError(f"Accelerate cannot be imported ({error}); `pip install accelerate`") from None
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.args import TrainerArgs
+    from lm_experiments_tools.config.training import TrainerArgs
 
 TIMEOUT = timedelta(minutes=30)  # rank 0 may tokenize data while the others wait; NCCL's own limit is 10 minutes
 

@@ -30,10 +30,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lm_experiments_tools.adapters import is_adapted, trained_parameters
 from lm_experiments_tools.backends.precision import Precision
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.placement import HostEmbedding, is_spread
+from lm_experiments_tools.modules.host_embedding import HostEmbedding
+from lm_experiments_tools.modules.inspection import is_adapted, is_spread, trained_parameters
 
 
 class Backend(ABC):

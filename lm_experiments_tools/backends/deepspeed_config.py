@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.args import TrainerArgs
+    from lm_experiments_tools.config.training import TrainerArgs
 
 # Optimizers whose update of an element looks at that element alone. ZeRO hands the optimizer one flat slice of all
 # parameters joined, in which rows, columns and the norm of a matrix (Adafactor, LAMB, ...) no longer exist.

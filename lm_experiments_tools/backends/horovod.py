@@ -29,7 +29,7 @@ except ImportError as error:
     ) from None
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.args import TrainerArgs
+    from lm_experiments_tools.config.training import TrainerArgs
 
 STALL_SHUTDOWN_SECONDS = 1800  # a worker that the others wait for longer than this ends the job; NCCL's own limit
 NEVER = 1 << 30  # backward passes: more than any step has

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lm_experiments_tools.backends.collective import on_main
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation import text
 from lm_experiments_tools.evaluation.answers import INVALID_NUMBER, LabelWords, number_in
@@ -33,12 +34,11 @@ from lm_experiments_tools.evaluation.classes import UNKNOWN, class_metrics
 from lm_experiments_tools.evaluation.instructions import instructions
 from lm_experiments_tools.evaluation.numbers import number_metrics
 from lm_experiments_tools.files import dump_json, replacing
-from lm_experiments_tools.state import on_main
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
-    from lm_experiments_tools.data.examples import Example
-    from lm_experiments_tools.finetuning_args import FinetuningArgs
+    from lm_experiments_tools.config.finetuning import FinetuningArgs
+    from lm_experiments_tools.data.examples.examples import Example
 
 logger = logging.getLogger(__name__)
 

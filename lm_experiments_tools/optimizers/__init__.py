@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.models import get_cls_by_name
+from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.optimizers.adafactor import Adafactor
 from lm_experiments_tools.optimizers.adamw_scale import AdamWScale
 

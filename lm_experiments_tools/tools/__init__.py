@@ -1,0 +1,1 @@
+"""The console command `lmtools`, a subcommand a file; imports everything below."""

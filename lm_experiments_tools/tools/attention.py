@@ -76,7 +76,7 @@ def run(args: AttentionArgs) -> None:
 
 def _draw_layouts(args: AttentionArgs) -> Path:
     from lm_experiments_tools.attention.layouts import get_sparsity_config
-    from lm_experiments_tools.attention.pictures import draw_layouts
+    from lm_experiments_tools.tools.attention_maps.pictures import draw_layouts
 
     try:
         settings: Any = json.loads(args.settings)
@@ -98,7 +98,7 @@ def _draw_maps(args: AttentionArgs) -> Path:
     import lm_experiments_tools.attention.huggingface  # noqa: F401 - configurations may name its attention
     import modeling_bert  # noqa: F401 - and AutoModel then knows variants
     import modeling_t5  # noqa: F401
-    from lm_experiments_tools.attention.maps import attention_maps, write_maps
+    from lm_experiments_tools.tools.attention_maps.maps import attention_maps, write_maps
 
     layers, heads = (numbers(getattr(args, flag), flag) for flag in ("layers", "heads"))
     source = Path(args.model)

@@ -20,7 +20,7 @@ class CorpusArgs:
 
 def run(args: CorpusArgs) -> None:
     """Build the corpus and say what came out."""
-    from lm_experiments_tools.data.corpus import build_corpus
+    from lm_experiments_tools.tools.demo_corpus.corpus import build_corpus
 
     start = time.perf_counter()
     summary = build_corpus(

@@ -25,9 +25,9 @@ def run(args: ExportArgs) -> None:
     """Export, and say what was written."""
     from pathlib import Path
 
-    from lm_experiments_tools.onnx_export import check_onnxruntime, copy_tokenizer, export
-    from lm_experiments_tools.pretrained import whole_model
-    from lm_experiments_tools.sources import find_source
+    from lm_experiments_tools.checkpoint.source import find_source
+    from lm_experiments_tools.models.pretrained import whole_model
+    from lm_experiments_tools.tools.onnx_export import check_onnxruntime, copy_tokenizer, export
 
     check_onnxruntime()
     source = find_source(args.from_pretrained)

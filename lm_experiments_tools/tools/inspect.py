@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm_experiments_tools.args import BatchArgs, RunArgs
-from lm_experiments_tools.pretraining_args import DataArgs, ObjectiveArgs, T5PretrainingArgs
+from lm_experiments_tools.config.pretraining import DataArgs, ObjectiveArgs, T5PretrainingArgs
+from lm_experiments_tools.config.training import BatchArgs, RunArgs
 from lm_experiments_tools.tools.look import (
     LookArgs,
     Source,
@@ -29,7 +29,7 @@ from lm_experiments_tools.tools.look import (
 )
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.data.vocabulary import Vocabulary
+    from lm_experiments_tools.data.text.vocabulary import Vocabulary
 
 STREAMED_DOCUMENTS = 10_000  # of a Hugging Face dataset or of --streaming, where --documents does not say
 _DOCUMENTS_AT_ONCE = 64
@@ -47,8 +47,8 @@ class InspectArgs(T5PretrainingArgs, LookArgs):
 
 def run(args: InspectArgs) -> None:
     """Print what there is to know of the data of a run."""
-    from lm_experiments_tools.data.pretraining import vocabulary_path
-    from lm_experiments_tools.data.vocabulary import Vocabulary
+    from lm_experiments_tools.data.text.vocabulary import Vocabulary
+    from lm_experiments_tools.recipes.t5_data import vocabulary_path
 
     os.chdir(args.working_dir)
     args = dataclasses.replace(args, vocab=str(vocabulary_path(args)))
@@ -71,8 +71,8 @@ def run(args: InspectArgs) -> None:
 def _show_run(args: InspectArgs, sources: list[Source], vocabulary: "Vocabulary") -> None:
     """What the run makes of the data: objective, steps, padding, samples."""
     from lm_experiments_tools.backends import get_backend
-    from lm_experiments_tools.data.pretraining import pretraining_data
-    from lm_experiments_tools.experiment import model_kind
+    from lm_experiments_tools.recipes.common import model_kind
+    from lm_experiments_tools.recipes.t5_data import pretraining_data
 
     # One worker with the rows of all: the same global batches, buckets included.
     settings = dataclasses.replace(
@@ -99,7 +99,7 @@ def _show_run(args: InspectArgs, sources: list[Source], vocabulary: "Vocabulary"
 
 def _readable(args: InspectArgs, sources: list[Source]) -> InspectArgs:
     """`args` that read what is looked at: the run's own data, or the tokens of the first documents."""
-    from lm_experiments_tools.data.pretraining import choose_pipeline
+    from lm_experiments_tools.recipes.t5_data import choose_pipeline
 
     through_seqio = choose_pipeline(args) == "seqio"
     whole = all(source.share == 1.0 for source in sources)
@@ -114,9 +114,9 @@ def _readable(args: InspectArgs, sources: list[Source]) -> InspectArgs:
 
 def _source(path: str, vocabulary: "Vocabulary", args: InspectArgs, scratch: Path) -> Source:
     """The tokens behind a data path: those the run will read, or of the first `--documents` in a scratch file."""
-    from lm_experiments_tools.data.documents import plan_pieces
-    from lm_experiments_tools.data.indexed import token_prefix
-    from lm_experiments_tools.data.pretraining import open_tokens
+    from lm_experiments_tools.data.text.documents import plan_pieces
+    from lm_experiments_tools.data.tokens.indexed import token_prefix
+    from lm_experiments_tools.recipes.t5_data import open_tokens
 
     vocab_path = Path(args.vocab)
     if token_prefix(path) is not None:
@@ -131,9 +131,9 @@ def _source(path: str, vocabulary: "Vocabulary", args: InspectArgs, scratch: Pat
 
 def _encode(path: str, limit: int, vocabulary: "Vocabulary", args: InspectArgs, scratch: Path) -> Source:
     """The first `limit` documents of a text as the run would tokenize them; no more than one further is read."""
-    from lm_experiments_tools.data.documents import iter_documents
-    from lm_experiments_tools.data.encoding import Encoding, encode_documents, num_bytes
-    from lm_experiments_tools.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+    from lm_experiments_tools.data.text.documents import iter_documents
+    from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
+    from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
 
     encoding = Encoding(os.path.abspath(vocabulary.path), vocabulary.sha256, args.text_key)
     documents = iter_documents(
@@ -155,7 +155,7 @@ def _encode(path: str, limit: int, vocabulary: "Vocabulary", args: InspectArgs, 
 
 def _share_before(source: str, path: str) -> float | None:
     """The part of a text's bytes that stands before `file:line`; None for compressed files and datasets."""
-    from lm_experiments_tools.data.documents import plan_pieces
+    from lm_experiments_tools.data.text.documents import plan_pieces
 
     pieces = plan_pieces([path], piece_bytes=sys.maxsize)
     if any(piece.kind == "dataset" or piece.end is None for piece in pieces):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm_experiments_tools.args import BatchArgs, RunArgs
-from lm_experiments_tools.bert_args import BertDataArgs, BertObjectiveArgs, BertPretrainingArgs
+from lm_experiments_tools.config.bert import BertDataArgs, BertObjectiveArgs, BertPretrainingArgs
+from lm_experiments_tools.config.training import BatchArgs, RunArgs
 from lm_experiments_tools.tools.look import (
     LookArgs,
     Source,
@@ -44,7 +44,7 @@ class InspectBertArgs(BertPretrainingArgs, LookArgs):
 
 def run(args: InspectBertArgs) -> None:
     """Print what there is to know of the data of a run."""
-    from lm_experiments_tools.data.bert_pretraining import bert_tokenizer, open_sentences
+    from lm_experiments_tools.recipes.bert_data import bert_tokenizer, open_sentences
     from megatron.tokenizers import check_tokenizer
 
     os.chdir(args.working_dir)
@@ -69,9 +69,9 @@ def run(args: InspectBertArgs) -> None:
 
 def _show_run(args: InspectBertArgs, sources: list[Source], tokenizer: "BertDataTokenizer", folder: str) -> None:
     """What the run makes of the data: objective, steps, padding, samples."""
-    from lm_experiments_tools.data.bert_pretraining import bert_datasets
     from lm_experiments_tools.data.loader import TrainLoader
     from lm_experiments_tools.data.mixture import MixtureDataset
+    from lm_experiments_tools.recipes.bert_data import bert_datasets
 
     settings = dataclasses.replace(
         args, valid_data_path=None, validate_only=False, max_unread=1.0

@@ -10,13 +10,13 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_experiments_tools.args import check_minimum
+from lm_experiments_tools.config.training import check_minimum
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lm_experiments_tools.args import BatchArgs
-    from lm_experiments_tools.data.indexed import IndexedDataset
+    from lm_experiments_tools.config.training import BatchArgs
+    from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 
 MEASURED_MICRO_BATCHES = 64
 _DOCUMENTS_AT_ONCE = 1 << 14
@@ -93,7 +93,7 @@ def first_documents(path: str, tokens: IndexedDataset, args: LookArgs, scratch: 
     """
     import numpy as np
 
-    from lm_experiments_tools.data.indexed import IndexedDataset, IndexedDatasetWriter
+    from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 
     limit = args.documents
     if limit is None or limit >= tokens.num_documents:
@@ -133,7 +133,7 @@ def show_counts(
         marks: name -> tokens, lengths to mark in the picture.
         sentences: whether the sequences of a document are sentences, with lengths of their own.
     """
-    from lm_experiments_tools.data.statistics import length_percentiles, plot_statistics, token_statistics
+    from lm_experiments_tools.tools.statistics import length_percentiles, plot_statistics, token_statistics
 
     counts = token_statistics(source.tokens, vocab_size)
     text = ""
@@ -220,7 +220,7 @@ def forward_passes(
     """
     import torch
 
-    from lm_experiments_tools.batches import split_batch
+    from lm_experiments_tools.training.micro_batches import split_batch
 
     where = torch.device("cpu"), has_decoder, ("labels",), args.trim_to()
     for batch in batches:
@@ -261,7 +261,7 @@ def show_batches(
 
 
 def _show_samples(rows: list[tuple[str, dict[str, Any]]], wording: Wording) -> None:
-    from lm_experiments_tools.data.samples import render_sample
+    from lm_experiments_tools.tools.samples import render_sample
 
     for title, row in rows:
         lines = render_sample(

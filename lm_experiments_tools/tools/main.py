@@ -55,7 +55,7 @@ def _run(name: str, argv: list[str]) -> int:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(COMMANDS)}"
         raise UserError(f"lmtools has no command {name!r}: {hint}")
-    from lm_experiments_tools.cli import parse  # imported here: the list of commands needs no parser
+    from lm_experiments_tools.config.cli import parse  # imported here: the list of commands needs no parser
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     command = importlib.import_module(f"lm_experiments_tools.tools.{name}")

@@ -20,7 +20,7 @@ class MergeArgs:
 
 def run(args: MergeArgs) -> None:
     """Merge and say what came out."""
-    from lm_experiments_tools.data.merge import merge_datasets
+    from lm_experiments_tools.data.tokens.merge import merge_datasets
 
     if args.output.endswith(("/", ".bin", ".idx", ".json")):
         raise UserError(

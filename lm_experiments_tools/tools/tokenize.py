@@ -38,7 +38,7 @@ class TokenizeArgs:
 
 def run(args: TokenizeArgs) -> None:
     """Tokenize and say what came out."""
-    from lm_experiments_tools.data.tokenize import shard_prefix, tokenize_corpus
+    from lm_experiments_tools.data.tokens.tokenize import shard_prefix, tokenize_corpus
 
     if args.output.endswith(("/", ".bin", ".idx", ".json")):
         raise UserError(

@@ -39,7 +39,7 @@ class VocabArgs:
 
 def run(args: VocabArgs) -> None:
     """Train and say what came out."""
-    from lm_experiments_tools.data.vocab import train_vocab, train_wordpiece
+    from lm_experiments_tools.data.text.train_vocabulary import train_vocab, train_wordpiece
 
     start = time.perf_counter()
     sample = {"text_key": args.text_key, "sample_bytes": int(args.sample_megabytes * 1e6)}

@@ -9,11 +9,11 @@ import sys
 
 import torch
 
-from lm_experiments_tools.args import TrainerArgs
 from lm_experiments_tools.backends import get_backend
-from lm_experiments_tools.cli import run_main
-from lm_experiments_tools.trainer import TrainingLoop
-from tests.toys import RaggedPairs, SeekableBatches, TinyLabeller
+from lm_experiments_tools.config.cli import run_main
+from lm_experiments_tools.config.training import TrainerArgs
+from lm_experiments_tools.training.trainer import TrainingLoop
+from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller
 
 
 class Trouble:
@@ -44,7 +44,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     hooks = [Trouble(mode)]
     if mode == "full_disk" and backend.is_main:
-        from lm_experiments_tools import checkpoint
+        from lm_experiments_tools.checkpoint import writer as checkpoint
 
         def no_space(self, *args, **kwargs):
             raise OSError(28, "No space left on device")

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers import ROOT
+
 SHIM = Path(__file__).with_name("cpu_shim.py")
 LAUNCHER_VARIABLES = ("ACCELERATE_", "HOROVOD_", "FSDP_", "OMPI_", "PMI_", "TORCHELASTIC_")
 RANK_VARIABLES = (

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from lm_experiments_tools.args import TrainerArgs
 from lm_experiments_tools.backends import get_backend
-from lm_experiments_tools.trainer import TrainingLoop
-from tests.toys import RaggedPairs, SeekableBatches, tiny_t5
+from lm_experiments_tools.config.training import TrainerArgs
+from lm_experiments_tools.training.trainer import TrainingLoop
+from tests.helpers.toys import RaggedPairs, SeekableBatches, tiny_t5
 
 STEPS = 9  # of 8 rows over 24: three epochs
 

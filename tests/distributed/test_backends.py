@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from tests.distributed.launch import Job, horovodrun, missing, run, shipped, slow, torchrun
 from tests.distributed.worker import BROKEN, SAVED_AT, STEPS
-from tests.toys import tiny_t5
+from tests.helpers.toys import tiny_t5
 
 pytestmark = pytest.mark.distributed
 

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from megatron.preprocess_data import main as preprocess
-from tests.bert_toys import documents, make_bert_data
 from tests.distributed.launch import ROOT, horovodrun, missing, run, torchrun
 from tests.distributed.test_run_script import CPU, LAUNCHERS, kill_after
+from tests.helpers.bert_toys import documents, make_bert_data
 
 pytestmark = pytest.mark.distributed
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from lm_experiments_tools.manifest import verify
+from lm_experiments_tools.checkpoint.manifest import verify
 from tests.distributed.launch import ROOT, horovodrun, missing, run, torchrun
 
 WORKER = ROOT / "tests" / "distributed" / "failure_worker.py"

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from tests.distributed.launch import SHIM, horovodrun, missing, run, shim, slow, torchrun
-from tests.finetuning_toys import pairs, write_json
-from tests.pretrained_toys import save_toy
+from tests.helpers.finetuning_toys import pairs, write_json
+from tests.helpers.pretrained_toys import save_toy
 
 pytestmark = pytest.mark.distributed
 WORKER = Path(__file__).with_name("finetuner_worker.py")

@@ -10,11 +10,11 @@ import sys
 import pytest
 from transformers import T5ForConditionalGeneration
 
-from lm_experiments_tools.data.vocabulary import Vocabulary
-from lm_experiments_tools.models import build_model, load_model_config
+from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.models.build import build_model, load_model_config
 from tests.distributed.launch import ROOT, horovodrun, missing, run, shipped, slow, torchrun
-from tests.pretrained_toys import save_toy
-from tests.vocabulary_toys import numbered_words_vocabulary
+from tests.helpers.pretrained_toys import save_toy
+from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 WITHOUT = missing("sacrebleu", "rouge_score")
 pytestmark = [

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.bert_toys import TINY, make_bert_data
 from tests.distributed.launch import ROOT, horovodrun, missing, run, torchrun
+from tests.helpers.bert_toys import TINY, make_bert_data
 
 VARIANTS = {
     "base": {},

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.distributed.launch import ROOT, horovodrun, missing, run, torchrun
-from tests.real_data import DATA, lacking
+from tests.helpers.real_data import DATA, lacking
 
 SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
 VARIANTS = {

@@ -1,7 +1,7 @@
 """Every objective under every launcher, on real text: losses fall, and a killed run continues exactly.
 
 `make test-launchers` prints the table of benchmarks/launchers.md. The text is two shards (5 MB) of the folder that
-PRETRAINING_DATA names (tests/real_data.py). Models are without dropout, and a step has the same 8 rows however
+PRETRAINING_DATA names (tests/helpers/real_data.py). Models are without dropout, and a step has the same 8 rows however
 they are split, so that all launchers must log the losses of the uninterrupted run of one process, step by step.
 """
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.distributed.launch import ROOT, horovodrun, missing, run, torchrun
 from tests.distributed.test_run_script import CPU, kill_after
-from tests.real_data import DATA, lacking
+from tests.helpers.real_data import DATA, lacking
 
 SHARDS = [DATA / "corpus" / f"train-0000{k}-of-00008.jsonl" for k in range(2)]
 T5_VOCAB = DATA / "vocabs" / "t5_32k" / "sentencepiece.model"

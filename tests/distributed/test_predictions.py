@@ -11,12 +11,12 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 import torch
-from lm_experiments_tools.args import TrainerArgs
+from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.backends import get_backend
-from lm_experiments_tools.data.examples import Example
+from lm_experiments_tools.data.examples.examples import Example
 from lm_experiments_tools.errors import RunError
 from lm_experiments_tools.evaluation import predictions
-from lm_experiments_tools.finetuning_args import FinetuningArgs
+from lm_experiments_tools.config.finetuning import FinetuningArgs
 
 predictions.PIECE_BYTES = 500  # several pieces, of other numbers on each worker
 out = Path(sys.argv[1])

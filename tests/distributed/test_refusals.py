@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm_experiments_tools.args import TrainerArgs
 from lm_experiments_tools.backends import deepspeed_config, detect_backend, get_backend
 from lm_experiments_tools.backends.launch import check_device, check_parent, wanted_processes, wanted_sharding
+from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
 from tests.distributed.launch import ROOT, accelerate_launch, horovodrun, missing, run, torchrun
 
@@ -97,7 +97,7 @@ def test_an_accelerator_of_the_users_own_is_checked_too(tmp_path, asked, words):
     script = tmp_path / "own.py"
     script.write_text(
         "from accelerate import Accelerator\n"
-        "from lm_experiments_tools.args import TrainerArgs\n"
+        "from lm_experiments_tools.config.training import TrainerArgs\n"
         "from lm_experiments_tools.backends.accelerate import AccelerateBackend\n"
         f"AccelerateBackend.from_accelerator(Accelerator(cpu={bool(asked)}), TrainerArgs())\n"
     )
@@ -121,7 +121,7 @@ def test_the_wrong_backend_for_the_launcher_is_refused(tmp_path):
         pytest.skip(reason)
     script = tmp_path / "own.py"
     script.write_text(
-        "from lm_experiments_tools.args import TrainerArgs\nfrom lm_experiments_tools.backends import get_backend\n"
+        "from lm_experiments_tools import TrainerArgs\nfrom lm_experiments_tools.backends import get_backend\n"
         "get_backend(TrainerArgs(backend='accelerate'))\n"
     )
     job = run(horovodrun(), script)
@@ -135,7 +135,7 @@ def test_the_wrong_backend_for_the_launcher_is_refused(tmp_path):
         ("horovod", "import lm_experiments_tools.backends.horovod", "scripts/build_horovod.py"),
         (
             "deepspeed",
-            "from lm_experiments_tools.args import TrainerArgs\n"
+            "from lm_experiments_tools.config.training import TrainerArgs\n"
             "from lm_experiments_tools.backends.accelerate import make_deepspeed_plugin\n"
             "make_deepspeed_plugin(TrainerArgs())",
             "pip install deepspeed",

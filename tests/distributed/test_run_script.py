@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lm_experiments_tools.manifest import verify
+from lm_experiments_tools.checkpoint.manifest import verify
 from tests.distributed.launch import (
     ROOT,
     SHIM,
@@ -148,8 +148,8 @@ def test_the_checkpoints_of_a_run_load_with_from_pretrained(plain_python, text):
     import torch
     from transformers import AutoTokenizer, T5ForConditionalGeneration
 
-    from lm_experiments_tools.models import build_model, load_model_config
-    from lm_experiments_tools.weights import load_weights
+    from lm_experiments_tools.checkpoint.weights import load_weights
+    from lm_experiments_tools.models.build import build_model, load_model_config
 
     ours = build_model(T5ForConditionalGeneration, load_model_config(text.parent / "tiny.json"), seed=1).eval()
     checkpoints = sorted((plain_python / "checkpoints").glob("step_*"))

@@ -143,7 +143,7 @@ PACKAGES = [name for name in ("deepspeed", "triton") if missing(name) is None]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", itertools.permutations([*PACKAGES, "lm_experiments_tools.data.seqio_data"]))
+@pytest.mark.parametrize("order", itertools.permutations([*PACKAGES, "lm_experiments_tools.data.seqio.client"]))
 def test_no_order_of_imports_ends_a_training_process(order):
     statements = "\n".join(f"import {name}" for name in order)
     check = 'import sys\nassert "tensorflow" not in sys.modules'
@@ -154,6 +154,6 @@ def test_no_order_of_imports_ends_a_training_process(order):
 @pytest.mark.parametrize("order", itertools.permutations([*PACKAGES, "tensorflow"]))
 def test_no_order_of_imports_in_the_users_module_ends_the_worker(order):
     """Whatever the module of a task imports; the worker has seen to triton before."""
-    first = "from lm_experiments_tools.data.seqio_worker import import_triton\nimport_triton()"
+    first = "from lm_experiments_tools.data.seqio.worker import import_triton\nimport_triton()"
     statements = "\n".join(f"import {name}" for name in order)
     subprocess.run([sys.executable, "-c", f"{first}\n{statements}"], check=True, env=environment(), cwd=ROOT)

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from lm_experiments_tools import Trainer, TrainerAccelerate, TrainerArgs
 from lm_experiments_tools.backends.backend import LocalBackend
-from lm_experiments_tools.trainer import TrainingLoop
-from tests.toys import RaggedPairs, TinyLabeller, weights_of
+from lm_experiments_tools.training.trainer import TrainingLoop
+from tests.helpers.toys import RaggedPairs, TinyLabeller, weights_of
 
 def train(make):
     model = TinyLabeller()

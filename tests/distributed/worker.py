@@ -22,15 +22,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lm_experiments_tools.args import TrainerArgs
-from lm_experiments_tools.attention import block_sparse_attention, functional
+from lm_experiments_tools.attention import block_sparse_attention
+from lm_experiments_tools.attention.kernels import dispatch as functional
 from lm_experiments_tools.backends import detect_backend, get_backend
 from lm_experiments_tools.backends.backend import Backend, LocalBackend
 from lm_experiments_tools.backends.precision import get_precision
+from lm_experiments_tools.checkpoint.tree import load_tree, save_tree
+from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.optimizers.adafactor import Adafactor
-from lm_experiments_tools.tree import load_tree, save_tree
-from tests.toys import RaggedPairs, tiny_t5
+from tests.helpers.toys import RaggedPairs, tiny_t5
 
 SLICES = 2  # the data of a step is cut for two workers, whoever they are; one worker takes both
 BATCH, ACCUMULATION, STEPS, SAVED_AT, BROKEN = 4, 2, 20, 10, 7

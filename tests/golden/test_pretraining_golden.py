@@ -6,10 +6,10 @@ import os
 import numpy as np
 import pytest
 
-from lm_experiments_tools.data.indexed import IndexedDatasetWriter
+from lm_experiments_tools.data.tokens.indexed import IndexedDatasetWriter
 from run_t5_pretraining import main
 from tests.distributed.launch import ROOT
-from tests.vocabulary_toys import numbered_words_vocabulary
+from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 GOLDEN = [6.4465, 6.1434, 5.8007, 5.9466]
 

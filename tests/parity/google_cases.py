@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 
-from lm_experiments_tools.data.seqio_worker import PADDING, import_triton
+from lm_experiments_tools.data.seqio.worker import PADDING, import_triton
 
 import_triton()  # TensorFlow first, and the process would abort
 
@@ -27,17 +27,17 @@ from seqio import feature_converters, feature_converters_test  # noqa: E402
 from t5.data import preprocessors, preprocessors_test  # noqa: E402
 from transformers.models.t5.modeling_t5 import T5PreTrainedModel  # noqa: E402
 
-from lm_experiments_tools.data.causal_lm import CausalLMDataset  # noqa: E402
-from lm_experiments_tools.data.denoisers import PrefixDenoiser  # noqa: E402
-from lm_experiments_tools.data.order import epoch_shift, sample_words, stream_key  # noqa: E402
-from lm_experiments_tools.data.seqio_data import to_batch  # noqa: E402
-from lm_experiments_tools.data.seqio_tasks import TaskExamples  # noqa: E402
-from lm_experiments_tools.data.span_corruption import (  # noqa: E402
+from lm_experiments_tools.data.objectives.causal_lm import CausalLMDataset  # noqa: E402
+from lm_experiments_tools.data.objectives.denoisers import PrefixDenoiser  # noqa: E402
+from lm_experiments_tools.data.objectives.span_corruption import (  # noqa: E402
     corrupt,
     count_spans,
     random_span_lengths,
     random_spans_lengths,
 )
+from lm_experiments_tools.data.order import epoch_shift, sample_words, stream_key  # noqa: E402
+from lm_experiments_tools.data.seqio.client import to_batch  # noqa: E402
+from lm_experiments_tools.data.seqio.tasks import TaskExamples  # noqa: E402
 
 EOS, FILLER = 1, 0
 T5_CASES = {

@@ -27,8 +27,9 @@ from torch import Tensor
 
 from lm_experiments_tools.attention.layouts import SPARSITY_CONFIGS
 from lm_experiments_tools.errors import UserError
+from tests.helpers import ROOT
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "attention_layouts.json"
+GOLDEN = ROOT / "tests" / "golden" / "attention_layouts.json"
 MEMBER = "deepspeed-0.19.6/deepspeed/ops/sparse_attention/sparsity_config.py"
 SHA256 = "8384ca6738911c851e412cdfd63eaa43b6d1f9a16b8dec33e93c34cf92f738fa"
 TRIALS = 1500

@@ -25,9 +25,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lm_experiments_tools.attention import functional, gather, get_sparsity_config, huggingface
-from lm_experiments_tools.attention.bias import T5Bias
+from lm_experiments_tools.attention import get_sparsity_config, huggingface
 from lm_experiments_tools.attention.huggingface import enable
+from lm_experiments_tools.attention.kernels import dispatch as functional
+from lm_experiments_tools.attention.kernels import gather
+from lm_experiments_tools.attention.kernels.bias import T5Bias
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
 from lm_experiments_tools.errors import UserError
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import megatron.bert_dataset
-from lm_experiments_tools.data.indexed import IndexedDataset, IndexedDatasetWriter
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.bert_dataset import BertDataset, truncated_lengths
 from megatron.masking import take_ngrams
 from megatron.sample_mapping import MappingSettings, build_mapping

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from lm_experiments_tools.data.order import epoch_shift
 from run_finetuning import main
-from tests.real_data import DATA, lacking
+from tests.helpers.real_data import DATA, lacking
 
 BERT_VOCABULARY, T5_VOCABULARY = DATA / "vocabs" / "bert-base-uncased", DATA / "vocabs" / "t5_32k"
 POLARITY, SCITLDR = DATA / "classification" / "sentence_polarity", DATA / "seq2seq" / "scitldr"

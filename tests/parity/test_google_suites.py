@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers import ROOT
+
 # The wheels of t5 and seqio bring their tests.
 MODULES = ("tensorflow", "t5", "seqio", "t5.data.preprocessors_test", "seqio.feature_converters_test")
 

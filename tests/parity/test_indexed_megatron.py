@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lm_experiments_tools.cli import parse
-from lm_experiments_tools.data.indexed import IndexedDataset, IndexedDatasetWriter
+from lm_experiments_tools.config.cli import parse
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.preprocess_data import PreprocessArgs, preprocess
+from tests.helpers import ROOT
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 
 # Reads each PREFIX with Megatron's reader and writes the same documents with its builder, to PREFIX-theirs, and to
 # PREFIX-modes with a mode for each sequence. Our modules are imported beside it, as in a program that uses both.

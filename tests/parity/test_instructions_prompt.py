@@ -16,10 +16,9 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from real_data import DATA, lacking
 
-from lm_experiments_tools.data.example_dataset import ExampleDataset, encode_examples
-from lm_experiments_tools.data.instructions import (
+from lm_experiments_tools.data.examples.dataset import ExampleDataset, encode_examples
+from lm_experiments_tools.data.examples.instructions import (
     TK_INSTRUCT,
     InstructionData,
     PromptParts,
@@ -27,8 +26,9 @@ from lm_experiments_tools.data.instructions import (
     instruction_examples,
     prompt_text,
 )
-from lm_experiments_tools.data.rows import BadRows
-from lm_experiments_tools.data.text_encoder import TextEncoder
+from lm_experiments_tools.data.examples.rows import BadRows
+from lm_experiments_tools.data.examples.text_encoder import TextEncoder
+from tests.helpers.real_data import DATA, lacking
 
 TASK = {
     "Task": "task001_add",
@@ -100,7 +100,7 @@ def tokenizer(tmp_path_factory):
         pytest.skip(reason)
     from transformers import AutoTokenizer
 
-    from lm_experiments_tools.data.vocabulary import Vocabulary
+    from lm_experiments_tools.data.text.vocabulary import Vocabulary
 
     folder = tmp_path_factory.mktemp("tokenizer")
     Vocabulary.load(path).save_tokenizer(folder)

@@ -18,15 +18,15 @@ import pytest
 import torch
 
 from lm_experiments_tools.backends.backend import LocalBackend
-from lm_experiments_tools.data.examples import Example
+from lm_experiments_tools.config.finetuning import FinetuningArgs
+from lm_experiments_tools.data.examples.examples import Example
 from lm_experiments_tools.evaluation import text
 from lm_experiments_tools.evaluation.answers import LabelWords
 from lm_experiments_tools.evaluation.classes import UNKNOWN, class_metrics
 from lm_experiments_tools.evaluation.instructions import instructions
 from lm_experiments_tools.evaluation.numbers import number_metrics
 from lm_experiments_tools.evaluation.predictions import Predictions
-from lm_experiments_tools.finetuning_args import FinetuningArgs
-from tests.real_data import DATA, lacking
+from tests.helpers.real_data import DATA, lacking
 
 hypothesis = pytest.importorskip("hypothesis")
 given, settings, strategies = hypothesis.given, hypothesis.settings, hypothesis.strategies

@@ -1,8 +1,8 @@
-"""transformers' own tests of every model on the classes of modeling_bert; tests/hf_suite.py says how to run them."""
+"""transformers' own tests of every model on the classes of modeling_bert: how to run them, see hf_suite.py."""
 
 import pytest
 
-from tests.hf_suite import run_hf_suite
+from tests.helpers.hf_suite import run_hf_suite
 
 MODULE = """
 import importlib

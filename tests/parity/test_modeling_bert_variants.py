@@ -10,7 +10,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,8 +18,9 @@ import transformers
 from torch import nn
 
 from lm_experiments_tools.attention import get_sparsity_config
+from tests.helpers import ROOT
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "bert_relative_key.json"
+GOLDEN = ROOT / "tests" / "golden" / "bert_relative_key.json"
 SIZES = {
     "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 37,
     "max_position_embeddings": 40, "initializer_range": 0.2,

@@ -1,8 +1,8 @@
-"""transformers' own tests of every model on the classes of modeling_t5; tests/hf_suite.py says how to run them."""
+"""transformers' own tests of every model on the classes of modeling_t5: how to run them, see hf_suite.py."""
 
 import pytest
 
-from tests.hf_suite import run_hf_suite
+from tests.helpers.hf_suite import run_hf_suite
 
 # It wants a generating model to be a base model and a head, but T5's state dict has no such prefix: transformers' own
 # class fails alike.

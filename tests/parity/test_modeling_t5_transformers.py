@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 
 import modeling_t5
-from lm_experiments_tools.models import build_model
+from lm_experiments_tools.models.build import build_model
 
 SIZES = {
     "vocab_size": 100, "d_model": 32, "d_kv": 8, "d_ff": 37, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4,

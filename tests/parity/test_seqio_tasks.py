@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from lm_experiments_tools.data.span_corruption import corrupt
-from lm_experiments_tools.data.vocabulary import Vocabulary
+from lm_experiments_tools.data.objectives.span_corruption import corrupt
+from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from tests.distributed.launch import environment, missing
 
 pytestmark = pytest.mark.skipif(

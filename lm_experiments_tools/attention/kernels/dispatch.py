@@ -1,0 +1,238 @@
+"""Attention over a block-sparse layout with a trainable position bias: one call, and the choice of who computes it."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lm_experiments_tools.attention.kernels import gather, sdpa
+from lm_experiments_tools.attention.kernels.bias import DistanceBias, T5Bias, wants_gradient
+from lm_experiments_tools.attention.kernels.plan import Layout, SparsityConfig
+from lm_experiments_tools.attention.kernels.request import Request, Segments, check
+from lm_experiments_tools.errors import UserError
+
+# Each is a module with refusal(request), cost(request) and attend(request, seed); imported when it is first needed.
+_BACKENDS = {name: f"lm_experiments_tools.attention.{name}" for name in ("reference", "gather", "sdpa", "flex")}
+_BACKENDS["triton"] = "lm_experiments_tools.attention.kernels.triton"
+
+# Lengths and densities at which two backends take equally long, forward and backward, on a CPU.
+_SHORT = 256  # up to here a dense call costs less than making pieces of it
+_DENSE = 0.5  # from this density on, skipping blocks gains less than SDPA's fused loop does
+# A trained bias keeps SDPA from its fused loop: dense calls are overtaken at some length, sparse ones from _SHORT on.
+_SHORT_DENSE = 768
+_NEARLY_DENSE = 0.75
+_MATRIX_BYTES = 1 << 30  # of masks, biases and scores that SDPA may write out
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SparsityConfig | Layout | Tensor | None = None,
+    bias: DistanceBias | Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    segment_ids: Segments | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    """softmax(q k^T * scale + bias) v over the keys that layout and masks leave, with exact gradients, of bias too.
+
+    Lengths need not be multiples of the layout's block. Queries that may attend to nothing, or have a bias of -inf at
+    all that they may, give zeros and get zero gradients. Inputs must be finite, also where masks hide them: 0 times
+    NaN is NaN, as in PyTorch's own attention. Lists made from a layout are kept with the object: use one object for
+    many calls.
+
+    Args:
+        q: [batch, heads, query_length, head_dim], float16, bfloat16, float32 or float64.
+        k: [batch, heads, key_length, head_dim].
+        v: [batch, heads, key_length, any].
+        layout: a configuration of `layouts` (self-attention), a `Layout`, a tensor [heads or 1, query_blocks,
+            key_blocks] of 0 and 1 whose block, query_length / query_blocks rounded up, is a power of two, or None for
+            all blocks.
+        bias: `T5Bias`, `AlibiBias` (neither becomes an N x N matrix outside the backends "reference" and "sdpa"),
+            or a matrix [1 or batch, 1 or heads, query_length, key_length]. Added after scaling.
+        key_padding_mask: bool [batch, key_length], True where keys are attended to.
+        segment_ids: int [batch, length], or a pair for queries and keys; tokens attend only within equal ids, as
+            documents packed into one row must.
+        causal: query i attends to keys 0..i only, token by token whatever the layout.
+        scale: head_dim ** -0.5 if None; T5 takes 1.0.
+        dropout_p: probability of dropping an attention weight; "gather" rounds it to a multiple of 2 ** -16. The seed
+            is drawn from torch's CPU generator and kept for the backward pass ("sdpa" uses the device's generator).
+        backend: "auto", or one of "gather" (PyTorch alone, any device), "triton" (GPU, deterministic), "sdpa" (dense),
+            "flex" (FlexAttention, GPU) and "reference" (dense float64). `explain` says what "auto" takes, and why.
+
+    Returns:
+        [batch, heads, query_length, v's last dimension] in q's dtype.
+
+    Raises:
+        UserError: arguments that do not fit each other, or a named backend that cannot do what is asked.
+    """
+    signature, is_compiling = None, torch.compiler.is_compiling()
+    if layout is None and segment_ids is None and backend == "auto" and not is_compiling:
+        signature = _signature(q, k, v, bias, key_padding_mask, causal, scale, dropout_p)
+        if signature in _PLAIN:
+            return sdpa.attend_dense(q, k, v, bias, key_padding_mask, causal, scale, dropout_p)
+    # A compiled model leaves its graph here: lists are made from values, and the kernels are compiled already.
+    attend = torch.compiler.disable(_attend) if is_compiling else _attend
+    arguments = q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p
+    return attend(*arguments, backend=backend, signature=signature)
+
+
+# Signatures of calls that have been checked once and are SDPA's. To check a call and choose takes as long as computing
+# attention of 32 tokens.
+_PLAIN: set[tuple] = set()
+_MAX_PLAIN = 4096
+
+
+def _signature(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: DistanceBias | Tensor | None,
+    key_padding_mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    dropout_p: float,
+) -> tuple | None:
+    """All that check and choice go by in a dense call on a CPU; None for any other call, and for odd types.
+
+    Each line costs every call a tenth of a microsecond or two.
+    """
+    if type(causal) is not bool or type(dropout_p) is not float or not (scale is None or type(scale) is float):
+        return None
+    if not (type(q) is type(k) is type(v) is Tensor and q.is_cpu and k.is_cpu and v.is_cpu):
+        return None
+    signature = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, causal, scale, dropout_p
+    if bias is not None:
+        weight = bias.weight if type(bias) is T5Bias else bias
+        if not (isinstance(weight, Tensor) and weight.is_cpu):
+            return None
+        signature += weight.shape, weight.dtype, type(bias), wants_gradient(bias)
+    if key_padding_mask is not None:
+        if not (isinstance(key_padding_mask, Tensor) and key_padding_mask.is_cpu):
+            return None
+        signature += key_padding_mask.shape, key_padding_mask.dtype
+    return signature
+
+
+def _attend(*arguments: object, backend: str, signature: tuple | None) -> Tensor:
+    if isinstance(arguments[0], FakeTensor):
+        raise UserError(
+            "torch.export's tensors hold no numbers, and lists of blocks are made from numbers: export the model with "
+            'another attention, such as attn_implementation="sdpa".'
+        )
+    request = check(*arguments)
+    if request.q.is_meta:
+        raise UserError("q, k and v are on the meta device and hold no numbers: move them to a CPU or GPU.")
+    module, _ = _choose(request, backend)
+    if module is sdpa and signature is not None and len(_PLAIN) < _MAX_PLAIN:
+        with_mask = replace(request, key_padding_mask=arguments[5])  # the next one may not be all True
+        if _choose(with_mask, backend)[0] is sdpa:
+            _PLAIN.add(signature)
+    seed = 0
+    if request.dropout_p and module is not sdpa:  # which draws itself, here as in calls that are checked no more
+        seed = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
+    return module.attend(request, seed)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend serves a call, and what it costs."""
+
+    backend: str
+    reason: str
+    density: float  # blocks of the score matrix that layout and causality leave
+    effective_density: float  # scores computed by the backend, per score of the full matrix
+    memory_bytes: int  # beside inputs, output and their gradients, an estimate
+
+    def __str__(self) -> str:
+        return (
+            f"{self.backend}: {self.reason}; density {self.density:.3f}, computed {self.effective_density:.3f} of the "
+            f"full score matrix, about {self.memory_bytes / 2**20:,.0f} MiB beside inputs and outputs"
+        )
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SparsityConfig | Layout | Tensor | None = None,
+    bias: DistanceBias | Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    segment_ids: Segments | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+) -> Explanation:
+    """What `block_sparse_attention` would do with these arguments; `print(explain(...))` is a sentence."""
+    request = check(q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p)
+    module, reason = _choose(request, backend)
+    effective_density, memory_bytes = module.cost(request)
+    name = next(name for name, home in _BACKENDS.items() if home == module.__name__)
+    return Explanation(name, reason, request.density, effective_density, memory_bytes)
+
+
+def _choose(request: Request, backend: str) -> tuple[ModuleType, str]:
+    """The backend's module and why it was taken."""
+    if backend != "auto":
+        if not isinstance(backend, str) or backend not in _BACKENDS:
+            raise UserError(f'backend is {backend!r}; it must be "auto" or one of {", ".join(_BACKENDS)}.')
+        module = importlib.import_module(_BACKENDS[backend])
+        refused = module.refusal(request)
+        if refused:
+            raise UserError(f'backend "{backend}" cannot do this: {refused}; "auto" finds one that can.')
+        return module, "asked for"
+    return _choose_on_gpu(request) if request.q.device.type == "cuda" else _choose_on_cpu(request)
+
+
+def _choose_on_cpu(request: Request) -> tuple[ModuleType, str]:
+    length = max(request.scores_shape[2:])
+    size = sdpa.cost(request)[1]
+    if size > _MATRIX_BYTES:
+        return gather, f"masks, bias and scores of a dense call would take {size / 2**30:.1f} GiB"
+    if length <= _SHORT:
+        return sdpa, f"{length} tokens are few (at most {_SHORT})"
+    if request.trains_bias:
+        if length <= _SHORT_DENSE and request.density > _NEARLY_DENSE:
+            return sdpa, f"{length} tokens at density {request.density:.2f} are few (at most {_SHORT_DENSE})"
+        return gather, "the bias is trained, and a dense call would write its gradient out as a matrix"
+    if request.density > _DENSE:
+        return sdpa, f"density {request.density:.2f} is above {_DENSE}"
+    return gather, f"density {request.density:.2f} is at most {_DENSE}"
+
+
+def shares_matrix(
+    bias: DistanceBias, query_length: int, key_length: int, device: torch.device, is_dense: bool, training: bool
+) -> bool:
+    """Whether all layers of a model had better share this bias as one matrix, as implementations of T5 do: where
+    "auto" takes SDPA, for which each layer would make the matrix for itself.
+
+    In `training` the answer is that for a trained bias, also where gradients are off: reentrant checkpoints ask twice,
+    without and with them, and must be told the same.
+    """
+    length = max(query_length, key_length)
+    if device.type != "cpu" or length <= _SHORT:
+        return device.type == "cpu"
+    if training or wants_gradient(bias):
+        return is_dense and length <= _SHORT_DENSE
+    return is_dense and bias.num_heads * query_length * key_length * 4 <= _MATRIX_BYTES // 8
+
+
+def _choose_on_gpu(request: Request) -> tuple[ModuleType, str]:
+    if request.is_dense and not sdpa.needs_matrix(request):
+        return sdpa, "a dense call without masks or bias has a fused kernel in PyTorch"
+    triton = importlib.import_module(_BACKENDS["triton"])
+    refused = triton.refusal(request)
+    if refused is None:
+        return triton, "its kernels skip blocks and train the bias without atomics"
+    if max(request.scores_shape[2:]) <= _SHORT and sdpa.cost(request)[1] <= _MATRIX_BYTES:
+        return sdpa, f"few tokens (at most {_SHORT}), and Triton's kernels cannot: {refused}"
+    return gather, f"Triton's kernels cannot: {refused}"

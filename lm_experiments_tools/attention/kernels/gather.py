@@ -1,0 +1,388 @@
+"""Block-sparse attention in plain PyTorch: any device, any float type, memory linear in length.
+
+Query blocks that attend to equally many key blocks form one batched matrix product: their key blocks are gathered side
+by side, so a layout costs what it attends to and nothing for the rest. Query blocks with the same list of keys (in a
+window of `Fixed`, in a dense layout) share one copy of it. Only q, k and v are kept for the backward pass, which
+computes the probabilities again; both passes go through pieces small enough for the caches.
+
+Biases are tiles. One that depends on distance alone has a handful of tiles per head (`bias.distance_tiles`), gathered
+into the buffer that the product of queries and keys is then added to; their gradient is a sum of tiles of the scores'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm_experiments_tools.attention.kernels.bias import DistanceBias, distance_tiles
+from lm_experiments_tools.attention.kernels.plan import Layout, cached, num_blocks
+from lm_experiments_tools.attention.kernels.request import Request
+
+_PIECE = 1 << 18  # scores computed at once: 1 MiB in float32
+_MAX_QUERIES = 256  # rows that share one gathered list of keys
+
+
+class Group(NamedTuple):
+    """Equally shaped parts of a layout: part g is the query blocks rows[g], which all attend to key blocks keys[g]."""
+
+    rows: Tensor  # int64 [parts, query blocks of a part], head * query_blocks + query block
+    keys: Tensor  # int64 [parts, key blocks of a part], head * key_blocks + key block
+
+
+def groups_of(layout: Layout, num_heads: int, causal: bool, device: torch.device) -> list[Group]:
+    """The parts of a layout in groups, kept with the layout. Query blocks that attend to nothing are in none."""
+    return cached(layout, ("gather", num_heads, causal, device), lambda: _groups_of(layout, num_heads, causal, device))
+
+
+def _groups_of(layout: Layout, num_heads: int, causal: bool, device: torch.device) -> list[Group]:
+    blocks = layout.blocks.tril() if causal else layout.blocks
+    heads, query_blocks, key_blocks = blocks.shape
+    lists = blocks.reshape(-1, key_blocks).numpy()  # one a row: head * query_blocks + query block
+    parts: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
+    head_of = np.arange(heads).repeat(query_blocks)
+    packed = np.concatenate([head_of.astype(">u4").view(np.uint8).reshape(-1, 4), np.packbits(lists, axis=1)], axis=1)
+    _, which = np.unique(packed, axis=0, return_inverse=True)
+    order = np.argsort(which.ravel(), kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(which.ravel()[order])) + 1):
+        keys = np.flatnonzero(lists[rows[0]])
+        if keys.size:
+            fitting = _PIECE // (keys.size * layout.block**2)
+            size = max(1, min(_MAX_QUERIES // layout.block, fitting))
+            for begin in range(0, rows.size, size):
+                part = rows[begin : begin + size]
+                parts.setdefault((part.size, keys.size), []).append((part, keys + head_of[rows[0]] * key_blocks))
+    groups = []
+    for members in parts.values():
+        rows, keys = (torch.from_numpy(np.stack(column)).to(device) for column in zip(*members, strict=True))
+        if heads < num_heads:  # one layout for all
+            head = torch.arange(num_heads, device=device)[:, None, None]
+            rows, keys = (rows + head * query_blocks).flatten(0, 1), (keys + head * key_blocks).flatten(0, 1)
+        groups.append(Group(rows, keys))
+    return groups
+
+
+class Place(NamedTuple):
+    """Where scores stand, int64, broadcastable to [parts, query blocks, key blocks]."""
+
+    batch: Tensor
+    head: Tensor
+    row: Tensor
+    column: Tensor
+
+
+@dataclass
+class BiasTiles:
+    """A bias as [tiles, block, block] and the rule that says which tile belongs where."""
+
+    tiles: Tensor
+    index: Callable[[Place], Tensor]
+
+
+def bias_tiles(
+    bias: DistanceBias | Tensor | None, block: int, query_length: int, key_length: int, causal: bool, like: Tensor
+) -> BiasTiles | None:
+    """Tiles of a bias, and of the causal mask: -inf above the diagonal of tiles that lie on it. Differentiable."""
+    future = torch.ones(block, block, dtype=torch.bool, device=like.device).triu(1)
+    if isinstance(bias, Tensor):
+        return _matrix_tiles(bias.to(like.dtype), block, future if causal else None)
+    if bias is not None:
+        tiles = distance_tiles(bias.table(max(query_length, key_length)).to(like), block)
+        reach = tiles.shape[1] // 2
+        if causal:
+            on_diagonal = torch.arange(-reach, reach + 1, device=like.device) == 0
+            tiles = tiles.masked_fill(on_diagonal[:, None, None] & future, -torch.inf)
+        return BiasTiles(
+            tiles.flatten(0, 1),
+            lambda at: at.head * (2 * reach + 1) + (at.column - at.row).clamp(-reach, reach) + reach,
+        )
+    if causal:
+        tiles = torch.stack(
+            [torch.zeros_like(future, dtype=like.dtype), like.new_zeros(()).masked_fill(future, -torch.inf)]
+        )
+        return BiasTiles(tiles, lambda at: (at.row == at.column).long())
+    return None
+
+
+def _matrix_tiles(bias: Tensor, block: int, future: Tensor | None) -> BiasTiles:
+    """Tiles of a bias given as a matrix [batch or 1, heads or 1, query_length, key_length]."""
+    batch, heads, query_length, key_length = bias.shape
+    rows, columns = num_blocks(query_length, block), num_blocks(key_length, block)
+    padded = torch.nn.functional.pad(bias, (0, columns * block - key_length, 0, rows * block - query_length))
+    tiles = padded.unflatten(3, (columns, block)).unflatten(2, (rows, block)).transpose(3, 4)
+    if future is not None:
+        diagonal = torch.eye(rows, columns, dtype=torch.bool, device=bias.device)[:, :, None, None]
+        tiles = tiles.masked_fill(diagonal & future, -torch.inf)
+    return BiasTiles(
+        tiles.reshape(-1, block, block),
+        lambda at: ((at.batch % batch * heads + at.head % heads) * rows + at.row) * columns + at.column,
+    )
+
+
+@dataclass
+class Call:
+    """What one call fixes besides its tensors that need gradients."""
+
+    layout: Layout
+    groups: list[Group]
+    batch: int
+    num_heads: int
+    scale: float
+    tile_index: Callable[[Place], Tensor] | None
+    key_mask: Tensor | None  # bool [batch * key_blocks, block], True = attend
+    segments: list[Tensor] | None  # of queries and keys, int [batch * query_blocks or key_blocks, block]
+    dropout_p: float
+    seed: int
+    blocking_bias: bool = False  # whether the bias may be -inf for all keys of a query
+
+    @property
+    def query_blocks(self) -> int:
+        return self.layout.blocks.shape[1]
+
+    @property
+    def key_blocks(self) -> int:
+        return self.layout.blocks.shape[2]
+
+
+class Piece(NamedTuple):
+    """Some parts of one group, as indices into tensors whose first dimension joins batch, head and block."""
+
+    number: int  # of the piece within the call
+    rows: Tensor  # [parts, query blocks]: batch * heads * query_blocks + ...
+    keys: Tensor  # [parts, key blocks]
+    place: Place
+
+
+def pieces(call: Call) -> Iterator[Piece]:
+    """All parts of all batch rows, few enough at a time that their scores stay in the caches."""
+    number = 0
+    for group in call.groups:
+        parts, size = group.rows.shape
+        width = group.keys.shape[1]
+        step = max(1, _PIECE // (size * width * call.layout.block**2))
+        device = group.rows.device
+        for begin in range(0, call.batch * parts, step):
+            pair = torch.arange(begin, min(begin + step, call.batch * parts), device=device)
+            batch, part = pair // parts, pair % parts
+            rows, keys = group.rows[part], group.keys[part]
+            place = Place(
+                batch[:, None, None],
+                (keys[:, :1] // call.key_blocks)[:, :, None],
+                (rows % call.query_blocks)[:, :, None],
+                (keys % call.key_blocks)[:, None, :],
+            )
+            of_batch = (batch * call.num_heads)[:, None]
+            yield Piece(number, rows + of_batch * call.query_blocks, keys + of_batch * call.key_blocks, place)
+            number += 1
+
+
+class Workspace:
+    """Memory for the intermediate results of a piece, used again by the next: fresh pages cost more than the sums."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        self.buffers: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        """The buffer called `name`, contents undefined."""
+        size = math.prod(shape)
+        if name not in self.buffers or self.buffers[name].numel() < size:
+            self.buffers[name] = self.like.new_empty(size)
+        return self.buffers[name][:size].view(shape)
+
+    def blocks(self, name: str, blocks: Tensor, index: Tensor) -> Tensor:
+        """Blocks [n, block, d] at index [parts, m]: [parts, m * block, d]."""
+        _, block, head_dim = blocks.shape
+        chosen = self(name, index.numel(), block, head_dim)
+        torch.index_select(blocks, 0, index.flatten(), out=chosen)
+        return chosen.view(index.shape[0], index.shape[1] * block, head_dim)
+
+    def matmul(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """The batched product a @ b."""
+        return torch.bmm(a, b, out=self(name, a.shape[0], a.shape[1], b.shape[2]))
+
+
+def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
+    """total[index] += rows, summed in one order: `index_add_` alone would use atomics on a GPU."""
+    if total.device.type == "cpu":
+        total.index_add_(0, index, rows)
+    else:
+        total.index_put_((index,), rows, accumulate=True)
+
+
+def probabilities(call: Call, piece: Piece, q: Tensor, k: Tensor, tiles: Tensor | None, work: Workspace) -> Tensor:
+    """softmax of the scores of one piece, [parts, queries, keys]; rows that may attend to nothing are zero."""
+    (parts, size), width, block = piece.rows.shape, piece.keys.shape[1], call.layout.block
+    scores = work("scores", parts, size * block, width * block)
+    if tiles is not None:
+        chosen = work.blocks("tiles", tiles, call.tile_index(piece.place).view(1, -1))
+        chosen = chosen.view(parts, size, width, block, block).transpose(2, 3)
+        scores.view(parts, size, block, width, block).copy_(chosen)
+    scores.baddbmm_(q, k.transpose(1, 2), beta=0.0 if tiles is None else 1.0, alpha=call.scale)
+    masked = call.blocking_bias
+    column = (piece.place.batch * call.key_blocks + piece.place.column).flatten(1)
+    if call.key_mask is not None:
+        keep = call.key_mask[column].flatten(1)
+        if keep.device.type != "cpu" or not keep.all():
+            scores.masked_fill_(~keep[:, None, :], -torch.inf)
+            masked = True
+    if call.segments is not None:
+        row = (piece.place.batch * call.query_blocks + piece.place.row).flatten(1)
+        queries, keys = call.segments[0][row].flatten(1), call.segments[1][column].flatten(1)
+        scores.masked_fill_(queries[:, :, None] != keys[:, None, :], -torch.inf)
+        masked = True
+    result = torch.softmax(scores, -1, out=work("probabilities", *scores.shape))
+    if masked:
+        result.masked_fill_(scores.amax(-1, keepdim=True) == -torch.inf, 0.0)
+    return result
+
+
+def dropout_mask(call: Call, piece: Piece, like: Tensor) -> Tensor | None:
+    """What the probabilities of a piece are multiplied with: 0 or 1 / (1 - p), the same in forward and backward."""
+    if call.dropout_p == 0.0:
+        return None
+    generator = torch.Generator(like.device).manual_seed(call.seed + piece.number)
+    # Four 16-bit numbers of each 64-bit word: drawing one float a score costs as much as three matrix products.
+    words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
+    words.random_(-(2**63), None, generator=generator)
+    dropped = min(round(call.dropout_p * 65536), 65535)
+    keep = words.view(torch.int16)[: like.numel()].view(like.shape) >= dropped - 32768
+    return keep.to(like.dtype).mul_(65536 / (65536 - dropped))
+
+
+class _GatherAttention(torch.autograd.Function):
+    """q, k, v [batch, heads, blocks * block, head_dim] and tiles [n, block, block] -> the output, padding included."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor | None, call: Call) -> Tensor:
+        ctx.save_for_backward(q, k, v, tiles)
+        ctx.call = call
+        qs, ks, vs = (_as_blocks(x, call.layout.block) for x in (q, k, v))
+        out = vs.new_zeros(qs.shape[0], qs.shape[1], vs.shape[2])
+        work = Workspace(qs)
+        with torch.autocast(q.device.type, enabled=False):
+            for piece in pieces(call):
+                q_p, k_p = work.blocks("q", qs, piece.rows), work.blocks("k", ks, piece.keys)
+                p = probabilities(call, piece, q_p, k_p, tiles, work)
+                keep = dropout_mask(call, piece, p)
+                if keep is not None:
+                    p.mul_(keep)
+                result = work.matmul("out", p, work.blocks("v", vs, piece.keys))
+                out.index_copy_(0, piece.rows.flatten(), result.view(-1, *out.shape[1:]))
+        return out.view(*q.shape[:3], -1).to(q.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, tiles = ctx.saved_tensors
+        call, block = ctx.call, ctx.call.layout.block
+        qs, ks, vs, gs = (_as_blocks(x, block) for x in (q, k, v, grad))
+        dq, dk, dv = torch.zeros_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)
+        d_tiles = torch.zeros_like(tiles) if ctx.needs_input_grad[3] else None
+        work = Workspace(qs)
+        with torch.autocast(q.device.type, enabled=False):
+            for piece in pieces(call):
+                rows, keys = piece.rows.flatten(), piece.keys.flatten()
+                q_p, k_p = work.blocks("q", qs, piece.rows), work.blocks("k", ks, piece.keys)
+                v_p, g_p = work.blocks("v", vs, piece.keys), work.blocks("grad", gs, piece.rows)
+                p = probabilities(call, piece, q_p, k_p, tiles, work)
+                dp = work.matmul("dp", g_p, v_p.transpose(1, 2))
+                keep = dropout_mask(call, piece, p)
+                dropped = p if keep is None else p * keep
+                add_rows(dv, keys, work.matmul("dv", dropped.transpose(1, 2), g_p).view(-1, *dv.shape[1:]))
+                if keep is not None:
+                    dp.mul_(keep)
+                ds = work("scores", *p.shape)
+                torch.ops.aten._softmax_backward_data.out(dp, p, -1, p.dtype, grad_input=ds)
+                dq.index_copy_(0, rows, work.matmul("dq", ds, k_p).view(-1, *dq.shape[1:]))
+                add_rows(dk, keys, work.matmul("dk", ds.transpose(1, 2), q_p).view(-1, *dk.shape[1:]))
+                if d_tiles is not None:
+                    parts, size, width = *piece.rows.shape, piece.keys.shape[1]
+                    by_tile = work("tiles", parts, size, width, block, block)
+                    by_tile.copy_(ds.view(parts, size, block, width, block).transpose(2, 3))
+                    add_rows(d_tiles, call.tile_index(piece.place).flatten(), by_tile.view(-1, block, block))
+        dq, dk = dq.mul_(call.scale), dk.mul_(call.scale)
+        return (*(d.view(x.shape).to(x.dtype) for d, x in ((dq, q), (dk, k), (dv, v))), d_tiles, None)
+
+
+def _as_blocks(x: Tensor, block: int) -> Tensor:
+    """[batch, heads, blocks * block, d] -> [batch * heads * blocks, block, d], float32 unless float64."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.to(dtype).reshape(-1, block, x.shape[-1])
+
+
+def refusal(request: Request) -> str | None:
+    """Why this backend cannot serve a request; None if it can."""
+    return None
+
+
+def cost(request: Request) -> tuple[float, int]:
+    """(scores computed per score of the full matrix, bytes beside inputs, output and their gradients)."""
+    (batch, num_heads, query_length, key_length), block = request.scores_shape, request.layout.block
+    rows, columns = request.layout.blocks.shape[1:]
+    computed = request.density * rows * columns * block**2 / (query_length * key_length)
+    # Five buffers of a piece, of at least one query block and all its keys; sums of the gradients; tiles of the bias.
+    piece = max(_PIECE, columns * block**2)
+    sums = batch * num_heads * block * (rows + 2 * columns) * max(request.q.shape[3], request.v.shape[3])
+    if isinstance(request.bias, Tensor):
+        tiles = request.bias.numel()
+    else:
+        tiles = 0 if request.bias is None else request.bias.table(max(query_length, key_length)).numel() * block
+    copies = 0  # in float32, of q, k, v and the output's gradient
+    if request.q.dtype != request.compute_dtype:
+        copies = 2 * request.q.numel() + request.k.numel() + request.v.numel()
+    return computed, (5 * piece + sums + copies + 2 * tiles) * request.compute_dtype.itemsize
+
+
+def attend(request: Request, seed: int) -> Tensor:
+    """`block_sparse_attention` of a checked request; scores and sums in float32, in float64 for float64 inputs."""
+    (batch, num_heads, query_length, key_length), layout = request.scores_shape, request.layout
+    (rows, columns), block, device = layout.blocks.shape[1:], layout.block, request.q.device
+    like = torch.empty(0, dtype=request.compute_dtype, device=device)
+    tiles = bias_tiles(request.bias, block, query_length, key_length, request.causal, like)
+    key_mask = request.key_padding_mask
+    if key_mask is None and key_length % block:
+        key_mask = torch.ones(1, key_length, dtype=torch.bool, device=device).expand(batch, -1)
+    lengths = rows * block, columns * block
+    segments = None
+    if request.segment_ids is not None:
+        segments = [_kept(ids, n).view(-1, block) for ids, n in zip(request.segment_ids, lengths, strict=True)]
+    call = Call(
+        *(layout, groups_of(layout, num_heads, request.causal, device), batch, num_heads, request.scale),
+        tile_index=None if tiles is None else tiles.index,
+        key_mask=None if key_mask is None else _kept(key_mask, lengths[1]).view(-1, block),
+        segments=segments,
+        dropout_p=request.dropout_p,
+        seed=seed,
+        blocking_bias=_may_block(request),
+    )
+    q = _pad(request.q, lengths[0], dim=2)
+    k, v = (_pad(x, lengths[1], dim=2) for x in (request.k, request.v))
+    return _GatherAttention.apply(q, k, v, None if tiles is None else tiles.tiles, call)[:, :, :query_length]
+
+
+def _may_block(request: Request) -> bool:
+    """Whether the bias has -inf anywhere; on a GPU, where looking would make it wait, whether there is one."""
+    bias = request.bias
+    if bias is None:
+        return False
+    if request.q.device.type != "cpu":
+        return True
+    values = bias if isinstance(bias, Tensor) else bias.table(max(request.scores_shape[2:]))
+    return bool(values.detach().amin() == -torch.inf)
+
+
+def _kept(x: Tensor, length: int) -> Tensor:
+    """x padded to `length`, and a copy: its owner may write the next batch into it before the backward pass."""
+    return _pad(x, length).clone(memory_format=torch.contiguous_format)
+
+
+def _pad(x: Tensor, length: int, dim: int = 1) -> Tensor:
+    """Zeros (False) appended up to `length`."""
+    missing = length - x.shape[dim]
+    return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x

@@ -1,0 +1,187 @@
+"""One attention call after its arguments have been checked: what a backend is given."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from lm_experiments_tools.attention.kernels.bias import AlibiBias, DistanceBias, T5Bias, wants_gradient
+from lm_experiments_tools.attention.kernels.plan import Layout, SparsityConfig, cached, describe, resolve_layout
+from lm_experiments_tools.errors import UserError
+
+Segments = Tensor | tuple[Tensor, Tensor]
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Arguments of `block_sparse_attention`, checked; `layout` holds the blocks for these lengths and heads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layout: Layout
+    bias: DistanceBias | Tensor | None
+    key_padding_mask: Tensor | None
+    segment_ids: tuple[Tensor, Tensor] | None
+    causal: bool
+    scale: float
+    dropout_p: float
+
+    @property
+    def scores_shape(self) -> tuple[int, int, int, int]:
+        """(batch, heads, query_length, key_length)."""
+        return (*self.q.shape[:3], self.k.shape[2])
+
+    @property
+    def density(self) -> float:
+        """Fraction of blocks that the layout keeps and causality leaves."""
+        return cached(self.layout, ("density", self.causal), self._density)
+
+    def _density(self) -> float:
+        blocks = self.layout.blocks.tril() if self.causal else self.layout.blocks
+        return blocks.count_nonzero().item() / blocks.numel()
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the layout keeps every block (causality may still leave some out)."""
+        return cached(self.layout, ("dense",), lambda: bool(self.layout.blocks.all()))
+
+    @property
+    def trains_bias(self) -> bool:
+        """Whether the bias wants a gradient."""
+        return wants_gradient(self.bias)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of scores and sums: float32, or float64 for float64 inputs."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SparsityConfig | Layout | Tensor | None,
+    bias: DistanceBias | Tensor | None,
+    key_padding_mask: Tensor | None,
+    segment_ids: Segments | None,
+    causal: bool,
+    scale: float | None,
+    dropout_p: float,
+) -> Request:
+    """A request, or a UserError that names the argument at fault."""
+    _check_tensors(q, k, v)
+    batch, num_heads, query_length, head_dim = q.shape
+    key_length = k.shape[2]
+    if not (_is_number(dropout_p) and 0.0 <= dropout_p < 1.0):
+        raise UserError(f"dropout_p is {dropout_p!r}; it must be a number of at least 0 and below 1.")
+    if scale is not None and not (_is_number(scale) and abs(scale) <= sys.float_info.max):
+        raise UserError(f"scale is {scale!r}; it must be a finite number (a learned one is multiplied into q).")
+    if not isinstance(causal, int) or causal not in (True, False):
+        raise UserError(f"causal is {causal!r}; it must be True or False.")
+    _check_bias(bias, q, key_length)
+    if key_padding_mask is not None:
+        if not _is_bool(key_padding_mask) or key_padding_mask.shape != (batch, key_length):
+            raise UserError(
+                f"key_padding_mask is {describe(key_padding_mask)}; it must be bool [{batch}, {key_length}] (batch, "
+                "key_length), True where keys are attended to."
+            )
+        _check_device("key_padding_mask", key_padding_mask, q)
+        if key_padding_mask.device.type == "cpu" and key_padding_mask.all():  # looking would make a GPU wait
+            key_padding_mask = None
+    return Request(
+        *(q, k, v, resolve_layout(layout, num_heads, query_length, key_length), bias, key_padding_mask),
+        *(_check_segments(segment_ids, q, key_length), bool(causal)),
+        *(head_dim**-0.5 if scale is None else float(scale), float(dropout_p)),
+    )
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, Real) and not isinstance(x, bool)
+
+
+def _is_bool(x: object) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.bool
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 4 or x.dtype not in _FLOATS or 0 in x.shape:
+            raise UserError(
+                f"{name} is {describe(x)}; it must be float [batch, heads, length, head_dim], none of them 0."
+            )
+    if k.shape[:3] != v.shape[:3] or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise UserError(
+            f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not belong together: batch and heads must "
+            "be equal in all, length in k and v, head_dim in q and k."
+        )
+    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+        raise UserError(f"q, k and v must share dtype and device; they are {_home(q)}, {_home(k)} and {_home(v)}.")
+
+
+def _home(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} on {x.device}"
+
+
+def _check_bias(bias: DistanceBias | Tensor | None, q: Tensor, key_length: int) -> None:
+    if bias is None:
+        return
+    batch, num_heads, query_length, _ = q.shape
+    if not isinstance(bias, Tensor):
+        if not callable(getattr(bias, "table", None)) or isinstance(bias, type):
+            raise UserError(f"bias is {describe(bias)}; it must be a T5Bias, an AlibiBias, a matrix or None.")
+        if getattr(bias, "num_heads", None) != num_heads:
+            raise UserError(
+                f"The bias has values for {getattr(bias, 'num_heads', 'an unknown number of')} heads, but q has "
+                f"{num_heads}."
+            )
+        values = bias.weight if isinstance(bias, T5Bias) else bias.slopes if isinstance(bias, AlibiBias) else None
+        if values is not None:
+            _check_device(f"{type(bias).__name__}'s tensor", values, q)
+        return
+    if (
+        bias.dim() != 4
+        or bias.shape[0] not in (1, batch)
+        or bias.shape[1] not in (1, num_heads)
+        or bias.shape[2:] != (query_length, key_length)
+        or bias.dtype not in _FLOATS
+    ):
+        raise UserError(
+            f"bias is {describe(bias)}; it must be float [1 or {batch}, 1 or {num_heads}, {query_length}, "
+            f"{key_length}] (batch, heads, query_length, key_length)."
+        )
+    _check_device("bias", bias, q)
+
+
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise UserError(f"{name} is on {x.device}, but q is on {q.device}: move it there.")
+
+
+def _check_segments(segment_ids: Segments | None, q: Tensor, key_length: int) -> tuple[Tensor, Tensor] | None:
+    if segment_ids is None:
+        return None
+    batch, _, query_length, _ = q.shape
+    if isinstance(segment_ids, Tensor):
+        if query_length != key_length:
+            raise UserError(
+                f"segment_ids is one tensor, but there are {query_length} queries and {key_length} keys: give a pair, "
+                f"[{batch}, {query_length}] for queries and [{batch}, {key_length}] for keys."
+            )
+        segment_ids = segment_ids, segment_ids
+    if not (isinstance(segment_ids, tuple | list) and len(segment_ids) == 2):
+        raise UserError(
+            f"segment_ids is {describe(segment_ids)}; it must be an integer tensor [batch, length], or a pair, "
+            f"[{batch}, {query_length}] for queries and [{batch}, {key_length}] for keys."
+        )
+    for ids, length, what in zip(segment_ids, (query_length, key_length), ("queries", "keys"), strict=True):
+        if not isinstance(ids, Tensor) or ids.shape != (batch, length) or ids.dtype not in _INTEGERS:
+            raise UserError(f"segment_ids of {what} is {describe(ids)}; it must be integer [{batch}, {length}].")
+        _check_device(f"segment_ids of {what}", ids, q)
+    return tuple(segment_ids)

@@ -1,0 +1,450 @@
+"""The Triton kernels as a backend: tiles and lists of tiles from a layout, launches, and gradients for autograd.
+
+Triton itself is imported when the first call is made. TRITON_INTERPRET=1 runs the kernels on the CPU, for tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lm_experiments_tools.attention.kernels.bias import AlibiBias, sum_diagonals
+from lm_experiments_tools.attention.kernels.plan import cached, num_blocks
+from lm_experiments_tools.attention.kernels.request import Request
+
+_LOG2_E = math.log2(math.e)
+_NO_BIAS, _T5, _ALIBI = 0, 1, 2
+_PROGRAMS = 512  # of the bias gradient: about four for each multiprocessor of a large GPU
+_UNEVEN = 4  # lists this much longer than the average are started first
+
+
+class Tile(NamedTuple):
+    """How a kernel cuts the score matrix, and how Triton is to build it."""
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+# By kernel and by the larger head dimension, up to. For 16-bit inputs; float32 takes half the tile (`tile_of`).
+TILES: dict[tuple[str, int], Tile] = {
+    ("forward", 64): Tile(128, 64, 4, 3),
+    ("forward", 128): Tile(128, 64, 8, 3),
+    ("forward", 256): Tile(64, 64, 8, 2),
+    ("query_gradient", 64): Tile(128, 64, 8, 3),
+    ("query_gradient", 128): Tile(64, 64, 4, 2),
+    ("query_gradient", 256): Tile(64, 32, 8, 1),
+    ("key_gradient", 64): Tile(64, 128, 8, 3),
+    ("key_gradient", 128): Tile(64, 64, 4, 2),
+    ("key_gradient", 256): Tile(32, 64, 8, 1),
+    ("bias_gradient", 64): Tile(64, 64, 4, 2),
+    ("bias_gradient", 128): Tile(64, 64, 4, 2),
+    ("bias_gradient", 256): Tile(32, 32, 4, 1),
+}
+_MERGED = 64  # layouts of smaller blocks are computed in tiles of this many tokens, with the rest masked
+
+
+def tile_of(kernel: str, head_dim: int, block: int | None, itemsize: int) -> Tile:
+    """The tile for a kernel; not larger than the layout's block (None: dense) unless that is small."""
+    bound = next(limit for limit in (64, 128, 256) if head_dim <= limit)
+    queries, keys, num_warps, num_stages = TILES[kernel, bound]
+    if itemsize == 4:
+        queries, keys, num_stages = max(16, queries // 2), max(16, keys // 2), 1
+    if block is not None:
+        queries, keys = (min(size, max(block, _MERGED)) for size in (queries, keys))
+    return Tile(queries, keys, num_warps, num_stages)
+
+
+class TileLists(NamedTuple):
+    """For each tile of rows the tiles of columns that meet it, ascending.
+
+    A list's runs are [ranges[0], ranges[1]), [ranges[1], ranges[2]) and [ranges[2], ranges[3]): before, near and after
+    the diagonal. In a dense plan they count tiles of columns themselves; else they are places in `tiles` and `bits`.
+    """
+
+    ranges: Tensor  # int32 [layout heads, row tiles, 4]
+    order: Tensor  # int32 [layout heads, row tiles], longest lists first
+    tiles: Tensor  # int32
+    bits: Tensor  # int32
+    rank_major: bool
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A layout cut into tiles: which of them hold anything, and which blocks those hold."""
+
+    tile: Tile
+    active: Tensor  # bool [layout heads, query tiles, key tiles]
+    bits: Tensor  # int32, same shape: one for each part of a tile, row by row
+    sub_queries: int  # tokens of a part
+    sub_keys: int
+    left: Tensor  # bool [query tiles, key tiles]: tiles before all that is near the diagonal
+    right: Tensor  # tiles after it
+    dense: bool
+    has_bits: bool  # whether any tile is attended to in part
+
+
+def cut(request: Request, tile: Tile, saturation: int | None) -> Cut:
+    """Tiles of a request's layout: a larger block gives several, smaller blocks share one.
+
+    Args:
+        saturation: distance from which on nothing changes; tiles at smaller ones are near. None if no tile is.
+    """
+    query_length, key_length = request.scores_shape[2:]
+    rows, columns = num_blocks(query_length, tile.queries), num_blocks(key_length, tile.keys)
+    sub_queries, sub_keys = tile.queries, tile.keys
+    if request.is_dense:
+        active = torch.ones(1, rows, columns, dtype=torch.bool)
+        bits = active.int()
+    else:
+        block = request.layout.block
+        sub_queries, sub_keys = min(block, tile.queries), min(block, tile.keys)
+        parts = request.layout.blocks.repeat_interleave(block // sub_queries, 1)
+        parts = parts.repeat_interleave(block // sub_keys, 2)
+        parts = parts[:, : num_blocks(query_length, sub_queries), : num_blocks(key_length, sub_keys)]
+        active = _parts_of_tiles(parts, rows, columns, tile, sub_queries, sub_keys, outside=False).any(-1)
+        # What lies outside of the inputs is masked by position, so a tile full up to there counts as full.
+        flags = _parts_of_tiles(parts, rows, columns, tile, sub_queries, sub_keys, outside=True)
+        bits = (flags.int() << torch.arange(flags.shape[-1], dtype=torch.int32)).sum(-1, dtype=torch.int32)
+    offset = torch.arange(columns)[None, :] * tile.keys - torch.arange(rows)[:, None] * tile.queries
+    nearest, farthest = offset - (tile.queries - 1), offset + (tile.keys - 1)
+    if request.causal:
+        active = active & (nearest <= 0)
+    everything = torch.ones_like(offset, dtype=torch.bool)
+    left = everything if saturation is None else farthest <= -saturation
+    right = ~everything if saturation is None else nearest >= max(1, saturation)
+    full = (1 << (tile.queries // sub_queries * (tile.keys // sub_keys))) - 1
+    has_bits = bool((bits[active] != full).any())
+    return Cut(tile, active, bits, sub_queries, sub_keys, left, right, request.is_dense, has_bits)
+
+
+def _parts_of_tiles(
+    parts: Tensor, rows: int, columns: int, tile: Tile, sub_queries: int, sub_keys: int, outside: bool
+) -> Tensor:
+    """Parts [heads, n, m] by tile: [heads, rows, columns, parts of a tile]; those beyond n and m are `outside`."""
+    in_rows, in_columns = tile.queries // sub_queries, tile.keys // sub_keys
+    missing = rows * in_rows - parts.shape[1], columns * in_columns - parts.shape[2]
+    parts = torch.nn.functional.pad(parts, (0, missing[1], 0, missing[0]), value=outside)
+    return parts.unflatten(2, (columns, in_columns)).unflatten(1, (rows, in_rows)).transpose(2, 3).flatten(3)
+
+
+def lists_of(cut: Cut, by_key: bool, device: torch.device) -> TileLists:
+    """The list of each tile of queries, or of keys."""
+    active, bits, first, last = cut.active, cut.bits, cut.left, cut.right
+    if by_key:
+        active, bits, first, last = active.mT, bits.mT, first.T, last.T
+        if not first.all():  # later queries have a key farther to their left
+            first, last = last, first
+    counts = active.sum(-1)
+    begin = active.int().argmax(-1) if cut.dense else (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
+    near, far = begin + (active & first).sum(-1), begin + counts - (active & last).sum(-1)
+    ranges = torch.stack([begin, near, far, begin + counts], dim=-1)
+    return TileLists(
+        *(ranges.int().to(device), counts.argsort(dim=-1, descending=True, stable=True).int().to(device)),
+        *(active.nonzero()[:, 2].int().to(device), bits[active].to(device)),
+        rank_major=bool(counts.max() > _UNEVEN * counts.float().mean()),
+    )
+
+
+class DiagonalLists(NamedTuple):
+    """Near tiles of each layout head by diagonal, from the leftmost: those of one are [starts[n], starts[n + 1])."""
+
+    starts: Tensor  # int32 [layout heads * diagonals + 1]
+    tiles: Tensor  # int32, tiles of queries
+    bits: Tensor  # int32
+    diagonals: int
+
+
+def diagonals_of(cut: Cut, rough: Cut, device: torch.device) -> DiagonalLists:
+    """Tiles of `cut`, which must be square and no larger than those of `rough`, that lie in near tiles of `rough`."""
+    near = ~rough.left & ~rough.right
+    size, (_, rows, columns) = cut.tile.queries, cut.active.shape
+    near = near[torch.arange(rows) * size // rough.tile.queries][:, torch.arange(columns) * size // rough.tile.keys]
+    head, row, column = (cut.active & near).nonzero(as_tuple=True)
+    reach = int((column - row).abs().max()) if row.numel() else 0
+    diagonals = 2 * reach + 1
+    diagonal = head * diagonals + column - row + reach
+    order = diagonal.argsort(stable=True)
+    counts = torch.bincount(diagonal, minlength=cut.active.shape[0] * diagonals)
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    return DiagonalLists(
+        *(starts.int().to(device), row[order].int().to(device), cut.bits[head, row, column][order].to(device)),
+        diagonals,
+    )
+
+
+@dataclass
+class Call:
+    """What the kernels of one call have in common."""
+
+    request: Request  # with empty tensors: what the backward pass needs is for autograd to keep, or to drop
+    device: torch.device
+    kernels: ModuleType
+    bias: int
+    saturation: int  # of the table; 0 without one
+    key_mask: Tensor | None
+    segments: tuple[Tensor, Tensor] | None
+    seed: int
+
+    @property
+    def near(self) -> int | None:
+        """Distance below which tiles have to be looked at more closely."""
+        return self.saturation if self.bias == _T5 else 0 if self.request.causal else None
+
+    def plan(self, kernel: str) -> tuple[Cut, TileLists | DiagonalLists]:
+        """The tiles of a kernel and its lists, kept with the layout."""
+        request, device = self.request, self.device
+        tile = _tile_for(request, kernel)
+
+        def make() -> tuple[Cut, TileLists | DiagonalLists]:
+            if kernel == "bias_gradient":
+                rough = cut(request, _tile_for(request, "query_gradient"), self.near)
+                parts = cut(request, tile, self.near)
+                return parts, diagonals_of(parts, rough, device)
+            parts = cut(request, tile, self.near)
+            return parts, lists_of(parts, kernel == "key_gradient", device)
+
+        lengths = request.scores_shape[2:]
+        return cached(request.layout, ("triton", kernel, tile, lengths, request.causal, self.near, device), make)
+
+    def tensors(self, *main: Tensor | None) -> tuple[Tensor, ...]:
+        """Pointers for a kernel: `main`, then the masks; what no one reads is replaced by something that exists."""
+        masks = self.key_mask, *(self.segments or (None, None))
+        return tuple(main[0] if x is None else x for x in (*main, *masks))
+
+    def constants(self, parts: Cut) -> dict[str, object]:
+        """Compile-time arguments that all kernels take."""
+        (_, _, query_length, key_length), q, v = self.request.scores_shape, self.request.q, self.request.v
+        ieee = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+        return {
+            "HEAD_DIM": q.shape[3],
+            "BLOCK_D": _power_of_two(q.shape[3]),
+            "VALUE_DIM": v.shape[3],
+            "BLOCK_V": _power_of_two(v.shape[3]),
+            "BLOCK_M": parts.tile.queries,
+            "SUB_M": parts.sub_queries,
+            "SATURATION": self.saturation,
+            "CAUSAL": self.request.causal,
+            "HAS_BITS": parts.has_bits,
+            "HAS_PADDING": self.key_mask is not None,
+            "HAS_SEGMENTS": self.segments is not None,
+            "HAS_DROPOUT": self.request.dropout_p > 0,
+            "EVEN_M": query_length % parts.tile.queries == 0,
+            "EVEN_N": key_length % parts.tile.keys == 0,
+            "PRECISION": "ieee" if ieee else "tf32",
+            "num_warps": parts.tile.num_warps,
+            "num_stages": parts.tile.num_stages,
+        }
+
+    def list_constants(self, parts: Cut, lists: TileLists) -> dict[str, object]:
+        """Those of the kernels that walk lists."""
+        own = {"BLOCK_N": parts.tile.keys, "SUB_N": parts.sub_keys, "BIAS": self.bias, "DENSE": parts.dense}
+        return {**self.constants(parts), **own, "RANK_MAJOR": lists.rank_major, "STAGES": parts.tile.num_stages}
+
+
+def _power_of_two(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _tile_for(request: Request, kernel: str) -> Tile:
+    head_dim = max(request.q.shape[3], request.v.shape[3])
+    block, itemsize = None if request.is_dense else request.layout.block, request.q.dtype.itemsize
+    tile = tile_of(kernel, head_dim, block, itemsize)
+    if kernel != "bias_gradient":
+        return tile
+    # It computes what the kernel of q's gradient leaves out, so its tiles have to fit into those.
+    within = tile_of("query_gradient", head_dim, block, itemsize)
+    size = min(tile.queries, within.queries, within.keys)
+    return tile._replace(queries=size, keys=size)
+
+
+class _TritonAttention(torch.autograd.Function):
+    """q, k, v and the bias table (base e, float32) or ALiBi's slopes -> output."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, call: Call) -> Tensor:
+        batch, num_heads, query_length, key_length = call.request.scores_shape
+        o = v.new_empty(*q.shape[:3], v.shape[3])
+        lse = torch.empty(batch, num_heads, query_length, dtype=torch.float32, device=q.device)
+        parts, lists = call.plan("forward")
+        tiles = parts.active.shape[1]
+        with torch.cuda.device_of(q):
+            call.kernels.forward_kernel[(tiles * batch * num_heads,)](
+                *call.tensors(q, k, v, o, lse, _base_two(table)),
+                *(lists.ranges, lists.order, lists.tiles, lists.bits),
+                *(call.seed, call.request.dropout_p, call.request.scale * _LOG2_E),
+                *(tiles, num_heads, parts.active.shape[0], batch * num_heads, query_length, key_length),
+                *_strides(q, k, v, o),
+                **call.list_constants(parts, lists),
+            )
+        ctx.save_for_backward(q, k, v, o, lse, table)
+        ctx.call = call
+        return o
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse, table = ctx.saved_tensors
+        call, do = ctx.call, do.contiguous()
+        delta, dq, dk, dv = torch.empty_like(lse), torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        train_bias = ctx.needs_input_grad[3]
+        table2 = _base_two(table)
+        with torch.cuda.device_of(q):
+            far_sums = _query_gradient(call, q, k, v, o, do, lse, delta, dq, table2, train_bias)
+            _key_gradient(call, q, k, v, do, lse, delta, dk, dv, table2)
+            d_table = None
+            if train_bias and call.bias == _ALIBI:
+                d_table = far_sums[:, 0]
+            elif train_bias:
+                d_table = _bias_gradient(call, q, k, v, do, lse, delta, table2, far_sums)
+        return dq, dk, dv, d_table, None
+
+
+def _base_two(table: Tensor | None) -> Tensor | None:
+    return None if table is None else (table * _LOG2_E).contiguous()
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(stride for x in tensors for stride in x.stride()[:3])
+
+
+def _query_gradient(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
+    table2: Tensor | None, train_bias: bool,
+) -> Tensor | None:  # fmt: skip
+    """Fills dq and delta; returns the scores' gradients summed left and right of near tiles, [heads, 2]."""
+    request, (parts, lists) = call.request, call.plan("query_gradient")
+    batch, num_heads, query_length, key_length = request.scores_shape
+    tiles = parts.active.shape[1]
+    far_sums = lse.new_empty(batch, num_heads, tiles, 2) if train_bias else None
+    call.kernels.query_gradient_kernel[(tiles * batch * num_heads,)](
+        *call.tensors(q, k, v, o, do, lse, delta, dq, far_sums, table2),
+        *(lists.ranges, lists.order, lists.tiles, lists.bits),
+        *(call.seed, request.dropout_p, request.scale, request.scale * _LOG2_E),
+        *(tiles, num_heads, parts.active.shape[0], batch * num_heads, query_length, key_length),
+        *_strides(q, k, v, o),
+        **call.list_constants(parts, lists),
+        TRAIN_BIAS=train_bias,
+    )
+    return None if far_sums is None else far_sums.sum((0, 2))
+
+
+def _key_gradient(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
+    table2: Tensor | None,
+) -> None:  # fmt: skip
+    """Fills dk and dv."""
+    request, (parts, lists) = call.request, call.plan("key_gradient")
+    batch, num_heads, query_length, key_length = request.scores_shape
+    tiles = parts.active.shape[2]
+    call.kernels.key_gradient_kernel[(tiles * batch * num_heads,)](
+        *call.tensors(q, k, v, do, lse, delta, dk, dv, table2),
+        *(lists.ranges, lists.order, lists.tiles, lists.bits),
+        *(call.seed, request.dropout_p, request.scale, request.scale * _LOG2_E),
+        *(tiles, num_heads, parts.active.shape[0], batch * num_heads, query_length, key_length),
+        *_strides(q, k, v, do),
+        **call.list_constants(parts, lists),
+    )
+
+
+def _bias_gradient(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, table2: Tensor,
+    far_sums: Tensor,
+) -> Tensor:  # fmt: skip
+    """Gradient of the table, [heads, 2 * saturation + 1]: near tiles by one more kernel, the rest is `far_sums`."""
+    request, (parts, lists) = call.request, call.plan("bias_gradient")
+    batch, num_heads, query_length, key_length = request.scores_shape
+    size, saturation = parts.tile.queries, call.saturation
+    splits = max(1, min(_PROGRAMS // (num_heads * lists.diagonals), batch * parts.active.shape[1]))
+    sums = lse.new_empty(num_heads, lists.diagonals, splits, size, size)
+    call.kernels.bias_gradient_kernel[(num_heads * lists.diagonals * splits,)](
+        *call.tensors(q, k, v, do, lse, delta, sums, table2),
+        *(lists.starts, lists.tiles, lists.bits),
+        *(call.seed, request.dropout_p, request.scale * _LOG2_E),
+        *(lists.diagonals, splits, batch, num_heads, parts.active.shape[0], query_length, key_length),
+        *_strides(q, k, v, do),
+        **call.constants(parts),
+    )
+    by_distance = sum_diagonals(sums.sum(2))  # [heads, diagonals, 2 * size - 1]
+    reach = lists.diagonals // 2 * size + size - 1
+    extended = lse.new_zeros(num_heads, 2 * max(reach, saturation) + 1)
+    middle = max(reach, saturation)
+    for diagonal in range(lists.diagonals):  # neighbours overlap
+        begin = middle - reach + diagonal * size
+        extended[:, begin : begin + 2 * size - 1] += by_distance[:, diagonal]
+    d_table = extended[:, middle - saturation : middle + saturation + 1].clone()
+    d_table[:, 0] += extended[:, : middle - saturation].sum(1) + far_sums[:, 0]
+    d_table[:, -1] += extended[:, middle + saturation + 1 :].sum(1) + far_sums[:, 1]
+    return d_table
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def refusal(request: Request) -> str | None:
+    """Why this backend cannot serve a request; None if it can."""
+    block, widest = request.layout.block, max(request.q.shape[3], request.v.shape[3])
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
+    if request.q.device.type != "cuda" and not (_interpreted() and request.q.device.type == "cpu"):
+        return f"the tensors are on {request.q.device}, and its kernels run on a GPU (TRITON_INTERPRET=1 for tests)"
+    if request.q.dtype == torch.float64:
+        return "it computes in float32, not in float64"
+    if widest > 256:
+        return f"head_dim {widest} is above 256"
+    if isinstance(request.bias, Tensor):
+        return "the bias is a matrix, not a T5Bias or AlibiBias"
+    if not request.is_dense and (block < 16 or block & (block - 1)):
+        return f"the layout's block {block} is not a power of two from 16 up"
+    return None
+
+
+def cost(request: Request) -> tuple[float, int]:
+    """(scores computed per score of the full matrix, bytes beside inputs, output and their gradients)."""
+    batch, num_heads, query_length, key_length = request.scores_shape
+    parts = cut(request, _tile_for(request, "forward"), None)
+    computed = parts.active.float().mean().item() * parts.active[0].numel() * parts.tile.queries * parts.tile.keys
+    rows = 2 * batch * num_heads * query_length  # lse and delta
+    sums = 0
+    if request.trains_bias:
+        sums = max(_PROGRAMS, num_heads * 2 * num_blocks(256, 64)) * _tile_for(request, "bias_gradient").queries ** 2
+    return computed / (query_length * key_length), 4 * (rows + sums)
+
+
+def attend(request: Request, seed: int) -> Tensor:
+    """`block_sparse_attention` of a checked request."""
+    kernels = importlib.import_module("lm_experiments_tools.attention.kernels.triton_kernels")
+    table, kind, saturation = None, _NO_BIAS, 0
+    if type(request.bias) is AlibiBias:
+        table, kind = request.bias.slopes.float(), _ALIBI
+    elif request.bias is not None:
+        table, kind = request.bias.table(max(request.scores_shape[2:])).float(), _T5
+        saturation = table.shape[1] // 2
+    mask, segments = request.key_padding_mask, request.segment_ids
+    q, k, v = (_packed(x) for x in (request.q, request.k, request.v))
+    empty = {name: x.detach().to("meta") for name, x in (("q", q), ("k", k), ("v", v))}
+    call = Call(
+        *(replace(request, **empty, bias=None, key_padding_mask=None, segment_ids=None), q.device),
+        *(kernels, kind, saturation),
+        # copies, because the backward pass reads them after their owner may have written the next batch into them
+        key_mask=None if mask is None else mask.clone(memory_format=torch.contiguous_format).view(torch.uint8),
+        segments=None if segments is None else tuple(ids.to(torch.int64, copy=True).contiguous() for ids in segments),
+        seed=seed,
+    )
+    return _TritonAttention.apply(q, k, v, table, call)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """x, copied unless it fills its memory, head_dim innermost: gradients then have its strides."""
+    like = torch.empty_like(x, device="meta")
+    return x if like.stride() == x.stride() and x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,183 @@
+"""Adapters on disk, in peft's layout: only what was trained, and the sha256 of the weights it was trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lm_experiments_tools.checkpoint.manifest import MANIFEST, keep_from_pruning, verify_files
+from lm_experiments_tools.checkpoint.source import ADAPTER_CONFIG, ENSEMBLE_CONFIG, LABELS_FILE, Source, real_names
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import read_json
+from lm_experiments_tools.modules.inspection import trained_parameters
+from lm_experiments_tools.modules.prompt_ensemble import PromptEnsemble
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"  # peft's name
+
+
+DEFAULT_ADAPTER = "default"  # peft's name of a model's only adapter
+
+
+_BASE_SHA256 = "base_sha256"  # in the header of ADAPTER_WEIGHTS, which peft does not look at: Source.fingerprint
+
+
+def ensemble_folders(path: Path) -> list[str]:
+    return read_json(path / ENSEMBLE_CONFIG)["folders"] if (path / ENSEMBLE_CONFIG).is_file() else []
+
+
+def saved_names(model: PeftModel) -> dict[str, str]:
+    """Name in the adapter's file -> name of the parameter; peft's own names, so that it reads the file."""
+    from peft import get_peft_model_state_dict
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    trained, every = trained_parameters(model), _under_all_names(model)
+    name_of = {id(parameter): name for name, parameter in trained.items()}
+    if model.peft_config[
+        DEFAULT_ADAPTER
+    ].is_prompt_learning:  # of which peft would compute the prompt, from slices if need be
+        state: dict[str, Tensor] = {"prompt_embeddings": model.prompt_encoder[DEFAULT_ADAPTER].embedding.weight}
+        for path, module in model.named_modules():
+            if isinstance(module, AuxiliaryTrainingWrapper):  # a head that peft copied to train it
+                inside = {n.removeprefix(f"{path}."): p for n, p in every.items() if n.startswith(f"{path}.")}
+                state |= {f"{path}.{n}": p for n, p in module.adapter_state_dict(DEFAULT_ADAPTER, inside).items()}
+    else:
+        state = get_peft_model_state_dict(model, state_dict=every, save_embedding_layers=False)
+    found: dict[str, str] = {}
+    for saved, value in state.items():
+        name = name_of.pop(id(value), None)  # a parameter that is tied under several names is saved once
+        if name is not None:
+            found[saved] = name
+    return found | {name: name for name in name_of.values()}
+
+
+def _under_all_names(model: nn.Module) -> dict[str, nn.Parameter]:
+    """peft asks for a tied parameter by any of its names."""
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def save_adapter(path: Path, model: PeftModel, state: dict[str, Tensor] | None = None) -> None:
+    """Write adapter_config.json and adapter_model.safetensors, of an ensemble a folder with them for each prompt.
+
+    The labels of a classifier go into label_names.json, which peft does not look at.
+
+    Args:
+        state: the values of `trained_parameters` where the model's own are sharded.
+    """
+    state = trained_parameters(model) if state is None else state
+    config, base = model.peft_config[DEFAULT_ADAPTER], getattr(model, "base_fingerprint", None)
+    if config.base_model_name_or_path:
+        keep_from_pruning(Path(config.base_model_name_or_path))
+    if names := real_names(model.config.id2label):
+        (path / LABELS_FILE).write_text(json.dumps({"label_names": names}), encoding="utf-8")
+    if isinstance(model, PromptEnsemble):
+        parts = model.split(state)
+        for folder, weights in parts.items():
+            (path / folder).mkdir(exist_ok=True)
+            _write(path / folder, weights, config, base)
+        (path / ENSEMBLE_CONFIG).write_text(json.dumps({"folders": list(parts)}), encoding="utf-8")
+        return
+    _write(path, {saved: state[name] for saved, name in saved_names(model).items()}, config, base)
+
+
+def _write(path: Path, weights: dict[str, Tensor], config: PeftConfig, base_fingerprint: str | None) -> None:
+    whole = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+    base = {} if base_fingerprint is None else {_BASE_SHA256: base_fingerprint}
+    save_file(whole, path / ADAPTER_WEIGHTS, metadata={"format": "pt", **base})
+    config.inference_mode = True  # as peft writes it
+    try:
+        config.save_pretrained(str(path))
+    finally:
+        config.inference_mode = False
+
+
+def read_adapter(model: PeftModel, path: Path) -> dict[str, Tensor]:
+    """Name of the parameter -> its value in an adapter's folder.
+
+    Raises:
+        UserError: the folder has no adapter, one that does not fit, or one of a base with other weights.
+    """
+    folders = ensemble_folders(path)
+    if not folders and not (path / ADAPTER_CONFIG).is_file():
+        raise UserError(
+            f"{path} is no adapter of peft ({ADAPTER_CONFIG} is missing), and of this model only the adapter is "
+            "loaded: name the base model by --from_pretrained."
+        )
+    own = trained_parameters(model)
+    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in own.items()}
+    if isinstance(model, PromptEnsemble) != bool(folders) or (folders and folders != list(model.file_names())):
+        here = len(model.file_names()) if isinstance(model, PromptEnsemble) else 1
+        raise UserError(f"{path} holds {len(folders) or 1} prompt(s), this model has {here}: see --num_prompts.")
+    if folders:
+        shapes["prompts"] = shapes["prompts"][1:]
+        parts = {folder: saved_by_name(path / folder) for folder in folders}
+        for folder, names in model.file_names().items():
+            _check_fit(path / folder, parts[folder], names, shapes)
+        check_base(model, path)
+        return model.joined(parts)
+    saved, names = saved_by_name(path), saved_names(model)
+    _check_fit(path, saved, names, shapes)
+    check_base(model, path)
+    return {names[name]: value for name, value in saved.items()}
+
+
+def _check_fit(path: Path, saved: dict[str, Tensor], names: dict[str, str], shapes: dict[str, tuple]) -> None:
+    missing, unexpected = sorted(names.keys() - saved.keys()), sorted(saved.keys() - names.keys())
+    other = [n for n in saved if n in names and tuple(saved[n].shape) != shapes[names[n]]]
+    if missing or unexpected or other:
+        example = [f"{n} is {tuple(saved[n].shape)} there and {shapes[names[n]]} here" for n in other[:1]]
+        raise UserError(
+            f"the adapter in {path} does not fit this model: {len(missing)} of its weights are missing, "
+            f"{len(unexpected)} unexpected, {len(other)} of another shape "
+            f"({', '.join([*missing[:2], *unexpected[:2], *example])}); it is of another base model, or was made with "
+            "other settings of --peft."
+        )
+
+
+def check_base(model: PeftModel, path: Path) -> None:
+    """Refuse an adapter over other weights than those it was trained on, where both are known. Raises UserError."""
+    with safe_open(path / (ensemble_folders(path) or [""])[0] / ADAPTER_WEIGHTS, framework="pt") as file:
+        then = (file.metadata() or {}).get(_BASE_SHA256)
+    now = getattr(model, "base_fingerprint", None)
+    if then is None or now is None or then == now:
+        return
+    former, present = Source(str(path), path).base, model.peft_config[DEFAULT_ADAPTER].base_model_name_or_path
+    if former != present and Path(former).is_dir() and Source(former, Path(former)).fingerprint() == then:
+        raise UserError(
+            f"the adapter in {path} was trained on {former}, and the weights of {present} are others: go on by "
+            f"--from_pretrained {former} --resume {path}, or train a new adapter with another --model_path."
+        )
+    raise UserError(
+        f"the weights of {present} are not those that the adapter in {path} was trained on ({former}, as it was "
+        "then): put these back, or train a new adapter."
+    )
+
+
+def read_adapter_into(model: PeftModel, path: Path) -> list[str]:
+    """`read_adapter` into the model's parameters, whose names are returned."""
+    values, own = read_adapter(model, path), trained_parameters(model)
+    with torch.no_grad():
+        for name, value in values.items():
+            own[name].copy_(value)
+    return list(values)
+
+
+def saved_by_name(path: Path) -> dict[str, Tensor]:
+    file = path / ADAPTER_WEIGHTS
+    if not file.is_file():
+        raise UserError(f"{file} is missing: copy the adapter again.")
+    if (path / MANIFEST).is_file():
+        verify_files(path, [file.name])
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file} cannot be read ({error}): it is truncated or corrupt; copy it again.") from error

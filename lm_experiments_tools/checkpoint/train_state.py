@@ -1,0 +1,164 @@
+"""Everything that must survive a restart, in one object, and its way to disk and back.
+
+What differs between workers (random states, unreduced metric sums) is kept per worker; the rest is equal on all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.checkpoint import writer as checkpoint
+from lm_experiments_tools.checkpoint.tree import load_tree, save_tree
+from lm_experiments_tools.errors import UserError
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
+
+logger = logging.getLogger(__name__)
+SETTINGS = ("weight_decay", "scale_parameter", "relative_step", "warmup_init")  # flags, whatever a checkpoint says
+
+
+@dataclass
+class TrainState:
+    """Equal on every worker.
+
+    Attributes:
+        step: optimizer updates applied so far; the one meaning of "step" in logs, schedules and file names.
+        consumed_samples, consumed_tokens: over all workers, skipped updates included.
+        skipped_updates, skipped_in_a_row: updates not applied because the gradient was not finite.
+        schedule_start: step at which the learning rate schedule began (moved by `--reset_lr`).
+        best_metric, best_step: of `optimize_metric` on validation.
+        patience: validations in a row without improvement.
+        last_validated_step: a restart makes up for a validation that a signal cut short.
+        plateau: state of the `--use_lr_drop` schedule.
+        data_fingerprint: of the training data and its order; None for loaders that have none.
+        metrics: the last ones of each split.
+    """
+
+    step: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    skipped_updates: int = 0
+    skipped_in_a_row: int = 0
+    schedule_start: int = 0
+    best_metric: float | None = None
+    best_step: int | None = None
+    patience: int = 0
+    last_validated_step: int = 0
+    plateau: dict[str, Any] = field(default_factory=dict)
+    data_fingerprint: str | None = None
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainState:
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise UserError(
+                f"the checkpoint's trainer state has entries this version does not know ({', '.join(unknown)}): it "
+                "was written by a newer one; update lm_experiments_tools"
+            )
+        return cls(**values)
+
+
+@contextmanager
+def failures_located(state: TrainState) -> Iterator[None]:
+    """An exception that leaves this block says, as its attribute `step`, how many updates had been applied."""
+    try:
+        yield
+    except Exception as error:
+        error.step = state.step
+        raise
+
+
+def save_checkpoint(
+    backend: Backend,
+    writer: checkpoint.CheckpointWriter,
+    state: TrainState,
+    per_worker: dict[str, Any],
+    *,
+    is_best: bool = False,
+    tokenizer_dir: Path | None = None,
+) -> None:
+    """Write weights, optimizer and trainer state as one checkpoint; collective, atomic, pruned after the commit."""
+    all_workers = backend.gather(per_worker)
+    model_state, optimizer_state = backend.model_state(), backend.optimizer_state()
+    path = on_main(backend, lambda: writer.begin(state.step))
+
+    def write() -> None:
+        with writer.guarded(state.step):
+            if backend.shards_optimizer:
+                save_tree(path / f"optimizer_rank_{backend.rank:05d}", optimizer_state)
+            elif backend.is_main:
+                save_tree(path / "optimizer", optimizer_state)
+            if backend.is_main:
+                checkpoint.save_model(path, backend.unwrap(), state_dict=model_state, tokenizer_dir=tokenizer_dir)
+                tree = {
+                    "state": asdict(state),
+                    "world_size": backend.world_size,
+                    "optimizer": type(backend.optimizer).__name__,
+                    "workers": all_workers,
+                }
+                save_tree(path / "trainer_state", tree)
+
+    on_all(backend, write)
+    manifest = {"world_size": backend.world_size, "backend": backend.describe()}
+    on_main(backend, lambda: writer.commit(state.step, is_best=is_best, extra_manifest=manifest))
+    if backend.is_main:
+        logger.info("saved checkpoint of step %d%s", state.step, " (the best so far)" if is_best else "")
+
+
+def load_state(path: Path, backend: Backend) -> tuple[TrainState, dict[str, Any] | None]:
+    """Trainer state of a checkpoint, and this worker's own part (None if another number of workers saved it)."""
+    tree = load_tree(path / "trainer_state")
+    workers = tree["workers"]
+    own = workers[backend.rank] if len(workers) == backend.world_size else None
+    return TrainState.from_dict(tree["state"]), own
+
+
+def load_optimizer(path: Path, backend: Backend) -> None:
+    """Optimizer and loss-scaler state of a checkpoint, into a backend that is set up."""
+    stem = path / (f"optimizer_rank_{backend.rank:05d}" if backend.shards_optimizer else "optimizer")
+    saved = load_tree(path / "trainer_state")
+    saved_by, kind = saved["world_size"], type(backend.optimizer).__name__
+    if saved["optimizer"] != kind:
+        raise UserError(
+            f"{path} holds the state of the optimizer {saved['optimizer']}, which {kind} cannot continue; choose the "
+            "same --optimizer, or start from it by --init_checkpoint with --reset_optimizer"
+        )
+    if not stem.with_suffix(".json").exists() or (backend.shards_optimizer and saved_by != backend.world_size):
+        raise UserError(
+            f"{path} has no optimizer state for worker {backend.rank} of {backend.world_size}: it was saved by "
+            f"{saved_by} worker(s) with another way of sharding; continue with the same launcher and number of "
+            "workers, or pass the checkpoint as --init_checkpoint with --reset_optimizer"
+        )
+    restore_optimizer(backend, load_tree(stem), path)
+
+
+def restore_optimizer(backend: Backend, tree: Any, source: Path) -> None:
+    """`backend.load_optimizer_state`, keeping this run's settings, with what does not fit as a sentence."""
+    groups = backend.optimizer.param_groups
+    chosen = [{name: group[name] for name in SETTINGS if name in group} for group in groups]
+    try:
+        backend.load_optimizer_state(tree)
+    except ValueError as error:
+        raise UserError(
+            f"the optimizer state of {source} does not fit this model's parameters ({error}); start with "
+            "--reset_optimizer to take the weights only"
+        ) from error
+    for group, settings in zip(backend.optimizer.param_groups, chosen, strict=True):
+        group.update(settings)
+    for parameter, values in getattr(backend.optimizer, "state", {}).items():
+        for name, value in values.items() if isinstance(parameter, Tensor) else ():
+            if isinstance(value, Tensor) and value.dim() == parameter.dim() and value.shape != parameter.shape:
+                raise UserError(
+                    f"the optimizer state of {source} does not fit this model: {name} has shape {tuple(value.shape)}, "
+                    f"its parameter {tuple(parameter.shape)}; start with --reset_optimizer to take the weights only"
+                )

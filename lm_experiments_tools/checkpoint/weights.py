@@ -1,0 +1,314 @@
+"""Model weights to and from disk: Hugging Face layout out; that layout and the ancestors' files in, strictly."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from lm_experiments_tools.checkpoint.adapter_files import read_adapter, read_adapter_into, save_adapter
+from lm_experiments_tools.checkpoint.legacy import read_pickle, state_dict_of, strip_wrappers
+from lm_experiments_tools.checkpoint.manifest import MANIFEST, is_plain_relative_name, verify_files
+from lm_experiments_tools.checkpoint.source import holds_adapter
+from lm_experiments_tools.checkpoint.tree import as_os_error
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.modules.inspection import is_adapted
+
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "vocab*", "merges.txt")
+_TOKENIZER_FILES += ("chat_template*",)
+_NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What `load_weights` did, by parameter name; `mismatched` holds (name, shape in the file, shape in the model)."""
+
+    matched: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.matched)} weights loaded, {len(self.missing)} missing{_first(self.missing)}, "
+            f"{len(self.unexpected)} unexpected{_first(self.unexpected)}, "
+            f"{len(self.mismatched)} of another shape{_first([_shapes(*entry) for entry in self.mismatched])}"
+        )
+
+
+def save_model(
+    path: Path,
+    model: torch.nn.Module,
+    state_dict: dict[str, torch.Tensor] | None = None,
+    tokenizer_dir: Path | None = None,
+    generation_config: Any = None,
+) -> None:
+    """Write `model` (unwrapped) into the existing directory `path`.
+
+    Of a model with an adapter only what was trained is written (see adapters.py). Another with `save_pretrained` gives
+    the layout `from_pretrained` loads (config.json, model.safetensors or shards, generation_config.json); any other
+    gives model.safetensors. Tied weights are stored once.
+
+    Args:
+        state_dict: the gathered weights where the model's own are sharded (FSDP, ZeRO 3); names as in the model.
+        tokenizer_dir: its tokenizer files are copied in.
+        generation_config: a GenerationConfig to store instead of the model's own.
+
+    Raises:
+        OSError: the disk refused.
+        UserError: `tokenizer_dir` has no tokenizer.
+    """
+    try:
+        _write_model(Path(path), model, state_dict, generation_config)
+    except SafetensorError as error:
+        raise as_os_error(error, Path(path)) from error
+    if tokenizer_dir is not None:
+        _copy_tokenizer(Path(tokenizer_dir), Path(path))
+
+
+def _write_model(
+    path: Path, model: torch.nn.Module, state_dict: dict[str, torch.Tensor] | None, generation_config: Any
+) -> None:
+    if is_adapted(model):
+        save_adapter(path, model, state_dict)
+    elif hasattr(model, "save_pretrained"):
+        weights = None if state_dict is None else _tie(state_dict, getattr(model, "all_tied_weights_keys", None) or {})
+        with without_progress_bars(), _deepspeed_not_imported():
+            model.save_pretrained(path, state_dict=weights)
+        if generation_config is not None:
+            generation_config.save_pretrained(path)
+    else:
+        weights = state_dict if state_dict is not None else model.state_dict()
+        save_file(_unshared(weights), path / "model.safetensors", metadata={"format": "pt"})
+
+
+@contextlib.contextmanager
+def _deepspeed_not_imported() -> Iterator[None]:
+    """Where DeepSpeed is installed, save_pretrained imports it to ask whether the model is one of its engines.
+
+    That takes seconds and prints a warning on machines without GPU; of what was never imported there is no engine.
+    """
+    asking = sys.modules.get("accelerate.utils.other")
+    if asking is None or "deepspeed" in sys.modules:
+        yield
+        return
+    original, asking.is_deepspeed_available = asking.is_deepspeed_available, lambda: False
+    try:
+        yield
+    finally:
+        asking.is_deepspeed_available = original
+
+
+def load_weights(
+    model: torch.nn.Module, source: Path | str, *, allow_partial: bool = False, allow_pickle: bool = False
+) -> LoadReport:
+    """Copy the weights in `source` into `model`, in the model's dtype and on its device; all or nothing.
+
+    Args:
+        source: a checkpoint of ours, any Hugging Face directory (one file or shards), a `.safetensors` file, a
+            t5-experiments `model_N.pth`, a nanoT5 `pytorch_model.bin`.
+        allow_partial: load what matches by name and shape and report the rest.
+        allow_pickle: see `old_formats.read_pickle`.
+
+    A weight that the model ties to a loaded one is not missing; keys that the model's class declares obsolete are not
+    unexpected.
+
+    Raises:
+        UserError: nothing matches; or, without `allow_partial`, anything is missing, unexpected or of another shape;
+            or the file gives different values to weights that the model ties; or the source cannot be read.
+    """
+    path = Path(source)
+    if is_adapted(model):
+        return LoadReport(matched=read_adapter_into(model, path))
+    weights = read_weights(path, allow_pickle)
+    own = model.state_dict(keep_vars=True)
+    report = _compare(own, weights, getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
+    if not report.matched:
+        raise UserError(
+            f"no weight in {path} fits the model: {report}; the file is of another architecture, or its parameters "
+            "have other names."
+        )
+    if not allow_partial and (report.missing or report.unexpected or report.mismatched):
+        raise UserError(
+            f"{path} does not fit the model: {report}; check --model_cfg and --model_cls, or pass "
+            "--allow_partial_checkpoint to load only what fits."
+        )
+    _refuse_untied_values(own, weights, report, path)
+    with torch.no_grad():
+        for name in report.matched:
+            own[name].copy_(weights[name])
+    return report
+
+
+def _compare(own: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], obsolete: list[str]) -> LoadReport:
+    matched = [name for name in weights if name in own and weights[name].shape == own[name].shape]
+    mismatched = [
+        (name, tuple(weights[name].shape), tuple(own[name].shape))
+        for name in weights
+        if name in own and weights[name].shape != own[name].shape
+    ]
+    loaded = {_identity(own[name]) for name in matched}
+    missing = [name for name in own if name not in weights and _identity(own[name]) not in loaded]
+    unexpected = [
+        name for name in weights if name not in own and not any(re.search(pattern, name) for pattern in obsolete)
+    ]
+    return LoadReport(matched, missing, unexpected, mismatched)
+
+
+def _refuse_untied_values(
+    own: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], report: LoadReport, path: Path
+) -> None:
+    """A v1.1 file (own lm_head) in a tied model would silently overwrite the embedding with the output layer."""
+    first: dict[tuple, str] = {}
+    for name in report.matched:
+        other = first.setdefault(_identity(own[name]), name)
+        if other != name and not torch.equal(weights[other], weights[name]):
+            raise UserError(
+                f"{path} has different values for {other} and {name}, but the model ties them into one weight: set "
+                "tie_word_embeddings to false in --model_cfg (T5 v1.1), or use the configuration of the file."
+            )
+
+
+def _identity(tensor: torch.Tensor) -> tuple:
+    """Equal for two names of one weight. Empty and meta tensors have no address and are told apart by object."""
+    pointer = tensor.data_ptr() if not tensor.is_meta else 0
+    return (tensor.device, pointer, tuple(tensor.shape), tensor.stride()) if pointer else (id(tensor),)
+
+
+def read_state(model: torch.nn.Module, path: Path, allow_pickle: bool = False) -> dict[str, torch.Tensor]:
+    """The weights in `path` by the names of `model`, whose own may be sharded: all, or what an adapter trains."""
+    if is_adapted(model):
+        return read_adapter(model, path)
+    weights, own = read_weights(path, allow_pickle), model.state_dict(keep_vars=True)
+    held = {id(tensor): weights[name] for name, tensor in own.items() if name in weights}
+    tied = {name: held[id(tensor)] for name, tensor in own.items() if name not in weights and id(tensor) in held}
+    return {**weights, **tied}
+
+
+def read_weights(path: Path, allow_pickle: bool = False) -> dict[str, torch.Tensor]:
+    """The state dict in `path` (see `load_weights` for what it may be), on the CPU. Raises UserError."""
+    if path.is_dir():
+        return _read_directory(path, allow_pickle)
+    if not path.is_file():
+        raise UserError(f"the checkpoint {path} does not exist.")
+    return _read_file(path, allow_pickle)
+
+
+def _read_directory(path: Path, allow_pickle: bool) -> dict[str, torch.Tensor]:
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        index = path / f"{single}.index.json"
+        if index.is_file():
+            names = _shards(index)
+        elif (path / single).is_file():
+            names = [single]
+        else:
+            continue
+        if (path / MANIFEST).is_file():
+            verify_files(path, [*names, index.name] if index.is_file() else names)
+        weights: dict[str, torch.Tensor] = {}
+        for name in names:
+            weights.update(_read_file(path / name, allow_pickle))
+        return weights
+    if holds_adapter(path):
+        raise UserError(
+            f"{path} holds an adapter, not a whole model: name it by --from_pretrained, which loads its base too."
+        )
+    hint = (
+        f"; it looks like a run directory: give {path / 'last'} or {path / 'best'}" if (path / "last").is_dir() else ""
+    )
+    raise UserError(f"{path} has no weights (model.safetensors, its shards or pytorch_model.bin){hint}.")
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{index} is not an index of weight shards ({error!r}): copy the checkpoint again.") from error
+    for name in names:
+        if not is_plain_relative_name(name):
+            raise UserError(f"{index} points to {name!r}, outside its directory: the checkpoint is not to be trusted.")
+        if not (index.parent / name).is_file():
+            raise UserError(
+                f"{index.parent / name} is missing, though {index.name} lists it: copy the checkpoint again."
+            )
+    return names
+
+
+def _read_file(path: Path, allow_pickle: bool) -> dict[str, torch.Tensor]:
+    if path.suffix != ".safetensors":
+        return state_dict_of(read_pickle(path, allow_pickle=allow_pickle), path)
+    try:
+        return strip_wrappers(load_file(path))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read ({error}): it is truncated or corrupt; copy it again.") from error
+
+
+def _tie(state_dict: dict[str, torch.Tensor], tied: dict[str, str]) -> dict[str, torch.Tensor]:
+    """Gathering gives each name of a tied weight its own copy; make equal copies one object again, stored once."""
+    result = dict(state_dict)
+    for alias, name in tied.items():
+        if alias in result and name in result and torch.equal(result[alias], result[name]):
+            result[alias] = result[name]
+    return result
+
+
+def _unshared(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Contiguous weights, one name for each; views that overlap without being the same weight are copied."""
+    kept: dict[tuple, str] = {}
+    storages: set[int] = set()
+    result = {}
+    for name, tensor in weights.items():
+        if kept.setdefault(_identity(tensor), name) != name:
+            continue
+        storage = tensor.untyped_storage().data_ptr()
+        result[name] = tensor.detach().clone() if storage in storages else tensor.detach().contiguous()
+        storages.add(storage)
+    return result
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    names = [
+        file.name
+        for file in source.iterdir()
+        if file.is_file() and any(fnmatch.fnmatch(file.name, pattern) for pattern in _TOKENIZER_FILES)
+    ]
+    if not names:
+        raise UserError(f"{source} has no tokenizer files (tokenizer*.json, *.model, vocab*).")
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+
+
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """No bars of transformers ("Writing model shards", "Loading weights") in the log."""
+    from transformers.utils import logging as transformers_logging
+
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _first(names: list[str]) -> str:
+    if not names:
+        return ""
+    more = ", ..." if len(names) > _NAMES_SHOWN else ""
+    return f" ({', '.join(names[:_NAMES_SHOWN])}{more})"
+
+
+def _shapes(name: str, in_file: tuple[int, ...], in_model: tuple[int, ...]) -> str:
+    return f"{name}: {'x'.join(map(str, in_file))} in the file, {'x'.join(map(str, in_model))} in the model"

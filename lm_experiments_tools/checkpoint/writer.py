@@ -1,0 +1,317 @@
+"""Checkpoints: directories that are either whole or not there.
+
+    writer = CheckpointWriter(run / "checkpoints", keep=3, rank=rank)
+    directory = writer.begin(step)              # every rank; then a barrier
+    with writer.guarded(step):                  # a full disk becomes one sentence, half-written files are removed
+        save_model(directory, model, ...)       # rank 0, or all ranks for sharded state
+        save_tree(directory / "trainer_state", state)
+    writer.commit(step, is_best=True, extra_manifest={"world_size": 8})     # rank 0, after a barrier
+
+A checkpoint is written as `.tmp-step_000500`, hashed into manifest.json, flushed, and renamed to `step_000500` in one
+atomic operation. So a directory named `step_*` was complete when it was named, and `verify` tells whether it still is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from lm_experiments_tools.checkpoint.legacy import read_old_training_state
+from lm_experiments_tools.checkpoint.manifest import (
+    KEPT,
+    MANIFEST,
+    REPLACED,
+    CheckpointDamaged,
+    build_manifest,
+    list_files,
+    parse_step,
+    read_manifest,
+    step_directory_name,
+    verify,
+)
+from lm_experiments_tools.checkpoint.tree import as_os_error, load_tree, save_tree
+from lm_experiments_tools.checkpoint.weights import LoadReport, load_weights, read_state, read_weights, save_model
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import fsync_path, human_bytes, write_atomic
+
+__all__ = [
+    "CheckpointDamaged",
+    "CheckpointWriteError",
+    "CheckpointWriter",
+    "LoadReport",
+    "find_newest_valid",
+    "load_tree",
+    "load_weights",
+    "read_manifest",
+    "read_old_training_state",
+    "read_state",
+    "read_weights",
+    "save_model",
+    "save_tree",
+    "verify",
+]
+
+logger = logging.getLogger(__name__)
+
+_TEMPORARY = ".tmp-"  # an unfinished save, or a checkpoint on its way out
+_SUPERSEDED = "superseded-"  # a later step of a history that the run has gone back behind
+
+
+class CheckpointWriteError(OSError):
+    """A checkpoint could not be written; earlier ones are untouched and no half-written files are left."""
+
+
+class CheckpointWriter:
+    """Writes, links and prunes the checkpoints of one run. Holds no collectives: barriers are the caller's.
+
+    Args:
+        root: directory of the checkpoints, shared by all ranks.
+        keep: how many of the newest to keep besides the best; None keeps all.
+        rank: this process; only rank 0 creates, removes and renames.
+        links_in: where the links `last` and `best` live; default `root`.
+    """
+
+    def __init__(self, root: Path | str, keep: int | None, rank: int = 0, links_in: Path | str | None = None):
+        if keep is not None and keep < 1:
+            raise UserError(
+                f"the number of checkpoints to keep is {keep}; it must be at least 1 (or unset to keep all)"
+            )
+        self.root = Path(root)
+        self.keep = keep
+        self.rank = rank
+        self.links_in = Path(links_in) if links_in is not None else self.root
+        self._expected_bytes = 0
+
+    def begin(self, step: int, expected_bytes: int | None = None) -> Path:
+        """The temporary directory of `step`. Rank 0 makes it; the caller puts a barrier after this on several ranks.
+
+        Rank 0 also clears what interrupted saves left and refuses at once when the disk has no room for
+        `expected_bytes` (default: the size of the newest checkpoint).
+
+        Raises:
+            CheckpointWriteError: no room, or the directory cannot be made.
+        """
+        temporary = self._temporary(step)
+        if self.rank != 0:
+            return temporary
+        with self.guarded(step):
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._clear_leftovers()
+            self._expected_bytes = self._newest_size() if expected_bytes is None else expected_bytes
+            if shutil.disk_usage(self.root).free < self._expected_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            temporary.mkdir()
+        return temporary
+
+    @contextlib.contextmanager
+    def guarded(self, step: int) -> Iterator[None]:
+        """Turn a failed write inside the block into CheckpointWriteError, after `abort(step)`."""
+        try:
+            yield
+        except SafetensorError as error:
+            raise self._failure(step, as_os_error(error, self._temporary(step))) from error
+        except OSError as error:
+            raise self._failure(step, error) from error
+
+    def abort(self, step: int) -> None:
+        """Drop the unfinished save of `step` (rank 0; nothing on others). For a save that failed on another rank."""
+        if self.rank == 0:
+            shutil.rmtree(self._temporary(step), ignore_errors=True)
+
+    def commit(self, step: int, *, is_best: bool, extra_manifest: dict[str, Any] | None = None) -> Path:
+        """Make the files in `begin(step)`'s directory the checkpoint of `step`; rank 0 only, after a barrier.
+
+        Flushes every file, writes manifest.json last, renames, updates `last` and `best`, and only then prunes. A
+        checkpoint of the same step is replaced; checkpoints of later steps (the run went back behind them) are moved
+        aside as `superseded-*`, so that the newest step is always the newest state.
+
+        Raises:
+            CheckpointWriteError: the disk refused; the earlier checkpoints are as they were.
+        """
+        if self.rank != 0:
+            raise ValueError(f"commit is for rank 0, called on rank {self.rank}")
+        temporary, final = self._temporary(step), self.root / step_directory_name(step)
+        with self.guarded(step):
+            write_atomic(temporary / MANIFEST, build_manifest(temporary, step, is_best, extra_manifest or {}))
+            self._flush(temporary)
+            self._take_name(temporary, final)
+        self._set_later_steps_aside(step)
+        self._update_links()
+        self._prune()
+        return final
+
+    def _temporary(self, step: int) -> Path:
+        return self.root / f"{_TEMPORARY}{step_directory_name(step)}"
+
+    def _checkpoints(self) -> list[Path]:
+        """Committed checkpoints, oldest first."""
+        named = [(parse_step(entry.name), entry) for entry in self.root.iterdir()]
+        return [entry for step, entry in sorted((s, e) for s, e in named if s is not None)]
+
+    def _clear_leftovers(self) -> None:
+        for entry in list(self.root.iterdir()):
+            if entry.name.startswith(REPLACED):
+                original = entry.with_name(entry.name.removeprefix(REPLACED))
+                if not original.exists():  # killed between the two renames: the old version is still the checkpoint
+                    os.rename(entry, original)
+                    continue
+            if entry.name.startswith((_TEMPORARY, REPLACED)):
+                _remove(entry)
+
+    def _newest_size(self) -> int:
+        checkpoints = self._checkpoints()
+        return sum(path.lstat().st_size for path in list_files(checkpoints[-1]).values()) if checkpoints else 0
+
+    @staticmethod
+    def _flush(directory: Path) -> None:
+        for parent, _, files in os.walk(directory):
+            for name in files:
+                fsync_path(Path(parent) / name)
+            fsync_path(Path(parent))
+
+    def _take_name(self, temporary: Path, final: Path) -> None:
+        replaced = final.with_name(f"{REPLACED}{final.name}")
+        if final.exists() or final.is_symlink():
+            os.rename(final, replaced)
+        os.rename(temporary, final)
+        fsync_path(self.root)
+        if replaced.exists() or replaced.is_symlink():
+            _remove(replaced)
+
+    def _set_later_steps_aside(self, step: int) -> None:
+        for checkpoint in self._checkpoints():
+            if parse_step(checkpoint.name) > step:
+                aside, count = checkpoint.with_name(f"{_SUPERSEDED}{checkpoint.name}"), 0
+                while aside.exists():
+                    count += 1
+                    aside = checkpoint.with_name(f"{_SUPERSEDED}{checkpoint.name}.{count}")
+                os.rename(checkpoint, aside)
+                logger.warning("%s is of a later step than the one just saved: kept as %s", checkpoint, aside.name)
+
+    def _best(self, checkpoints: list[Path]) -> Path | None:
+        """The newest checkpoint committed as best; the manifests decide, so a kill before the link is no loss."""
+        for checkpoint in reversed(checkpoints):
+            with contextlib.suppress(CheckpointDamaged):
+                if read_manifest(checkpoint).get("is_best"):
+                    return checkpoint
+        return None
+
+    def _update_links(self) -> None:
+        checkpoints = self._checkpoints()
+        targets = {"last": checkpoints[-1], "best": self._best(checkpoints)}
+        for name, target in targets.items():
+            link, temporary = self.links_in / name, self.links_in / f".{name}.link"
+            try:
+                if target is None:
+                    link.unlink(missing_ok=True)
+                    continue
+                temporary.unlink(missing_ok=True)
+                temporary.symlink_to(os.path.relpath(target, self.links_in), target_is_directory=True)
+                os.replace(temporary, link)
+            except OSError as error:  # a file system without links: the checkpoint itself is safe
+                logger.warning("the link %s was not updated (%s)", link, error)
+
+    def _prune(self) -> None:
+        if self.keep is None:
+            return
+        checkpoints = self._checkpoints()
+        protected = {*checkpoints[-self.keep :], self._best(checkpoints)}
+        protected |= {c for c in checkpoints if c.with_name(f"{KEPT}{c.name}").exists()}  # an adapter's base
+        for checkpoint in checkpoints:
+            if checkpoint not in protected:
+                doomed = checkpoint.with_name(f"{_TEMPORARY}pruned-{checkpoint.name}")
+                try:
+                    os.rename(checkpoint, doomed)  # a half-removed directory must not look like a checkpoint
+                    _remove(doomed)
+                except OSError as error:
+                    logger.warning("the old checkpoint %s was not removed (%s)", checkpoint, error)
+
+    def _failure(self, step: int, error: OSError) -> CheckpointWriteError:
+        temporary = self._temporary(step)
+        written = sum(path.lstat().st_size for path in list_files(temporary).values()) if self.rank == 0 else 0
+        with contextlib.suppress(OSError):
+            self.abort(step)
+        needed, free = max(self._expected_bytes, written), _free_bytes(self.root)
+        room = f"{human_bytes(needed)} ({needed} bytes) needed, {human_bytes(free)} ({free} bytes) free"
+        reason = (error.strerror or str(error)).rstrip(".")
+        advice = (
+            "free some space or keep fewer checkpoints" if error.errno in _FULL else "check the disk and its mount"
+        )
+        message = (
+            f"the checkpoint of step {step} was not written to {self.root}: {reason} ({room}); earlier checkpoints "
+        )
+        return CheckpointWriteError(error.errno or errno.EIO, f"{message}are untouched: {advice}")
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def find_newest_valid(root: Path | str, log: logging.Logger | Callable[[str], None] = logger) -> Path | None:
+    """The newest checkpoint under `root` that `verify` accepts; each damaged one before it is named in a warning.
+
+    Reads only; on several ranks let one search and broadcast the answer. None when `root` has no checkpoint at all.
+
+    Raises:
+        UserError: there are checkpoints and every one is damaged; lists the reasons.
+    """
+    warn = log.warning if isinstance(log, logging.Logger) else log
+    root = Path(root)
+    candidates = _candidates(root) if root.is_dir() else []
+    reasons = []
+    for candidate in candidates:
+        try:
+            if candidate.is_symlink():
+                raise CheckpointDamaged(candidate, "it is a symbolic link")
+            _verify_candidate(candidate)
+            return candidate
+        except CheckpointDamaged as damage:
+            warn(f"{damage}; trying the one before it")
+            reasons.append(f"{candidate.name}: {damage.reason}")
+        except OSError as error:
+            warn(f"checkpoint {candidate} cannot be read ({error.strerror}); trying the one before it")
+            reasons.append(f"{candidate.name}: cannot be read ({error.strerror})")
+    if not reasons:
+        return None
+    raise UserError(
+        f"none of the {len(reasons)} checkpoints in {root} can be used ({'; '.join(reasons)}): restore one from "
+        "a copy, or start afresh with another --model_path."
+    )
+
+
+def _candidates(root: Path) -> list[Path]:
+    """Everything that claims to be a checkpoint, newest first; a misnamed one is listed so that it is reported."""
+
+    def age(entry: Path) -> tuple[int, bool]:
+        digits = re.search(r"\d{1,18}", entry.name)
+        return (int(digits[0]) if digits else -1, not entry.name.startswith(REPLACED))
+
+    names = ("step_", f"{REPLACED}step_")
+    return sorted((entry for entry in root.iterdir() if entry.name.startswith(names)), key=age, reverse=True)
+
+
+def _verify_candidate(candidate: Path) -> None:
+    if candidate.is_dir() and not candidate.name.startswith(REPLACED) and parse_step(candidate.name) is None:
+        raise CheckpointDamaged(candidate, "its name is not step_NNNNNN")
+    verify(candidate)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _free_bytes(path: Path) -> int:
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free

@@ -1,0 +1,129 @@
+"""Arguments of run_bert_pretraining.py: sentences made by megatron/preprocess_data.py, and what is asked of the model.
+
+As in args.py: a class that declares fields is a group of `--help`, the line under a field is its help text. Standard
+library only.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lm_experiments_tools.config.pretraining import check_weights
+from lm_experiments_tools.config.training import ExperimentArgs, check_conflict, check_minimum
+from lm_experiments_tools.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertDataArgs:
+    """Where sentences and tokenizer come from."""
+
+    data_path: tuple[str, ...]
+    """Prefix of the .bin and .idx files that megatron/preprocess_data.py wrote; several are mixed."""
+    data_weights: tuple[float, ...] = ()
+    """Weight of each --data_path. Empty: 1 for each."""
+    data_blending: Literal["proportional", "megatron"] = "proportional"
+    """proportional: weight 2 takes each sample of a source twice an epoch; megatron: weights are shares of it."""
+    valid_data_path: str | None = None
+    """Prefix of the validation data."""
+    valid_samples: int | None = None
+    """Validation samples to use, the same random ones each time. None: all."""
+    tokenizer: str | None = None
+    """Folder or name of the Hugging Face tokenizer that made the data."""
+    vocab_file: str | None = None
+    """vocab.txt that made the data, one WordPiece a line; instead of --tokenizer."""
+    lower_case: bool = True
+    """--vocab_file: BERT's uncased tokenizer; --no_lower_case is the cased one."""
+    data_name: str = ""
+    """Folder below .cache/bert_samples for the sample mappings, which are kept there from one start to the next."""
+    data_n_epochs: int | None = None
+    """Passes over the documents, each with its own short samples, that make one epoch. None: 1."""
+    data_n_samples: int | None = None
+    """Samples after which no further pass is added to an epoch. None: no limit."""
+    data_impl: Literal["mmap", "lazy", "cached"] = "mmap"
+    """Of the data files; mmap is the only one left."""
+    data_skip_warmup: bool = False
+    """For scripts of the ancestor, without effect: the data is never read ahead to warm it up."""
+    data_n_workers: int | None = None
+    """For scripts of the ancestor, without effect: a thread makes batches faster than training uses them."""
+
+    def check(self) -> None:
+        check_minimum(self, 1, "data_n_epochs", "data_n_samples", "valid_samples")
+        check_minimum(self, 0, "data_n_workers")
+        check_weights(self)
+        check_conflict(self, "tokenizer", "vocab_file", "both name the tokenizer")
+        if self.tokenizer is None and self.vocab_file is None:
+            raise UserError(
+                "no tokenizer is named: give the one that made the data, as --vocab_file vocab.txt or --tokenizer "
+                "FOLDER-OR-NAME."
+            )
+        if not self.lower_case and self.vocab_file is None:
+            raise UserError(
+                "--no_lower_case says that --vocab_file is cased; a --tokenizer knows this of itself: leave out "
+                "--no_lower_case."
+            )
+        if self.data_impl != "mmap":
+            raise UserError(
+                f"--data_impl {self.data_impl} does not exist any more: the same .bin and .idx files are mapped into "
+                "memory, so leave it out."
+            )
+
+    def without_effect(self) -> tuple[str, ...]:
+        """Names of the flags in use that change nothing."""
+        return tuple(flag for flag in ("data_skip_warmup", "data_n_workers") if getattr(self, flag))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertObjectiveArgs:
+    """The training objective."""
+
+    input_seq_len: int = 128
+    """Length of a sample, in tokens, [CLS] and [SEP] included."""
+    mlm_prob: float = 0.15
+    """Fraction of tokens to predict: 80 % of them become [MASK], 10 % another token, 10 % stay."""
+    short_seq_prob: float = 0.1
+    """Fraction of samples that are shorter than --input_seq_len."""
+    max_sentence_length: int | None = 512
+    """Documents with a longer sentence, in tokens, are left out, as rarely prose (Megatron's rule). None: all stay."""
+    max_unread: float = 0.75
+    """Part of the tokens that samples may have no room for, as where documents are not split in sentences, before the
+    data is refused; 1 allows all. `lmtools inspect_bert` prints it."""
+    use_nsp: bool = True
+    """Also tell right pairs of sentences from wrong ones; --use_nsp 0 masks only."""
+    nsp: Literal["swap", "random"] = "swap"
+    """A wrong pair: swap exchanges its sides (Megatron's), random takes the second from another document (BERT's)."""
+    whole_word: bool = True
+    """Mask all pieces of a word; --no_whole_word masks pieces."""
+    max_ngram: int = 3
+    """Most words in a row that are masked together."""
+
+    def check(self) -> None:
+        check_minimum(self, 5, "input_seq_len")
+        check_minimum(self, 1, "max_ngram")
+        if self.max_sentence_length is not None and self.max_sentence_length < 1:
+            raise UserError(
+                f"--max_sentence_length is {self.max_sentence_length}: it must be at least 1, or none, which leaves "
+                "out no document."
+            )
+        if not 0.0 < self.mlm_prob < 1.0:
+            raise UserError(f"--mlm_prob is {self.mlm_prob}: it must lie between 0 and 1, for example 0.15.")
+        if not 0.0 <= self.short_seq_prob <= 1.0:
+            raise UserError(f"--short_seq_prob is {self.short_seq_prob}: it is a fraction, from 0 to 1.")
+        if not 0.0 <= self.max_unread <= 1.0:
+            raise UserError(f"--max_unread is {self.max_unread}: it is a part of the tokens, from 0 to 1.")
+        if self.nsp != "swap" and not self.use_nsp:
+            raise UserError(f"--nsp {self.nsp} is about pairs of sentences, which --use_nsp 0 leaves out.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertPretrainingArgs(ExperimentArgs, BertObjectiveArgs, BertDataArgs):
+    """All arguments of run_bert_pretraining.py."""
+
+    model_cls: str = "transformers:BertForPreTraining"
+    """Model class, as module:Class."""
+
+    def check(self) -> None:
+        if self.use_generate_on_valid:
+            raise UserError("--use_generate_on_valid: BERT fills in masked tokens and generates no text.")
+        if self.valid_data_path is None and self.needs_validation():
+            raise UserError(f"--{self.needs_validation()[0]} needs validation data: give --valid_data_path.")
+        if self.valid_data_path is None and self.report:
+            raise UserError("--report shows masked words filled in on held-out text: give --valid_data_path.")

@@ -1,0 +1,437 @@
+"""Command line and YAML -> a frozen dataclass of arguments.
+
+Names are settled here, values by tyro: every setting is first collected as text together with the place it was written
+(command line, or a line of a YAML file), the last one wins, and the winners are converted by tyro, each by the type of
+its field; tyro also prints `--help`. So a value means the same in both places (`lr: 1e-4` is a number), and an error
+can say where the value came from. Anything a user can mend raises UserError with one sentence.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import difflib
+import inspect
+import io
+import os
+import shutil
+import signal
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import tyro
+import yaml
+
+from lm_experiments_tools.config.training import help_groups
+from lm_experiments_tools.errors import RunError, UserError, os_sentence
+
+Args = TypeVar("Args")
+
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+
+# What other programs of the field call these things.
+SYNONYMS = {
+    "learning_rate": "lr",
+    "max_steps": "iters",
+    "num_steps": "iters",
+    "train_steps": "iters",
+    "output_dir": "model_path",
+    "train_file": "data_path",
+    "validation_file": "valid_data_path",
+    "per_device_train_batch_size": "batch_size",
+    "micro_batch_size": "batch_size",
+    "max_grad_norm": "clip_grad_norm",
+    "grad_clip": "clip_grad_norm",
+    "warmup_steps": "num_warmup_steps",
+    "lr_scheduler_type": "lr_scheduler",
+    "eval_steps": "valid_interval",
+    "save_steps": "save_interval",
+    "logging_steps": "log_interval",
+    "save_total_limit": "keep_checkpoints",
+    "resume_from_checkpoint": "resume",
+    "optim": "optimizer",
+    "max_seq_length": "input_seq_len",
+    "max_source_length": "input_seq_len",
+    "max_target_length": "target_seq_len",
+    "torch_compile": "compile",
+    "tokenizer_path": "vocab",
+}
+
+TRUE_WORDS = ("true", "yes", "on", "1")
+FALSE_WORDS = ("false", "no", "off", "0")
+NULL_WORDS = ("null", "none", "~", "")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConfigArgs:
+    """Settings from files; the command line beats them, and they beat the defaults."""
+
+    config: tuple[str, ...] = ()
+    """YAML file of settings, one `name: value` a line; may be repeated, the later file wins."""
+    print_config: bool = False
+    """Print the merged settings, with the origin of each, as YAML and exit."""
+
+
+class Setting(NamedTuple):
+    """One value as it was written. `values` is None for null."""
+
+    values: tuple[str, ...] | None
+    origin: str
+
+
+def parse(
+    args_class: type[Args], argv: Sequence[str] | None = None, description: str | None = None
+) -> tuple[Args, dict[str, str]]:
+    """Build `args_class` from the command line and the YAML files it names.
+
+    Args:
+        args_class: flat dataclass whose base classes are the groups of `--help` (see `args.help_groups`).
+        argv: arguments without the program's name; `sys.argv[1:]` by default.
+        description: first paragraph of `--help`.
+
+    Returns:
+        The arguments, and for each field where its value was written: "default", "FILE line N" or "command line".
+
+    Raises:
+        UserError: an unknown name, a value of the wrong type, a required one that is missing, or flags in conflict.
+        SystemExit: code 0, after `--help` or `--print_config`.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if "-h" in argv or "--help" in argv:
+        with _reader_may_leave():
+            _print_help(args_class, description)
+        sys.exit(0)
+    own_types = _field_types(args_class)
+    written = _read_command_line(argv, own_types | _field_types(ConfigArgs))
+    settings: dict[str, Setting] = {}
+    for path in written["config"].values if "config" in written else ():
+        settings |= _read_yaml(path, own_types)
+    settings |= {name: setting for name, setting in written.items() if name in own_types}
+    _check_required(args_class, settings)
+    values = {name: _convert(name, setting, own_types[name]) for name, setting in settings.items()}
+    try:
+        args = args_class(**values)
+    except UserError as error:
+        raise UserError(_with_origins(str(error), settings)) from None
+    origins = {name: settings[name].origin if name in settings else DEFAULT for name in own_types}
+    if "print_config" in written and written["print_config"].values == ("True",):
+        with _reader_may_leave():
+            print(to_yaml(args, origins), end="", flush=True)
+        sys.exit(0)
+    return args, origins
+
+
+def to_yaml(args: Any, origins: Mapping[str, str] | None = None) -> str:
+    """YAML of all settings, in groups, that `--config` reads back to equal arguments; origins follow as comments."""
+    lines = []
+    for group in help_groups(type(args)):
+        lines.append(f"# {(group.__doc__ or group.__name__).splitlines()[0]}")
+        for name in group.__annotations__:
+            value = getattr(args, name)
+            value = list(value) if isinstance(value, tuple) else value
+            braced = yaml.safe_dump({name: value}, default_flow_style=True, width=10**6, allow_unicode=True)
+            text = braced.strip().removeprefix("{").removesuffix("}")
+            origin = origins[name] if origins else DEFAULT
+            lines.append(text if origin == DEFAULT else f"{text}  # {origin}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
+    """Run an entry point and exit with its code.
+
+    UserError: its sentence on stderr, code 2. RunError: its sentence with rank and step, code 1. Ctrl-C: code 130. Any
+    other exception keeps its traceback, code 1, and a last line repeats rank, step (where the exception carries one as
+    `step`), type and reason, because the traceback of one rank drowns in the output of the others.
+    """
+    sys.excepthook = _report_crash
+    try:
+        code = main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except RunError as error:
+        step = getattr(error, "step", None)
+        where = f"rank {launcher_rank()}" + ("" if step is None else f" step {step}")
+        print(f"error: {where}: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno is None:  # raised by a library for reasons of its own
+            raise
+        print(f"error: rank {launcher_rank()}: {os_sentence(error)}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.exit(128 + signal.SIGINT)
+    sys.exit(code or 0)
+
+
+def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """This process's rank as its launcher (Horovod, torchrun, MPI, Slurm) put it in the environment; 0 without one."""
+    for name in ("HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return 0
+
+
+def _report_crash(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    sys.__excepthook__(kind, error, trace)
+    step = getattr(error, "step", None)
+    where = f"rank {launcher_rank()}" + ("" if step is None else f" step {step}")
+    reason = str(error).strip().splitlines()
+    print(f"{where}: {kind.__name__}: {reason[0] if reason else 'no message'}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """`--help | head` is no error."""
+    try:
+        yield
+    except BrokenPipeError:
+        # what is still buffered would fail once more when the interpreter closes stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _print_help(args_class: type, description: str | None) -> None:
+    """Have tyro print the groups as nested dataclasses, which it titles by field name.
+
+    The text above them is printed here: tyro would neither wrap it nor leave its examples as they are.
+    """
+    if description is not None:
+        print(wrapped(description, shutil.get_terminal_size().columns), end="\n\n")
+    defaults = {field.name: field.default for cls in (args_class, ConfigArgs) for field in dataclasses.fields(cls)}
+    titled = []
+    for group in (*help_groups(args_class), ConfigArgs):
+        texts, fields = _help_texts(group), []
+        for name, kind in group.__annotations__.items():
+            default = tyro.MISSING if defaults[name] is dataclasses.MISSING else defaults[name]
+            text = tyro.conf.arg(help=texts[name]) if name in texts else None  # None: overrides only the default
+            fields.append((name, typing.Annotated[kind, text], dataclasses.field(default=default)))
+        shown = dataclasses.make_dataclass(group.__name__, fields, frozen=True, namespace={"__doc__": group.__doc__})
+        title = group.__name__.removesuffix("Args").lower()
+        titled.append((title, shown, dataclasses.field(default=shown())))
+    everything = dataclasses.make_dataclass("Everything", titled, frozen=True)
+    options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    sys.stdout.flush()
+    with contextlib.suppress(SystemExit):
+        tyro.cli(everything, args=["--help"], description="", use_underscores=True, config=options)
+    sys.stdout.flush()
+
+
+def _help_texts(group: type) -> dict[str, str]:
+    """The string under each field in the source of a class, as one line; tyro would keep its line breaks."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(group))).body[0].body
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+
+
+def wrapped(text: str, width: int) -> str:
+    """A docstring for the screen: paragraphs filled to `width`, indented blocks as they are, "::" as a colon."""
+    blocks = []
+    for block in inspect.cleandoc(text).split("\n\n"):
+        is_example = block.startswith(" ")
+        blocks.append(block if is_example else textwrap.fill(block.replace("::", ":"), width))
+    return "\n\n".join(blocks)
+
+
+# Reading: text and where it stood
+
+
+def _read_command_line(argv: Sequence[str], types_by_name: Mapping[str, Any]) -> dict[str, Setting]:
+    """The settings of a command line by field name; a repeated flag's last value wins (`--config` collects)."""
+    settings: dict[str, Setting] = {}
+    rest = list(argv)
+    while rest:
+        token = rest.pop(0)
+        flag, equals, attached = token.partition("=")
+        if not flag.startswith("--") or flag == "--":
+            raise UserError(_not_a_flag(token, types_by_name))
+        name, negated = _resolve(flag.removeprefix("--"), types_by_name)
+        if name is None:
+            raise UserError(f"unknown flag {flag}{suggestion(flag, types_by_name, prefix='--')}")
+        following = [attached] if equals else _take_values(rest, types_by_name[name])
+        if types_by_name[name] is bool:
+            values: tuple[str, ...] = (_boolean(flag, following[0] if following else "true", COMMAND_LINE, negated),)
+        elif not following or following == [""]:
+            raise UserError(f"{flag} needs a value: {_describe(types_by_name[name])}.")
+        else:
+            values = tuple(following)
+        if name == "config" and name in settings:
+            values = (*(settings[name].values or ()), *values)
+        settings[name] = Setting(values, COMMAND_LINE)
+    return settings
+
+
+def _take_values(rest: list[str], annotation: Any) -> list[str]:
+    """Pop what belongs to a flag: one token, all up to the next flag for a list, true or false for a bare boolean."""
+    taken: list[str] = []
+    while rest and not rest[0].startswith("--") and (not taken or _is_list(annotation)):
+        taken.append(rest.pop(0))
+    return taken
+
+
+def _not_a_flag(token: str, types_by_name: Mapping[str, Any]) -> str:
+    if token.startswith("-") and token.strip("-"):
+        flag = "-" + token.partition("=")[0].lstrip("-")
+        return f"{flag} begins with one dash, flags with two{suggestion(flag, types_by_name, prefix='--')}"
+    return f"{token!r} belongs to no flag: every value follows a --flag, one value each (see --help)."
+
+
+def _read_yaml(path: str, types_by_name: Mapping[str, Any]) -> dict[str, Setting]:
+    """The settings of one YAML file. Scalars stay text, for the typed parser to read like the command line's."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            root = yaml.compose(file, Loader=yaml.BaseLoader)
+    except OSError as error:
+        raise UserError(f"--config {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"--config {path} is not UTF-8 text (byte {error.start}).") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        problem = " ".join(str(getattr(error, "problem", None) or "not readable").split())
+        raise UserError(f"--config {path}{where} is not valid YAML: {problem}.") from None
+    if root is None:
+        return {}
+    if not isinstance(root, yaml.MappingNode):
+        raise UserError(f"--config {path} must hold lines of `name: value`, but it holds {_kind(root)}.")
+    settings: dict[str, Setting] = {}
+    for key, value in root.value:
+        origin = f"{path} line {key.start_mark.line + 1}"
+        if not isinstance(key, yaml.ScalarNode):
+            raise UserError(f"{origin}: a setting's name cannot be {_kind(key)}.")
+        name, negated = _resolve(key.value, types_by_name)
+        if name is None or negated:
+            raise UserError(f"{origin}: unknown setting {key.value!r}{suggestion(key.value, types_by_name)}")
+        if name in settings:
+            raise UserError(f"{origin}: {name} is set a second time, it stands in {settings[name].origin} already.")
+        settings[name] = Setting(_yaml_values(name, value, types_by_name[name], origin), origin)
+    return settings
+
+
+def _yaml_values(name: str, node: yaml.Node, annotation: Any, origin: str) -> tuple[str, ...] | None:
+    if isinstance(node, yaml.SequenceNode) and _is_list(annotation):
+        items = node.value
+    else:
+        items = [node]
+    for item in items:
+        if not isinstance(item, yaml.ScalarNode):
+            raise UserError(f"{origin}: {name} is {_kind(item)}, but it takes {_describe(annotation)}.")
+    if items == [node] and node.style is None and node.value.lower() in NULL_WORDS:
+        if type(None) not in typing.get_args(annotation):
+            raise UserError(f"{origin}: {name} has no value, but it takes {_describe(annotation)}.")
+        return None
+    if annotation is bool:
+        return (_boolean(name, node.value, origin, negated=False),)
+    return tuple(item.value for item in items)
+
+
+def _kind(node: yaml.Node) -> str:
+    return {yaml.MappingNode: "a mapping", yaml.SequenceNode: "a list"}.get(type(node), "a single value")
+
+
+def _boolean(flag: str, text: str, origin: str, negated: bool) -> str:
+    """ "True" or "False"."""
+    if text.lower() not in (*TRUE_WORDS, *FALSE_WORDS):
+        where = f" ({origin})" if origin != COMMAND_LINE else ""
+        raise UserError(f"{flag}{where} is true or false, not {text!r}.")
+    return str((text.lower() in TRUE_WORDS) != negated)
+
+
+# Names
+
+
+def _resolve(written: str, names: Mapping[str, Any]) -> tuple[str | None, bool]:
+    """Field name (dashes stand for underscores, nothing is abbreviated), and whether `no_` negates a boolean."""
+    name = written.replace("-", "_")
+    if name in names:
+        return name, False
+    positive = name.removeprefix("no_")
+    if positive != name and names.get(positive) is bool:
+        return positive, True
+    return None, False
+
+
+def suggestion(written: str, names: Mapping[str, Any], prefix: str = "") -> str:
+    """The end of a sentence about an unknown name, with the nearest one that exists."""
+    wanted = written.strip("-").replace("-", "_").lower()
+    if SYNONYMS.get(wanted) in names:
+        return f": here it is called {prefix}{SYNONYMS[wanted]}."
+    abbreviated = [name for name in names if _abbreviates(wanted, name)]
+    nearest = difflib.get_close_matches(wanted, names, n=1, cutoff=0.8) or abbreviated
+    nearest = nearest or difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
+    return f": did you mean {prefix}{nearest[0]}?" if nearest else ": --help lists what exists."
+
+
+def _abbreviates(short: str, name: str) -> bool:
+    """Whether each word of `short` begins a word of `name`, in order: grad_acc, gradient_accumulation_steps."""
+    words = iter(name.split("_"))
+    return all(part and any(word.startswith(part) for word in words) for part in short.split("_"))
+
+
+def _with_origins(sentence: str, settings: Mapping[str, Setting]) -> str:
+    """Add where the flags a conflict names were written, unless all stand on the command line."""
+    words = {word.strip(",.:;()").removeprefix("--") for word in sentence.split() if word.startswith("--")}
+    from_files = sorted(
+        f"{name} is set in {settings[name].origin}"
+        for name in words & settings.keys()
+        if settings[name].origin != COMMAND_LINE
+    )
+    return f"{sentence.removesuffix('.')} ({'; '.join(from_files)})." if from_files else sentence
+
+
+# Values
+
+
+def _convert(name: str, setting: Setting, annotation: Any) -> Any:
+    """The value of one setting, converted by tyro, which knows the types, or refused in our words."""
+    kinds = typing.get_args(annotation)
+    if setting.values is None or (
+        type(None) in kinds and str not in kinds and setting.values[0].lower() in NULL_WORDS
+    ):
+        return None
+    if annotation is bool:
+        return setting.values == ("True",)
+    words = ["--value", *setting.values] if _is_list(annotation) else [f"--value={setting.values[0]}"]
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return tyro.cli(dataclasses.make_dataclass("Single", [("value", annotation)]), args=words).value
+    except SystemExit:
+        where = f"--{name}" if setting.origin == COMMAND_LINE else f"{setting.origin}: {name}"
+        given = " ".join(setting.values)
+        raise UserError(f"{where} takes {_describe(annotation)}, not {given!r}.") from None
+
+
+def _check_required(args_class: type, settings: Mapping[str, Setting]) -> None:
+    for field in dataclasses.fields(args_class):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and field.name not in settings:
+            raise UserError(f"--{field.name} is missing: --help says what it takes.")
+
+
+def _field_types(args_class: type) -> dict[str, Any]:
+    return {field.name: field.type for field in dataclasses.fields(args_class)}
+
+
+def _is_list(annotation: Any) -> bool:
+    return typing.get_origin(annotation) is tuple
+
+
+def _describe(annotation: Any) -> str:
+    """A type in words."""
+    if typing.get_origin(annotation) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(annotation)))
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return " or ".join(_describe(option) for option in typing.get_args(annotation))
+    if _is_list(annotation):
+        return f"a list, each {_describe(typing.get_args(annotation)[0])}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    return words[annotation]

@@ -1,0 +1,533 @@
+"""Arguments of run_finetuning.py: the task and its data, the pre-trained model, what is measured, how memory is saved.
+
+As in args.py: a class that declares fields is a group of `--help`, the line under a field is its help text. Standard
+library only.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from lm_experiments_tools.config.training import ExperimentArgs, TrainerArgs, check_conflict, check_minimum
+from lm_experiments_tools.errors import UserError
+
+DEFAULT_ORIGIN, COMMAND_LINE = "default", "command line"  # those of cli.py, without its imports
+TASKS_OF = {
+    "encoder": ("classification", "regression"),
+    "encoder-decoder": ("text_to_text", "classification", "regression", "instructions"),
+    "decoder": ("causal_lm", "text_to_text", "instructions"),
+}
+TEXT_METRICS = ("bleu", "chrf", "rouge", "exact_match", "f1_tokens", "gen_len", "scrolls")
+CLASS_METRICS = ("accuracy", "f1", "precision", "recall", "mcc")
+NUMBER_METRICS = ("pearson", "spearman", "mse")
+# metric asked for -> names of the values it gives; where a lower value is better it is in LOWER_IS_BETTER
+VALUES_OF = {
+    "rouge": ("rouge1", "rouge2", "rougeL", "rougeLsum"),
+    "scrolls": ("rouge1", "rouge2", "rougeL", "rouge_geometric_mean", "f1_tokens", "exact_match"),
+    "instructions": ("rougeL", "rouge1", "exact_match"),
+}
+GENERATION_FLAGS = (
+    "num_beams", "do_sample", "length_penalty", "no_repeat_ngram_size", "repetition_penalty", "min_new_tokens",
+    "max_new_tokens", "use_generate_on_valid",
+)  # fmt: skip
+LOWER_IS_BETTER = ("loss", "perplexity", "mse", "unknown_answers")
+# What --lr is where it is not given: the usual ones, with AdamW; soft prompts hardly move below 0.1 (peft issue 2642).
+LEARNING_RATES = {
+    "encoder": 2e-5,
+    "encoder-decoder": 1e-4,
+    "decoder": 2e-5,
+    "lora": 1e-3,
+    "prompt_tuning": 0.3,
+    "prefix_tuning": 1e-2,
+    "new_tokens": 1e-2,
+}
+DEFAULT_METRICS = {
+    "text_to_text": ("rouge", "gen_len"),
+    "classification": ("accuracy", "f1"),
+    "regression": ("pearson", "spearman", "mse"),
+    "instructions": ("instructions", "gen_len"),
+    "causal_lm": ("perplexity",),
+}
+ALLOWED_METRICS = {
+    "text_to_text": TEXT_METRICS,
+    "classification": CLASS_METRICS,
+    "regression": NUMBER_METRICS,
+    "instructions": ("instructions", *TEXT_METRICS),
+    "causal_lm": ("perplexity",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskArgs:
+    """The task and its data."""
+
+    model_type: Literal["encoder", "encoder-decoder", "decoder"] = "encoder-decoder"
+    """Kind of model: BERT is an encoder, T5 an encoder-decoder, GPT a decoder."""
+    task: Literal["text_to_text", "classification", "regression", "instructions", "causal_lm"] = "text_to_text"
+    """text_to_text, classification and regression of sentences or pairs, instructions (Super-Natural-Instructions),
+    causal_lm (any text, in blocks)."""
+    data_path: tuple[str, ...] = ()
+    """Training data: .jsonl, .json, .csv or .tsv files, a GLUE folder, a Super-Natural-Instructions folder; text for
+    causal_lm."""
+    valid_data_path: str | None = None
+    """Validation data, in any form --data_path takes."""
+    test_data_path: str | None = None
+    """Test data: evaluated once, after training, with the best checkpoint (--save_best) or the last. Without labels or
+    targets in any row it is predicted, not measured."""
+    source_id: str | None = None
+    """Field of the source text. None: s, source, input, text or article, whichever there is."""
+    target_id: str | None = None
+    """Field of the target text, or of a list of references. None: t, target, targets, output or summary."""
+    prefix: str = ""
+    """Text put before every source, for example "summarize: "."""
+    suffix: str = ""
+    """Text put after every source and never cut off, for example " Summary:" for a decoder."""
+    text_fields: tuple[str, ...] = ()
+    """classification, regression: fields of the sentence or of the two sentences. Empty: by GLUE's names."""
+    label_field: str | None = None
+    """classification, regression: field of the label. None: label, gold_label, score, is_duplicate or Quality."""
+    label_names: tuple[str, ...] = ()
+    """classification: all labels, in the order of their numbers. Empty: those of the training data, sorted."""
+    label_words: tuple[str, ...] = ()
+    """classification by an encoder-decoder: the word it generates for each label. Empty: the labels themselves."""
+    max_bad_lines: int = 0
+    """Unreadable rows to leave out (file and line are reported) before the data is refused."""
+    max_train_samples: int | None = None
+    """Training examples to use, a fixed random choice (of causal_lm the first blocks). None: all."""
+    valid_samples: int | None = None
+    """Validation examples to use, the same random ones each time. None: all."""
+    test_samples: int | None = None
+    """Test examples to use, the same random ones each time. None: all."""
+
+    def check(self) -> None:
+        check_minimum(self, 0, "max_bad_lines")
+        check_minimum(self, 1, "max_train_samples", "valid_samples", "test_samples")
+        if self.task not in TASKS_OF[self.model_type]:
+            able = " or ".join(kind for kind, tasks in TASKS_OF.items() if self.task in tasks)
+            raise UserError(
+                f"--task {self.task} is not for --model_type {self.model_type}: choose --model_type {able}, or one of "
+                f"{', '.join(TASKS_OF[self.model_type])}."
+            )
+        if len(self.text_fields) > 2:
+            raise UserError(f"--text_fields names {len(self.text_fields)} fields: give one sentence or a pair.")
+        if self.label_words and self.label_names and len(self.label_words) != len(self.label_names):
+            raise UserError(
+                f"--label_words has {len(self.label_words)} words for {len(self.label_names)} --label_names: give one "
+                "for each."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthArgs:
+    """Lengths of examples, and how they are put together."""
+
+    input_seq_len: int = 512
+    """Most tokens of a source (of source and target together for a decoder; of a block of causal_lm). What is cut off
+    is counted and reported."""
+    target_seq_len: int = 128
+    """Most tokens of a target, end of sequence included."""
+    bucket_rows: int | None = None
+    """Rows of like length to put together. None: all rows of a step, over all workers; 1: none."""
+    packing: bool = False
+    """Several examples in one row, which do not see each other. Not for every model: see docs/finetuning.md."""
+
+    def check(self) -> None:
+        check_minimum(self, 2, "input_seq_len", "target_seq_len")
+        check_minimum(self, 1, "bucket_rows")
+        if self.packing and self.task not in ("text_to_text", "instructions"):
+            raise UserError(f"--packing puts texts together with their targets, which --task {self.task} has none of.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstructionArgs:
+    """Super-Natural-Instructions: the prompt, and how much of each task."""
+
+    sni_split: str = "default"
+    """Folder below splits/ with train_tasks.txt and test_tasks.txt."""
+    add_task_name: bool = False
+    """Begin the prompt with the name of the task."""
+    add_task_definition: bool = True
+    """Put the definition of the task into the prompt."""
+    num_pos_examples: int = 2
+    """Positive examples in the prompt."""
+    num_neg_examples: int = 0
+    """Negative examples in the prompt."""
+    add_explanation: bool = False
+    """Add their explanations to the examples."""
+    tk_instruct: bool = False
+    """Choose for each training example at random what stands in the prompt, as Tk-Instruct did."""
+    max_instances_per_task: int | None = None
+    """Training instances of each task, the first ones. None: all."""
+    max_instances_per_eval_task: int | None = 100
+    """Validation and test instances of each task, the first ones. None: all."""
+
+    def check(self) -> None:
+        check_minimum(self, 0, "num_pos_examples", "num_neg_examples")
+        check_minimum(self, 1, "max_instances_per_task", "max_instances_per_eval_task")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainedArgs:
+    """The pre-trained model."""
+
+    from_pretrained: str | None = None
+    """Weights to start from: Hugging Face name or folder, a run directory or checkpoint of ours, a t5-experiments
+    .pth or nanoT5 .bin file (these two with --model_cfg)."""
+    tokenizer: str | None = None
+    """Hugging Face tokenizer (name or folder) or a SentencePiece .model file. None: the one beside the weights."""
+
+    def check(self) -> None:
+        check_conflict(self, "from_pretrained", "init_checkpoint", "both name the weights to start from")
+        check_conflict(self, "from_pretrained", "base_model", "both name the model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryArgs:
+    """Small memory: what is trained, and in which form the rest is held."""
+
+    freeze: tuple[str, ...] = ()
+    """Parts not to train: encoder, decoder, embeddings, head, or patterns of parameter names such as "*.layer.0.*"."""
+    peft: Literal["lora", "prompt_tuning", "prefix_tuning", "new_tokens"] | None = None
+    """Train little beside a frozen model: low-rank matrices, a soft prompt, soft prefixes of every layer, or the
+    embeddings of new tokens put before every source."""
+    lora_r: int = 8
+    """Rank of the matrices."""
+    lora_alpha: float = 16.0
+    """Scale of their product, divided by the rank."""
+    lora_dropout: float = 0.0
+    """Dropout probability before them."""
+    lora_targets: tuple[str, ...] = ()
+    """Names of the layers they are added to. Empty: those peft knows for the kind of model; all-linear: every one."""
+    num_virtual_tokens: int = 20
+    """Length of a soft prompt or prefix, or new tokens."""
+    prompt_init_text: str | None = None
+    """prompt_tuning: text whose embeddings the prompt starts from. None: those of random words."""
+    num_prompts: int = 1
+    """prompt_tuning: prompts trained side by side on one frozen model, which vote on the prediction."""
+    quantize: Literal["int8", "nf4", "fp4"] | None = None
+    """Hold the frozen base model in 8 or 4 bits (bitsandbytes); needs --peft."""
+    device_map: str | None = None
+    """Place layers on several devices: auto, balanced, sequential, or a JSON file {module: device}."""
+    embeddings_on_cpu: bool = False
+    """Keep the token embeddings in the main memory, not on the GPU."""
+
+    def check(self) -> None:
+        check_minimum(self, 1, "lora_r", "num_virtual_tokens", "num_prompts")
+        check_minimum(self, 0.0, "lora_alpha")
+        if not 0.0 <= self.lora_dropout < 1.0:
+            raise UserError(f"--lora_dropout is {self.lora_dropout}: it must be at least 0 and below 1.")
+        if self.quantize and self.peft is None:
+            raise UserError(
+                f"--quantize {self.quantize} holds weights that cannot be trained: add --peft lora (or another kind), "
+                "which trains a few beside them."
+            )
+        if self.peft == "new_tokens" and self.task in ("instructions", "causal_lm"):
+            raise UserError(f"--peft new_tokens begins sources with them, which --task {self.task} has none of.")
+        if self.packing and self.peft in ("prompt_tuning", "prefix_tuning"):
+            raise UserError(f"--packing puts several examples behind the prompt of --peft {self.peft}: choose one.")
+        check_conflict(self, "peft", "freeze", "--peft freezes the whole base model already")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationArgs:
+    """What is measured, and how text is generated for it."""
+
+    metrics: tuple[str, ...] = ()
+    """Metrics besides the loss. text: bleu, chrf, rouge, exact_match, f1_tokens, gen_len, scrolls; classes: accuracy,
+    f1, precision, recall, mcc; numbers: pearson, spearman, mse; instructions. Empty: the usual ones of the task; none:
+    the loss alone."""
+    bleu_tokenize: Literal["13a", "intl", "zh", "char", "none", "ja-mecab", "ko-mecab"] = "13a"
+    """bleu: sacreBLEU's tokenizer. zh for Chinese, char for any text without spaces; ja-mecab and ko-mecab need
+    sacrebleu[ja] and sacrebleu[ko]."""
+    show_valid_examples: int = 0
+    """Examples, with their predictions, to print at every validation."""
+    num_beams: int = 1
+    """Beams of a beam search; 1 decodes greedily."""
+    do_sample: bool = False
+    """Draw tokens at random instead of taking the most likely."""
+    temperature: float = 1.0
+    """--do_sample: divides the logits."""
+    top_k: int = 0
+    """--do_sample: among the k most likely tokens; 0: all."""
+    top_p: float = 1.0
+    """--do_sample: among the most likely tokens that have this probability together."""
+    length_penalty: float | None = None
+    """Beam search: above 0 favours longer texts. None: as the model's generation_config.json says, or 1."""
+    no_repeat_ngram_size: int | None = None
+    """No n-gram of this size occurs twice; 0: no such rule. None: as the model says, or 0."""
+    repetition_penalty: float | None = None
+    """Divides the logits of tokens that have occurred; 1 does nothing. None: as the model says, or 1."""
+    min_new_tokens: int | None = None
+    """Least tokens to generate. None: as the model says, or 0."""
+    max_new_tokens: int | None = None
+    """Most tokens to generate. None: --target_seq_len."""
+
+    def check(self) -> None:
+        check_minimum(self, 0, "show_valid_examples", "top_k", "no_repeat_ngram_size", "min_new_tokens")
+        check_minimum(self, 1, "num_beams", "max_new_tokens")
+        for flag in ("temperature", "repetition_penalty"):
+            value = getattr(self, flag)
+            if value is not None and not (value > 0.0 and math.isfinite(value)):
+                raise UserError(f"--{flag} is {value}: it must be above 0 and finite.")
+        if not 0.0 < self.top_p <= 1.0:
+            raise UserError(f"--top_p is {self.top_p}: it is a probability above 0, at most 1.")
+        most = self.max_new_tokens or self.target_seq_len
+        if self.min_new_tokens is not None and self.min_new_tokens > most:
+            longest = "--max_new_tokens" if self.max_new_tokens else "--target_seq_len"
+            raise UserError(f"--min_new_tokens {self.min_new_tokens} is more than {longest} {most}: raise that.")
+        self._check_metrics()
+
+    def _check_metrics(self) -> None:
+        allowed = ALLOWED_METRICS[self.task]
+        for name in self.metrics:
+            if name not in (*allowed, "none"):
+                raise UserError(
+                    f"--metrics {name} is not a metric of --task {self.task}: there are {', '.join(allowed)}, or none."
+                )
+        if "none" in self.metrics and len(self.metrics) > 1:
+            raise UserError(f"--metrics {' '.join(self.metrics)}: none means none besides the loss; leave it out.")
+        produced = self.metric_values()
+        if self.optimize_metric not in produced:
+            raise UserError(
+                f"--optimize_metric {self.optimize_metric} is not produced by validation, which gives "
+                f"{', '.join(produced)}: choose one of them, or name another metric in --metrics."
+            )
+        better = "min" if self.optimize_metric in LOWER_IS_BETTER else "max"
+        if self.optimize_mode not in (None, better):
+            raise UserError(
+                f"--optimize_mode {self.optimize_mode} would keep the worst model: --optimize_metric "
+                f"{self.optimize_metric} is better when {'low' if better == 'min' else 'high'}."
+            )
+
+    def metric_names(self) -> tuple[str, ...]:
+        """The metrics to compute besides the loss."""
+        return () if "none" in self.metrics else self.metrics or DEFAULT_METRICS[self.task]
+
+    def metric_values(self) -> tuple[str, ...]:
+        """Names of the values that validation gives."""
+        values = [value for name in self.metric_names() for value in VALUES_OF.get(name, (name,))]
+        if self.needs_generation() and self.task in ("classification", "regression"):
+            values.append("unknown_answers")
+        return tuple(dict.fromkeys(["loss", *values]))
+
+    def needs_generation(self) -> bool:
+        """Whether a metric looks at generated text."""
+        writes = self.task in ("text_to_text", "instructions") or self.model_type == "encoder-decoder"
+        return writes and bool(self.metric_names())
+
+    def generation_options(self) -> dict[str, int | float | bool]:
+        """Arguments of `generate`."""
+        options: dict[str, int | float | bool] = {
+            "max_new_tokens": self.max_new_tokens or self.target_seq_len,
+            "num_beams": self.num_beams,
+            "do_sample": self.do_sample,
+        }
+        if self.do_sample:
+            options |= {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        for flag in ("length_penalty", "no_repeat_ngram_size", "repetition_penalty", "min_new_tokens"):
+            if getattr(self, flag) is not None:
+                options[flag] = getattr(self, flag)
+        return options
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochArgs:
+    """Length of the training in epochs."""
+
+    epochs: float | None = 3.0
+    """Passes over the training data; where --iters is given, that many updates are made instead."""
+
+    def check(self) -> None:
+        if self.epochs is not None and not (self.epochs > 0.0 and math.isfinite(self.epochs)):
+            raise UserError(f"--epochs is {self.epochs}: it must be above 0 and finite.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuningArgs(
+    ExperimentArgs, EpochArgs, EvaluationArgs, MemoryArgs, PretrainedArgs, InstructionArgs, LengthArgs, TaskArgs
+):
+    """All arguments of run_finetuning.py."""
+
+    model_cls: str | None = None
+    """Model class, as module:Class. None: transformers' class for --model_type and --task."""
+    optimize_mode: Literal["min", "max"] | None = None
+    """Whether a lower (min) or a higher (max) --optimize_metric is better. None: as the metric is."""
+    pad_to_multiple_of: int | None = 8
+
+    def check(self) -> None:
+        self._refuse_given(UNREAD)
+        without = ["use_generate_on_valid", *(["validate_only"] if self.test_data_path else [])]
+        needing = [flag for flag in self.needs_validation() if flag not in without]
+        if self.valid_data_path is None and needing:
+            raise UserError(f"--{needing[0]} needs validation data: give --valid_data_path.")
+        if self.report:
+            raise UserError("--report is of pre-training: predictions/ in --model_path holds what this run predicts.")
+
+    def check_used(self) -> None:
+        """Refuse flags that a run of these arguments alone would not read (`FineTuner` may read them later).
+
+        Settings of training may stand beside --validate_only: it is added to the command of a run.
+
+        Raises:
+            UserError: a flag that has no effect.
+        """
+        self._refuse_given(UNREAD_BY_RUN)
+
+    def _refuse_given(self, table: "tuple[Unread, ...]") -> None:
+        for flags, is_unread, reason in table:
+            given = [flag for flag in flags if getattr(self, flag) != getattr(type(self), flag)]
+            if given and is_unread(self):
+                raise UserError(f"--{given[0]} {reason.format(flag=given[0], **vars(self))}.")
+
+    def check_model(self) -> None:
+        if self.from_pretrained is None and self.model_cfg is None and self.init_checkpoint is None:
+            raise UserError(
+                "no model is named: give --from_pretrained, a Hugging Face name, a folder or a checkpoint, or "
+                "--model_cfg for a new one with random weights."
+            )
+
+    def check_profile(self) -> None:
+        if self.epochs is None:  # else the number of updates is known when the data is
+            super().check_profile()
+
+    def names_weights(self) -> bool:
+        return self.from_pretrained is not None or self.init_checkpoint is not None
+
+    def learning_rate(self) -> float | None:
+        return LEARNING_RATES.get(self.peft or self.model_type) if self.lr is None else self.lr
+
+    def resolved(self) -> "FinetuningArgs":
+        """The same arguments with what follows from others put in for the loop to read.
+
+        Raises:
+            UserError: no data is named.
+        """
+        if not self.data_path and not self.validate_only:
+            raise UserError("--data_path is missing: name the training data, such as train.jsonl or train.tsv.")
+        mode = self.optimize_mode or ("min" if self.optimize_metric in LOWER_IS_BETTER else "max")
+        lr = None if self.relative_step else self.learning_rate()
+        return replace(self, lr=lr, optimize_mode=mode, use_generate_on_valid=self.needs_generation())
+
+    def without_epochs_beside_iters(self, origins: Mapping[str, str]) -> "FinetuningArgs":
+        """The same arguments with either `--iters` or `--epochs`: what is given, on the command line if both are.
+
+        Args:
+            origins: of each argument, as `cli.parse` returns them.
+
+        Raises:
+            UserError: both were given.
+        """
+        if origins["iters"] == DEFAULT_ORIGIN or self.epochs is None:
+            return self
+        stronger = [origins[name] == COMMAND_LINE for name in ("iters", "epochs")]  # than a file, as ever
+        if origins["epochs"] == DEFAULT_ORIGIN or stronger == [True, False]:
+            return replace(self, epochs=None)
+        if stronger == [False, True]:
+            return self
+        raise UserError("--iters and --epochs exclude each other: both say how long to train.")
+
+    def with_epochs(self, samples_per_epoch: int, world_size: int) -> "FinetuningArgs":
+        """The same arguments with `--iters` from `--epochs`, and a validation each epoch where none is asked for."""
+        rows, changes = self.global_batch_size(world_size), {}
+        if self.valid_interval is None and self.valid_data_path is not None:
+            changes["valid_interval"] = max(1, round(samples_per_epoch / rows))
+        if self.epochs is not None:
+            changes["iters"] = max(1, math.ceil(self.epochs * samples_per_epoch / rows))
+        args = replace(self, **changes)
+        TrainerArgs.check_profile(args)
+        return args
+
+
+class Unread(NamedTuple):
+    """Flags that mean nothing beside some others: given all the same, they are refused.
+
+    Attributes:
+        flags: given where they differ from their defaults.
+        is_unread: whether these arguments do not read them.
+        reason: the sentence from the flag on, with {flag} and any argument in braces.
+    """
+
+    flags: tuple[str, ...]
+    is_unread: Callable[[FinetuningArgs], bool]
+    reason: str
+
+
+def _without_peft(*kinds: str) -> tuple[Callable[[FinetuningArgs], bool], str]:
+    return lambda args: args.peft not in kinds, f"is of --peft {' or '.join(kinds)}: add it, or leave --{{flag}} out"
+
+
+def _measures_nothing(args: FinetuningArgs) -> bool:
+    return args.valid_data_path is None and args.test_data_path is None
+
+
+def _reads_no_weights(args: FinetuningArgs) -> bool:
+    continues = args.resume_path() is not None or (args.resume == "auto" and args.model_path is not None)
+    return not args.names_weights() and not continues
+
+
+def _without_run_directory(args: FinetuningArgs) -> bool:
+    return args.model_path is None and args.resume_path() is None
+
+
+_PROMPT_FLAGS = ("add_task_name", "add_task_definition", "num_pos_examples", "num_neg_examples", "add_explanation")
+UNREAD = (
+    Unread(("source_id", "target_id"), lambda args: args.task != "text_to_text",
+           "is read by --task text_to_text, not by {task}: leave it out"),
+    Unread(("text_fields", "label_field"), lambda args: args.task not in ("classification", "regression"),
+           "is not read by --task {task}: leave it out"),
+    Unread(("label_names", "label_words"), lambda args: args.task != "classification",
+           "is of --task classification, not of {task}: leave it out"),
+    Unread(("label_words",), lambda args: args.model_type != "encoder-decoder",
+           "are what an encoder-decoder generates: leave them out for an encoder"),
+    Unread(("prefix",), lambda args: args.task in ("causal_lm", "instructions"),
+           "is not read by --task {task}: leave it out"),
+    Unread(("suffix",), lambda args: args.task in ("causal_lm", "instructions"),
+           "is not read by --task {task}: leave it out"),
+    Unread(("suffix",), lambda args: args.model_type == "encoder",
+           "is where a text to be written begins, and an encoder writes none: leave it out"),
+    Unread(("target_seq_len",), lambda args: args.task == "causal_lm",
+           "is not read by --task {task}, whose blocks have --input_seq_len tokens: leave it out"),
+    Unread(("target_seq_len",), lambda args: args.model_type == "encoder",
+           "is the length of a target text, and an encoder has none: leave it out"),
+    Unread(("bucket_rows",), lambda args: args.packing,
+           "puts rows of like length together, and with --packing all are: leave it out"),
+    Unread(("bucket_rows",), lambda args: args.task == "causal_lm",
+           "puts rows of like length together, and with --task causal_lm all are: leave it out"),
+    Unread(tuple(InstructionArgs.__annotations__), lambda args: args.task != "instructions",
+           "is of --task instructions, not of {task}: leave it out"),
+    Unread(("add_explanation",), lambda args: args.num_pos_examples == args.num_neg_examples == 0,
+           "is about examples in the prompt, and --num_pos_examples and --num_neg_examples are 0: leave it out"),
+    Unread(("valid_samples",), lambda args: args.valid_data_path is None,
+           "is about --valid_data_path, which is not given: add it, or leave --{flag} out"),
+    Unread(("test_samples",), lambda args: args.test_data_path is None,
+           "is about --test_data_path, which is not given: add it, or leave --{flag} out"),
+    Unread(("lora_r", "lora_alpha", "lora_dropout", "lora_targets"), *_without_peft("lora")),
+    Unread(("num_virtual_tokens",), *_without_peft("prompt_tuning", "prefix_tuning", "new_tokens")),
+    Unread(("prompt_init_text", "num_prompts"), *_without_peft("prompt_tuning")),
+    Unread(("temperature", "top_k", "top_p"), lambda args: not args.do_sample,
+           "is of --do_sample: add it, or leave --{flag} out"),
+    Unread(("length_penalty",), lambda args: args.num_beams == 1,
+           "compares texts of a beam search: give --num_beams too"),
+    Unread(GENERATION_FLAGS, lambda args: not args.needs_generation(),
+           "is about generated text, and no metric looks at any: leave it out"),
+    Unread(("bleu_tokenize",), lambda args: "bleu" not in args.metric_names(),
+           "is of --metrics bleu: add it, or leave --{flag} out"),
+    Unread(("show_valid_examples",), lambda args: args.task == "causal_lm",
+           "shows predictions, and --task causal_lm makes none: leave it out"),
+    Unread(("show_valid_examples",), lambda args: not args.metric_names(),
+           "shows predictions, which --metrics none makes none of: drop one"),
+)  # fmt: skip
+UNREAD_BY_RUN = (
+    Unread(("metrics", "show_valid_examples", "eval_batch_size", "max_instances_per_eval_task", *GENERATION_FLAGS),
+           _measures_nothing,
+           "is about evaluation: add --valid_data_path or --test_data_path, or leave --{flag} out"),
+    Unread(_PROMPT_FLAGS, lambda args: args.tk_instruct and _measures_nothing(args),
+           "is of evaluation's prompts where --tk_instruct draws those of training: add data for it, or drop one"),
+    Unread(("optimize_metric", "optimize_mode"), lambda args: args.valid_data_path is None,
+           "is about validation: give --valid_data_path, or leave --{flag} out"),
+    Unread(("allow_partial_checkpoint", "allow_pickle"), _reads_no_weights,
+           "is about weights to start from, and none are named: leave it out"),
+    Unread(("keep_checkpoints", "resume"), _without_run_directory,
+           "is about the checkpoints in --model_path, which is not given: add it, or leave --{flag} out"),
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Examples of fine-tuning tasks: rows, prompts, encoding, packing; imports data, data.text and data.objectives."""

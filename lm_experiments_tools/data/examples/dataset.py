@@ -1,0 +1,241 @@
+"""Encoded examples as a dataset of numbered samples: rows of a batch are padded to the longest of them.
+
+One worked example, source ids 5 6 1 and target ids 7 1, padding 0, beside a longer one:
+
+    encoder-decoder      input_ids  5 6 1 0      labels     7    1 -100
+    decoder              input_ids  5 6 1 7 1    labels  -100 -100 -100 7 1     (the model shifts them itself)
+      to evaluate also   prompt_ids 0 5 6 1      prompt_mask 0 1 1 1            (generation goes on at the right)
+    encoder              input_ids  5 6 1 0      labels     2                   (the number of the class, or a value)
+
+Where an example has no target or label (test data), labels are -100 alone.
+
+`example` is the number of the example among those of its split. Global sample g is example permutation(seed, e)(i) of
+epoch e, where e, i = divmod(g, examples). Where an example has several sources (forms of an instruction) or targets
+to train on, one of each is drawn by (seed, e, example).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal
+
+import numpy as np
+
+from lm_experiments_tools.data.examples.examples import Example
+from lm_experiments_tools.data.examples.ragged import Ragged, RaggedBuilder
+from lm_experiments_tools.data.examples.text_encoder import TextEncoder
+from lm_experiments_tools.data.order import permute, sample_words, stream_key
+from lm_experiments_tools.labels import IGNORED_LABEL
+
+Kind = Literal["encoder", "encoder-decoder", "decoder"]
+_AT_ONCE = 1024  # examples tokenized by one call
+_VERSION = 1  # of the mapping (seed, sample) -> row; part of the fingerprint
+_32 = np.uint64(32)
+
+
+@dataclass
+class EncodedExamples:
+    """Ids of all examples of a split.
+
+    Attributes:
+        sources, first_source: example n has sources first_source[n] to first_source[n + 1] - 1.
+        targets, first_target: likewise; None for an encoder.
+        types: `token_type_ids` of each source, where the tokenizer gives them.
+        labels: int64[n] classes or float32[n] values, for an encoder.
+    """
+
+    sources: Ragged
+    first_source: np.ndarray
+    targets: Ragged | None = None
+    first_target: np.ndarray | None = None
+    types: Ragged | None = None
+    labels: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.first_source) - 1
+
+
+def encode_examples(
+    examples: Iterable[Example], encoder: TextEncoder, kind: Kind, *, all_targets: bool = False
+) -> EncodedExamples:
+    """Tokenize examples, which are not kept.
+
+    Args:
+        all_targets: encode all targets, of which one is drawn each time; else the first.
+    """
+    sources, targets, types = RaggedBuilder(), RaggedBuilder(), RaggedBuilder(np.uint8)
+    num_sources: list[int] = []
+    num_targets: list[int] = []
+    labels: list[int | float] = []
+    for some in _in_chunks(examples):
+        texts = [example.variants or (example.source,) for example in some]
+        pairs = [example.pair for example in some] if some[0].pair is not None else None
+        entries = encoder.encode_sources([text for forms in texts for text in forms], pairs)
+        sources.extend(entries["input_ids"])
+        num_sources += map(len, texts)
+        if kind == "encoder":
+            types.extend(entries.get("token_type_ids", []))
+            labels += [IGNORED_LABEL if example.label is None else example.label for example in some]
+        elif some[0].targets:
+            wanted = [example.targets if all_targets else example.targets[:1] for example in some]
+            targets.extend(encoder.encode_targets([text for forms in wanted for text in forms]))
+            num_targets += map(len, wanted)
+        else:  # of the whole split: one empty target each
+            targets.extend([[]] * len(some))
+            num_targets += [1] * len(some)
+    encoded = EncodedExamples(sources.build(), _firsts(num_sources))
+    if kind == "encoder":
+        types_of = types.build()
+        encoded.types = types_of if len(types_of) else None
+        encoded.labels = np.array(labels, np.int64 if all(isinstance(v, int) for v in labels) else np.float32)
+    else:
+        encoded.targets, encoded.first_target = targets.build(), _firsts(num_targets)
+    return encoded
+
+
+def _in_chunks(examples: Iterable[Example]) -> Iterator[list[Example]]:
+    left = iter(examples)
+    while some := list(islice(left, _AT_ONCE)):
+        yield some
+
+
+def _firsts(counts: list[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
+
+
+class ExampleDataset:
+    """A `SizedDataset` of encoded examples.
+
+    Args:
+        encoded: the examples.
+        kind: what the rows are for.
+        pad_id: fills short rows.
+        seed: fixes order and draws.
+        limits: most tokens of a row of inputs and of one of targets, which rounding up does not exceed.
+        multiple: widths of batches are multiples of it.
+        with_prompts: decoder: give `prompt_ids` and `prompt_mask` too.
+        title: what the examples are, for the log.
+    """
+
+    def __init__(
+        self,
+        encoded: EncodedExamples,
+        kind: Kind,
+        *,
+        pad_id: int,
+        seed: int,
+        limits: tuple[int, int],
+        multiple: int | None = None,
+        with_prompts: bool = False,
+        title: str = "",
+    ) -> None:
+        self.encoded, self.kind, self.pad_id, self.seed = encoded, kind, pad_id, seed
+        self.limits, self.multiple, self.with_prompts, self.title = limits, multiple or 1, with_prompts, title
+        self.fingerprint = self._fingerprint()
+
+    def __len__(self) -> int:
+        return len(self.encoded)
+
+    def describe(self) -> str:
+        """What the examples are, how many, and how long."""
+        parts = [f"{self.encoded.sources.lengths.mean():.0f} tokens in a source"]
+        if self.encoded.targets is not None:
+            parts.append(f"{self.encoded.targets.lengths.mean():.0f} in a target")
+        return f"{self.title}, {len(self):,} examples, {', '.join(parts)}"
+
+    def _fingerprint(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        settings = [_VERSION, self.kind, self.pad_id, self.seed, *self.limits]
+        digest.update(json.dumps(settings).encode())
+        encoded = self.encoded
+        for ragged in (encoded.sources, encoded.targets, encoded.types):
+            if ragged is not None:
+                digest.update(ragged.values.tobytes())
+                digest.update(ragged.lengths.tobytes())
+        for array in (encoded.first_source, encoded.first_target, encoded.labels):
+            if array is not None:
+                digest.update(array.tobytes())
+        return digest.hexdigest()
+
+    def rows_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Epoch and example int64[n] of global sample numbers int64[n]."""
+        epochs, places = np.divmod(np.asarray(samples, np.int64), len(self))
+        return epochs, permute(places, len(self), self.seed, epochs)
+
+    def drawn(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Example, source and target int64[n] of global sample numbers int64[n]; no target for an encoder."""
+        epochs, rows = self.rows_of(samples)
+        return rows, *self.draw(epochs, rows)
+
+    def draw(self, epochs: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Source and target int64[n] that examples int64[n] have in these epochs int64[n]."""
+        sources = self._draw("source", self.encoded.first_source, epochs, rows)
+        if self.encoded.first_target is None:
+            return sources, None
+        return sources, self._draw("target", self.encoded.first_target, epochs, rows)
+
+    def _draw(self, purpose: str, firsts: np.ndarray, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        counts = firsts[rows + 1] - firsts[rows]
+        if (counts == 1).all():
+            return firsts[rows]
+        words = sample_words(stream_key(self.seed, f"drawn {purpose}"), epochs, rows, 1)[0]
+        return firsts[rows] + (words * counts.astype(np.uint64) >> _32).astype(np.int64)
+
+    def lengths(self, samples: np.ndarray) -> np.ndarray:
+        """int64[2, n]: tokens of inputs and of targets, which of a decoder are one row."""
+        _, sources, targets = self.drawn(samples)
+        inputs = self.encoded.sources.lengths[sources]
+        if targets is None:
+            return np.stack([inputs, np.zeros_like(inputs)])
+        outputs = self.encoded.targets.lengths[targets]
+        if self.kind == "decoder":
+            return np.stack([inputs + outputs, np.zeros_like(inputs)])
+        return np.stack([inputs, outputs])
+
+    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Rows of global sample numbers int64[n], any order, any epochs; see the top of this file.
+
+        Returns:
+            int64[n, width] each; `labels` of an encoder int64[n] or float32[n], `example` int64[n].
+        """
+        rows, sources, targets = self.drawn(samples)
+        if self.kind == "decoder":
+            batch = self._decoder_rows(sources, targets)
+        else:
+            inputs = self.encoded.sources
+            width = self.width(inputs.lengths[sources], 0)
+            ids, real = inputs.padded(sources, width, self.pad_id)
+            batch = {"input_ids": ids, "attention_mask": real.astype(np.int64)}
+            if self.encoded.types is not None:
+                batch["token_type_ids"] = self.encoded.types.padded(sources, width, 0)[0]
+            if targets is None:
+                batch["labels"] = self.encoded.labels[rows]
+            else:
+                width = self.width(self.encoded.targets.lengths[targets], 1)
+                batch["labels"] = self.encoded.targets.padded(targets, width, IGNORED_LABEL)[0]
+        return {**batch, "example": rows}
+
+    def width(self, lengths: np.ndarray, side: int) -> int:
+        """Of a batch whose rows have these lengths; `side` 0: inputs, 1: targets."""
+        longest = max(int(lengths.max()), 1)  # 0: no example has a target
+        return min(-(-longest // self.multiple) * self.multiple, max(self.limits[side], longest))
+
+    def _decoder_rows(self, sources: np.ndarray, targets: np.ndarray) -> dict[str, np.ndarray]:
+        prompts, answers = self.encoded.sources, self.encoded.targets
+        before = prompts.lengths[sources][:, None]
+        total = before + answers.lengths[targets][:, None]
+        columns = np.arange(self.width(total, 0))
+        is_prompt, real = columns < before, columns < total
+        ids = np.full(real.shape, self.pad_id, np.int64)
+        labels = np.full(real.shape, IGNORED_LABEL, np.int64)
+        ids[is_prompt] = prompts.flat(sources)
+        ids[real & ~is_prompt] = labels[real & ~is_prompt] = answers.flat(targets)
+        batch: dict[str, Any] = {"input_ids": ids, "attention_mask": real.astype(np.int64), "labels": labels}
+        if self.with_prompts:
+            prompt, mask = prompts.padded(sources, int(before.max()), self.pad_id, left=True)
+            batch |= {"prompt_ids": prompt, "prompt_mask": mask.astype(np.int64)}
+        return batch

@@ -1,0 +1,318 @@
+"""Examples of a task, out of the rows of files: sources with their targets, sentences with their labels.
+
+Sources and targets, one row each, as Hugging Face's translation sets have them, plainly, with several references, and
+as SCROLLS has them:
+
+    {"translation": {"s": "a long text", "t": "short"}}
+    {"source": "a long text", "target": "short"}        {"source": "a long text", "targets": ["short", "brief"]}
+    {"id": "q1", "pid": "q1_0", "input": "a question", "output": "an answer"}
+
+For evaluation, rows with one id are one example whose references are all of their targets. For training each row is
+an example, with its first target. Test data may be without targets or labels as a whole, as that of GLUE and SCROLLS.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lm_experiments_tools.data.examples.rows import BadRow, BadRows, Row, converted, read_rows
+from lm_experiments_tools.data.text.documents import unusable_characters
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.labels import IGNORED_LABEL
+
+logger = logging.getLogger(__name__)
+
+SOURCE_FIELDS = ("s", "source", "input", "text", "article")
+TARGET_FIELDS = ("t", "target", "targets", "output", "summary")
+PAIR_FIELDS = (
+    ("#1 String", "#2 String"),  # MRPC
+    ("question1", "question2"),  # QQP
+    ("sentence1", "sentence2"),  # STS-B, MNLI, RTE, WNLI
+    ("question", "sentence"),  # QNLI
+    ("premise", "hypothesis"),
+)
+SENTENCE_FIELDS = ("sentence", "text")  # SST-2, CoLA
+LABEL_FIELDS = ("label", "gold_label", "score", "is_duplicate", "Quality")
+HIDDEN_LABELS = ("-1", "-1.0")  # what Hugging Face's sets hold in the place of labels that are not given away
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a model is trained or evaluated on.
+
+    Attributes:
+        source: the text, with the prefix.
+        targets: references; the first is trained on; none in test data without them.
+        pair: the second sentence, for an encoder.
+        label: its number in the names of labels, or the value to predict; None in test data without labels.
+        name: its id in predictions; the number of its row where it has none.
+        group: its task, where one set has many.
+        variants: other forms of the source, of which training draws one; empty: the source alone.
+    """
+
+    source: str
+    targets: tuple[str, ...] = ()
+    pair: str | None = None
+    label: int | float | None = None
+    name: str = ""
+    group: str = ""
+    variants: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TextFields:
+    """Which fields of a row are source and target, None: by the usual names; and what stands before a source."""
+
+    source: str | None = None
+    target: str | None = None
+    prefix: str = ""
+
+    def target_of(self, record: dict[str, Any]) -> tuple[str, Any]:
+        """The field of the target in this record, and what stands there."""
+        key = self.target or ("targets" if "targets" in record else _found(record, TARGET_FIELDS, "--target_id"))
+        return key, _value(record, key)
+
+    def has_target(self, row: Row) -> bool:
+        """False where there is no such field, or null or an empty list in it."""
+        try:
+            return self.target_of(_texts_of(row))[1] not in (None, [])
+        except BadRow:
+            return False
+
+
+def text_examples(
+    path: str, fields: TextFields, bad: BadRows, *, merge: bool, with_targets: bool = True
+) -> Iterator[Example]:
+    """Sources with their targets.
+
+    Args:
+        path: as `rows.read_rows`.
+        merge: put rows of one id together, for evaluation.
+        with_targets: False: do not look for targets.
+
+    Raises:
+        UserError: more bad rows than allowed.
+    """
+    examples = converted(read_rows(path, bad), lambda row: _text_example(row, fields, with_targets), bad)
+    yield from _merged(examples, bad) if merge else (example for _, example in examples)
+
+
+def _text_example(row: Row, fields: TextFields, with_targets: bool) -> tuple[str, Example]:
+    record = _texts_of(row)
+    source = _text(record, fields.source or _found(record, SOURCE_FIELDS, "--source_id"))
+    targets = _targets(*fields.target_of(record)) if with_targets else ()
+    return row.where, Example(fields.prefix + source, targets, name=_name(row.fields, "id", "pid"))
+
+
+def _name(record: dict[str, Any], *keys: str) -> str:
+    """What stands in the first of these fields; null is no name."""
+    return next((str(record[key]) for key in keys if record.get(key) is not None), "")
+
+
+def _texts_of(row: Row) -> dict[str, Any]:
+    record = row.fields.get("translation", row.fields)
+    if not isinstance(record, dict):
+        raise BadRow(f"'translation' is of type {type(record).__name__}, not an object of two texts")
+    return record
+
+
+def _targets(key: str, value: Any) -> tuple[str, ...]:
+    if value == []:
+        raise BadRow(f"{key!r} is an empty list of references")
+    return tuple(_text({key: target}, key) for target in (value if isinstance(value, list) else [value]))
+
+
+def _merged(examples: Iterable[tuple[str, Example]], bad: BadRows) -> Iterator[Example]:
+    """In the order of their first rows."""
+    found: dict[str, tuple[str, Example]] = {}
+    for number, (where, example) in enumerate(examples):
+        key = example.name or f"row {number}"
+        if key not in found:
+            found[key] = where, example if example.name else replace(example, name=str(number))
+            continue
+        first_where, first = found[key]
+        if first.source == example.source:
+            found[key] = first_where, replace(first, targets=first.targets + example.targets)
+        else:
+            bad.add(where, f"the id {key!r} of {first_where} again, with another source")
+    return iter([example for _, example in found.values()])
+
+
+def _found(record: dict[str, Any], names: Sequence[str], flag: str) -> str:
+    for name in names:
+        if name in record:
+            return name
+    raise BadRow(f"no field {', '.join(names)} (there is {_listed(record)}): name it by {flag}")
+
+
+def _listed(record: dict[str, Any]) -> str:
+    return ", ".join(repr(key) for key in list(record)[:8]) or "none"
+
+
+def _value(record: dict[str, Any], key: str) -> Any:
+    if key not in record:
+        raise BadRow(f"no field {key!r} (there is {_listed(record)})")
+    return record[key]
+
+
+def _text(record: dict[str, Any], key: str) -> str:
+    text = _value(record, key)
+    if not isinstance(text, str):
+        raise BadRow(f"{key!r} is of type {type(text).__name__}, not a string")
+    if not text.strip():
+        raise BadRow(f"{key!r} is empty")
+    if reason := unusable_characters(text):
+        raise BadRow(f"{key!r} {reason}")
+    return text
+
+
+@dataclass(frozen=True)
+class LabelFields:
+    """Which fields of a row are its one or two sentences and its label; empty, None: by the names of GLUE."""
+
+    texts: tuple[str, ...] = ()
+    label: str | None = None
+    prefix: str = ""
+
+    def texts_of(self, record: dict[str, Any]) -> tuple[str, ...]:
+        """The names of the sentences in this record."""
+        if self.texts:
+            return self.texts
+        for pair in PAIR_FIELDS:
+            if pair[0] in record and pair[1] in record:
+                return pair
+        return (_found(record, SENTENCE_FIELDS, "--text_fields"),)
+
+    def label_of(self, record: dict[str, Any]) -> Any:
+        """The label in this record, as it stands there."""
+        return _value(record, self.label or _found(record, LABEL_FIELDS, "--label_field"))
+
+    def has_label(self, row: Row, names: Sequence[str]) -> bool:
+        """False where there is no such field, or null in it, or -1, unless that is one of the labels' names."""
+        try:
+            value = self.label_of(row.fields)
+        except BadRow:
+            return False
+        hidden = str(value).strip() in HIDDEN_LABELS and {*names}.isdisjoint(HIDDEN_LABELS)
+        return value is not None and not hidden
+
+
+def find_label_names(paths: Sequence[str], fields: LabelFields, max_bad_lines: int) -> tuple[str, ...]:
+    """All labels of the data, sorted; numbers by their value.
+
+    Raises:
+        UserError: more bad rows than allowed, or no label at all.
+    """
+    names: set[str] = set()
+    for path in paths:
+        bad = BadRows(max_bad_lines, quiet=True)
+        names.update(converted(read_rows(path, bad), lambda row: _label_name(fields.label_of(row.fields)), bad))
+    if not names:
+        raise UserError(f"there is no example in {', '.join(paths)}.")
+    try:
+        return tuple(sorted(names, key=lambda name: (float(name), name)))  # "1" and "1.0" always in one order
+    except ValueError:
+        return tuple(sorted(names))
+
+
+def _label_name(value: Any) -> str:
+    if isinstance(value, (str, int)):  # True and False are ints
+        name = str(value).strip()
+        if name:
+            return name
+        raise BadRow("the label is empty")
+    if isinstance(value, float) and value.is_integer():  # what pandas makes of integers
+        return str(int(value))
+    raise BadRow(f"the label {value!r} is neither a string nor an integer")
+
+
+def label_examples(
+    path: str,
+    fields: LabelFields,
+    bad: BadRows,
+    *,
+    names: Sequence[str] = (),
+    words: Sequence[str] | None = None,
+    with_labels: bool = True,
+) -> Iterator[Example]:
+    """Sentences, or pairs of them, with their labels.
+
+    For an encoder-decoder everything is text, as in T5 (Raffel et al. 2020, appendix D): the source is
+    "sentence1: ... sentence2: ..." after the prefix, the target the word of the label; a number is rounded to the
+    nearest 0.2, as T5 did for STS-B, and written with one decimal.
+
+    Args:
+        path: as `rows.read_rows`.
+        names: the labels in the order of their numbers; none: they are numbers to be predicted.
+        words: what an encoder-decoder generates for each label (empty for numbers); None: for an encoder.
+        with_labels: False: do not look for labels.
+
+    Raises:
+        UserError: more bad rows than allowed.
+    """
+    numbers = {name: number for number, name in enumerate(names)}
+    sentences = 0  # in every row, as in the first
+    rounded = 0
+
+    def convert(row: Row) -> Example:
+        nonlocal sentences, rounded
+        keys = fields.texts_of(row.fields)
+        sentences = sentences or len(keys)
+        if len(keys) != sentences:
+            raise BadRow(f"{len(keys)} sentences ({', '.join(keys)}), where the first row has {sentences}")
+        texts = [_text(row.fields, key) for key in keys]
+        label = None
+        if with_labels:
+            value = fields.label_of(row.fields)
+            label = _class_number(value, numbers) if numbers else _number(value)
+        name = _name(row.fields, "id")
+        if words is None:
+            return Example(fields.prefix + texts[0], pair=texts[1] if len(texts) > 1 else None, label=label, name=name)
+        source = fields.prefix + t5_text(keys, texts)
+        if label is None:
+            return Example(source, name=name)
+        target = words[label] if numbers else number_text(label)
+        rounded += not numbers and float(target) != label
+        return Example(source, (target,), label=label, name=name)
+
+    for number, example in enumerate(converted(read_rows(path, bad), convert, bad)):
+        yield example if example.name else replace(example, name=str(number))
+    if rounded:
+        logger.warning(
+            "%s: %d numbers are rounded to the nearest 0.2 in the texts to be written, as T5 did for STS-B; where "
+            "that is too coarse, give the labels on a larger scale", path, rounded,
+        )  # fmt: skip
+
+
+def _class_number(value: Any, numbers: dict[str, int]) -> int:
+    name = _label_name(value)
+    if name not in numbers:
+        raise BadRow(f"the label {name!r} is none of {', '.join(list(numbers)[:20])}")
+    return numbers[name]
+
+
+def _number(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise BadRow(f"the label {value!r} is not a number") from None
+    if not math.isfinite(number):
+        raise BadRow(f"the label {value!r} is not finite")
+    if number == IGNORED_LABEL:
+        raise BadRow(f"the label {IGNORED_LABEL} means that there is none: give the labels on another scale")
+    return number
+
+
+def number_text(number: float) -> str:
+    """A number as T5 generates it for STS-B: the nearest multiple of 0.2, with one decimal."""
+    return f"{round(number * 5) / 5 + 0.0:.1f}"  # no "-0.0"
+
+
+def t5_text(keys: Sequence[str], texts: Sequence[str]) -> str:
+    """ "question: Who? sentence: He." for the fields question and sentence; MRPC's are called sentence1, sentence2."""
+    names = ("sentence1", "sentence2") if tuple(keys) == PAIR_FIELDS[0] else keys
+    return " ".join(f"{name}: {text}" for name, text in zip(names, texts, strict=True))

@@ -1,0 +1,245 @@
+"""Super-Natural-Instructions (Wang et al. 2022, "Benchmarking Generalization via In-Context Instructions on 1,600+
+Language Tasks"): a folder with `tasks/*.json` and `splits/<split>/{train,test}_tasks.txt`, as its repository has it.
+
+The prompt is that of Tk-Instruct, to the character, blanks at odd places included. With a definition and one positive
+example with its explanation (a full stop ends what ends in no punctuation mark):
+
+    Definition: Add the numbers.
+
+     Positive Example 1 -
+    Input: 1 2.
+     Output: 3.
+     Explanation: 1 + 2 is 3.
+
+    Now complete the following example -
+    Input: 4 5.
+    Output: _                                 (a blank ends it)
+
+Examples go in while the prompt, without the name of the task, is not longer than the limit; the first that is too
+long and those after it are left out. What is too long even without them is cut at its end and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import string
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from lm_experiments_tools.data.examples.examples import Example
+from lm_experiments_tools.data.examples.rows import BadRow, BadRows, Row, converted
+from lm_experiments_tools.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+Fits = Callable[[Sequence[str]], bool]
+_SLACK = 2  # tokens by which a piece may grow beside others; far above what joining pieces adds
+
+
+@dataclass(frozen=True)
+class PromptParts:
+    """What stands in a prompt, by the names of nanoT5's and Tk-Instruct's options."""
+
+    add_task_name: bool = False
+    add_task_definition: bool = True
+    num_pos_examples: int = 0
+    num_neg_examples: int = 0
+    add_explanation: bool = False
+
+
+# Those that --tk_instruct draws from: Tk-Instruct's encodings, in its order.
+TK_INSTRUCT = (
+    PromptParts(),
+    PromptParts(add_task_definition=False, num_pos_examples=2),
+    PromptParts(num_pos_examples=2),
+    PromptParts(num_pos_examples=2, num_neg_examples=2),
+    PromptParts(num_pos_examples=2, add_explanation=True),
+)
+
+
+def prompt_text(task: dict[str, Any], task_input: str, parts: PromptParts, fits: Fits) -> str:
+    """The prompt of one instance.
+
+    Args:
+        task: the official JSON of a task, with its name as "Task".
+        task_input: the input of the instance.
+        fits: whether pieces are short enough, put one after the other.
+    """
+    question = _question(task_input)
+    definition = _definition(task, parts)
+    positive = _examples_text(task, "Positive", parts, parts.num_pos_examples)
+    negative = _examples_text(task, "Negative", parts, parts.num_neg_examples)
+    # Blanks in these pieces, which the prompt does not have, are Tk-Instruct's own.
+    positive = _fitting(positive, lambda texts: fits([definition, *_apart(texts[:-1]), texts[-1], question]))
+    before = [definition, *_apart(positive)]
+    negative = _fitting(negative, lambda texts: fits([*before, *_apart(texts[:-1]), texts[-1], question]))
+    name = f"{task['Task']}. " if parts.add_task_name else ""
+    return name + definition + "".join(positive) + "".join(negative) + question
+
+
+def _question(task_input: str) -> str:
+    return "Now complete the following example -\n" + _ended(f"Input: {task_input.strip()}") + "\nOutput: "
+
+
+def _definition(task: dict[str, Any], parts: PromptParts) -> str:
+    if not parts.add_task_definition:
+        return ""
+    definition = task["Definition"]
+    definition = definition if isinstance(definition, str) else definition[0]
+    return _ended(f"Definition: {definition.strip()}") + "\n\n"
+
+
+def _ended(text: str) -> str:
+    return text if text[-1] in string.punctuation else text + "."
+
+
+def _examples_text(task: dict[str, Any], kind: str, parts: PromptParts, limit: int) -> list[str]:
+    texts = []
+    for number, example in enumerate(task.get(f"{kind} Examples", [])[:limit], 1):
+        lines = [f" {kind} Example {number} -\n", _ended(f"Input: {example['input'].strip()}") + "\n"]
+        lines.append(_ended(f" Output: {example['output'].strip()}") + "\n")
+        if parts.add_explanation and "explanation" in example:
+            lines.append(_ended(f" Explanation: {example['explanation'].strip()}") + "\n")
+        texts.append("".join(lines) + "\n")
+    return texts
+
+
+def _apart(texts: Sequence[str]) -> list[str]:
+    """Texts with a blank between each two."""
+    return [piece for text in texts for piece in (" ", text)][1:]
+
+
+def _fitting(texts: list[str], fit: Callable[[list[str]], bool]) -> list[str]:
+    """The first texts, as many as fit one after the other. All of them are tried first: mostly they do."""
+    if not texts or fit(texts):
+        return texts
+    for number in range(len(texts)):
+        if not fit(texts[: number + 1]):
+            return texts[:number]
+    return texts
+
+
+class Room:
+    """Whether a prompt has at most `limit` tokens, without tokenizing most of them: pieces come again and again."""
+
+    def __init__(self, num_tokens: Callable[[str], int], limit: int) -> None:
+        self.num_tokens, self.limit = num_tokens, limit
+        self._of_piece = lru_cache(maxsize=1024)(num_tokens)
+
+    def __call__(self, pieces: Sequence[str]) -> bool:
+        if sum(map(self._of_piece, pieces)) + _SLACK * len(pieces) <= self.limit:
+            return True
+        return self.num_tokens("".join(pieces)) <= self.limit
+
+
+@dataclass(frozen=True)
+class InstructionData:
+    """Where the tasks are, and how much of them is read.
+
+    Attributes:
+        folder: has tasks/ and splits/.
+        split: folder below splits/.
+        max_instances: of each task, the first ones; None: all.
+        parts: one, or those that training draws one of.
+    """
+
+    folder: str
+    split: str
+    max_instances: int | None
+    parts: Sequence[PromptParts]
+
+
+def instruction_examples(
+    data: InstructionData, names_file: str, bad: BadRows, num_tokens: Callable[[str], int], limit: int
+) -> Iterator[Example]:
+    """The instances of the tasks that a file of names lists, task after task.
+
+    Args:
+        names_file: train_tasks.txt or test_tasks.txt.
+        num_tokens: of a source.
+        limit: most tokens of a source.
+
+    Raises:
+        UserError: no such folder or file, none of its tasks there, a task that is not in the official format, too many
+            bad instances, or a task whose prompt leaves no room for an input.
+    """
+    fits = Room(num_tokens, limit)
+    for path in _task_files(data, names_file):
+        task = _read_task(path)
+        for parts in data.parts:
+            _check_room(task, parts, num_tokens, limit)
+        instances = task["Instances"][: data.max_instances]
+        rows = (Row(f"{path}, instance {number}", value) for number, value in enumerate(instances, 1))
+        # Bound now: the generator is used up before the next task is read.
+        yield from converted(rows, lambda row, task=task: _example(row.fields, task, data.parts, fits), bad)
+
+
+def _task_files(data: InstructionData, names_file: str) -> list[Path]:
+    listing = Path(data.folder) / "splits" / data.split / names_file
+    tasks = Path(data.folder) / "tasks"
+    if not listing.is_file() or not tasks.is_dir():
+        splits = Path(data.folder) / "splits"
+        there = sorted(os.listdir(splits)) if splits.is_dir() else []
+        raise UserError(
+            f"{data.folder} is no folder of Super-Natural-Instructions: it needs tasks/ and splits/{data.split}/"
+            f"{names_file} (splits there: {', '.join(there) or 'none'}; --sni_split names one)."
+        )
+    names = listing.read_text(encoding="utf-8").split()
+    paths = [tasks / f"{name}.json" for name in names]
+    absent = [path.stem for path in paths if not path.is_file()]
+    if len(absent) == len(names):
+        raise UserError(f"none of the {len(names)} tasks that {listing} names is in {tasks}.")
+    if absent:
+        logger.warning(
+            "%d of the %d tasks that %s names are not in %s and are left out (the first: %s)",
+            *(len(absent), len(names), listing, tasks, absent[0]),
+        )
+    return [path for path in paths if path.is_file()]
+
+
+def _read_task(path: Path) -> dict[str, Any]:
+    try:
+        task = json.loads(path.read_text(encoding="utf-8"))
+        definition = task["Definition"]
+        complete = bool(task["Instances"]) and bool(definition)
+        for kind in ("Positive Examples", "Negative Examples"):
+            complete &= all(isinstance(e["input"], str) and isinstance(e["output"], str) for e in task.get(kind, []))
+        complete &= isinstance(definition if isinstance(definition, str) else definition[0], str)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = f"no entry {error}" if isinstance(error, KeyError) else str(error)
+        raise UserError(f"{path} is no task of Super-Natural-Instructions ({reason}): copy it again.") from None
+    if not complete:
+        raise UserError(f"{path} has no instance, no definition, or an example that is no text: copy it again.")
+    return {**task, "Task": path.stem}
+
+
+def _check_room(task: dict[str, Any], parts: PromptParts, num_tokens: Callable[[str], int], limit: int) -> None:
+    length = num_tokens(prompt_text(task, "", parts, lambda _: False))
+    if length >= limit:
+        raise UserError(
+            f"the prompt of {task['Task']} without examples and input is {length} tokens long and leaves no room for "
+            f"an input within {limit} tokens: raise --input_seq_len."
+        )
+
+
+def _example(instance: Any, task: dict[str, Any], parts: Sequence[PromptParts], fits: Fits) -> Example:
+    if not isinstance(instance, dict):
+        raise BadRow(f"of type {type(instance).__name__}, not an object")
+    for key in ("input", "output"):
+        if key not in instance:
+            raise BadRow(f"no field {key!r} (there is {', '.join(map(repr, instance)) or 'none'})")
+    outputs = instance["output"] if isinstance(instance["output"], list) else [instance["output"]]
+    texts = [instance["input"], *outputs]
+    if not all(isinstance(text, str) for text in texts) or not outputs:
+        raise BadRow("its input and outputs are not all strings, or there is no output")
+    if not all(text.strip() for text in outputs):
+        raise BadRow("an output is empty")
+    prompts = [prompt_text(task, instance["input"], some, fits) for some in parts]
+    name = "" if instance.get("id") is None else str(instance["id"])
+    variants = tuple(prompts) if len(prompts) > 1 else ()
+    return Example(prompts[0], tuple(outputs), name=name, group=task["Task"], variants=variants)

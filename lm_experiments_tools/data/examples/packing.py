@@ -1,0 +1,163 @@
+"""Several examples in one row, for models that keep them apart.
+
+One worked example, sources 5 6 1 and 7 1, targets 8 1 and 9 1, padding 0:
+
+    encoder-decoder   input_ids            5 6 1 7 1 0     labels               8 1 9 1
+                      segment_ids          1 1 1 2 2 0     decoder_segment_ids  1 1 2 2
+                      attention_mask       1 1 1 1 1 0
+    decoder           input_ids            5 6 1 8 1 7 1 9 1 0
+                      labels               - - - 8 1 - - 9 1 -       (-: -100)
+                      position_ids         0 1 2 3 4 0 1 2 3 0
+
+Tokens see those of their own segment alone (segment 0 is padding). A decoder gets no mask: transformers since 4.53
+takes positions that begin again for the beginning of another sequence, unless its cache is in use (`use_cache`).
+
+Rows are packed once, first fit over the 64 rows last opened, in a random order; the order of the rows changes with the
+epoch, what stands together in one does not. A row counts as one sample, so --batch_size counts rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from lm_experiments_tools.data.examples.dataset import EncodedExamples, ExampleDataset
+from lm_experiments_tools.data.examples.ragged import Ragged
+from lm_experiments_tools.data.order import permute
+from lm_experiments_tools.labels import IGNORED_LABEL
+
+_OPEN_ROWS = 64
+
+
+class PackedDataset:
+    """A `SampleDataset` whose samples are rows of several examples.
+
+    Args:
+        dataset: examples with targets.
+    """
+
+    def __init__(self, dataset: ExampleDataset) -> None:
+        self.dataset = dataset
+        longest = _longest(dataset.encoded)
+        limits = np.array(dataset.limits)
+        if dataset.kind == "decoder":
+            longest, limits = longest.sum(axis=0, keepdims=True), limits[:1]
+        numbers = np.arange(len(dataset))
+        order = permute(numbers, len(dataset), dataset.seed, np.zeros_like(numbers))
+        self.members = first_fit(longest[:, order], limits)
+        self.members.values = order[self.members.values]
+        self._filled = longest.sum() / (limits.sum() * len(self.members))
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.dataset.fingerprint}/packed"
+
+    def describe(self) -> str:
+        """The examples, and how many rows they fill how far."""
+        return f"{self.dataset.describe()}; packed in {len(self):,} rows, {1.0 - self._filled:.1%} padding"
+
+    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Rows of global sample numbers int64[n], any order, any epochs: int64[n, width] each, see above."""
+        epochs, places = np.divmod(np.asarray(samples, np.int64), len(self))
+        rows = permute(places, len(self), self.dataset.seed, epochs)
+        counts = self.members.lengths[rows]
+        sources, targets = self.dataset.draw(np.repeat(epochs, counts), self.members.flat(rows))
+        encoded, pad = self.dataset.encoded, self.dataset.pad_id
+        if self.dataset.kind == "decoder":
+            return self._decoder_rows(counts, sources, targets)
+        batch = {}
+        for side, (name, ragged, chosen, fill) in enumerate(
+            (("input_ids", encoded.sources, sources, pad), ("labels", encoded.targets, targets, IGNORED_LABEL))
+        ):
+            cells = _Cells(counts, ragged.lengths[chosen], lambda used, side=side: self.dataset.width(used, side))
+            batch[name] = cells.filled(ragged.flat(chosen), fill)
+            batch["decoder_segment_ids" if side else "segment_ids"] = cells.filled(cells.segments, 0)
+        return {**batch, "attention_mask": (batch["segment_ids"] > 0).astype(np.int64)}
+
+    def _decoder_rows(self, counts: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> dict[str, np.ndarray]:
+        prompts, answers = self.dataset.encoded.sources, self.dataset.encoded.targets
+        lengths = np.stack([prompts.lengths[sources], answers.lengths[targets]], axis=1)
+        cells = _Cells(counts, lengths.sum(axis=1), lambda used: self.dataset.width(used, 0))
+        is_answer = np.repeat(np.tile([False, True], len(lengths)), lengths.ravel())
+        ids = np.empty(len(is_answer), np.int64)
+        ids[~is_answer], ids[is_answer] = prompts.flat(sources), answers.flat(targets)
+        return {
+            "input_ids": cells.filled(ids, self.dataset.pad_id),
+            "labels": cells.filled(np.where(is_answer, ids, IGNORED_LABEL), IGNORED_LABEL),
+            "position_ids": cells.positions(),
+        }
+
+
+class _Cells:
+    """Where the tokens of a batch's segments stand.
+
+    Args:
+        counts: int64[rows], segments of each row.
+        lengths: int64[segments].
+        width_of: width of the batch, of the tokens int64[rows] in its rows.
+    """
+
+    def __init__(self, counts: np.ndarray, lengths: np.ndarray, width_of: Callable[[np.ndarray], int]) -> None:
+        first = np.cumsum(counts) - counts
+        before = np.cumsum(lengths) - lengths  # tokens of the batch before each segment
+        used = np.add.reduceat(lengths, first)
+        self.shape = (len(counts), width_of(used))
+        row = np.repeat(np.arange(len(counts)), counts)
+        self.starts = row * self.shape[1] + before - before[first][row]
+        self.lengths, self.used = lengths, used
+        self.within = np.arange(lengths.sum()) - np.repeat(before, lengths)  # place of a token in its segment
+        self.cells = np.repeat(self.starts, lengths) + self.within
+        self.segments = np.repeat(np.arange(len(lengths)) - first[row] + 1, lengths)
+
+    def filled(self, values: np.ndarray, fill: int) -> np.ndarray:
+        """int64[rows, width] with a value in the cell of each token."""
+        out = np.full(self.shape, fill, np.int64)
+        out.ravel()[self.cells] = values
+        return out
+
+    def positions(self) -> np.ndarray:
+        """int64[rows, width]: places in segments; those of padding begin again too."""
+        padding = np.arange(self.shape[1]) - self.used[:, None]
+        out = np.maximum(padding, 0)
+        out.ravel()[self.cells] = self.within
+        return out
+
+
+def _longest(encoded: EncodedExamples) -> np.ndarray:
+    """int64[2, n]: tokens of the longest source and target that an example may have."""
+    sides = (encoded.sources, encoded.first_source), (encoded.targets, encoded.first_target)
+    return np.stack([np.maximum.reduceat(ragged.lengths, firsts[:-1]) for ragged, firsts in sides])
+
+
+def first_fit(lengths: np.ndarray, limits: np.ndarray) -> Ragged:
+    """Put items into rows, each into the first of the open rows that has room for all of its lengths.
+
+    Args:
+        lengths: int64[sides, n], none above its limit.
+        limits: int64[sides].
+
+    Returns:
+        The numbers of the items in each row, rows in the order in which they were opened.
+    """
+    room = np.zeros((len(limits), _OPEN_ROWS), np.int64)  # of the open rows, oldest first
+    open_rows: list[list[int]] = []
+    rows: list[list[int]] = []
+    for item, length in enumerate(lengths.T):
+        fits = (room[:, : len(open_rows)] >= length[:, None]).all(axis=0)
+        place = int(fits.argmax()) if fits.any() else -1
+        if place < 0:
+            if len(open_rows) == _OPEN_ROWS:
+                open_rows.pop(0)
+                room = np.roll(room, -1, axis=1)
+            place = len(open_rows)
+            open_rows.append([])
+            rows.append(open_rows[-1])
+            room[:, place] = limits
+        open_rows[place].append(item)
+        room[:, place] -= length
+    counts = np.array([len(row) for row in rows], np.int64)
+    return Ragged(np.concatenate([np.array(row, np.int64) for row in rows]), counts)

@@ -1,0 +1,236 @@
+"""Rows of files of examples: JSON lines, csv, tsv, and Hugging Face datasets, as dicts with the place they stand at.
+
+| input | a row is |
+|---|---|
+| `.jsonl`, `.json` | one line: an object |
+| `.csv` | a record by RFC 4180: quotation marks may hold commas and line ends; the first one names columns |
+| `.tsv` | one line, cut at tabs, no quotation (as GLUE's files are); the first one names columns |
+| `name[:config][:split]` | a row of a Hugging Face dataset, of the hub or of a folder of Parquet files |
+
+Each file may end in `.gz`. CoLA's files of GLUE name no columns; their shape gives them away.
+"""
+
+from __future__ import annotations
+
+import csv
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from lm_experiments_tools.data.text import hf_datasets
+from lm_experiments_tools.data.text.documents import (
+    JSON_SUFFIXES,
+    MAX_DOCUMENT_BYTES,
+    Piece,
+    find_files,
+    parse_json_object,
+    read_lines,
+    too_long,
+)
+from lm_experiments_tools.errors import UserError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CSV_SUFFIXES = (".csv", ".csv.gz")
+TSV_SUFFIXES = (".tsv", ".tsv.gz")
+SUFFIXES = JSON_SUFFIXES + CSV_SUFFIXES + TSV_SUFFIXES
+# Names of the files of a split in a folder, the first one that is there.
+FILES_OF = {
+    "train": ("train",),
+    "valid": ("dev", "validation", "valid", "dev_matched", "validation_matched"),
+    "test": ("test", "test_matched"),
+}
+_COLA = ("source", "label", "mark", "sentence")
+_LOGGED = 10  # bad rows that are named one by one
+
+
+@dataclass(frozen=True)
+class Row:
+    """Named values and where they stand (`file:line`)."""
+
+    where: str
+    fields: dict[str, Any]
+
+
+class BadRow(Exception):
+    """A row that cannot be used, with the reason."""
+
+
+class BadRows:
+    """Counts the rows left out and names them in the log; UserError for one more than `limit`.
+
+    Args:
+        limit: rows that may be left out.
+        quiet: do not log them, for data that is read again.
+    """
+
+    def __init__(self, limit: int, *, quiet: bool = False) -> None:
+        self.limit, self.quiet, self.count, self.first = limit, quiet, 0, ""
+
+    def add(self, where: str, reason: str) -> None:
+        """Record one."""
+        self.count += 1
+        self.first = self.first or f"{where}: {reason}"
+        if self.count > self.limit:
+            more = f"more than {self.limit} bad rows, the first is " if self.limit else ""
+            raise UserError(f"{more}{self.first}; mend it, or let rows be left out by a higher --max_bad_lines.")
+        if self.count <= _LOGGED and not self.quiet:
+            logger.warning("left out %s: %s", where, reason)
+
+    def report(self) -> None:
+        """Log how many there were, once all is read."""
+        if self.count > _LOGGED:
+            logger.warning("%d bad rows left out in all, the first is %s", self.count, self.first)
+
+
+def converted(rows: Iterable[Row], convert: Callable[[Row], T], bad: BadRows) -> Iterator[T]:
+    """What `convert` makes of each row; the rows for which it raises `BadRow` are counted in `bad`."""
+    for row in rows:
+        try:
+            yield convert(row)
+        except BadRow as error:
+            bad.add(row.where, str(error))
+
+
+def resolve(path: str, split: str) -> str:
+    """The file that `path` stands for: itself, or in a folder the one of the split; a dataset's name is left.
+
+    Raises:
+        UserError: it does not exist, is of no kind that can be read, or has no file of the split.
+    """
+    if os.path.isdir(path):
+        names = [stem + suffix for stem in FILES_OF[split] for suffix in SUFFIXES]
+        for name in names:
+            if os.path.isfile(os.path.join(path, name)):
+                return os.path.join(path, name)
+        if any(name.endswith((".parquet", ".arrow")) for name in os.listdir(path)):
+            return path
+        raise UserError(
+            f"folder {path} has none of the {split} files {', '.join(f'{stem}.tsv' for stem in FILES_OF[split])} "
+            f"(or .csv, .jsonl, .json): it has {', '.join(sorted(os.listdir(path))[:8]) or 'nothing'}."
+        )
+    if os.path.exists(path):
+        if not path.endswith(SUFFIXES):
+            raise UserError(f"{path} is none of {', '.join(SUFFIXES)}: rename or convert it.")
+    elif path.endswith(SUFFIXES):
+        raise UserError(f"{path} does not exist.")
+    else:
+        find_files([path])  # refuses what cannot be the name of a dataset
+    return path
+
+
+def read_rows(path: str, bad: BadRows) -> Iterator[Row]:
+    """All rows of a resolved path in order; those that cannot be read are counted in `bad`.
+
+    Raises:
+        UserError: too many bad rows, a table without usable names of columns, a damaged file.
+    """
+    if not path.endswith(SUFFIXES):
+        yield from _read_dataset(path)
+    elif path.endswith(JSON_SUFFIXES):
+        yield from _read_json(path, bad)
+    else:
+        yield from _read_table(path, bad)
+
+
+def _lines(path: str) -> Iterator[tuple[int, bytes]]:
+    return read_lines(Piece(path, "", 0, None if path.endswith(".gz") else os.path.getsize(path)))
+
+
+def _read_json(path: str, bad: BadRows) -> Iterator[Row]:
+    for number, line in _lines(path):
+        if not line.strip():
+            continue
+        record = parse_json_object(line)
+        if isinstance(record, dict):
+            yield Row(f"{path}:{number}", record)
+        else:
+            reason = record[0]
+            if number == 1 and line.lstrip()[:1] == b"[":
+                reason += " (one object on each line is read, not a list of them)"
+            bad.add(f"{path}:{number}", reason)
+
+
+def _read_table(path: str, bad: BadRows) -> Iterator[Row]:
+    records = _csv_records(path, bad) if path.endswith(CSV_SUFFIXES) else _tsv_records(path, bad)
+    columns: tuple[str, ...] = ()
+    for number, values in records:
+        if not columns:
+            if not path.endswith(CSV_SUFFIXES) and _is_cola(values):
+                columns = _COLA
+            else:
+                columns = _column_names(path, values)
+                continue
+        if len(values) == len(columns):
+            yield Row(f"{path}:{number}", dict(zip(columns, values, strict=True)))
+        else:
+            bad.add(f"{path}:{number}", f"{len(values)} columns, where the first line has {len(columns)}")
+
+
+def _is_cola(values: list[str]) -> bool:
+    return len(values) == 4 and values[1] in ("0", "1") and values[2] in ("", "*")
+
+
+def _column_names(path: str, values: list[str]) -> tuple[str, ...]:
+    names = tuple(value.strip() for value in values)
+    if len(set(names)) < len(names):
+        raise UserError(f"{path} names a column twice in its first line ({', '.join(names)}): rename one.")
+    return names
+
+
+def _decoded(path: str, bad: BadRows) -> Iterator[tuple[int, str]]:
+    for number, line in _lines(path):
+        if reason := too_long(len(line)):
+            bad.add(f"{path}:{number}", reason)
+            continue
+        try:
+            yield number, line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            bad.add(f"{path}:{number}", f"not UTF-8 at byte {error.start}")
+
+
+def _tsv_records(path: str, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
+    for number, line in _decoded(path, bad):
+        if line.strip():
+            yield number, line.rstrip("\r\n").split("\t")
+
+
+def _csv_records(path: str, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
+    """(first line, values) of each record, which may go over several lines."""
+    csv.field_size_limit(MAX_DOCUMENT_BYTES)  # of the process; the default of 128 KiB is less than a SCROLLS input
+    last = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal last
+        for number, line in _decoded(path, bad):
+            last = number
+            yield line
+
+    reader = csv.reader(lines(), strict=True)
+    while True:
+        first = last + 1
+        try:
+            values = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if "unexpected end" in str(error):
+                raise UserError(
+                    f"{path}:{first}: a quotation mark opens in this record and none closes it before the end of the "
+                    f"file, {last - first + 1} lines: mend it."
+                ) from None
+            bad.add(f"{path}:{first}", f"not valid csv: {error}")
+            continue
+        if values:
+            yield first, values
+
+
+def _read_dataset(item: str) -> Iterator[Row]:
+    number = 0
+    for shard in range(hf_datasets.num_shards(item)):
+        for fields in hf_datasets.read_shard(item, shard, ""):
+            number += 1
+            yield Row(f"{item}, row {number}", fields)

@@ -1,0 +1,230 @@
+"""What a row of text becomes for an encoder-decoder: span corruption and prefix LM, as parts of one interface.
+
+A denoiser draws once per row how to split it (`draw`), knows the lengths that follow (`lengths`) and writes the
+example (`write`). Both semantics are those of the `t5` package, given the same split. One worked example of prefix LM
+with a prefix of 3, EOS 1, padding 0 and -100, and a mode token 98 where one is asked for:
+
+    tokens     10 11 12 13 14
+    inputs     10 11 12  1  0          98 10 11 12  1  0
+    targets    13 14  1 -100 -100      13 14  1 -100 -100
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from lm_experiments_tools.data.objectives.span_corruption import (
+    SpanCounts,
+    corrupt,
+    count_spans,
+    random_span_lengths,
+    random_spans_lengths,
+)
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.labels import IGNORED_LABEL
+
+logger = logging.getLogger(__name__)
+
+_32 = np.uint64(32)
+
+
+class Denoiser(Protocol):
+    """One way to make inputs and targets of a row of `tokens_length` tokens.
+
+    Attributes:
+        inputs_length, targets_length: of the longest example, EOS and mode token included.
+        words_per_sample: random words that `draw` takes for a row.
+        varies: whether lengths differ from row to row.
+    """
+
+    tokens_length: int
+    varies: bool
+
+    @property
+    def inputs_length(self) -> int: ...
+
+    @property
+    def targets_length(self) -> int: ...
+
+    @property
+    def words_per_sample(self) -> int: ...
+
+    def for_length(self, tokens_length: int) -> Denoiser: ...
+
+    def draw(self, words: np.ndarray) -> np.ndarray: ...
+
+    def lengths(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def write(
+        self, tokens: np.ndarray, drawn: np.ndarray, input_ids: np.ndarray, mask: np.ndarray, labels: np.ndarray
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class SpanDenoiser:
+    """Span corruption (see span_corruption.py).
+
+    Attributes:
+        counts: tokens, noise tokens and spans of a row.
+        noise_density, mean_noise_span_length: what `counts` follows from, for a shorter row.
+        sentinel_ids: int64, at least one for each span.
+        mode_id: put before the inputs; None puts nothing.
+    """
+
+    counts: SpanCounts
+    noise_density: float
+    mean_noise_span_length: float
+    sentinel_ids: np.ndarray
+    eos_id: int
+    pad_id: int
+    mode_id: int | None = None
+    varies = False
+
+    @property
+    def tokens_length(self) -> int:
+        return self.counts.tokens_length
+
+    @property
+    def inputs_length(self) -> int:
+        return self.counts.inputs_length + (self.mode_id is not None)
+
+    @property
+    def targets_length(self) -> int:
+        return self.counts.targets_length
+
+    @property
+    def words_per_sample(self) -> int:
+        return self.counts.words_per_sample
+
+    def for_length(self, tokens_length: int) -> SpanDenoiser:
+        """The same noise for rows of another length."""
+        return replace(self, counts=count_spans(tokens_length, self.noise_density, self.mean_noise_span_length))
+
+    def draw(self, words: np.ndarray) -> np.ndarray:
+        """Span lengths int64[n, spans, 2] from words uint64[words_per_sample, n]."""
+        return random_span_lengths(self.counts, words)
+
+    def lengths(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths of inputs and targets, int64[n] each."""
+        return np.full(len(drawn), self.inputs_length), np.full(len(drawn), self.targets_length)
+
+    def write(
+        self, tokens: np.ndarray, drawn: np.ndarray, input_ids: np.ndarray, mask: np.ndarray, labels: np.ndarray
+    ) -> None:
+        """Fill rows [n, ...] of a batch with the examples of tokens int64[n, tokens_length]."""
+        mode, end = int(self.mode_id is not None), self.inputs_length
+        inputs, targets = corrupt(tokens, drawn, self.sentinel_ids, self.eos_id)
+        input_ids[:, mode:end], labels[:, : self.targets_length] = inputs, targets
+        if mode:
+            input_ids[:, 0] = self.mode_id
+        input_ids[:, end:] = self.pad_id
+        labels[:, self.targets_length :] = IGNORED_LABEL
+        mask[:, :end] = 1
+        mask[:, end:] = 0
+
+
+@dataclass(frozen=True)
+class PrefixDenoiser:
+    """The beginning of a row is the input, the rest the target: prefix LM, and UL2's S-denoiser.
+
+    The prefix is uniform on [shortest, tokens_length - 1]. As t5's `random_prefix_noise_mask`, shortest is 1 for a
+    density of 0.5 (prefix LM) and grows as the density shrinks, so that the target has `noise_density` of the tokens
+    on average; where `max_targets` has no room for a target, the prefix is longer still, and nothing is cut off.
+
+    Attributes:
+        tokens_length: tokens of a row.
+        noise_density: in (0, 0.5].
+        max_targets: longest target, EOS included.
+        mode_id: put before the inputs; None puts nothing.
+    """
+
+    tokens_length: int
+    noise_density: float
+    max_targets: int
+    eos_id: int
+    pad_id: int
+    mode_id: int | None = None
+    varies = True
+    words_per_sample = 1
+
+    @property
+    def shortest(self) -> int:
+        """The shortest prefix."""
+        longest = self.tokens_length - 1
+        asked = int(np.rint(np.float32(1 - 2 * self.noise_density) * np.float32(longest)))  # t5 rounds in float32
+        return min(longest, max(1, asked, self.tokens_length + 1 - self.max_targets))
+
+    @property
+    def inputs_length(self) -> int:
+        return self.tokens_length + (self.mode_id is not None)  # the longest prefix, and EOS
+
+    @property
+    def targets_length(self) -> int:
+        return self.tokens_length - self.shortest + 1
+
+    def for_length(self, tokens_length: int) -> PrefixDenoiser:
+        """The same split for rows of another length."""
+        return replace(self, tokens_length=tokens_length)
+
+    def draw(self, words: np.ndarray) -> np.ndarray:
+        """Lengths of prefixes int64[n] from words uint64[1, n]."""
+        choices = np.uint64(self.tokens_length - self.shortest)
+        return self.shortest + (words[0] * choices >> _32).astype(np.int64)
+
+    def lengths(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths of inputs and targets, int64[n] each."""
+        return drawn + 1 + (self.mode_id is not None), self.tokens_length - drawn + 1
+
+    def write(
+        self, tokens: np.ndarray, drawn: np.ndarray, input_ids: np.ndarray, mask: np.ndarray, labels: np.ndarray
+    ) -> None:
+        """Fill rows [n, ...] of a batch with the examples of tokens int64[n, tokens_length]."""
+        rows, (_, length), mode = np.arange(len(tokens)), tokens.shape, int(self.mode_id is not None)
+        if mode:
+            input_ids[:, 0] = self.mode_id
+        body = input_ids[:, mode:]
+        body[:, :length] = tokens
+        body[rows, drawn] = self.eos_id
+        mask[:] = np.arange(mask.shape[1]) <= drawn[:, None] + mode
+        np.copyto(input_ids, self.pad_id, where=mask == 0)
+        places = np.arange(labels.shape[1])
+        # What lies past a row's end is overwritten.
+        labels[:] = tokens.reshape(-1).take((rows * length + drawn)[:, None] + places, mode="clip")
+        labels[rows, length - drawn] = self.eos_id
+        np.copyto(labels, IGNORED_LABEL, where=places > (length - drawn)[:, None])
+
+
+def fitting_span_denoiser(
+    name: str, inputs_length: int, targets_length: int, denoiser: SpanDenoiser, *, quiet: bool = False
+) -> SpanDenoiser:
+    """`denoiser` for the longest rows whose inputs, targets and sentinels all fit.
+
+    Args:
+        name: of the denoiser, for messages.
+        inputs_length, targets_length: room, EOS and mode token included.
+        denoiser: its noise, ids and mode; its counts are not used.
+        quiet: do not log that rows are shorter for want of sentinels.
+
+    Raises:
+        UserError: no row of 2 tokens fits.
+    """
+    room, sentinels = inputs_length - (denoiser.mode_id is not None), len(denoiser.sentinel_ids)
+    density, mean = denoiser.noise_density, denoiser.mean_noise_span_length
+    longest = random_spans_lengths(room, density, mean)[0]
+    for length in range(longest, 1, -1):
+        counts = count_spans(length, density, mean)
+        if counts.inputs_length <= room and counts.targets_length <= targets_length and counts.num_spans <= sentinels:
+            if length < longest - 1 and counts.num_spans == sentinels and not quiet:
+                logger.info(
+                    "denoiser %s reads rows of %d tokens, not %d, which need more spans than the %d sentinels",
+                    *(name, length, longest, sentinels),
+                )
+            return replace(denoiser, counts=counts)
+    raise UserError(
+        f"denoiser {name} has no room in {inputs_length} inputs and {targets_length} targets (--input_seq_len, "
+        "--target_seq_len): make them longer."
+    )

@@ -1,0 +1,145 @@
+"""Masked language modelling for encoders: some tokens are hidden, the model says what they were.
+
+Of the tokens chosen, 80 % become the mask token, 10 % a random token, 10 % stay as they are (Devlin et al., "BERT",
+NAACL 2019, section 3.1). One 32-bit word u decides about a token, with probability 0.15::
+
+    u / 2**32 below 0.12      mask token
+                    0.135     random token: the place of u between the two bounds picks it
+                    0.15      itself
+                    1         not chosen, label -100
+
+One worked example, mask token 99, ordinary tokens 10 ... 19, EOS 1 (never chosen), u / 2**32 below each token:
+
+    tokens    10    11     12     13    1    14
+    u         0.5   0.1    0.13   0.14  0.1  0.9
+    inputs    10    99     16     13    1    14         0.13 is 2/3 of the way from 0.12 to 0.135: token 6 of 10
+    labels  -100    11     12     13  -100  -100
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lm_experiments_tools.data.objectives.tape import BLOCK, TapeDataset, TokenSource
+from lm_experiments_tools.data.order import sample_words, stream_key
+from lm_experiments_tools.labels import IGNORED_LABEL
+
+_32 = np.uint64(32)
+MASKED, RANDOM = 0.8, 0.1  # of the chosen tokens
+
+
+def mask_tokens(
+    tokens: np.ndarray,
+    words: np.ndarray,
+    probability: float,
+    mask_id: int,
+    ordinary_ids: np.ndarray,
+    special: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Hide tokens, each by its own random word.
+
+    Args:
+        tokens: int64[...].
+        words: uint64[...], uniform on [0, 2**32). A random token is picked by the fraction of a word that lies in
+            the range for random ones, which is biased by less than len(ordinary_ids) / (0.1 * probability * 2**32).
+        probability: of a token to be chosen.
+        ordinary_ids: int64[m], what a random token may be.
+        special: bool[vocabulary], ids that are never chosen.
+
+    Returns:
+        inputs and labels int64[...]; labels are -100 where nothing was chosen.
+    """
+    bounds = [np.uint64(round(part * probability * 2**32)) for part in (MASKED, MASKED + RANDOM, 1.0)]
+    chosen = (words < bounds[2]) & ~special[tokens]
+    inputs, labels = tokens.copy(), np.full_like(tokens, IGNORED_LABEL)
+    places = np.nonzero(chosen)
+    picked, drawn = tokens[places], words[places]
+    labels[places] = picked
+    replacement = np.where(drawn < bounds[0], mask_id, picked)
+    random = (bounds[0] <= drawn) & (drawn < bounds[1])
+    spread = (drawn[random] - bounds[0]) * np.uint64(len(ordinary_ids)) // (bounds[1] - bounds[0])
+    replacement[random] = ordinary_ids[spread.astype(np.int64)]
+    inputs[places] = replacement
+    return inputs, labels
+
+
+class MaskedLMDataset(TapeDataset):
+    """Full blocks of the flat stream of tokens with some of them hidden; no token is added.
+
+    Args:
+        tokens, vocab_size, seed: as `TapeDataset`.
+        length: tokens of a block.
+        mask_id: what hides a token.
+        special_ids: ids that are neither chosen nor put in the place of others (`mask_id` is one by itself).
+        pad_id: fills the short last block.
+        probability: of a token to be chosen.
+
+    Raises:
+        UserError: as `Tape`.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenSource | Sequence[TokenSource],
+        length: int,
+        *,
+        mask_id: int,
+        special_ids: Sequence[int],
+        pad_id: int,
+        vocab_size: int,
+        probability: float = 0.15,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(tokens, vocab_size, [length], seed)
+        self.length, self.mask_id, self.pad_id, self.probability = length, mask_id, pad_id, probability
+        self._special = np.zeros(vocab_size, bool)
+        self._special[[*special_ids, mask_id]] = True
+        self._ordinary_ids = np.flatnonzero(~self._special)
+        self._noise_key = stream_key(seed, "noise")
+
+    def describe(self) -> str:
+        """The objective and the size of the data, for the log."""
+        return (
+            f"masked LM, blocks of {self.length} tokens, {self.probability:g} of them predicted; "
+            f"{self.num_tokens:,} training tokens"
+        )
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "task": "mlm",
+            "length": self.length,
+            "probability": self.probability,
+            "ids": [self.mask_id, self.pad_id, np.flatnonzero(self._special).tolist()],
+            "vocab_size": self.vocab_size,
+        }
+
+    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Examples of global sample numbers int64[n], any order, any epochs.
+
+        Returns:
+            `input_ids`, `attention_mask` and `labels`, int64[n, length]; labels are -100 where nothing is predicted.
+
+        Raises:
+            UserError: a token id outside the vocabulary.
+        """
+        epochs, rows = self.rows_of(samples)
+        starts = self.starts_of(epochs, rows)
+        shape = len(rows), self.length
+        input_ids, labels, mask = np.empty(shape, np.int64), np.empty(shape, np.int64), np.ones(shape, np.int64)
+        for begin in range(0, len(rows), BLOCK):
+            here = slice(begin, begin + BLOCK)
+            words = sample_words(self._noise_key, epochs[here], rows[here], self.length).T
+            input_ids[here], labels[here] = mask_tokens(
+                self.tape.read(starts[here], self.length),
+                words,
+                self.probability,
+                self.mask_id,
+                self._ordinary_ids,
+                self._special,
+            )
+        short, end = self.is_short(rows), self.last_row_length
+        input_ids[short, end:], labels[short, end:], mask[short, end:] = self.pad_id, IGNORED_LABEL, 0
+        return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}

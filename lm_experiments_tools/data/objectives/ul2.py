@@ -1,0 +1,158 @@
+"""UL2's mixture of denoisers (Tay et al., "UL2: Unifying Language Learning Paradigms", ICLR 2023, section 3.1).
+
+R-denoisers corrupt short spans, X-denoisers long or many ones, the S-denoiser cuts the end off (prefix LM). A mode
+token in front of the input says which it was: the paper's [NLU] for R, [NLG] for X, [S2S] for S.
+
+One worked example: denoisers R:2:0.4 and S:0.5 in turn over the tape 10 ... 18, 6 inputs and 4 targets, mode tokens
+90 (R) and 92 (S), sentinel 99, EOS 1; R hides the tokens 13 14, S has drawn a prefix of 2:
+
+    row 0 (R)   10 11 12 13 14     inputs 90 10 11 12 99  1     targets 99 13 14  1
+    row 1 (S)   15 16 17 18        inputs 92 15 16  1  0  0     targets 17 18  1 -100
+
+Each denoiser reads the longest rows whose inputs and targets fit and whose spans do not outnumber the sentinels. Rows
+take the denoisers in turn, so that their shares are exact and every token is read once an epoch; the tape is cut at
+other places in each epoch and rows are read in another order, so that a token meets all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import gcd, lcm
+from typing import Any
+
+import numpy as np
+
+from lm_experiments_tools.config.pretraining import DenoiserSpec
+from lm_experiments_tools.data.mixture import blending_order
+from lm_experiments_tools.data.objectives.denoisers import (
+    Denoiser,
+    PrefixDenoiser,
+    SpanDenoiser,
+    fitting_span_denoiser,
+)
+from lm_experiments_tools.data.objectives.denoising import DenoisingDataset
+from lm_experiments_tools.data.objectives.span_corruption import SpanCounts
+from lm_experiments_tools.data.objectives.tape import TokenSource
+from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.errors import UserError
+
+MODE_PIECES = {"R": "[NLU]", "X": "[NLG]", "S": "[S2S]"}
+_LONGEST_TURN = 10_000  # rows
+
+
+def mode_ids(vocabulary: Vocabulary) -> dict[str, int]:
+    """Ids of the mode tokens R, X and S.
+
+    The pieces [NLU], [NLG] and [S2S] where the vocabulary has all three; else its last three sentinels, in this order
+    from the last one down, which are then none for spans (`span_sentinels`).
+
+    Raises:
+        UserError: neither the pieces nor four sentinels.
+    """
+    found = {mode: vocabulary.find(piece) for mode, piece in MODE_PIECES.items()}
+    if all(index is not None for index in found.values()):
+        return found
+    if vocabulary.num_sentinels <= len(found):
+        raise UserError(
+            f"The vocabulary {vocabulary.path} has neither the pieces {', '.join(MODE_PIECES.values())} nor more than "
+            f"{len(found)} sentinels (it has {vocabulary.num_sentinels}), so ul2 has no mode tokens: train one with "
+            "more extra ids, or give --no_mode_tokens."
+        )
+    return dict(zip(found, vocabulary.sentinel_ids[: -len(found) - 1 : -1].tolist(), strict=True))
+
+
+def turn_of(weights: Sequence[Any]) -> np.ndarray:
+    """Which denoiser each row of a turn has, int64[rows]: exactly by weight and evenly spread.
+
+    Args:
+        weights: fractions; (1, 1, 1/2) gives a turn of 5 rows, 0 1 2 0 1.
+
+    Raises:
+        UserError: a turn would be longer than 10,000 rows.
+    """
+    common = lcm(*(weight.denominator for weight in weights))
+    counts = np.array([int(weight * common) for weight in weights], np.int64)
+    counts //= gcd(*counts.tolist())
+    total = int(counts.sum())
+    if total > _LONGEST_TURN:
+        raise UserError(
+            f"--denoisers: weights {', '.join(str(float(weight)) for weight in weights)} repeat only after {total} "
+            "rows: give rounder ones."
+        )
+    return blending_order(counts / total, total, counts).astype(np.int64)
+
+
+class UL2Dataset(DenoisingDataset):
+    """Examples of several denoisers.
+
+    Args:
+        tokens, eos_id, pad_id, vocab_size, seed: as `SpanCorruptionDataset`.
+        inputs_length, targets_length: room, EOS and mode token included.
+        specs: the denoisers.
+        modes: id of the mode token of R, X and S; empty for none.
+        sentinel_ids: ids of sentinel 0, 1, ...; a mode token must not be one.
+        quiet: do not log what the settings come to.
+
+    Raises:
+        UserError: as `SpanCorruptionDataset`, or a denoiser that has no room.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenSource | Sequence[TokenSource],
+        inputs_length: int,
+        targets_length: int,
+        specs: Sequence[DenoiserSpec],
+        *,
+        modes: Mapping[str, int],
+        sentinel_ids: np.ndarray,
+        eos_id: int,
+        pad_id: int,
+        vocab_size: int,
+        seed: int = 0,
+        quiet: bool = False,
+    ) -> None:
+        self.specs, self.modes = list(specs), dict(modes)
+        self.sentinel_ids, self.eos_id = np.asarray(sentinel_ids, np.int64), eos_id
+        denoisers = [self._denoiser(spec, inputs_length, targets_length, pad_id, quiet) for spec in specs]
+        turn = turn_of([spec.weight for spec in specs])
+        super().__init__(tokens, denoisers, turn, pad_id=pad_id, vocab_size=vocab_size, seed=seed)
+
+    def _denoiser(
+        self, spec: DenoiserSpec, inputs_length: int, targets_length: int, pad_id: int, quiet: bool
+    ) -> Denoiser:
+        mode = self.modes.get(spec.mode)
+        room = inputs_length - (mode is not None)
+        if room < 3 or targets_length < 2:
+            raise UserError(
+                f"ul2 with inputs of {inputs_length} (--input_seq_len) and targets of {targets_length} "
+                "(--target_seq_len) has no room for a token and EOS on either side: they need "
+                f"{inputs_length - room + 3} and 2."
+            )
+        if spec.mean_noise_span_length is None:
+            return PrefixDenoiser(room - 1, spec.noise_density, targets_length, self.eos_id, pad_id, mode)
+        noise = spec.noise_density, spec.mean_noise_span_length
+        like = SpanDenoiser(SpanCounts(0, 0, 0), *noise, self.sentinel_ids, self.eos_id, pad_id, mode)
+        return fitting_span_denoiser(str(spec), inputs_length, targets_length, like, quiet=quiet)
+
+    def describe(self) -> str:
+        """The denoisers with their shares, and the size of the data, for the log."""
+        shares = np.bincount(self._turn, minlength=len(self.specs)) / len(self._turn)
+        members = [
+            f"{spec} {share:.1%} of {denoiser.tokens_length} tokens -> up to {denoiser.inputs_length} + "
+            f"{denoiser.targets_length}"
+            for spec, share, denoiser in zip(self.specs, shares.tolist(), self.denoisers, strict=True)
+        ]
+        return f"ul2, {'; '.join(members)}; {self.num_tokens:,} training tokens"
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "task": "ul2",
+            "denoisers": [
+                [str(spec), d.tokens_length, d.targets_length]
+                for spec, d in zip(self.specs, self.denoisers, strict=True)
+            ],
+            "turn": self._turn.tolist(),
+            "modes": self.modes,
+            "ids": [self.sentinel_ids.tolist(), self.eos_id, self.pad_id],
+        }

@@ -1,0 +1,406 @@
+"""The training side of seqio: starts the process that owns TensorFlow and reads batches from it.
+
+Nothing of TensorFlow is imported here. One worker process (`seqio_worker`) serves all training processes of a machine:
+text is tokenized once for them all, and TensorFlow's gigabyte is there once. Each process takes rows k * world_size +
+rank of one global stream, which depends on the seed and not on their number.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import queue
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import torch
+
+from lm_experiments_tools.backends.collective import on_all
+from lm_experiments_tools.data.loader import IGNORED_LABEL, ValidLoader, ValidSource
+from lm_experiments_tools.data.objectives.span_corruption import plan_spans, random_spans_lengths
+from lm_experiments_tools.data.seqio.worker import FRAME, PADDING, SOCKET, VALIDATION, Job
+from lm_experiments_tools.data.text.documents import find_files
+from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.tokens.indexed import token_prefix
+from lm_experiments_tools.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+
+logger = logging.getLogger(__name__)
+
+_COMMAND = (sys.executable, "-m", "lm_experiments_tools.data.seqio.worker")
+_LONGEST_SOCKET_NAME = 100  # the system's limit is 108 bytes
+_SECONDS_TO_END = 10.0  # from a closed channel to the end of the process
+
+
+def seqio_data(
+    args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, vocab_path: Path
+) -> tuple[SeqioLoader, ValidSource | None, str]:
+    """This process's training batches of `--task` through seqio, the task's own validation data, and what it is.
+
+    Collective: every worker calls it. The validation split of a registered task is read where a flag asks for
+    validation; raw text has none (it is given by `--valid_data_path` and read natively).
+
+    Raises:
+        UserError: a package that is missing, settings that t5 would treat wrongly, or a task that gives no examples.
+    """
+    check_possible(args)
+    targets_length = _targets_length(args, vocabulary)
+    folder = tempfile.gettempdir()
+    machine = (socket.gethostname(), os.stat(folder).st_dev, os.stat(folder).st_ino)  # containers share only the first
+    machines = backend.gather(machine)
+    ranks = [rank for rank, other in enumerate(machines) if other == machine]
+
+    def start() -> WorkerProcess | None:
+        if backend.rank != ranks[0]:
+            return None
+        logs = Path(args.model_path, "logs") if args.model_path else Path(".cache", "seqio")
+        job = _job(args, vocab_path, targets_length, logs / f"bad_lines.rank{backend.rank}.jsonl", len(ranks))
+        return WorkerProcess(job, logs / f"seqio.rank{backend.rank}.log")
+
+    worker = on_all(backend, start)
+    folder, answer = backend.gather((worker.job.folder, worker.answer) if worker else None)[ranks[0]]
+    lengths = (args.input_seq_len, targets_length)
+    where = (backend.rank, backend.world_size)
+    train = SeqioLoader(
+        folder, answer["fingerprint"], lengths, vocabulary.pad_id, args.rows_per_worker(), *where, worker=worker
+    )
+    valid = None
+    if answer["validation"] is not None:
+        examples = WrittenExamples(Path(folder) / VALIDATION, answer["fingerprint"], lengths, vocabulary.pad_id)
+        valid = ValidLoader(examples, args.rows_per_worker(), *where)
+    return train, valid, f"{answer['title']}, {lengths[0]} inputs + {lengths[1]} targets"
+
+
+def check_possible(args: T5PretrainingArgs) -> None:
+    """Refuse what can be seen to fail without TensorFlow, whose start takes long.
+
+    Raises:
+        UserError: tokens instead of text, text that is not there, a package that is missing.
+    """
+    for path in args.data_path:
+        if token_prefix(path) is not None:
+            raise UserError(f"--data_path {path} holds tokens, and seqio reads text: choose --data_pipeline native.")
+    for package in ("tensorflow", "seqio", *(["t5"] if ":" not in args.task else [])):
+        if importlib.util.find_spec(package) is None:
+            native = "" if ":" in args.task else ", or choose --data_pipeline native, which needs none of it"
+            raise UserError(
+                f"--task {args.task} through seqio needs the package {package}, which is not installed: "
+                f'pip install "lm_experiments_tools[seqio]"{native}'
+            )
+    if ":" not in args.task:
+        find_files(args.data_path)
+
+
+def check_module(task: str) -> None:
+    """Refuse a --task that is not of the form module:name, or whose module's package is not where it is looked for."""
+    module, _, name = task.partition(":")
+    package = module.partition(".")[0]
+    if not all(part.isidentifier() for part in module.split(".")) or not re.fullmatch(r"[\w.:#]+", name):
+        raise UserError(f"--task {task} names no task: write module:name, the name of letters, digits, '_', '.', ':'.")
+    if package in sys.modules or PathFinder.find_spec(package, [os.getcwd()]) or importlib.util.find_spec(package):
+        return
+    raise UserError(
+        f"--task {task}: the module {module} cannot be imported (No module named {package!r}); it must lie in "
+        f"{os.getcwd()}, in PYTHONPATH or be installed"
+    )
+
+
+def _targets_length(args: T5PretrainingArgs, vocabulary: Vocabulary) -> int:
+    """Length of the labels; what t5 would cut off or pad in silence is refused or left out here."""
+    if ":" in args.task:
+        return args.target_seq_len
+    if args.task == "span_corruption":
+        settings = (args.input_seq_len, args.noise_density, args.mean_noise_span_length)
+        plan_spans(*settings, vocabulary.num_sentinels)
+        _, needed, _ = random_spans_lengths(*settings)
+    else:
+        needed = args.input_seq_len - 1  # a prefix of one token, all others and EOS
+        if needed < 2:
+            raise UserError(
+                f"--input_seq_len is {args.input_seq_len}, but prefix_lm needs 2 tokens and EOS: at least 3."
+            )
+    if args.target_seq_len < needed:
+        raise UserError(
+            f"--target_seq_len {args.target_seq_len} would cut the targets of --task {args.task}, up to {needed} long "
+            f"for --input_seq_len {args.input_seq_len}: set it to {needed}."
+        )
+    if args.target_seq_len > needed:
+        logger.info("targets are %d tokens long, not %d: the rest would be padding", needed, args.target_seq_len)
+    return needed
+
+
+def _job(args: T5PretrainingArgs, vocab_path: Path, targets_length: int, quarantine: Path, clients: int) -> Job:
+    registered = ":" in args.task
+    base = tempfile.gettempdir()
+    if len(os.path.join(base, "seqio_12345678", SOCKET)) > _LONGEST_SOCKET_NAME:
+        base = "/tmp"
+    return Job(
+        task=args.task,
+        data_path=list(args.data_path),
+        text_key=args.text_key,
+        max_bad_lines=args.max_bad_lines,
+        quarantine=str(quarantine),
+        vocab_path=str(vocab_path),
+        inputs_length=args.input_seq_len,
+        targets_length=targets_length,
+        noise_density=args.noise_density,
+        mean_noise_span_length=args.mean_noise_span_length,
+        seed=args.seed,
+        validation=registered and bool(args.needs_validation() or args.valid_samples),
+        valid_samples=args.valid_samples,
+        threads=args.data_n_workers or len(os.sched_getaffinity(0)),
+        clients=clients,
+        folder=tempfile.mkdtemp(prefix="seqio_", dir=base),
+        parent=os.getpid(),
+    )
+
+
+class WorkerProcess:
+    """The process that owns TensorFlow, as its parent sees it.
+
+    Args:
+        job: what it shall make.
+        log_file: takes what TensorFlow and the user's module print; kept, so that a traceback can be read.
+
+    Attributes:
+        answer: what the worker said when it was ready: `fingerprint`, `title`, `validation` (rows written, or None).
+
+    Raises:
+        UserError: the job cannot be done.
+        RunError: the process ended for another reason.
+    """
+
+    def __init__(self, job: Job, log_file: Path) -> None:
+        self.job, self._log_file = job, log_file
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        with open(log_file, "ab") as stderr:
+            self._process = subprocess.Popen(
+                _COMMAND,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=_environment(),
+            )
+        self._error: dict[str, Any] | None = None
+        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._listener = threading.Thread(target=self._listen, name="seqio-worker", daemon=True)
+        self._listener.start()
+        self._process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
+        self._process.stdin.flush()
+        answer = self._answers.get()
+        if answer is None:
+            error = self.failure()
+            self.close()
+            raise error
+        self.answer = answer
+
+    def _listen(self) -> None:
+        for line in self._process.stdout:
+            message = json.loads(line)
+            if "log" in message:
+                logger.log(*message["log"])
+            elif "ready" in message:
+                self._answers.put(message["ready"])
+            else:
+                self._error = message
+        self._answers.put(None)
+
+    def failure(self) -> Exception:
+        """Why the process ended, or is about to; waits for that."""
+        try:
+            code = self._process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            return RunError(f"the seqio worker (process {self._process.pid}) hung up on this process but goes on")
+        self._listener.join()
+        if self._error is not None:
+            return error_of(self._error, f"; {self._log_file} has the traceback")
+        if code < 0:
+            name = signal.Signals(-code).name
+            memory = ", by the system perhaps for want of memory" if name == "SIGKILL" else ""
+            return RunError(f"the seqio worker was killed by {name}{memory}; see {self._log_file}")
+        return RunError(f"the seqio worker ended with exit code {code}; see {self._log_file}")
+
+    def close(self) -> None:
+        """End the process and remove its folder."""
+        self._process.kill()
+        self._process.wait()
+        self._listener.join()
+        self._process.stdin.close()
+        self._process.stdout.close()
+        shutil.rmtree(self.job.folder, ignore_errors=True)
+
+
+def error_of(message: dict[str, Any], where: str = "") -> Exception:
+    """The worker's own account of why it ended, as an exception."""
+    if message["by_user"]:
+        return UserError(message["error"])
+    return RunError(f"the seqio worker failed: {message['error']}{where}")
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with the same modules importable, no GPU, and TensorFlow quiet."""
+    root = str(Path(__file__).resolve().parents[3])
+    paths = [os.getcwd(), root, *filter(None, sys.path)]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "HIP_VISIBLE_DEVICES": "-1",
+        "JAX_PLATFORMS": "cpu",  # seqio imports it
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+
+
+def to_batch(rows: np.ndarray, inputs_length: int, pad_id: int) -> dict[str, np.ndarray]:
+    """The model's arguments out of the worker's rows.
+
+    Args:
+        rows: int32[n, inputs_length + targets_length], padded with `PADDING` (which is the label to be ignored).
+
+    Returns:
+        `input_ids` and `attention_mask` int64[n, inputs_length], `labels` int64[n, targets_length].
+    """
+    inputs = rows[:, :inputs_length].astype(np.int64)
+    mask = inputs != PADDING
+    inputs[~mask] = pad_id
+    labels = rows[:, inputs_length:].astype(np.int64)
+    labels[labels == PADDING] = IGNORED_LABEL
+    return {"input_ids": inputs, "attention_mask": mask.astype(np.int64), "labels": labels}
+
+
+class SeqioLoader:
+    """Endless training batches of one training process; a `TrainSource`.
+
+    The worker makes some batches ahead; it is asked for them at the first `next`, and anew after a `seek`. All
+    training processes of a machine must seek alike.
+
+    Args:
+        folder: of the worker process.
+        fingerprint: of the data, task and seed.
+        lengths: (inputs, targets).
+        rows_per_worker: rows of one step on this process.
+        worker: the worker process, on the one training process that started it.
+    """
+
+    samples_per_epoch = None
+
+    def __init__(
+        self,
+        folder: str,
+        fingerprint: str,
+        lengths: tuple[int, int],
+        pad_id: int,
+        rows_per_worker: int,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        worker: WorkerProcess | None = None,
+    ) -> None:
+        self.fingerprint, self.lengths, self.pad_id = fingerprint, lengths, pad_id
+        self.rows_per_worker, self.rank, self.world_size = rows_per_worker, rank, world_size
+        self._address, self._worker = os.path.join(folder, SOCKET), worker
+        self._stream: BinaryIO | None = None
+        self._consumed = 0
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples of the batches yielded so far, over all workers."""
+        return self._consumed
+
+    def seek(self, consumed_samples: int) -> None:
+        """Continue as if `consumed_samples` had been yielded; the next batch waits until they have been made again."""
+        if consumed_samples < 0:
+            raise ValueError(f"consumed_samples must not be negative, got {consumed_samples}")
+        self._hang_up()
+        self._consumed = consumed_samples
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        """Tensors int64[rows_per_worker, length] of this worker's part of the next global batch.
+
+        Raises:
+            UserError: the data asks for one, for example too many bad lines.
+            RunError: the worker process has ended.
+        """
+        try:
+            if self._stream is None:
+                self._stream = self._ask()
+            is_batch, size = FRAME.unpack(self._read(FRAME.size))
+            content = self._read(size)
+        except OSError as error:
+            raise self._failure() from error
+        if not is_batch:
+            raise self._failure(json.loads(content))
+        self._consumed += self.rows_per_worker * self.world_size
+        rows = np.frombuffer(content, np.int32).reshape(self.rows_per_worker, sum(self.lengths))
+        batch = to_batch(rows, self.lengths[0], self.pad_id)
+        return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+    def _ask(self) -> BinaryIO:
+        request = {"start": self._consumed, "rows": self.rows_per_worker, "rank": self.rank}
+        with socket.socket(socket.AF_UNIX) as channel:
+            channel.connect(self._address)
+            channel.sendall(json.dumps(request | {"world_size": self.world_size}).encode() + b"\n")
+            return channel.makefile("rb")
+
+    def _read(self, size: int) -> bytes:
+        content = self._stream.read(size)
+        if len(content) < size:
+            raise ConnectionResetError("the seqio worker has closed its end")
+        return content
+
+    def _failure(self, message: dict[str, Any] | None = None) -> Exception:
+        if self._worker is not None:
+            return self._worker.failure()
+        if message is not None:
+            return error_of(message)
+        return RunError("the seqio worker of this machine has ended; the process that started it says why")
+
+    def _hang_up(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def close(self) -> None:
+        """End the worker process, where this process started it."""
+        self._hang_up()
+        if self._worker is not None:
+            self._worker.close()
+
+
+class WrittenExamples:
+    """Examples that the worker wrote to a file, by number; a `SampleDataset` of one epoch, always the same."""
+
+    def __init__(self, path: Path, fingerprint: str, lengths: tuple[int, int], pad_id: int) -> None:
+        if not path.stat().st_size:
+            raise UserError("the validation split of the task has no example: leave the flags of validation out")
+        self._rows = np.memmap(path, np.int32, "r").reshape(-1, sum(lengths))
+        self.fingerprint, self._lengths, self._pad_id = fingerprint, lengths, pad_id
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """Examples by number: `input_ids` and `attention_mask` int64[n, inputs], `labels` int64[n, targets]."""
+        return to_batch(self._rows[samples], self._lengths[0], self._pad_id)
+
+    def describe(self) -> str:
+        return f"{len(self):,} validation examples"

@@ -1,0 +1,454 @@
+"""seqio Tasks and Mixtures, and the one stream of examples that a seed makes of them. Imports TensorFlow.
+
+Only the worker process (`seqio_worker`) loads this file. Three kinds of tasks come out of it: t5's `span_corruption`
+and `prefix_lm` over the user's raw text, put together as t5 does its own for C4, and whatever the user's module has
+registered. The examples are those of `seqio.get_dataset(task, lengths, num_epochs=None, shuffle=True, seed=seed)`:
+neither the number of training processes nor the number of threads changes them or their order.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import json
+import logging
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import seqio
+import tensorflow as tf
+from sentencepiece import sentencepiece_model_pb2
+
+from lm_experiments_tools.data.seqio.worker import PADDING, Job, one_line
+from lm_experiments_tools.data.text.documents import (
+    BadLine,
+    Piece,
+    Quarantine,
+    lines_before,
+    no_documents,
+    plan_pieces,
+    read_piece,
+)
+from lm_experiments_tools.data.text.vocabulary import Vocabulary, sentinel_piece
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import hash_of_ends
+
+FEATURES = ("inputs", "targets")
+_VERSION = 1  # of the mapping (text, settings, seed) -> stream; part of the fingerprint
+_AHEAD = 4  # batches prepared before they are asked for
+_VALIDATION_ROWS = 256  # written at a time
+_PROGRESS_SECONDS = 30.0
+_SMALL_TEXT = 1 << 20  # bytes
+_COMPRESSION = 16  # of a .gz file at most, as text goes
+_UNUSED = sentencepiece_model_pb2.ModelProto.SentencePiece.UNUSED
+
+Log = Callable[[int, str], None]
+
+
+def limit_threads(threads: int) -> None:
+    """Of TensorFlow in this process; to be called before anything is computed."""
+    tf.config.threading.set_inter_op_parallelism_threads(threads)
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+
+
+class TaskExamples:
+    """The examples of a job: training's endless stream, and the validation split.
+
+    Args:
+        job: what to make.
+        log: takes a level and a line for the run's log.
+
+    Raises:
+        UserError: a task that does not exist, has no example, other features or another vocabulary than the run.
+    """
+
+    def __init__(self, job: Job, log: Log) -> None:
+        self.job, self._log = job, log
+        self.vocabulary = Vocabulary.load(job.vocab_path)
+        self._text: TextSource | None = None
+        if ":" in job.task:
+            tf.config.experimental.enable_op_determinism()  # the user's functions may draw without a seed
+            tf.random.set_seed(job.seed)
+            self.task = registered_task(job.task)
+        else:
+            self._text = TextSource(job, log)
+            self.task = text_task(job, self._text.source(), self.vocabulary)
+        self._subtasks = seqio.get_subtasks(self.task)
+        with self._sentences():
+            self._check_vocabulary()
+            self._check_splits()
+            self._check_first_example()
+
+    @property
+    def title(self) -> str:
+        """The task in a few words, for the log."""
+        if self._text is not None:
+            return f"{self.job.task} by t5 {version('t5')}"
+        return f"seqio {type(self.task).__name__} {self.task.name}"
+
+    def batches(self, start: int, rows: int) -> Iterator[np.ndarray]:
+        """Global batches int32[rows, inputs_length + targets_length] from example `start` on, without end.
+
+        The position is found by making all examples before it: seqio has no other way (its order is that of shuffle
+        buffers, whose content depends on how many pieces each document was cut into).
+        """
+        used, rest = divmod(start, rows)
+        batches = self._padded(self._dataset("train", num_epochs=None).skip(rest), rows)
+        began = told = time.monotonic()
+        for done in range(used):
+            next(batches)
+            now = time.monotonic()
+            if now - told > _PROGRESS_SECONDS:
+                told, speed = now, done * rows / (now - began)
+                text = f"finding the place in the data: {done * rows:,} of {start:,} examples, {speed:,.0f} a second"
+                self._log(logging.INFO, text)
+        if used:
+            seconds = time.monotonic() - began
+            self._log(logging.INFO, f"found the place in the data, example {start:,}, in {seconds:.1f} s")
+        yield from batches
+
+    def validation(self) -> Iterator[np.ndarray]:
+        """The validation split once, in batches as above; its first `valid_samples` where that is given."""
+        with self._sentences():
+            dataset = self._dataset("validation", num_epochs=1)
+            if self.job.valid_samples is not None:
+                dataset = dataset.take(self.job.valid_samples)
+            yield from self._padded(dataset, _VALIDATION_ROWS)
+
+    def fingerprint(self) -> str:
+        """sha256 over data, task, lengths, vocabulary, seed and versions: equal ones give equal streams.
+
+        Of the user's module it knows the structure of the task and the settings bound to its steps, not their code.
+        """
+        job = self.job
+        parts = {
+            "version": [_VERSION, tf.__version__, seqio.__version__, version("t5") if self._text else None],
+            "task": [job.task, [self._describe(task) for task in self._subtasks]],
+            "data": [job.text_key, self._text.stamps()] if self._text else None,
+            "lengths": [job.inputs_length, job.targets_length],
+            "noise": [job.noise_density, job.mean_noise_span_length] if self._text else None,
+            "vocabulary": self.vocabulary.sha256,
+            "seed": job.seed,
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def _describe(self, task: seqio.Task) -> list[Any]:
+        shards = [] if self._text else task.source.list_shards("train" if "train" in task.splits else task.splits[0])
+        files = [[os.path.basename(s), os.path.getsize(s) if os.path.isfile(s) else None] for s in map(str, shards)]
+        rate = self.task.get_rate(task) if isinstance(self.task, seqio.Mixture) else 1.0
+        steps = [step_name(step) for step in task.preprocessors]
+        return [task.name, float(rate), type(task.source).__name__, files, steps]
+
+    # ---- datasets
+    def _dataset(self, split: str, *, num_epochs: int | None, shuffle: bool = True) -> tf.data.Dataset:
+        """seqio's examples {"inputs": int32[n], "targets": int32[m]}, not longer than asked for."""
+        tf.random.set_seed(self.job.seed)  # each time: it also starts the count of the functions without a seed
+        lengths = {"inputs": self.job.inputs_length, "targets": self.job.targets_length}
+        make = self.task.get_dataset
+        if self._text is not None:  # t5's functions run without being converted by AutoGraph, which takes 8 s
+            make = tf.autograph.experimental.do_not_convert(make)
+        shuffle = shuffle and self._may_shuffle()
+        dataset = make(lengths, split=split, shuffle=shuffle, seed=self.job.seed, num_epochs=num_epochs)
+        for name in FEATURES:
+            spec = dataset.element_spec.get(name)
+            if not isinstance(spec, tf.TensorSpec) or spec.shape.rank != 1 or not spec.dtype.is_integer:
+                raise UserError(
+                    f"--task {self.job.task} must give 'inputs' and 'targets' as sequences of token ids, but its "
+                    f"{name!r} is {spec} (features: {', '.join(dataset.element_spec)})"
+                )
+        return dataset.map(_token_ids)
+
+    def _may_shuffle(self) -> bool:
+        """seqio refuses to shuffle a task that was registered without a shuffle buffer: it comes in its own order."""
+        return all(t.shuffle_buffer_size is not None or t.source.performs_internal_shuffling for t in self._subtasks)
+
+    def _padded(self, dataset: tf.data.Dataset, rows: int) -> Iterator[np.ndarray]:
+        lengths = {"inputs": [self.job.inputs_length], "targets": [self.job.targets_length]}
+        options = tf.data.Options()
+        options.deterministic = True
+        options.threading.private_threadpool_size = self.job.threads
+        dataset = dataset.padded_batch(rows, padded_shapes=lengths, padding_values=PADDING)
+        try:
+            for batch in dataset.prefetch(_AHEAD).with_options(options).as_numpy_iterator():
+                yield self._checked(np.concatenate([batch[name] for name in FEATURES], axis=1))
+        except tf.errors.OpError:
+            if self._text is not None and self._text.failure is not None:
+                raise self._text.failure from None
+            raise
+
+    def _checked(self, batch: np.ndarray) -> np.ndarray:
+        if batch.max(initial=0) >= self.vocabulary.size:
+            raise UserError(
+                f"--task {self.job.task} gave token id {batch.max()}, but --vocab {self.job.vocab_path} has ids 0 to "
+                f"{self.vocabulary.size - 1}: give the vocabulary of the task"
+            )
+        return batch
+
+    # ---- checks
+    @contextmanager
+    def _sentences(self) -> Iterator[None]:
+        """What seqio and TensorFlow complain of while a task is put together is mostly the user's to mend."""
+        try:
+            yield
+        except UserError:
+            raise
+        except (ValueError, TypeError, AssertionError, OSError, tf.errors.OpError) as error:
+            prepared = [t.source.tfds_dataset for t in self._subtasks if isinstance(t.source, seqio.TfdsDataSource)]
+            hint = "".join(f"; {d.name} must lie prepared in {d.data_dir or 'TFDS_DATA_DIR'}" for d in prepared)
+            raise UserError(f"--task {self.job.task} gives no examples: {one_line(error)}{hint}") from error
+
+    def _check_vocabulary(self) -> None:
+        for name in FEATURES:
+            if name not in self.task.output_features:
+                raise UserError(
+                    f"--task {self.job.task} has the features {', '.join(self.task.output_features)}, and an "
+                    "encoder-decoder needs inputs and targets"
+                )
+            theirs = self.task.output_features[name].vocabulary
+            path = getattr(theirs, "sentencepiece_model_file", None)
+            if self._text is None and path is not None and os.path.isfile(path):
+                if hashlib.sha256(Path(path).read_bytes()).hexdigest() != self.vocabulary.sha256:
+                    raise UserError(
+                        f"--task {self.job.task} has the vocabulary {path} for its {name}: give it as --vocab"
+                    )
+            if theirs.vocab_size > self.vocabulary.size:
+                raise UserError(
+                    f"--task {self.job.task} has a vocabulary of {theirs.vocab_size} ids for its {name}, and --vocab "
+                    f"{self.job.vocab_path} only {self.vocabulary.size}: give the --vocab of the task"
+                )
+
+    def _check_splits(self) -> None:
+        needed = ["train", *(["validation"] if self.job.validation else [])]
+        for split in needed:
+            if split not in self.task.splits:
+                raise UserError(
+                    f"--task {self.job.task} has no split {split!r}, only {', '.join(map(repr, self.task.splits))}"
+                    + ("" if split == "train" else ": leave the flags of validation out, or register one")
+                )
+
+    def _check_first_example(self) -> None:
+        """A task whose filters leave nothing would otherwise be repeated for ever in search of a first example."""
+        if not self._may_shuffle():
+            self._log(
+                logging.INFO, f"--task {self.job.task} is registered without shuffling: it comes in its own order"
+            )
+        for _ in self._padded(self._dataset("train", num_epochs=1, shuffle=False).take(1), 1):
+            return
+        if self._text is not None:
+            raise self._text.no_documents()
+        raise UserError(f"--task {self.job.task} gives no example from its split 'train'")
+
+
+@tf.autograph.experimental.do_not_convert
+def _token_ids(example: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    return {name: tf.cast(example[name], tf.int32) for name in FEATURES}
+
+
+# ---- the user's tasks
+
+
+def registered_task(name: str) -> seqio.Task | seqio.Mixture:
+    """The Task or Mixture `task` that importing `module` registers, for the name module:task.
+
+    Raises:
+        UserError: no such module, or none of that name in seqio's registries.
+    """
+    module, _, task_name = name.partition(":")
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"--task {name}: the module {module} cannot be imported ({error}); it must lie in {os.getcwd()}, in "
+            "PYTHONPATH or be installed"
+        ) from error
+    except (Exception, SystemExit) as error:  # the user's own code: whatever it raises is theirs to mend
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"--task {name}: importing the module {module} fails with {one_line(error)} ({where.filename} line "
+            f"{where.lineno})"
+        ) from error
+    known = [*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()]
+    if task_name not in known:
+        shown = ", ".join(sorted(known)[:20]) or "none at all"
+        raise UserError(f"--task {name}: {module} registers no seqio Task or Mixture {task_name!r}; there is {shown}")
+    task = seqio.get_mixture_or_task(task_name)
+    for subtask in seqio.get_subtasks(task):
+        if isinstance(subtask.source, seqio.FunctionDataSource):
+            _accept_seed(subtask.source)
+    return task
+
+
+def _accept_seed(source: seqio.FunctionDataSource) -> None:
+    """Let seqio seed a `dataset_fn(split, shuffle_files)` of t5's first years, which it otherwise refuses.
+
+    What such a function shuffles follows `tf.random.set_seed`, which `TaskExamples` calls before each dataset.
+    """
+    function = source._dataset_fn
+    if "seed" not in inspect.signature(function).parameters:
+
+        def with_seed(split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
+            return function(split, shuffle_files)
+
+        source._dataset_fn = with_seed
+
+
+# ---- t5's objectives on raw text
+
+
+def text_task(job: Job, source: seqio.DataSource, vocabulary: Vocabulary) -> seqio.Task:
+    """t5's span corruption or prefix LM over `source`, with the steps of t5's own tasks for C4."""
+    from t5.data import preprocessors
+
+    objectives = {
+        "span_corruption": functools.partial(
+            preprocessors.span_corruption,
+            noise_density=job.noise_density,
+            mean_noise_span_length=job.mean_noise_span_length,
+        ),
+        "prefix_lm": preprocessors.prefix_lm,
+    }
+    feature = seqio.Feature(seqio_vocabulary(vocabulary, Path(job.folder)), add_eos=True)
+    return seqio.Task(
+        job.task,
+        source=source,
+        output_features={"inputs": feature, "targets": feature},
+        preprocessors=[
+            functools.partial(seqio.preprocessors.rekey, key_map={"inputs": None, "targets": "text"}),
+            seqio.preprocessors.tokenize,
+            seqio.CacheDatasetPlaceholder(),
+            objectives[job.task],
+            seqio.preprocessors.append_eos_after_trim,
+        ],
+    )
+
+
+def seqio_vocabulary(vocabulary: Vocabulary, folder: Path) -> seqio.SentencePieceVocabulary:
+    """The same ids for seqio, with sentinels that text cannot forge.
+
+    `SentencePieceVocabulary(path, extra_ids=100)` would read "<extra_id_0>" in a text as a sentinel. Here the
+    sentinels are unused pieces: they have their ids, but encoding never gives them. `vocab_size - 1 - k`, where t5
+    looks for sentinel k, is the same.
+
+    Raises:
+        UserError: padding that is not 0, as t5 takes for granted, or sentinels elsewhere than at the end.
+    """
+    model = sentencepiece_model_pb2.ModelProto.FromString(Path(vocabulary.path).read_bytes())
+    if len(model.pieces) < vocabulary.size:
+        for index in reversed(range(vocabulary.num_sentinels)):
+            model.pieces.add(piece=sentinel_piece(index), type=_UNUSED)
+    else:
+        for index in vocabulary.sentinel_ids.tolist():
+            model.pieces[index].type = _UNUSED
+    path = folder / "vocabulary.model"
+    path.write_bytes(model.SerializeToString())
+    theirs = seqio.SentencePieceVocabulary(str(path))
+    at_the_end = np.array_equal(vocabulary.sentinel_ids, vocabulary.size - 1 - np.arange(vocabulary.num_sentinels))
+    if vocabulary.pad_id != 0 or theirs.eos_id != vocabulary.eos_id or not at_the_end:
+        raise UserError(
+            f"vocabulary {vocabulary.path} has padding id {vocabulary.pad_id}, end of sequence {theirs.eos_id} and "
+            f"sentinels {'' if at_the_end else 'not '}at its end; t5 wants 0, {vocabulary.eos_id} and the end: train "
+            "one with `lmtools vocab`, or choose --data_pipeline native"
+        )
+    return theirs
+
+
+class TextSource:
+    """The documents of raw text as a seqio source, and the lines that are none.
+
+    What seqio takes for a file is a piece of one, some megabytes: seqio shuffles the pieces anew in each epoch and
+    reads 16 of them in turns. Files are read by `documents.read_piece`, in Python: tensorflow_io, which decoded JSON
+    for this in earlier days, is not built for today's TensorFlow.
+
+    Attributes:
+        failure: what stopped reading, where something did.
+    """
+
+    def __init__(self, job: Job, log: Log) -> None:
+        self._job, self._log = job, log
+        self._pieces = plan_pieces(job.data_path)
+        self._bad_lines = Quarantine(job.quarantine, job.max_bad_lines)
+        self._seen: set[tuple[str, int]] = set()  # each epoch meets the bad lines again
+        self._lock = threading.Lock()  # pieces are read in several threads
+        self.failure: UserError | None = None
+
+    def no_documents(self) -> UserError:
+        """The sentence for a text without any."""
+        return no_documents(self._job.data_path, self._bad_lines.count, self._bad_lines.first, self._bad_lines.path)
+
+    def source(self) -> seqio.FileDataSource:
+        """The source; a small text is read now and kept.
+
+        A shuffle buffer takes thousands of passes over a few lines, each of which costs TensorFlow milliseconds.
+        So the only piece of a text is given many times over at once, which is the same stream.
+        """
+        files = {"train": [str(k) for k in range(len(self._pieces))]}
+        size = sum(piece.num_bytes * (_COMPRESSION if piece.end is None else 1) for piece in self._pieces)
+        if size > _SMALL_TEXT or any(piece.kind == "dataset" for piece in self._pieces):
+            return seqio.FileDataSource(self._read_file, files)
+        texts = [[item["text"] for item in self._documents(number)] for number in range(len(self._pieces))]
+        kept = tf.ragged.constant(texts, tf.string, ragged_rank=1)
+        passes = -(-_SMALL_TEXT // size) if len(texts) == 1 else 1
+
+        def read_kept(number: tf.Tensor) -> tf.data.Dataset:
+            piece = kept[tf.strings.to_number(number, tf.int32)]
+            return tf.data.Dataset.from_tensor_slices({"text": piece}).repeat(passes)
+
+        return seqio.FileDataSource(read_kept, files)
+
+    def _read_file(self, number: tf.Tensor) -> tf.data.Dataset:
+        signature = {"text": tf.TensorSpec([], tf.string)}
+        return tf.data.Dataset.from_generator(self._documents, args=(number,), output_signature=signature)
+
+    def _documents(self, number: bytes | int) -> Iterator[dict[str, str]]:
+        piece = self._pieces[int(number)]
+        try:
+            for item in read_piece(piece, self._job.text_key):
+                if isinstance(item, BadLine):
+                    self._set_aside(piece, item)
+                else:
+                    yield {"text": item.text}
+        except UserError as error:  # would reach the reader as an error of TensorFlow's
+            self.failure = error
+            raise
+
+    def _set_aside(self, piece: Piece, bad: BadLine) -> None:
+        line = lines_before(piece) + bad.line
+        with self._lock:
+            if (piece.path, line) in self._seen:
+                return
+            self._seen.add((piece.path, line))
+            self._bad_lines.add(piece.path, BadLine(line, bad.reason, bad.content))
+            if str(len(self._seen)).strip("0") == "1":  # the first, the tenth, the hundredth ...
+                self._log(logging.WARNING, str(self._bad_lines))
+
+    def stamps(self) -> list[list[Any]]:
+        """What identifies the text: of each file its name, its size and a hash of its beginning and end."""
+        stamps: list[list[Any]] = []
+        for path, kind in dict.fromkeys((piece.path, piece.kind) for piece in self._pieces):
+            if kind == "dataset":
+                stamps.append([path])
+            else:
+                stamps.append([os.path.basename(path), os.path.getsize(path), hash_of_ends(path)])
+        return stamps
+
+
+def step_name(step: Any) -> list[str]:
+    """A preprocessor's name and, where it is a `functools.partial`, the plain values bound in it."""
+    bound: list[str] = []
+    while isinstance(step, functools.partial):
+        values = [*enumerate(step.args), *sorted(step.keywords.items())]
+        bound += [
+            f"{name}={value!r}" for name, value in values if isinstance(value, (bool, int, float, str, list, tuple))
+        ]
+        step = step.func
+    return [seqio.utils.function_name(step) or type(step).__name__, *bound]

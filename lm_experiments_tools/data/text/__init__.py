@@ -1,0 +1,1 @@
+"""Raw text and vocabularies: readers of documents, training and using a vocabulary; imports data."""

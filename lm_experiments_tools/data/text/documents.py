@@ -1,0 +1,431 @@
+"""Raw text -> documents: JSON lines, text files, folders of them, Hugging Face datasets.
+
+| input | a document is |
+|---|---|
+| `.jsonl`, `.json`, `.jsonl.gz`, `.json.gz` | one line: an object whose `text_key` is a string |
+| `.txt`, `.txt.gz` | a block of lines; blank lines separate documents |
+| a folder | all of the above in it, recursively, in sorted order; other files and hidden ones are passed over |
+| `name[:config][:split]` | a row of a Hugging Face dataset, streamed: of the hub, or a folder of Parquet files |
+
+A line that cannot be used (broken JSON, no such key, a number where text should be, no UTF-8, ...) is never dropped in
+silence: it comes out as a `BadLine`, and so does a document too large for memory, of which no more than the limit is
+read. Blank lines of a JSON-lines file are no data and are passed over; so is a UTF-8 byte order mark.
+
+Large plain files are cut into byte ranges (`Piece`) at document boundaries, so that several processes can read one.
+"""
+
+import gzip
+import json
+import logging
+import os
+import re
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from lm_experiments_tools.data.text import hf_datasets
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import human_bytes
+
+logger = logging.getLogger(__name__)
+
+JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+TEXT_SUFFIXES = (".txt", ".txt.gz")
+DATASET_SUFFIXES = (".parquet", ".arrow")  # a folder of these is read by the datasets package
+NO_KEY = "no key"  # begins the reason why a record without the key is bad
+MAX_DOCUMENT_BYTES = 256 << 20  # on disk; encoding one takes many times that in memory
+_BOM = b"\xef\xbb\xbf"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_SKIP_BYTES = 1 << 20
+_EXCERPT = 1000  # characters of a bad line kept in the quarantine file: enough to recognise it
+_DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[^:]*)?(:[^:]+)?")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and where it came from (`file:line`, the line it starts on)."""
+
+    text: str
+    source: str
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line that could not be used, counted from 1 at the start of its piece."""
+
+    line: int
+    reason: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A unit of work: bytes start:end of a file (end None: a whole compressed file), or shard `start` of a dataset."""
+
+    path: str
+    kind: str  # "json", "text" or "dataset"
+    start: int = 0
+    end: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes on disk (compressed where the file is); 0 for a dataset, whose size is not known."""
+        if self.kind == "dataset":
+            return 0
+        return (self.end if self.end is not None else os.path.getsize(self.path)) - self.start
+
+
+def plan_pieces(inputs: Sequence[str], piece_bytes: int | None = None) -> list[Piece]:
+    """Cut the inputs into pieces of about `piece_bytes` (None: a 64th of all, between 2 and 64 MB), in reading order.
+
+    The plan depends on the inputs alone. Raises UserError where an input does not exist or is of an unknown kind, and
+    where there is nothing to read at all.
+    """
+    files = find_files(inputs)
+    sizes = {path: os.path.getsize(path) for path, kind in files if kind != "dataset"}
+    piece_bytes = piece_bytes or min(max(sum(sizes.values()) // 64, 2 << 20), 64 << 20)
+    pieces: list[Piece] = []
+    for path, kind in files:
+        if kind == "dataset":
+            pieces += [Piece(path, kind, start=shard) for shard in range(hf_datasets.num_shards(path))]
+        elif path.endswith(".gz"):
+            pieces.append(Piece(path, kind))
+        else:
+            bounds = _boundaries(path, kind, sizes[path], piece_bytes)
+            pieces += [Piece(path, kind, start, end) for start, end in pairwise(bounds)]
+    return pieces
+
+
+def find_files(inputs: Sequence[str]) -> list[tuple[str, str]]:
+    """(path, kind) of all files, and of the datasets by name, which are not opened.
+
+    Raises UserError where an input does not exist or is of an unknown kind, and where there is nothing to read at all.
+    """
+    files = [file for item in inputs for file in _resolve(os.fspath(item))]
+    if not any(kind == "dataset" or os.path.getsize(path) for path, kind in files):
+        raise UserError(f"there is no text in {_listed(inputs)}: {len(set(files))} files, all of them empty")
+    return files
+
+
+def _listed(inputs: Sequence[str]) -> str:
+    return ", ".join(map(str, inputs)) or "an empty list of inputs"
+
+
+def _resolve(item: str) -> list[tuple[str, str]]:
+    """(path, kind) of the files an input stands for, or the name of a Hugging Face dataset."""
+    if os.path.isdir(item):
+        found = [
+            os.path.join(folder, name)
+            for folder, _, names in os.walk(item)
+            for name in names
+            if not any(part.startswith(".") for part in Path(folder, name).relative_to(item).parts)
+            and not _is_output(name, names)
+        ]
+        files = [(path, _kind(path)) for path in sorted(found) if _kind(path)]
+        if not files and any(path.endswith(DATASET_SUFFIXES) for path in found):
+            return [(item, "dataset")]
+        if not files:
+            raise UserError(
+                f"folder {item} has no {', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)} file in it ({len(found)} others)"
+            )
+        return files
+    if os.path.exists(item):
+        if not _kind(item):
+            raise UserError(f"{item} is none of {', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)}; rename or convert it")
+        return [(item, _kind(item))]
+    if os.path.isdir(hf_datasets.split_name(item)[0]):
+        return [(item, "dataset")]  # folder:config:split
+    looks_local = item.startswith((".", "/", "~")) or os.path.isdir(os.path.dirname(item) or "\0")
+    if looks_local or _kind(item) or not _DATASET_NAME.fullmatch(item):
+        raise UserError(f"{item} does not exist")
+    return [(item, "dataset")]
+
+
+def _is_output(name: str, names: Sequence[str]) -> bool:
+    """Whether a file of a folder with these names is what an earlier run wrote there: its record, or its bad lines."""
+    return name.endswith(".bad_lines.jsonl") or (name.endswith(".json") and f"{name[:-5]}.idx" in names)
+
+
+def _kind(path: str) -> str:
+    if path.endswith(JSON_SUFFIXES):
+        return "json"
+    return "text" if path.endswith(TEXT_SUFFIXES) else ""
+
+
+def _boundaries(path: str, kind: str, size: int, piece_bytes: int) -> list[int]:
+    """Byte offsets 0 = b0 < b1 < ... = size, each the start of a document (the last: the end of the file)."""
+    bounds = [0]
+    with open(path, "rb") as file:
+        while bounds[-1] + piece_bytes < size:
+            file.seek(bounds[-1] + piece_bytes - 1)
+            _skip_line(file)  # the rest of a line: blank or not, the line may not be
+            while kind == "text" and _skip_line(file):
+                pass
+            if file.tell() >= size:
+                break
+            bounds.append(file.tell())
+    return [*bounds, size] if size else []
+
+
+def _skip_line(file: BinaryIO) -> bool:
+    """Pass over a line of any length; returns whether there was anything on it."""
+    filled = False
+    while chunk := file.readline(_SKIP_BYTES):
+        filled = filled or bool(chunk.strip())
+        if chunk.endswith(b"\n"):
+            break
+    return filled
+
+
+def read_piece(
+    piece: Piece, text_key: str = "text", first_line: int = 1, skip: int = 0
+) -> Iterator[Document | BadLine]:
+    """The documents of a piece in order, and in between the lines that are none. Lines count from `first_line`.
+
+    The first `skip` of them, documents and bad lines, are passed over.
+    """
+    if piece.kind == "dataset":
+        return _read_dataset(piece, text_key, skip)
+    lines = read_lines(piece, first_line)
+    items = _read_json(lines, piece.path, text_key) if piece.kind == "json" else _read_text(lines, piece.path)
+    return islice(items, skip, None)
+
+
+def _read_json(lines: Iterator[tuple[int, bytes]], path: str, text_key: str) -> Iterator[Document | BadLine]:
+    for number, line in lines:
+        if line.strip():
+            parsed = parse_json_line(line, text_key)
+            if isinstance(parsed, str):
+                yield Document(parsed, f"{path}:{number}")
+            else:
+                yield BadLine(number, parsed[0], excerpt(line))
+
+
+def parse_json_line(line: bytes, text_key: str) -> str | tuple[str]:
+    """The text of one JSON line, or a 1-tuple with the reason why there is none."""
+    record = parse_json_object(line)
+    return record if isinstance(record, tuple) else _text_of(record, text_key)
+
+
+def parse_json_object(line: bytes, max_bytes: int | None = None) -> dict[str, Any] | tuple[str]:
+    """The object on one JSON line, or a 1-tuple with the reason why there is none.
+
+    A line longer than `max_bytes` (None: MAX_DOCUMENT_BYTES) is not parsed.
+    """
+    if reason := too_long(len(line), max_bytes):
+        return (reason,)
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return (f"not UTF-8 at byte {error.start}",)
+    except RecursionError:
+        return ("not usable JSON: nested too deeply",)
+    except ValueError as error:
+        return (f"not valid JSON: {error}",)
+    return record if isinstance(record, dict) else (f"a JSON {type(record).__name__}, not an object",)
+
+
+def too_long(num_bytes: int, max_bytes: int | None = None) -> str:
+    """Why a document of so many bytes is bad: "" up to `max_bytes` (None: MAX_DOCUMENT_BYTES)."""
+    limit = MAX_DOCUMENT_BYTES if max_bytes is None else max_bytes
+    return f"a document of more than {human_bytes(limit)}: cut it into several" if num_bytes > limit else ""
+
+
+def no_key(record: dict[str, Any], key: str) -> str:
+    """The reason why a record without `key` is bad, with the keys it has."""
+    keys = ", ".join(repr(key) for key in list(record)[:8])
+    return f"{NO_KEY} {key!r} (there is {keys or 'none'})"
+
+
+def _text_of(record: dict[str, Any], text_key: str) -> str | tuple[str]:
+    if text_key not in record:
+        return (no_key(record, text_key),)
+    text = record[text_key]
+    if not isinstance(text, str):
+        return (f"{text_key!r} is of type {type(text).__name__}, not a string",)
+    reason = _unusable(text)
+    return (f"{text_key!r} {reason}",) if reason else text
+
+
+def _unusable(text: str) -> str:
+    return "is empty" if not text.strip() else unusable_characters(text)
+
+
+def unusable_characters(text: str) -> str:
+    """What in a text no tokenizer can take; "" if there is nothing."""
+    if "\0" in text:
+        return "contains a NUL character"
+    if not text.isascii() and _SURROGATE.search(text):
+        return "contains half of a surrogate pair"
+    return ""
+
+
+def _read_text(lines: Iterator[tuple[int, bytes]], path: str) -> Iterator[Document | BadLine]:
+    block: list[str] = []
+    start = num_bytes = 0
+    for number, line in lines:
+        if not line.strip():
+            if block:
+                yield Document("\n".join(block), f"{path}:{start}")
+            block, num_bytes = [], 0
+            continue
+        was_too_long, num_bytes = too_long(num_bytes), num_bytes + len(line)
+        if reason := too_long(num_bytes):  # said once; the document goes as a whole
+            if not was_too_long:
+                yield BadLine(start if block else number, f"{reason} by blank lines", excerpt(line))
+            block = []
+            continue
+        try:
+            text = line.decode("utf-8").rstrip("\r\n")
+            reason = _unusable(text)
+        except UnicodeDecodeError as error:
+            reason = f"not UTF-8 at byte {error.start}"
+        if reason:
+            yield BadLine(number, reason, excerpt(line))
+            continue
+        start = start if block else number
+        block.append(text)
+    if block:
+        yield Document("\n".join(block), f"{path}:{start}")
+
+
+def read_lines(piece: Piece, first_line: int = 1, max_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """(line number, bytes) of a byte range or of a whole compressed file.
+
+    Of a line longer than `max_bytes` (None: MAX_DOCUMENT_BYTES) one byte more than that is given, and the rest passed
+    over. Raises UserError for a damaged compressed file.
+    """
+    limit = MAX_DOCUMENT_BYTES if max_bytes is None else max_bytes
+    number, position = first_line - 1, piece.start
+    try:
+        with gzip.open(piece.path) if piece.end is None else open(piece.path, "rb") as file:
+            file.seek(piece.start)
+            while line := file.readline(limit + 1):
+                number += 1
+                is_first, position = position == 0, position + len(line)
+                if len(line) > limit and not line.endswith(b"\n"):
+                    _skip_line(file)
+                    position = file.tell()
+                yield number, line.removeprefix(_BOM) if is_first else line
+                if position == piece.end:
+                    return
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{piece.path} is damaged after line {number} ({error}); compress or copy it again") from None
+
+
+@lru_cache(maxsize=64)
+def lines_before(piece: Piece) -> int:
+    """Lines of the file before a piece of it, from whose own start `read_piece` counts; reads all of that."""
+    if piece.kind == "dataset":
+        return 0
+    lines, left = 0, piece.start
+    with open(piece.path, "rb") as file:
+        while left:
+            block = file.read(min(left, 1 << 20))
+            lines, left = lines + block.count(b"\n"), left - len(block)
+    return lines
+
+
+def excerpt(line: bytes) -> str:
+    """The beginning of a bad line, to recognise it by."""
+    return line[: 4 * _EXCERPT].rstrip(b"\r\n").decode("utf-8", errors="backslashreplace")[:_EXCERPT]
+
+
+def _read_dataset(piece: Piece, text_key: str, skip: int) -> Iterator[Document | BadLine]:
+    rows = hf_datasets.read_shard(piece.path, piece.start, text_key, skip)
+    for number, row in enumerate(rows, skip + 1):
+        text = _text_of(row, text_key)
+        if isinstance(text, str):
+            yield Document(text, f"{piece.path}:{piece.start}:{number}")
+        else:
+            yield BadLine(number, text[0], repr(row)[:_EXCERPT])
+
+
+class Quarantine:
+    """Counts bad lines, writes each to a JSON-lines file (`file`, `line`, `reason`, `content`), stops above `limit`.
+
+    The file exists only where there was a bad line; one of an earlier run is removed.
+    """
+
+    def __init__(self, path: str | os.PathLike, limit: int | None):
+        self.path = Path(path)
+        self.limit = limit
+        self.count = 0
+        self.first = ""
+        self._file: TextIO | None = None
+        self.path.unlink(missing_ok=True)
+
+    def add(self, file: str, bad: BadLine) -> None:
+        """Record one bad line; UserError where it is one too many (it is written first)."""
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 (open until close)
+        self.count += 1
+        self.first = self.first or f"{file}:{bad.line}: {bad.reason}"
+        self._file.write(
+            json.dumps({"file": file, "line": bad.line, "reason": bad.reason, "content": bad.content}) + "\n"
+        )
+        if self.limit is not None and self.count > self.limit:
+            self.close()
+            raise self.error()
+
+    def error(self) -> UserError:
+        """The sentence for "too many bad lines"."""
+        key = ", name the key that holds the text" if f": {NO_KEY} " in self.first else ""
+        return UserError(
+            f"more than {self.limit} bad lines: {self.count} so far, the first is {self.first}; they are listed in "
+            f"{self.path}: mend them{key} or allow more with --max_bad_lines"
+        )
+
+    def close(self) -> None:
+        """Flush the file to disk."""
+        if self._file is not None:
+            self._file.close()
+
+    def __str__(self) -> str:
+        return f"{self.count} bad lines left out (the first: {self.first}), listed in {self.path}"
+
+
+def no_documents(inputs: Sequence[str], bad_lines: int = 0, first: str = "", listed_in: object = "") -> UserError:
+    """The sentence for inputs that hold no document; `first` of the bad lines with its reason, the file of all."""
+    listed = f"; all are listed in {listed_in}" if listed_in else ""
+    details = f" (the first: {first}{listed})" if first else ""
+    remedy = ": name the key of the text by --text_key" if f": {NO_KEY} " in first else ""
+    return UserError(
+        f"there is no document in {_listed(inputs)}: {bad_lines} bad lines and nothing else{details}{remedy}"
+    )
+
+
+def iter_documents(
+    inputs: Sequence[str],
+    *,
+    text_key: str = "text",
+    max_bad_lines: int | None = 0,
+    quarantine: str | os.PathLike = "bad_lines.jsonl",
+) -> Iterator[Document]:
+    """All documents of all inputs, in order.
+
+    Bad lines are written to the file `quarantine` and counted. UserError is raised by more than `max_bad_lines` of
+    them (None: any number), by an input that cannot be read, and by inputs without a single document.
+    """
+    bad_lines = Quarantine(quarantine, max_bad_lines)
+    found = False
+    try:
+        for piece in plan_pieces(inputs, piece_bytes=sys.maxsize):
+            for item in read_piece(piece, text_key):
+                if isinstance(item, BadLine):
+                    bad_lines.add(piece.path, item)
+                else:
+                    found = True
+                    yield item
+    finally:
+        bad_lines.close()
+    if bad_lines.count:
+        logger.warning("%s", bad_lines)
+    if not found:
+        raise no_documents(inputs, bad_lines.count, bad_lines.first, bad_lines.path)

@@ -1,0 +1,233 @@
+"""Train a vocabulary on a sample of the text: SentencePiece with T5's layout, or WordPiece for BERT.
+
+SentencePiece: ids 0, 1, 2 are `<pad>`, `</s>`, `<unk>`; then the unigram pieces; last the sentinels, `<extra_id_k>` =
+size-1-k. As T5's: no bos, normalisation nmt_nfkc (a newline is a space), no byte fallback. Characters outside the
+coverage are `<unk>`, as in T5: bytes would take 256 pieces of a small vocabulary.
+
+WordPiece: a vocab.txt, one piece a line, that begins with `[PAD]`, `[UNK]`, `[CLS]`, `[SEP]`, `[MASK]`.
+"""
+
+import hashlib
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lm_experiments_tools.data.text.documents import (
+    Document,
+    Piece,
+    lines_before,
+    no_documents,
+    plan_pieces,
+    read_piece,
+)
+from lm_experiments_tools.data.text.vocabulary import DEFAULT_EXTRA_IDS, Vocabulary, sentinel_piece
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import write_atomic
+
+if TYPE_CHECKING:
+    from tokenizers import BertWordPieceTokenizer
+
+_USER_DEFINED = 4  # ModelProto.SentencePiece.Type
+_LONGEST_LINE = 4000  # bytes: sentencepiece skips longer ones (its default bound is 4192)
+_NUM_SPECIAL = 3
+WORDPIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_MIN_FREQUENCY = 2  # of a pair of pieces to be merged
+_MAX_ALPHABET = 1000  # characters; a word with another one is [UNK]
+# A constant, because the sums of the EM steps, and so the pieces, depend on it; one, because more do not pay: 8000
+# pieces from 6 MB took 4.5 s of CPU with 1 thread, 7 to 10 s with 2 and 5 s with 4.
+_THREADS = 1
+
+
+@dataclass(frozen=True)
+class VocabSummary:
+    """What train_vocab wrote, and from how much text."""
+
+    path: Path
+    size: int
+    sample_bytes: int
+    sha256: str
+
+
+def train_vocab(
+    inputs: Sequence[str],
+    size: int,
+    output_model: str | os.PathLike,
+    *,
+    text_key: str = "text",
+    extra_ids: int = DEFAULT_EXTRA_IDS,
+    sample_bytes: int = 6_000_000,
+    character_coverage: float = 0.9995,
+) -> VocabSummary:
+    """Write a unigram `.model` of exactly `size` ids, sentinels included; the same inputs give the same file.
+
+    The sample is made of pieces of the inputs in a fixed random order, until it has `sample_bytes` of text: a large
+    corpus is not read whole. Bad lines are passed over (tokenization reports them).
+
+    Raises:
+        UserError: an input cannot be read or holds no document; `size` is too small, or too large for this much text.
+    """
+    num_pieces = size - extra_ids
+    if num_pieces < _NUM_SPECIAL + 1:
+        raise UserError(
+            f"a vocabulary of {size} ids has no room for pieces beside {extra_ids} sentinels; give a larger size"
+        )
+    sampler = _Sampler(inputs, text_key, sample_bytes)
+    content = _train(sampler, num_pieces, extra_ids, character_coverage)
+    output_model = Path(output_model)
+    output_model.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(output_model, _with_sentinels(content, extra_ids))
+    vocabulary = Vocabulary.load(output_model, extra_ids)
+    return VocabSummary(output_model, vocabulary.size, sampler.num_bytes, vocabulary.sha256)
+
+
+def train_wordpiece(
+    inputs: Sequence[str],
+    size: int,
+    output: str | os.PathLike,
+    *,
+    text_key: str = "text",
+    lowercase: bool = True,
+    sample_bytes: int = 6_000_000,
+) -> VocabSummary:
+    """Write a vocab.txt of exactly `size` pieces for BERT; the same inputs give the same file.
+
+    `lowercase` is for uncased models: the text is lowered and loses its accents. The sample is that of `train_vocab`.
+
+    Raises:
+        UserError: an input cannot be read or holds no document; `size` is too small, or too large for this much text.
+    """
+    from tokenizers import BertWordPieceTokenizer
+
+    sampler = _Sampler(inputs, text_key, sample_bytes)
+    lines = list(sampler)
+    tokenizer = BertWordPieceTokenizer(lowercase=lowercase)
+    alphabet, continuing = _wordpiece_characters(tokenizer, lines)
+    tokenizer.train_from_iterator(
+        lines,
+        vocab_size=size,
+        min_frequency=_MIN_FREQUENCY,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        # Named here because the trainer would number them in the order of a hash table, another at every run, and ties
+        # between pairs are decided by number.
+        special_tokens=[*WORDPIECE_SPECIAL, *(f"##{character}" for character in continuing)],
+        show_progress=False,
+    )
+    vocab = tokenizer.get_vocab()
+    if len(vocab) != size:
+        reason = "they are all pieces it can make" if len(vocab) < size else "every character takes a piece, or two"
+        raise UserError(
+            f"a WordPiece vocabulary of {size} pieces cannot be trained on {sampler.num_bytes} bytes of text, which "
+            f"give {len(vocab)} ({reason}); give a {'smaller' if len(vocab) < size else 'larger'} size or more text"
+        )
+    output = Path(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    content = "".join(f"{piece}\n" for piece in sorted(vocab, key=vocab.__getitem__)).encode()
+    write_atomic(output, content)
+    return VocabSummary(output, size, sampler.num_bytes, hashlib.sha256(content).hexdigest())
+
+
+def _wordpiece_characters(tokenizer: "BertWordPieceTokenizer", lines: list[str]) -> tuple[list[str], list[str]]:
+    """(the most frequent characters, those of them that occur inside words), each sorted."""
+    words = Counter(word for line in lines for word in tokenizer.normalizer.normalize_str(line).split())
+    counts: Counter[str] = Counter()
+    inside: set[str] = set()
+    for word, count in words.items():
+        for part, _ in tokenizer.pre_tokenizer.pre_tokenize_str(word):
+            inside.update(part[1:])
+            for character in part:
+                counts[character] += count
+    kept = sorted(counts, key=lambda character: (-counts[character], character))[:_MAX_ALPHABET]
+    return sorted(kept), sorted(inside.intersection(kept))
+
+
+class _Sampler:
+    """Iterates over lines of text, at most `limit` bytes of them, from all over the inputs."""
+
+    def __init__(self, inputs: Sequence[str], text_key: str, limit: int):
+        self._inputs, self._text_key, self._limit = inputs, text_key, limit
+        self.num_bytes = self._num_bad = 0
+        self._first_bad = ""
+
+    def __iter__(self) -> Iterator[str]:
+        pieces = plan_pieces(self._inputs, piece_bytes=1 << 18)
+        random.Random(0).shuffle(pieces)
+        share = max(self._limit // len(pieces), 1 << 18)  # so that one large compressed file is not all of the sample
+        for piece in pieces:
+            end = min(self.num_bytes + share, self._limit)
+            for line in self._lines_of(piece):
+                if self.num_bytes >= end:
+                    break
+                self.num_bytes += len(line.encode())
+                yield line
+        if not self.num_bytes:
+            raise no_documents(self._inputs, self._num_bad, self._first_bad)
+
+    def _lines_of(self, piece: Piece) -> Iterator[str]:
+        for item in read_piece(piece, self._text_key):
+            if isinstance(item, Document):
+                yield from _short_lines(item.text)
+                continue
+            self._num_bad += 1
+            if not self._first_bad:
+                self._first_bad = f"{piece.path}:{lines_before(piece) + item.line}: {item.reason}"
+
+
+def _short_lines(text: str) -> Iterator[str]:
+    for line in text.split("\n"):
+        while len(line.encode()) > _LONGEST_LINE:
+            cut = line.rfind(" ", 1, _LONGEST_LINE // 4)  # a character has at most 4 bytes
+            cut = cut if cut > 0 else _LONGEST_LINE // 4
+            yield line[:cut]
+            line = line[cut:]
+        if line.strip():
+            yield line
+
+
+def _train(lines: _Sampler, num_pieces: int, extra_ids: int, character_coverage: float) -> bytes:
+    import io
+
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type="unigram",
+            vocab_size=num_pieces,
+            character_coverage=character_coverage,
+            normalization_rule_name="nmt_nfkc",
+            pad_id=0,
+            eos_id=1,
+            unk_id=2,
+            bos_id=-1,
+            num_threads=_THREADS,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].rpartition("] ")[2]
+        raise UserError(
+            f"a vocabulary of {num_pieces} pieces and {extra_ids} sentinels cannot be trained on {lines.num_bytes} "
+            f"bytes of text: {reason}"
+        ) from None
+    return model.getvalue()
+
+
+def _with_sentinels(content: bytes, extra_ids: int) -> bytes:
+    """The trained model with `<extra_id_{n-1}>` ... `<extra_id_0>` after its last piece.
+
+    Added here because the trainer would put user-defined symbols right after the special pieces.
+    """
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto.FromString(content)
+    for k in reversed(range(extra_ids)):
+        model.pieces.add(piece=sentinel_piece(k), score=0.0, type=_USER_DEFINED)
+    model.trainer_spec.vocab_size = len(model.pieces)
+    model.trainer_spec.user_defined_symbols.extend(sentinel_piece(k) for k in range(extra_ids))
+    return model.SerializeToString(deterministic=True)

@@ -1,0 +1,182 @@
+"""Token files -> one token file: the shards of a job array, in their order, or any files of one vocabulary.
+
+Merged shards are byte for byte what one run over all of the text would have written. Memory does not grow with the
+data: tokens and index are copied block by block.
+"""
+
+import glob
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_experiments_tools.data.tokens.indexed import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    check_replaceable,
+    token_prefix,
+)
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import locked
+
+_SUFFIX = re.compile(r"\.(bin|idx|json|bad_lines\.jsonl)$")
+_SHARD = "-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].idx"
+_SUMMED = ("num_documents", "num_sequences", "num_tokens", "num_bytes", "bad_lines", "empty_documents")
+_OWN = (*_SUMMED, "bin_sha256", "shard", "vocab_file", "input")  # what may differ between files that belong together
+
+
+def merge_datasets(
+    inputs: Sequence[str], output_prefix: str | os.PathLike, *, overwrite: bool = False
+) -> dict[str, Any]:
+    """Write OUTPUT.bin / .idx / .json, and .bad_lines.jsonl where an input has one; returns what OUTPUT.json holds.
+
+    Args:
+        inputs: token prefixes (or their files), or the prefix that shards have in common. Shards may come in any
+            order, other files are taken in the order given.
+        overwrite: replace token files of other text, or of another vocabulary.
+
+    Raises:
+        UserError: a shard is missing or there twice, files do not belong together or are damaged, or OUTPUT holds
+            tokens of something else.
+    """
+    output = os.fspath(output_prefix)
+    prefixes = [prefix for item in _without_suffixes(inputs) for prefix in _found(item)]
+    paths = [os.path.realpath(prefix) for prefix in prefixes]
+    if twice := [prefix for prefix, path in zip(prefixes, paths, strict=True) if paths.count(path) > 1]:
+        raise UserError(f"{twice[0]} is named {paths.count(os.path.realpath(twice[0]))} times: name each input once")
+    if os.path.realpath(output) in paths:
+        raise UserError(f"{output} is an input too, which would be overwritten: choose another output")
+    datasets = _in_order([IndexedDataset(prefix) for prefix in prefixes])
+    _check_same_kind(datasets)
+    if not any(dataset.num_documents for dataset in datasets):
+        raise UserError(f"there is no document in {', '.join(prefixes)}: nothing to merge; look at the text's path")
+    with locked(Path(f"{output}.lock")):
+        if not overwrite:
+            meta = datasets[0].meta
+            vocab_file, vocab_sha256 = (meta.get(name) or "unknown" for name in ("vocab_file", "vocab_sha256"))
+            check_replaceable(output, _texts(datasets), vocab_file, vocab_sha256)
+        return _write(datasets, output)
+
+
+def _without_suffixes(inputs: Sequence[str]) -> list[str]:
+    """Prefixes; a wildcard of the shell names the .bin, .idx and .json of each, which count once."""
+    if twice := [item for item, count in Counter(inputs).items() if count > 1]:
+        raise UserError(f"{twice[0]} is named {inputs.count(twice[0])} times: name each input once")
+    return list(dict.fromkeys(_SUFFIX.sub("", item) for item in inputs))
+
+
+def _found(item: str) -> list[str]:
+    if not item:
+        raise UserError("--input is an empty name: give token prefixes, or the prefix that shards have in common")
+    if token_prefix(item) is not None:
+        return [item]
+    shards = sorted(path.removesuffix(".idx") for path in glob.glob(glob.escape(item) + _SHARD))
+    if not shards:
+        raise UserError(f"{item} is no token prefix ({item}.bin and .idx), nor are there shards {item}-?????-of-?????")
+    return shards
+
+
+def _in_order(datasets: list[IndexedDataset]) -> list[IndexedDataset]:
+    """Shards by number, all of them once; other files as they are."""
+    sharded = [dataset for dataset in datasets if "shard" in dataset.meta]
+    if not sharded:
+        return datasets
+    if len(sharded) < len(datasets):
+        other = next(dataset for dataset in datasets if "shard" not in dataset.meta)
+        raise UserError(f"{other.prefix} is no shard but {sharded[0].prefix} is one: merge the shards first")
+    first = sharded[0].meta["shard"]
+    for dataset in sharded:
+        number, of = (dataset.meta["shard"].get(key) for key in ("number", "of"))
+        if not (isinstance(number, int) and isinstance(of, int) and 0 <= number < of < 100_000):
+            raise UserError(f"{dataset.meta_path} records shard {number} of {of}, which cannot be; tokenize it again")
+    for dataset in sharded:
+        shard = dataset.meta["shard"]
+        if (shard["of"], shard.get("source")) != (first["of"], first.get("source")):
+            raise UserError(
+                f"{dataset.prefix} (shard {shard['number']} of {shard['of']}) and {sharded[0].prefix} (shard "
+                f"{first['number']} of {first['of']}) were not cut from the same text with the same settings: they "
+                f"would overlap or leave gaps"
+            )
+    by_number: dict[int, IndexedDataset] = {}
+    for dataset in sharded:
+        other = by_number.setdefault(dataset.meta["shard"]["number"], dataset)
+        if other is not dataset:
+            raise UserError(f"{other.prefix} and {dataset.prefix} are the same shard: name one of them")
+    if missing := [number for number in range(first["of"]) if number not in by_number]:
+        listed = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+        raise UserError(
+            f"{len(missing)} of {first['of']} shards are missing ({listed}): run `lmtools tokenize --shard "
+            f"{missing[0]}/{first['of']}` with the flags of the others, or name its prefix too"
+        )
+    return [by_number[number] for number in range(first["of"])]
+
+
+def _check_same_kind(datasets: list[IndexedDataset]) -> None:
+    first = datasets[0]
+    expected = {name: value for name, value in first.meta.items() if name not in _OWN}
+    for dataset in datasets[1:]:
+        found = {name: value for name, value in dataset.meta.items() if name not in _OWN}
+        names = sorted(expected.keys() | found.keys(), key=lambda name: (not name.startswith("vocab"), name))
+        if dataset.dtype != first.dtype and found.get("vocab_sha256") == expected.get("vocab_sha256"):
+            raise UserError(f"{dataset.prefix} holds {dataset.dtype} and {first.prefix} {first.dtype} tokens")
+        for name in names:
+            ours, theirs = found.get(name), expected.get(name)
+            if ours != theirs:
+                what = "the vocabulary" if name.startswith("vocab") else name
+                raise UserError(
+                    f"{dataset.prefix} and {first.prefix} differ in {what} ({name} {str(ours)[:12]} and "
+                    f"{str(theirs)[:12]}), so their tokens do not belong into one file; tokenize one of them again"
+                )
+
+
+def _write(datasets: list[IndexedDataset], output: str) -> dict[str, Any]:
+    with IndexedDatasetWriter(output, datasets[0].dtype) as writer:
+        for dataset in datasets:
+            sha256 = writer.add_dataset(dataset)
+            if sha256 != (recorded := dataset.meta.get("bin_sha256", sha256)):
+                raise UserError(
+                    f"{dataset.bin_path} is damaged: its sha256 is {sha256[:12]}, {dataset.meta_path} records "
+                    f"{recorded[:12]}; copy it again or tokenize that part again"
+                )
+        meta = {name: value for name, value in datasets[0].meta.items() if name != "shard"}
+        for name in _SUMMED:
+            if name in meta:
+                meta[name] = sum(dataset.meta[name] for dataset in datasets)
+        meta.setdefault("num_documents", sum(dataset.num_documents for dataset in datasets))
+        meta.setdefault("num_tokens", writer.num_tokens)
+        meta |= {"bin_sha256": writer.bin_sha256}
+        if texts := _texts(datasets):
+            meta["input"] = texts
+        else:
+            meta.pop("input", None)
+        bad_lines = Path(f"{output}.bad_lines.jsonl")
+        joined = bad_lines.with_name(f"{bad_lines.name}.tmp")
+        try:
+            _join_bad_lines(datasets, joined)
+            writer.finalize(meta)
+            if joined.exists():
+                joined.replace(bad_lines)
+            else:
+                bad_lines.unlink(missing_ok=True)
+        finally:
+            joined.unlink(missing_ok=True)
+    return meta
+
+
+def _texts(datasets: list[IndexedDataset]) -> list[str]:
+    """What the tokens were made of; [] where not all files say."""
+    if not all("input" in dataset.meta for dataset in datasets):
+        return []
+    return list(dict.fromkeys(item for dataset in datasets for item in dataset.meta["input"]))
+
+
+def _join_bad_lines(datasets: list[IndexedDataset], output: Path) -> None:
+    lists = [path for dataset in datasets if os.path.exists(path := f"{dataset.prefix}.bad_lines.jsonl")]
+    if lists:
+        with open(output, "wb") as joined:
+            for path in lists:
+                with open(path, "rb") as file:
+                    shutil.copyfileobj(file, joined)

@@ -1,0 +1,553 @@
+"""Text -> token files, by several processes, resumable, with the same bytes whatever the number of processes.
+
+The inputs are cut into pieces (documents.plan_pieces). Each piece becomes a small token file in `PREFIX.pieces/`; when
+all are there they are joined in order into PREFIX.bin, .idx and .json and the folder goes away. A run that was killed
+finds its finished pieces again. A document is one sequence, and its ids depend on its text alone, so neither the
+cutting nor the order of work shows in the result.
+
+A job array does the same over machines: job i of n takes the i-th of n consecutive parts of the pieces and writes
+PREFIX-0000i-of-0000n; merge.py joins them to the bytes that one run would have written.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm_experiments_tools.data.text import hf_datasets
+from lm_experiments_tools.data.text.documents import (
+    BadLine,
+    Piece,
+    Quarantine,
+    no_documents,
+    plan_pieces,
+    read_piece,
+)
+from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
+from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.tokens.indexed import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    check_replaceable,
+    dataset_exists,
+    read_meta,
+    token_dtype,
+    token_prefix,
+    warn_unrecorded,
+)
+from lm_experiments_tools.data.tokens.workers import WorkerEnded, ask, serve, start_worker
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import locked, write_atomic
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1  # raise when the ids of the same text would change: pieces and caches of another format are not reused
+_PIECES_PER_SHARD = 4  # at least, so that shards come out of about equal size
+_SMALLEST_PIECE = 1 << 16
+_BATCH_BYTES = 1 << 18  # text per call into sentencepiece: below this the call itself costs more than 1 %
+
+
+def tokenize_corpus(
+    inputs: Sequence[str],
+    vocab_path: str | os.PathLike,
+    output_prefix: str | os.PathLike,
+    *,
+    workers: int | None = None,
+    append_eos: bool = False,
+    text_key: str = "text",
+    max_bad_lines: int | None = 100,
+    encode_by: str = "line",
+    show_progress: bool | None = None,
+    shard: tuple[int, int] | None = None,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Encode all documents of `inputs` into PREFIX.bin / .idx / .json; returns what PREFIX.json holds.
+
+    Args:
+        inputs: files, folders and Hugging Face dataset names (see documents.py).
+        workers: processes; None takes one for each CPU this process may use.
+        append_eos: end each document with EOS (t5 does not; nanoT5 does).
+        max_bad_lines: how many unusable lines are left out, listed in PREFIX.bad_lines.jsonl, before it is an error
+            (None: any number).
+        encode_by: "line" encodes the lines of a document apart, so that ids do not depend on the document's length and
+            equal those of Hugging Face tokenizers; "document" encodes it whole, as seqio does (25 % faster; a few near
+            ties come out differently, because SentencePiece sums scores in float32).
+        show_progress: a progress bar on stderr; None shows it on a terminal.
+        shard: (i, n) encodes the i-th of n parts, 0 <= i < n, into `shard_prefix(PREFIX, i, n)`.
+        overwrite: replace token files of other inputs, or of another vocabulary.
+
+    Raises:
+        UserError: an input or the vocabulary cannot be read, there is no document, there are too many bad lines, or
+            PREFIX holds something else.
+    """
+    if encode_by not in ("line", "document"):
+        raise UserError(f"encode_by is {encode_by!r}; it can be 'line' or 'document'")
+    if workers is not None and workers < 1:
+        raise UserError(f"workers is {workers}; at least one process has to do the work")
+    vocabulary = Vocabulary.load(vocab_path)
+    encoding = Encoding(os.path.abspath(vocabulary.path), vocabulary.sha256, text_key, append_eos, encode_by)
+    prefix = os.fspath(output_prefix)
+    origin: dict[str, Any] = {"input": [os.path.abspath(item) if os.path.exists(item) else item for item in inputs]}
+    if shard is None:
+        pieces = plan_pieces(inputs)
+    else:
+        pieces, source = _part_of_plan(inputs, *shard, encoding)
+        origin["shard"] = {"number": shard[0], "of": shard[1], "source": source}
+        prefix = shard_prefix(prefix, *shard)
+    folder = Path(f"{prefix}.pieces")
+    with locked(Path(f"{prefix}.lock")):
+        if not overwrite:
+            check_replaceable(prefix, origin["input"], vocabulary.path, vocabulary.sha256)
+        _prepare_folder(folder, _plan_fingerprint(pieces, encoding))
+        with _kept_if_resumable(folder, len(pieces)):
+            jobs = _jobs(pieces, folder)
+            with _progress(pieces, jobs, show_progress) as advance:
+                _run(jobs, encoding, max_bad_lines, workers or len(os.sched_getaffinity(0)), advance)
+            bad_lines = _collect_bad_lines(pieces, folder, f"{prefix}.bad_lines.jsonl", max_bad_lines)
+            if bad_lines.count:
+                logger.warning("%s", bad_lines)
+            meta = _join(pieces, folder, prefix, vocabulary, encoding, origin, bad_lines)
+            shutil.rmtree(folder)
+    return meta
+
+
+def ensure_tokenized(
+    data_path: str | os.PathLike | Sequence[str],
+    vocab_path: str | os.PathLike,
+    cache_dir: str | os.PathLike,
+    **options: Any,
+) -> str:
+    """The token prefix for `data_path`: itself where it is one, else text, tokenized once into `cache_dir`.
+
+    The cache is keyed by names, sizes and modification times of the input files (on the hub, the revision), the
+    vocabulary and the encoding `options` (those of tokenize_corpus). Several processes may ask at once: one works, the
+    others wait and use what it made.
+
+    Raises:
+        UserError: as tokenize_corpus; or the tokens at `data_path` were made with another vocabulary.
+    """
+    if isinstance(data_path, (str, os.PathLike)):
+        if (prefix := token_prefix(data_path)) is not None:
+            check_vocabulary(prefix, vocab_path)
+            warn_unrecorded(prefix, read_meta(prefix))
+            return prefix
+        inputs = [os.fspath(data_path)]
+    else:
+        inputs = list(data_path)
+    vocabulary = Vocabulary.load(vocab_path)
+    encoding = Encoding(
+        os.path.abspath(vocabulary.path),
+        vocabulary.sha256,
+        options.get("text_key", "text"),
+        options.get("append_eos", False),
+        options.get("encode_by", "line"),
+    )
+    key = _plan_fingerprint(plan_pieces(inputs), encoding)[:16]
+    prefix = os.path.join(cache_dir, f"{Path(inputs[0]).name.replace(':', '_')}-{key}")
+    with locked(Path(f"{prefix}.cache.lock")):
+        if not dataset_exists(prefix):
+            tokenize_corpus(inputs, vocab_path, prefix, **options)
+    return prefix
+
+
+def check_vocabulary(prefix: str, vocab_path: str | os.PathLike) -> None:
+    """Refuse token files that record another vocabulary; reads nothing but PREFIX.json and the vocabulary."""
+    meta = read_meta(prefix)
+    made_with = meta.get("vocab_sha256")
+    if made_with is None:  # written by another program: the ids are all there is
+        return
+    vocabulary = Vocabulary.load(vocab_path)
+    if made_with != vocabulary.sha256:
+        raise UserError(
+            f"the tokens {prefix} were made with the vocabulary {meta.get('vocab_file')} (sha256 {made_with[:12]}, "
+            f"{meta.get('vocab_size')} pieces), not with {vocab_path} (sha256 {vocabulary.sha256[:12]}, "
+            f"{vocabulary.num_pieces} pieces); give that vocabulary or tokenize the text again"
+        )
+
+
+def check_run_vocabulary(args: "T5PretrainingArgs") -> None:
+    """Refuse a run whose token files record another vocabulary than its `--vocab`.
+
+    `ensure_tokenized` does it too, but after torch and transformers are imported, which takes many times longer.
+    """
+    needs_train = not (args.validate_only and args.valid_data_path)
+    paths = [*(args.data_path if needs_train else ()), args.valid_data_path]
+    for path in paths if args.vocab is not None else ():
+        prefix = token_prefix(_in_working_dir(args, path)) if path else None
+        if prefix is not None:
+            check_vocabulary(prefix, _in_working_dir(args, args.vocab))
+
+
+def _in_working_dir(args: "T5PretrainingArgs", path: str) -> str:
+    return os.path.normpath(os.path.join(args.working_dir, path))
+
+
+# ---- the plan and its folder ----
+
+
+def shard_prefix(prefix: str, number: int, count: int) -> str:
+    """PREFIX-00003-of-00064: where part `number` (from 0) of `count` goes."""
+    return f"{prefix}-{number:05d}-of-{count:05d}"
+
+
+def _part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Encoding) -> tuple[list[Piece], str]:
+    """The pieces of one of `count` consecutive parts of about equal size, and what identifies the whole.
+
+    Consecutive, so that the parts one after the other are the whole. A part may be empty.
+    """
+    if not count:
+        raise UserError(f"--shard {number}/0 is a part of none: the number after the slash is at least 1")
+    if not 0 <= number < count:
+        raise UserError(
+            f"shard {number}/{count} does not exist: the {count} shards are 0/{count} to {count - 1}/{count}"
+        )
+    pieces = plan_pieces(inputs)
+    size = sum(piece.num_bytes for piece in pieces)
+    if len(pieces) < _PIECES_PER_SHARD * count and size:
+        pieces = plan_pieces(inputs, max(size // (_PIECES_PER_SHARD * count), _SMALLEST_PIECE))
+    average = max(size // len(pieces), 1)  # for shards of a dataset, whose size nobody knows
+    weights = [piece.num_bytes or average for piece in pieces]
+    total, ends = sum(weights), accumulate(weights)
+    own = [
+        piece
+        for piece, weight, end in zip(pieces, weights, ends, strict=True)
+        if (2 * end - weight) * count // (2 * total) == number
+    ]
+    logger.info("shard %d/%d: %d of %d pieces", number, count, len(own), len(pieces))
+    how = asdict(encoding)
+    del how["vocab_path"]
+    whole = [(os.path.basename(piece.path), piece.kind, piece.start, piece.end, piece.num_bytes) for piece in pieces]
+    identities = [hf_datasets.identity(name) for name in _datasets_of(pieces)]
+    return own, hashlib.sha256(json.dumps([FORMAT, whole, identities, how]).encode()).hexdigest()
+
+
+def _datasets_of(pieces: list[Piece]) -> list[str]:
+    return list(dict.fromkeys(piece.path for piece in pieces if piece.kind == "dataset"))
+
+
+def _plan_fingerprint(pieces: list[Piece], encoding: Encoding) -> str:
+    """Changes whenever the tokens could: which bytes are read, and how they are encoded."""
+    stamps = {}
+    for piece in pieces:
+        if piece.kind != "dataset" and piece.path not in stamps:
+            stamps[os.path.abspath(piece.path)] = os.stat(piece.path).st_mtime_ns
+    how = asdict(encoding)
+    del how["vocab_path"]
+    parts = [(os.path.abspath(p.path) if p.kind != "dataset" else p.path, p.kind, p.start, p.end) for p in pieces]
+    identities = [hf_datasets.identity(name, with_times=True) for name in _datasets_of(pieces)]
+    return hashlib.sha256(json.dumps([FORMAT, parts, sorted(stamps.items()), identities, how]).encode()).hexdigest()
+
+
+def _prepare_folder(folder: Path, fingerprint: str) -> None:
+    """Keep the finished pieces of the same plan; start over where text, vocabulary or options changed."""
+    plan = folder / "plan.json"
+    if plan.is_file() and json.loads(plan.read_bytes()).get("fingerprint") == fingerprint:
+        return
+    if folder.exists() and not plan.is_file() and any(folder.iterdir()):
+        raise UserError(
+            f"{folder} holds files that are not ours (no plan.json); move it away or choose another output"
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    write_atomic(plan, json.dumps({"fingerprint": fingerprint}))
+
+
+def _jobs(pieces: list[Piece], folder: Path) -> list[tuple[Piece, str]]:
+    """(piece, its prefix) of those that no earlier run has finished."""
+    numbered = [(piece, _piece_prefix(folder, number)) for number, piece in enumerate(pieces)]
+    jobs = [(piece, path) for piece, path in numbered if not _is_finished(path)]
+    if len(jobs) < len(pieces):
+        logger.info("%d of %d pieces are there from an earlier run", len(pieces) - len(jobs), len(pieces))
+    return jobs
+
+
+@contextmanager
+def _kept_if_resumable(folder: Path, num_pieces: int) -> Iterator[None]:
+    """However the work ends, leave the folder only where a later run would find something in it."""
+    try:
+        yield
+    finally:
+        if folder.exists():
+            prefixes = (_piece_prefix(folder, number) for number in range(num_pieces))
+            if any(_is_finished(path) and IndexedDataset(path).num_documents for path in prefixes):
+                logger.info(
+                    "finished pieces are kept in %s: another run over the same text goes on from there", folder
+                )
+            else:
+                shutil.rmtree(folder)
+
+
+def _piece_prefix(folder: Path, number: int) -> str:
+    return str(folder / f"{number:06d}")
+
+
+def _is_finished(prefix: str) -> bool:
+    if not dataset_exists(prefix):
+        return False
+    try:
+        return "num_documents" in IndexedDataset(prefix).meta
+    except UserError:  # damaged by whatever ended the earlier run: made again
+        return False
+
+
+# ---- one piece ----
+
+
+def tokenize_piece(piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: Encoding, limit: int | None) -> int:
+    """Encode one piece into the token file `prefix`; returns its number of bad lines.
+
+    They go to `prefix`.bad.jsonl, counted from the start of the piece. Above `limit` the piece is left unfinished.
+    """
+    num_documents = total_bytes = batch_bytes = 0
+    batch: list[str] = []
+
+    def flush() -> None:
+        for ids in encode_documents(batch, vocabulary, encoding):
+            writer.add_sequence(ids)
+            writer.end_document()
+        batch.clear()
+
+    quarantine = Quarantine(f"{prefix}.bad.jsonl", None)
+    writer = IndexedDatasetWriter(prefix, token_dtype(vocabulary.size))
+    with writer, closing(quarantine):
+        for item in read_piece(piece, encoding.text_key):
+            if isinstance(item, BadLine):
+                quarantine.add(piece.path, item)
+                if limit is not None and quarantine.count > limit:
+                    writer.abort()
+                    return quarantine.count
+                continue
+            size = num_bytes(item.text)
+            batch.append(item.text)
+            batch_bytes += size
+            total_bytes += size
+            num_documents += 1
+            if batch_bytes > _BATCH_BYTES:
+                flush()
+                batch_bytes = 0
+        flush()
+        quarantine.close()
+        writer.finalize({"num_documents": num_documents, "num_bytes": total_bytes, "bad_lines": quarantine.count})
+    return quarantine.count
+
+
+# ---- all pieces ----
+
+
+def _run(
+    jobs: list[tuple[Piece, str]],
+    encoding: Encoding,
+    limit: int | None,
+    workers: int,
+    advance: Callable[[Piece], None],
+) -> None:
+    """Tokenize (piece, prefix) jobs; returns early where the bad lines of all together pass `limit`."""
+    if min(workers, len(jobs)) <= 1:
+        vocabulary = Vocabulary.load(encoding.vocab_path)
+        num_bad = 0
+        for piece, prefix in jobs:
+            num_bad += tokenize_piece(piece, prefix, vocabulary, encoding, limit)
+            if limit is not None and num_bad > limit:
+                return
+            advance(piece)
+        return
+    pool = _WorkerPool(jobs, encoding, limit, advance)
+    with ThreadPoolExecutor(workers) as threads:
+        running = [threads.submit(pool.serve) for _ in range(min(workers, len(jobs)))]
+        try:
+            wait(running, return_when=FIRST_EXCEPTION)
+        finally:  # also on Ctrl-C
+            pool.stop(kill=any(not future.done() for future in running))
+    for future in running:
+        future.result()
+
+
+class _WorkerPool:
+    """Hands jobs to worker subprocesses, one thread each (`serve`), until all are done, too many bad, or one fails."""
+
+    def __init__(
+        self, jobs: list[tuple[Piece, str]], encoding: Encoding, limit: int | None, advance: Callable[[Piece], None]
+    ):
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        for job in jobs:
+            self._jobs.put(job)
+        self._greeting = {"encoding": asdict(encoding), "limit": limit}
+        self._limit = limit
+        self._advance = advance
+        self._num_bad = 0
+        self._lock = threading.Lock()
+        self._processes: list[subprocess.Popen] = []
+        self._stopped = False
+
+    def stop(self, kill: bool) -> None:
+        """Start no further job; `kill` ends the workers at once, which leaves their pieces unfinished and whole."""
+        with self._lock:
+            self._stopped = True
+            for process in self._processes if kill else ():
+                process.kill()
+
+    def serve(self) -> None:
+        """Run one worker until there is nothing left to do."""
+        with self._lock:
+            if self._stopped:
+                return
+            process = _start_worker()
+            self._processes.append(process)
+        with process:
+            self._ask(process, self._greeting)
+            while not self._stopped:
+                try:
+                    piece, prefix = self._jobs.get_nowait()
+                except queue.Empty:
+                    break
+                answer = self._ask(process, {"piece": asdict(piece), "prefix": prefix})
+                with self._lock:
+                    self._num_bad += answer["bad_lines"]
+                    if self._limit is not None and self._num_bad > self._limit:
+                        self._stopped = True
+                        break
+                    self._advance(piece)
+            process.stdin.close()
+
+    def _ask(self, process: subprocess.Popen, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return ask(process, message)
+        except WorkerEnded as end:
+            if self._stopped:
+                return {"bad_lines": 0}
+            raise UserError(
+                f"a tokenization process ended with exit code {end.returncode} (-9: killed, often for want of memory) "
+                f"at {message.get('piece', {}).get('path', 'its start')}; finished pieces are kept: try again with "
+                f"fewer workers"
+            ) from None
+
+
+def _start_worker() -> subprocess.Popen:
+    return start_worker(__name__)
+
+
+def _worker_main() -> None:
+    """Tokenize piece after piece for a `_WorkerPool`."""
+    settings: dict[str, Any] = {}
+
+    def answer(message: dict[str, Any]) -> dict[str, int]:
+        if "encoding" in message:
+            encoding = Encoding(**message["encoding"])
+            settings.update(encoding=encoding, limit=message["limit"], vocabulary=Vocabulary.load(encoding.vocab_path))
+            return {"bad_lines": 0}
+        return {"bad_lines": tokenize_piece(Piece(**message["piece"]), message["prefix"], **settings)}
+
+    serve(answer)
+
+
+@contextmanager
+def _progress(
+    pieces: list[Piece], jobs: list[tuple[Piece, str]], show: bool | None
+) -> Iterator[Callable[[Piece], None]]:
+    """A function to call with each finished piece: moves a bar of bytes read (pieces, where sizes are not known)."""
+    if not (sys.stderr.isatty() if show is None else show):
+        yield lambda piece: None
+        return
+    from tqdm import tqdm
+
+    known = all(piece.kind != "dataset" for piece in pieces)
+
+    def weight(piece: Piece) -> int:
+        return piece.num_bytes if known else 1
+
+    total, left = sum(map(weight, pieces)), sum(weight(piece) for piece, _ in jobs)
+    unit = "B" if known else "shard"
+    with tqdm(total=total, initial=total - left, unit=unit, unit_scale=known, desc="tokenize") as bar:
+        yield lambda piece: bar.update(weight(piece))
+
+
+# ---- joining ----
+
+
+def _collect_bad_lines(pieces: list[Piece], folder: Path, path: str, limit: int | None) -> Quarantine:
+    """One quarantine file of all pieces, with lines counted from the start of their file; UserError above `limit`."""
+    quarantine = Quarantine(path, limit)
+    where, position, lines = "", 0, 0
+    with closing(quarantine):
+        for number, piece in enumerate(pieces):
+            bad = Path(_piece_prefix(folder, number) + ".bad.jsonl")
+            if not bad.is_file():
+                continue
+            if piece.path != where:
+                where, position, lines = piece.path, 0, 0
+            if piece.kind != "dataset":
+                lines += _count_newlines(piece.path, position, piece.start)
+                position = piece.start
+            for line in bad.read_text(encoding="utf-8").splitlines():
+                record = json.loads(line)
+                quarantine.add(piece.path, BadLine(lines + record["line"], record["reason"], record["content"]))
+    return quarantine
+
+
+def _count_newlines(path: str, start: int, end: int) -> int:
+    count = 0
+    with open(path, "rb") as file:
+        file.seek(start)
+        while start < end and (block := file.read(min(1 << 20, end - start))):
+            count += block.count(b"\n")
+            start += len(block)
+    return count
+
+
+def _join(
+    pieces: list[Piece],
+    folder: Path,
+    prefix: str,
+    vocabulary: Vocabulary,
+    encoding: Encoding,
+    origin: dict[str, Any],
+    bad_lines: Quarantine,
+) -> dict[str, Any]:
+    """Write the final files out of the finished pieces, in order; returns what the sidecar holds."""
+    num_documents = num_bytes = 0
+    with IndexedDatasetWriter(prefix, token_dtype(vocabulary.size)) as writer:
+        for number in range(len(pieces)):
+            part = IndexedDataset(_piece_prefix(folder, number))
+            writer.add_dataset(part)
+            num_documents += part.meta["num_documents"]
+            num_bytes += part.meta["num_bytes"]
+        if not num_documents and "shard" not in origin:
+            writer.abort()
+            paths = list(dict.fromkeys(piece.path for piece in pieces))
+            raise no_documents(paths, bad_lines.count, bad_lines.first, bad_lines.path)
+        meta = {
+            "vocab_sha256": vocabulary.sha256,
+            "vocab_file": encoding.vocab_path,
+            "vocab_size": vocabulary.num_pieces,
+            "num_documents": num_documents,
+            "num_tokens": writer.num_tokens,
+            "num_bytes": num_bytes,
+            "append_eos": encoding.append_eos,
+            "encode_by": encoding.encode_by,
+            "text_key": encoding.text_key,
+            "dtype": writer.dtype.name,
+            "bin_sha256": writer.bin_sha256,
+            **origin,
+            "bad_lines": bad_lines.count,
+        }
+        writer.finalize(meta)
+    return meta
+
+
+if __name__ == "__main__":
+    _worker_main()

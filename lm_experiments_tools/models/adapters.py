@@ -1,0 +1,282 @@
+"""Parameter-efficient fine-tuning through peft: little is trained beside a frozen model, and only that is saved.
+
+    lora           low-rank matrices added to linear layers            adapter_model.safetensors: lora_A, lora_B
+    prompt_tuning  a soft prompt before the input embeddings           prompt_embeddings
+    prefix_tuning  soft keys and values before those of every layer    prompt_embeddings
+    new_tokens     the embeddings of tokens added to the vocabulary    trainable_tokens_delta
+
+The head of a classifier is trained and saved besides. What is saved loads by `peft.PeftModel.from_pretrained(base,
+folder)`; for new_tokens the base model is given the new rows first (`resize_token_embeddings(len(tokenizer))`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lm_experiments_tools.checkpoint.adapter_files import (
+    DEFAULT_ADAPTER,
+    ensemble_folders,
+    read_adapter_into,
+    saved_by_name,
+)
+from lm_experiments_tools.config.finetuning import MemoryArgs
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.modules.prompt_ensemble import PromptEnsemble, generate_after_prompts
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lm_experiments_tools.config.finetuning import FinetuningArgs
+
+logger = logging.getLogger(__name__)
+
+TASK_TYPES = {"encoder": "SEQ_CLS", "encoder-decoder": "SEQ_2_SEQ_LM", "decoder": "CAUSAL_LM"}
+KINDS = {
+    "lora": "LORA",
+    "prompt_tuning": "PROMPT_TUNING",
+    "prefix_tuning": "PREFIX_TUNING",
+    "new_tokens": "TRAINABLE_TOKENS",
+}
+# Layers for LoRA in our models, as peft has them for transformers'.
+LORA_TARGETS = {"lm_experiments_t5": ["q", "v"], "lm_experiments_bert": ["query", "value"]}
+_COMMON_WORDS = 5000  # words that prompts start from: Lester et al. 2021, section 3.2
+_NEW_TOKEN = re.compile(r"<prompt_\d+>")
+_NAMES_SHOWN = 12
+
+
+def check_peft(flag: str) -> None:
+    """Raises UserError where peft is not installed."""
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"{flag} needs the package peft ({error}): pip install peft") from error
+
+
+# ---- putting an adapter on a model ----------------------------------------------------------------------------------
+def add_adapter(
+    model: PreTrainedModel,
+    args: FinetuningArgs,
+    tokenizer: PreTrainedTokenizerBase,
+    base_name: str | None,
+    new_weights: Sequence[str],
+) -> PeftModel:
+    """The frozen `model` with a new adapter of kind `--peft`; what it draws at random depends on --seed alone.
+
+    Args:
+        base_name: Hub name or folder of `model`, which the adapter notes.
+        new_weights: names of weights of `model` that no file has; they are trained and saved too.
+
+    Raises:
+        UserError: LoRA targets match no layer, or the kind is not for this model.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(args.seed)
+        config = _config(model, args, tokenizer, heads_of(model, args.model_type, new_weights))
+        config.base_model_name_or_path = base_name
+        if args.num_prompts > 1:
+            words = [prompt_words(args, tokenizer, args.num_virtual_tokens) for _ in range(args.num_prompts)]
+            starts = [_rows(model, some) for some in words]
+            return _ensemble(model, torch.stack(starts), config, args.model_type, new_weights)
+        adapted = _wrapped(model, config, args)
+        if args.peft == "prompt_tuning":
+            words = prompt_words(args, tokenizer, config.num_virtual_tokens)
+            _start_from(adapted.prompt_encoder[DEFAULT_ADAPTER].embedding.weight, _rows(model, words))
+        elif args.peft == "new_tokens":
+            words = prompt_words(args, tokenizer, args.num_virtual_tokens)
+            _start_from(_token_delta(adapted), _rows(model, words))
+    _train_heads(adapted, args.model_type, new_weights)
+    return adapted
+
+
+def load_adapted(model: PreTrainedModel, path: Path, args: FinetuningArgs) -> PeftModel:
+    """`model` with the adapter in a folder, to be trained further. Raises UserError."""
+    from peft import PeftConfig
+
+    folders = ensemble_folders(path)
+    config = PeftConfig.from_pretrained(str(path / folders[0] if folders else path))
+    if args.peft is not None and config.peft_type != KINDS[args.peft]:
+        raise UserError(
+            f"--peft {args.peft} does not fit the adapter in {path}, which is {config.peft_type}: leave --peft out."
+        )
+    _refuse_other_settings(args, path, config, len(folders) or 1)
+    config.inference_mode = False
+    if config.peft_type == KINDS["prompt_tuning"]:
+        config.prompt_tuning_init = "RANDOM"  # overwritten by the file
+    new_weights = list(saved_by_name(path / folders[0] if folders else path))
+    if folders:
+        start = torch.zeros(len(folders), config.num_virtual_tokens, model.get_input_embeddings().embedding_dim)
+        adapted = _ensemble(model, start, config, args.model_type, new_weights)
+    else:
+        adapted = _wrapped(model, config, args)
+        _train_heads(adapted, args.model_type, new_weights)
+    read_adapter_into(adapted, path)
+    return adapted
+
+
+def _refuse_other_settings(args: FinetuningArgs, path: Path, config: PeftConfig, num_prompts: int) -> None:
+    """What a saved adapter is cannot be changed: flags that say otherwise would be ignored."""
+    if args.freeze:
+        raise UserError(f"--freeze: everything under the adapter in {path} is frozen already; leave the flag out.")
+    targets, tokens = getattr(config, "target_modules", None), getattr(config, "token_indices", None)
+    saved = {
+        "lora_r": getattr(config, "r", None),
+        "lora_alpha": getattr(config, "lora_alpha", None),
+        "lora_dropout": getattr(config, "lora_dropout", None),
+        "lora_targets": tuple(sorted(targets or ())),
+        "num_virtual_tokens": len(tokens) if tokens is not None else getattr(config, "num_virtual_tokens", None),
+        "num_prompts": num_prompts,
+        "prompt_init_text": None,
+    }
+    given = {name: getattr(args, name) for name in saved if getattr(args, name) != getattr(MemoryArgs, name)}
+    given = {name: tuple(sorted(value)) if isinstance(value, tuple) else value for name, value in given.items()}
+    other = [f"--{name} ({saved[name]} there)" for name, value in given.items() if value != saved[name]]
+    if other:
+        raise UserError(
+            f"{', '.join(other)} cannot change the adapter in {path}: leave it out, or start a new adapter on its "
+            "base model."
+        )
+
+
+def _ensemble(
+    model: PreTrainedModel, start: Tensor, config: PeftConfig, model_type: str, new_weights: Sequence[str]
+) -> PromptEnsemble:
+    ensemble = PromptEnsemble(model, start, config)
+    _train_parts(model, heads_of(model, model_type, new_weights))
+    return ensemble
+
+
+def _wrapped(model: PreTrainedModel, config: PeftConfig, args: FinetuningArgs) -> PeftModel:
+    from peft import get_peft_model
+
+    if args.gradient_checkpointing and config.peft_type == KINDS["prefix_tuning"]:
+        raise UserError(
+            "--peft prefix_tuning does not work with --gradient_checkpointing: its keys and values are a cache, which "
+            "layers that are computed again would extend again; leave one of them out, or use prompt_tuning."
+        )
+    try:
+        adapted = get_peft_model(model, config)
+    except (ValueError, KeyError, AttributeError) as error:
+        if config.peft_type == KINDS["lora"]:
+            raise _no_lora_target(model, args) from error
+        raise UserError(
+            f"peft cannot put {config.peft_type} on {type(model).__name__}: {' '.join(str(error).split())}"
+        ) from error
+    if config.peft_type == KINDS["prompt_tuning"] and config.task_type == TASK_TYPES["decoder"]:
+        if "inputs_embeds" in inspect.signature(model.prepare_inputs_for_generation).parameters:
+            adapted.generate = MethodType(_generate_after_prompt, adapted)
+    return adapted
+
+
+def _generate_after_prompt(self: PeftModel, input_ids: Tensor, **options: Any) -> Tensor:
+    """In the place of peft's `generate`, which drops positions: padding on the left would shift a decoder's."""
+    return generate_after_prompts(self.get_base_model(), self.get_prompt(batch_size=1), input_ids, **options)
+
+
+def _config(
+    model: PreTrainedModel, args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase, heads: list[str]
+) -> PeftConfig:
+    import peft
+
+    task_type, count = TASK_TYPES[args.model_type], args.num_virtual_tokens
+    if args.peft == "lora":
+        targets: Any = list(args.lora_targets) or LORA_TARGETS.get(model.config.model_type)
+        return peft.LoraConfig(
+            task_type=task_type,
+            r=args.lora_r,
+            lora_alpha=args.lora_alpha,
+            lora_dropout=args.lora_dropout,
+            target_modules="all-linear" if targets == ["all-linear"] else targets,
+            modules_to_save=heads or None,
+        )
+    if args.peft == "prompt_tuning":  # one prompt, of the encoder: with 2 submodules peft adds one nobody reads
+        return peft.PromptTuningConfig(task_type=task_type, num_virtual_tokens=count, num_transformer_submodules=1)
+    if args.peft == "prefix_tuning":
+        return peft.PrefixTuningConfig(task_type=task_type, num_virtual_tokens=count)
+    ids = tokenizer.convert_tokens_to_ids(new_token_names(args))
+    return peft.TrainableTokensConfig(task_type=task_type, token_indices=ids)
+
+
+def heads_of(model: PreTrainedModel, model_type: str, new_weights: Sequence[str]) -> list[str]:
+    """Modules that a classifier has to learn: those beside its body, and a pooler that is new."""
+    if model_type != "encoder":
+        return []
+    heads = [n for n, m in model.named_children() if n != model.base_model_prefix and list(m.parameters())]
+    return heads + (["pooler"] if any(".pooler." in name for name in new_weights) else [])
+
+
+def _train_heads(adapted: PeftModel, model_type: str, new_weights: Sequence[str]) -> None:
+    """LoRA keeps trained copies of the heads itself; beside other kinds of adapter the model's own are trained."""
+    if adapted.peft_config[DEFAULT_ADAPTER].peft_type == KINDS["lora"]:
+        return
+    base = adapted.get_base_model()
+    _train_parts(base, heads_of(base, model_type, new_weights))
+
+
+def _train_parts(base: nn.Module, names: list[str]) -> None:
+    for name, parameter in base.named_parameters():
+        words = name.split(".")
+        if "original_module" not in words and any(word in names for word in words):  # peft itself copies some heads
+            parameter.requires_grad_(True)
+
+
+def _no_lora_target(model: nn.Module, args: FinetuningArgs) -> UserError:
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    last = sorted({name.rpartition(".")[2] for name in linear})
+    known = f"its linear layers are called {', '.join(last[:_NAMES_SHOWN])}"
+    if not args.lora_targets:
+        return UserError(
+            f"--peft lora: peft does not know which layers of a {model.config.model_type} model to take: name them by "
+            f"--lora_targets ({known})."
+        )
+    return UserError(
+        f"--lora_targets {' '.join(args.lora_targets)}: no layer of {type(model).__name__} has such a name; {known}."
+    )
+
+
+# ---- prompts and new tokens -----------------------------------------------------------------------------------------
+def new_token_names(args: FinetuningArgs) -> list[str]:
+    """The tokens of `--peft new_tokens`; `load_tokenizer` adds them."""
+    return [f"<prompt_{number}>" for number in range(args.num_virtual_tokens)]
+
+
+def new_token_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text that every source has to begin with: the tokens of `--peft new_tokens`; without them nothing."""
+    added = tokenizer.get_added_vocab()
+    return "".join(sorted((token for token in added if _NEW_TOKEN.fullmatch(token)), key=added.__getitem__))
+
+
+def prompt_words(args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase, count: int) -> list[int]:
+    """Ids of the words that a prompt of `count` tokens starts from: those of --prompt_init_text, repeated until they
+    are enough, or random ones of the 5000 most common (the first of a vocabulary, marks left out)."""
+    if args.prompt_init_text:
+        ids = tokenizer(args.prompt_init_text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise UserError("--prompt_init_text has no tokens: give a text, or leave it out for random words.")
+        return (ids * -(-count // len(ids)))[:count]
+    marks = set(tokenizer.all_special_ids) | set(tokenizer.convert_tokens_to_ids(new_token_names(args)))
+    words = (i for i in range(len(tokenizer)) if i not in marks and tokenizer.convert_ids_to_tokens(i)[:1] not in "<[")
+    common = [word for word, _ in zip(words, range(_COMMON_WORDS), strict=False)]
+    return [common[i] for i in torch.randint(len(common), (count,)).tolist()]
+
+
+def _rows(model: PreTrainedModel, words: list[int]) -> Tensor:
+    return model.get_input_embeddings().weight[words].detach().float()
+
+
+def _start_from(parameter: nn.Parameter, values: Tensor) -> None:
+    with torch.no_grad():
+        parameter.copy_(values)
+
+
+def _token_delta(adapted: PeftModel) -> nn.Parameter:
+    return next(p for name, p in adapted.named_parameters() if "trainable_tokens_delta" in name)

@@ -1,0 +1,367 @@
+"""Models by name, configurations from JSON presets, and what a model must satisfy before it is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import read_json
+from lm_experiments_tools.modules.user_classes import nearest_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+PRESET_FOLDER = Path(__file__).resolve().parents[2] / "models_configs"
+
+# Keys that configuration files on the Hugging Face Hub carry and that say nothing about the model's mathematics.
+HUB_KEYS = {
+    "_name_or_path",
+    "architectures",
+    "model_type",
+    "n_ctx",
+    "n_positions",
+    "output_past",
+    "task_specific_params",
+}
+# What every PreTrainedConfig takes though its dataclass has no field for it.
+GENERAL_KEYS = {
+    "attn_implementation",
+    "bos_token_id",
+    "decoder_start_token_id",
+    "dtype",
+    "tie_word_embeddings",
+    "torch_dtype",
+}
+# What `build_model` makes of a model of transformers (`attention.huggingface.enable`).
+SPARSE_KEYS = {"sparse_config_cls", "sparse_attention"}
+# Keys of the Hub's older files that transformers has given up, with the one value that changes nothing.
+INERT_VALUES = {"gradient_checkpointing": False, "position_embedding_type": "absolute"}
+# What only a class of our own varies.
+OWN_KEYS = {
+    "modeling_bert.modeling_bert:BertForPreTraining": {
+        "last_layer_norm",
+        "position_embedding_type",
+        "pre_layer_norm",
+        "relative_attention_num_buckets",
+        "relative_last_bucket_distance",
+        "rotary_base",
+        "rotary_dim",
+    },
+    "modeling_t5:T5ForConditionalGeneration": {
+        "cross_entropy_chunk_size",
+        "decoder_cross_attention_layer",
+        "decoder_self_attention_layer",
+        "encoder_self_attention_layer",
+        "fp32_residual",
+        "keep_in_fp32",
+        "label_smoothing",
+        "num_cdq_heads",
+        "num_memory_tokens",
+        "position_embedding_type",
+        "relative_attention_bias_per_layer",
+        "rotary_base",
+        "rotary_dim",
+        "z_loss",
+    },
+}
+
+
+def list_presets() -> dict[str, Path]:
+    """Name -> file of every shipped model configuration, e.g. `t5-small`."""
+    return {path.stem: path for path in sorted(PRESET_FOLDER.glob("*/*.json"))}
+
+
+def load_model_config(path_or_preset: str | Path, config_cls: type | None = None) -> PreTrainedConfig:
+    """A model configuration from a JSON file, in which a key `base` names the file it differs from.
+
+    T5Config overwrites `tie_word_embeddings: false` with true (transformers 5); here the returned object says what the
+    file says, so build the model with `build_model`, which ties what must be tied and nothing else.
+
+    Args:
+        path_or_preset: a JSON file, or the name of a shipped preset (`t5-small`; see `list_presets`).
+        config_cls: the model's `config_class`; None takes transformers' class for the file's `model_type`.
+
+    Raises:
+        UserError: no such file, broken JSON, a circular `base`, a `model_type` that is not config_cls's, a key the
+            configuration does not have (the nearest one is named), or a value it refuses.
+    """
+    path = _find_config(path_or_preset)
+    values = _read_with_base(path, seen=())
+    config_cls = config_cls or _config_class(values.get("model_type"), path)
+    kinds = [getattr(cls, name, None) for cls in config_cls.__mro__ for name in ("model_type", "variant_type")]
+    if values.get("model_type", kinds[0]) not in kinds:
+        raise UserError(
+            f"{path} describes a '{values['model_type']}' model, but {config_cls.__name__} is a '{kinds[0]}'"
+            f"{_class_for(values['model_type'])}."
+        )
+    known = _known_keys(config_cls)
+    inert = {key for key, value in INERT_VALUES.items() if key not in known and values.get(key) == value}
+    values = {key: value for key, value in values.items() if key not in inert}
+    for key in values:
+        if key not in known:
+            raise UserError(f"{path}: {config_cls.__name__} has no '{key}'{_who_knows(key, known, kinds)}.")
+
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        config = config_cls(**{key: value for key, value in values.items() if key != "model_type"})
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise UserError(f"{path} is refused by {config_cls.__name__}: {' '.join(str(error).split())}") from error
+    if "tie_word_embeddings" in values:
+        config.tie_word_embeddings = values["tie_word_embeddings"]
+    return config
+
+
+def build_model(model_cls: type, config: PreTrainedConfig, *, seed: int) -> PreTrainedModel:
+    """A model with random weights that depend only on the class, the configuration and `seed`.
+
+    The global random state is left as it was. With `config.tie_word_embeddings` False exactly the output layer is
+    untied. That is not what a bare `model_cls(config)` does for transformers' T5: there the same attribute also gives
+    encoder and decoder an embedding each, 33 M parameters too many in v1.1 small. Such a model is saved with
+    `"tie_word_embeddings": false` and both matrices; `from_pretrained` of transformers 5 reads this as "do not scale
+    the decoder's output", and leaves the output layer untied because the two saved matrices differ.
+
+    The initial values are those of the class. Note that transformers draws an untied T5 output layer with standard
+    deviation 1, so the first losses of such a model are near 100, not near ln(vocabulary).
+
+    A model of transformers whose configuration names a layout (`sparse_config_cls`, `sparse_attention`) gets
+    block-sparse attention; see `attention.huggingface.enable`.
+
+    Raises:
+        UserError: the class refuses the configuration, or there is no such attention implementation or layout.
+    """
+    is_converted = takes_our_attention(config)
+    generator = torch.random.default_generator  # the CPU's alone, which is where models are initialised
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        model = model_cls(config)
+    except (TypeError, ValueError, AttributeError, ImportError) as error:
+        raise UserError(
+            f"{model_cls.__name__} refuses this {type(config).__name__}: {' '.join(str(error).split())}"
+        ) from error
+    finally:
+        generator.set_state(state)
+    if getattr(config, "tie_word_embeddings", None) is False and getattr(model, "_tied_weights_keys", None):
+        untie_only_output(model)
+    if is_converted:
+        from lm_experiments_tools.attention.huggingface import enable
+
+        enable(model)
+    return model
+
+
+def takes_our_attention(config: PreTrainedConfig) -> bool:
+    """Whether the model is to be converted to block-sparse attention, whose name transformers then knows."""
+    from transformers import AttentionInterface
+
+    name = getattr(config, "_attn_implementation", None)
+    named = [key for key in sorted(SPARSE_KEYS) if getattr(config, key, None) is not None]
+    reads_them_itself = SPARSE_KEYS <= _own_keys(type(config))
+    if name == "block_sparse" or (name is None and named):
+        import lm_experiments_tools.attention.huggingface  # noqa: F401 - registers the name
+
+        return not reads_them_itself
+    if named and not reads_them_itself:
+        raise UserError(f'attn_implementation "{name}" would ignore {" and ".join(named)}: leave it out.')
+    known = sorted({"eager", *AttentionInterface().valid_keys()} - {"block_sparse", "block_sparse_with_weights"})
+    if name is not None and name not in known and "/" not in str(name):  # with a slash: a kernel of the Hub
+        raise UserError(f'There is no attn_implementation "{name}"; there are block_sparse, {", ".join(known)}.')
+    return False
+
+
+def enable_checkpointing(model: nn.Module) -> None:
+    """Recompute activations in the backward pass.
+
+    Without re-entrance, gradients reach an adapter though no input of the checkpointed layers has one.
+
+    Raises:
+        UserError: the model cannot.
+    """
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise UserError(f"--gradient_checkpointing: {type(model).__name__} does not support it; leave it out.")
+    # transformers' name for it since 5.23, which warns of the old one; a user's own model may have the old one alone
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+DROPOUTS = ("dropout_rate", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
+DROPOUTS += ("embd_pdrop", "attn_pdrop", "resid_pdrop", "activation_dropout")
+HEAD_DROPOUTS = ("classifier_dropout", "seq_classif_dropout")  # None: as the hidden layers'
+
+
+def set_dropout(config: PreTrainedConfig, rate: float) -> None:
+    """Set every dropout probability of the model. Raises UserError where there is none."""
+    names = [name for name in (*DROPOUTS, *HEAD_DROPOUTS) if getattr(config, name, None) is not None]
+    if not names:
+        raise UserError(f"--dropout_rate: {type(config).__name__} has no dropout to set; leave the flag out")
+    for name in names:
+        setattr(config, name, rate)
+
+
+def first_position(model: nn.Module) -> int:
+    """The row of the position embeddings that the first token has: RoBERTa and its like leave out those up to
+    padding's."""
+    tables = [m for name, m in model.named_modules() if name.rpartition(".")[2] == "position_embeddings"]
+    return max((m.padding_idx + 1 for m in tables if getattr(m, "padding_idx", None) is not None), default=0)
+
+
+def check_positions(config: PreTrainedConfig, length: int, of_what: str, first: int = 0) -> None:
+    """Refuse inputs longer than the model has positions, which would be an index error in the middle of a run.
+
+    Relative and rotary positions have no such end.
+
+    Args:
+        length: most positions of an input.
+        of_what: which flags say so, for the message.
+        first: `first_position` of the model, where it may not be 0.
+
+    Raises:
+        UserError: with both numbers.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    kind = getattr(config, "position_embedding_type", "absolute")
+    bounded = kind in ("absolute", "relative_key", "relative_key_query") and not hasattr(config, "rope_parameters")
+    if bounded and positions is not None and length > positions - first:
+        unused = f" less the {first} that it leaves unused" if first else ""
+        raise UserError(
+            f"{of_what} is more than the {positions - first} positions of the model (max_position_embeddings in its "
+            f"configuration{unused}): shorten it, or choose a model with more."
+        )
+
+
+def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int) -> int:
+    """How many rows of the embedding the vocabulary leaves unused (padding to a round number is usual).
+
+    Args:
+        config: has `vocab_size`, the rows of the embedding.
+        vocabulary_size: number of ids the tokenizer can produce, sentinels included.
+
+    Raises:
+        UserError: the vocabulary has ids beyond the embedding, which would be an index error in the middle of a run.
+    """
+    slack = config.vocab_size - vocabulary_size
+    if slack < 0:
+        rounded = -(-vocabulary_size // 128) * 128
+        raise UserError(
+            f"The vocabulary has {vocabulary_size} ids but the model's embedding only {config.vocab_size} rows: set "
+            f"vocab_size in the model configuration to at least {vocabulary_size} (e.g. {rounded})."
+        )
+    return slack
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterCount:
+    """Numbers of parameters, each shared matrix counted once."""
+
+    total: int
+    trainable: int
+    embedding: int  # the token table, and the output layer where it is a matrix of its own
+
+
+def num_parameters(model: nn.Module) -> ParameterCount:
+    """Count the parameters of a model (on any device, meta included)."""
+    parameters = list(model.parameters())
+    tables = [
+        getter()
+        for getter in (getattr(model, "get_input_embeddings", None), getattr(model, "get_output_embeddings", None))
+        if getter is not None
+    ]
+    embedding = {table.weight for table in tables if table is not None}
+    return ParameterCount(
+        total=sum(number_of(p) for p in parameters),
+        trainable=sum(number_of(p) for p in parameters if p.requires_grad),
+        embedding=sum(number_of(p) for p in embedding),
+    )
+
+
+def number_of(parameter: torch.Tensor) -> int:
+    """Values of a parameter, of one that ZeRO-3 holds in slices too, which is empty on its own."""
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
+def _who_knows(key: str, known: set[str], kinds: list[str | None]) -> str:
+    """Where an unknown key of a configuration belongs: to a model class of our own, or to a mistyped name."""
+    for model_cls, keys in OWN_KEYS.items():
+        if key in keys and any(model_cls.startswith(f"modeling_{kind}") for kind in kinds):
+            return f", which --model_cls {model_cls} understands"
+    return nearest_names(key, known)
+
+
+def _class_for(model_type: str) -> str:
+    """The class of transformers that pre-trains models of this kind, as advice."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_PRETRAINING_MAPPING
+
+    if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_PRETRAINING_MAPPING:
+        return ""
+    model_cls = MODEL_FOR_PRETRAINING_MAPPING[CONFIG_MAPPING[model_type]]
+    return f"; --model_cls transformers:{model_cls.__name__} takes it"
+
+
+def _find_config(path_or_preset: str | Path) -> Path:
+    path = Path(path_or_preset)
+    if path.is_file():
+        return path
+    presets = list_presets()
+    name = str(path_or_preset)
+    if name in presets:
+        return presets[name]
+    hint = nearest_names(path.stem, presets) or f"; presets are {', '.join(presets)}"
+    raise UserError(f"'{name}' is neither a model configuration file nor a preset{hint}.")
+
+
+def _read_with_base(path: Path, seen: tuple[Path, ...]) -> dict:
+    """The file's values over those of its base; `seen` holds the files that led here."""
+    path = path.resolve()
+    if path in seen:
+        raise UserError(f"'base' goes round in a circle: {' -> '.join(p.name for p in (*seen, path))}.")
+    values = read_json(path, "an object with the model's settings")
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise UserError(f"{path}: 'base' must be a file name or a preset, not {base!r}.")
+    beside = path.parent / base
+    base_path = beside if beside.is_file() else list_presets().get(base.removesuffix(".json"))
+    if base_path is None:
+        raise UserError(f"{path}: its base '{base}' is neither a file beside it nor a preset.")
+    return {**_read_with_base(base_path, (*seen, path)), **values}
+
+
+def _config_class(model_type: str | None, path: Path) -> type:
+    from transformers import CONFIG_MAPPING
+
+    if model_type is None:
+        raise UserError(f"{path} has no 'model_type' (e.g. t5), so the kind of model is unknown.")
+    if model_type not in CONFIG_MAPPING:
+        near = nearest_names(model_type, CONFIG_MAPPING.keys())
+        raise UserError(f"{path}: transformers has no model_type '{model_type}'{near}.")
+    return CONFIG_MAPPING[model_type]
+
+
+def _own_keys(config_cls: type) -> set[str]:
+    return {key for key in vars(config_cls()) if not key.startswith("_")}
+
+
+def _known_keys(config_cls: type) -> set[str]:
+    aliases = set(getattr(config_cls, "attribute_map", {}))
+    return _own_keys(config_cls) | aliases | HUB_KEYS | GENERAL_KEYS | SPARSE_KEYS
+
+
+def untie_only_output(model: PreTrainedModel) -> None:
+    """Restore, for this instance, every tie of its class except that of the output layer.
+
+    The instance's own table of ties makes it last: `resize_token_embeddings` and `tie_weights` read it.
+    """
+    output = model.get_output_embeddings()
+    names = {name for name, p in model.named_parameters(remove_duplicate=False) if output and p is output.weight}
+    model._tied_weights_keys = {t: source for t, source in model._tied_weights_keys.items() if t not in names}
+    model.config.tie_word_embeddings = True  # only so that transformers ties at all
+    model.tie_weights()
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=False)
+    model.config.tie_word_embeddings = False

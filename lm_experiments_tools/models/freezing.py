@@ -1,0 +1,136 @@
+"""Parts of a model, by parameter: what is frozen, and what a summary counts."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models.build import number_of
+
+PARTS = ("embeddings", "encoder", "decoder", "head", "adapter")
+_ADAPTER_WORDS = ("lora_", "prompt_encoder", "trainable_tokens_delta", "prompts")
+_POSITIONS = ("wpe", "embed_positions", "position_embeddings")
+_NEAR = 3
+
+
+def part_of_parameters(model: nn.Module) -> dict[str, str]:
+    """Name of each parameter (a tied one under its first name) -> its part.
+
+    embeddings: tables of tokens and positions with what normalises them. A table that encoder, decoder and output
+    layer share is here and in no other part. encoder, decoder: the layers. head: what stands on them, a pooler
+    included. adapter: what peft added.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    embedding = {id(p) for p in base.get_input_embeddings().parameters()}
+    layers = {id(p): part for part, module in _bodies(base).items() for p in module.parameters()}
+    found = {}
+    for name, parameter in model.named_parameters():
+        words = name.split(".")
+        if any(word.startswith(_ADAPTER_WORDS) for word in words):
+            part = "adapter"
+        elif id(parameter) in embedding or "embeddings" in words or any(word in _POSITIONS for word in words):
+            part = "embeddings"
+        else:
+            part = "head" if "pooler" in words else layers.get(id(parameter), "head")
+        found[name] = part
+    return found
+
+
+def _bodies(base: nn.Module) -> dict[str, nn.Module]:
+    if base.config.is_encoder_decoder:
+        return {"encoder": base.get_encoder(), "decoder": base.get_decoder()}
+    body = getattr(base, base.base_model_prefix, base)
+    return {"decoder" if base.can_generate() else "encoder": body}
+
+
+def freeze(model: nn.Module, what: Sequence[str]) -> None:
+    """Take parts (encoder, decoder, embeddings, head) or patterns of parameter names ("*.layer.0.*") out of training.
+
+    `--freeze encoder` leaves an embedding that the decoder shares to be trained; name embeddings too to freeze it. A
+    tied parameter is frozen by any of its names.
+
+    Raises:
+        UserError: nothing has such a name, or nothing would be left to train.
+    """
+    parts = part_of_parameters(model)
+    parameters = dict(model.named_parameters())
+    every = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in what:
+        if pattern in PARTS:
+            chosen = [parameters[name] for name, part in parts.items() if part == pattern]
+        else:
+            chosen = [every[name] for name in fnmatch.filter(every, pattern)]
+        if not chosen:
+            raise UserError(f"--freeze {pattern}: {_nothing(model, pattern, parts, list(every))}.")
+        for parameter in chosen:
+            parameter.requires_grad_(False)
+    if what and not any(p.requires_grad for p in parameters.values()):
+        raise UserError(f"--freeze {' '.join(what)} leaves nothing to train: freeze less, or add --peft to a model.")
+
+
+def _nothing(model: nn.Module, pattern: str, parts: dict[str, str], names: list[str]) -> str:
+    name = type(model).__name__
+    if pattern in PARTS:
+        return f"{name} has no {pattern}; its parts are {', '.join(sorted(set(parts.values())))}"
+    near = difflib.get_close_matches(pattern, [*names, *PARTS], n=_NEAR, cutoff=0.0)
+    hint = "" if "*" in pattern else " (a pattern has to match a whole name: begin and end it with *)"
+    return f"no parameter of {name} has such a name{hint}; near it are {', '.join(near)}"
+
+
+@dataclass(frozen=True)
+class PartSummary:
+    """Parameters of a part, those trained of them, and the bytes that hold them."""
+
+    total: int = 0
+    trainable: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: PartSummary) -> PartSummary:
+        return PartSummary(self.total + other.total, self.trainable + other.trainable, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """Parameters by part; `str` gives a table."""
+
+    parts: dict[str, PartSummary]
+
+    @property
+    def all(self) -> PartSummary:
+        return sum(self.parts.values(), PartSummary())
+
+    def __str__(self) -> str:
+        rows = [("", "parameters", "trained", "MiB")]
+        for name, part in [*self.parts.items(), ("all", self.all)]:
+            rows.append((name, f"{part.total:,}", f"{part.trainable:,}", f"{part.bytes / 2**20:,.1f}"))
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in range(1, 4))]).rstrip()
+            for row in rows
+        ]
+        return "\n".join(lines)
+
+    def line(self) -> str:
+        """The whole in one line, for a log."""
+        whole = self.all
+        share = 100 * whole.trainable / max(1, whole.total)
+        size = whole.bytes / 2**20
+        return f"{whole.total:,} parameters in {size:,.1f} MiB, {whole.trainable:,} trained ({share:.3g} %)"
+
+
+def summary(model: nn.Module) -> ModelSummary:
+    """Parameters of a model by part: all, those that are trained, and bytes as they are held (quantised ones too)."""
+    parts = {part: PartSummary() for part in PARTS}
+    of = part_of_parameters(model)
+    for name, parameter in model.named_parameters():
+        state = getattr(parameter, "quant_state", None)  # 4-bit weights lie two in a byte, their scales beside them
+        count = number_of(parameter) if state is None else state.shape.numel()
+        scales = [t for t in (getattr(state, "absmax", None), getattr(parameter, "SCB", None)) if t is not None]
+        size = sum(number_of(t) * t.element_size() for t in (parameter, *scales))
+        parts[of[name]] += PartSummary(count, count if parameter.requires_grad else 0, size)
+    return ModelSummary({part: found for part, found in parts.items() if found.total})

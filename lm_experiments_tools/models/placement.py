@@ -1,0 +1,146 @@
+"""How the weights of a model are held: in 8 or 4 bits, on several devices, or with the embeddings in main memory."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import read_json
+from lm_experiments_tools.modules.host_embedding import HostEmbedding
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from lm_experiments_tools.config.finetuning import FinetuningArgs
+
+logger = logging.getLogger(__name__)
+
+NAMED_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+# Trained beside a quantised body, so held in full.
+_HEADS = ["classifier", "score", "classification_head", "pre_classifier", "pooler", "lm_head"]
+
+
+def loading_options(args: FinetuningArgs, model_cls: type, config: PreTrainedConfig) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for --quantize and --device_map.
+
+    Args:
+        model_cls, config: of the model to be loaded, whose modules a map's file names.
+
+    Raises:
+        UserError: bitsandbytes is missing, or the map's file cannot be read or is not one of this model and machine.
+    """
+    options: dict[str, Any] = {}
+    if args.quantize is not None:
+        options["quantization_config"] = _quantization(args)
+    if args.device_map is not None:
+        named = args.device_map in NAMED_MAPS
+        if not named and not Path(args.device_map).is_file():
+            raise UserError(
+                f"--device_map {args.device_map} is neither {', '.join(NAMED_MAPS)} nor a JSON file "
+                "{module: device}: choose one of them."
+            )
+        options["device_map"] = args.device_map if named else _map_of_file(args.device_map, model_cls, config)
+    return options
+
+
+def _map_of_file(path: str, model_cls: type, config: PreTrainedConfig) -> dict[str, str | int]:
+    """The map, if it places every weight on a device that is there: transformers ignores what names no module."""
+    placed = read_json(Path(path))
+    for device in placed.values():
+        if not _is_there(device):
+            there = ", ".join(["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))])
+            raise UserError(f"--device_map {path}: there is no device {device!r} for weights here, only {there}.")
+    with torch.device("meta"):
+        names = list(model_cls(config).state_dict())
+    tops = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
+    for module in placed:
+        if not any(_is_in(name, module) for name in names):
+            raise UserError(f"--device_map {path}: {model_cls.__name__} has no module {module}; it has {tops}.")
+    unplaced = [name for name in names if not any(_is_in(name, module) for module in placed)]
+    if unplaced:
+        raise UserError(f"--device_map {path} has no device for {unplaced[0]}: place each of {tops}, or '' for all.")
+    return placed
+
+
+def _is_there(device: Any) -> bool:
+    if isinstance(device, int):
+        return 0 <= device < torch.cuda.device_count()
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        return False
+    return found.type == "cpu" or (found.type == "cuda" and (found.index or 0) < torch.cuda.device_count())
+
+
+def _is_in(name: str, module: str) -> bool:
+    return module in ("", name) or name.startswith(f"{module}.")
+
+
+def _quantization(args: FinetuningArgs) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"--quantize {args.quantize} needs the package bitsandbytes ({error}): pip install bitsandbytes"
+        ) from error
+    # said at every multiplication; it is what int8 is
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_says_more_than_cast)
+    if args.quantize == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=_HEADS)
+    compute = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=args.quantize,
+        bnb_4bit_compute_dtype=compute,
+        llm_int8_skip_modules=_HEADS,
+    )
+
+
+def _says_more_than_cast(record: logging.LogRecord) -> bool:
+    return "will be cast" not in record.msg
+
+
+def say_where(model: nn.Module) -> None:
+    """Log the devices of --device_map."""
+    layers: dict[str, list[str]] = {}
+    for module, device in (getattr(model, "hf_device_map", None) or {"": model.device}).items():
+        layers.setdefault(str(device), []).append(module or "all layers")
+    for device, names in layers.items():
+        logger.info("on %s: %s", device, ", ".join(names))
+
+
+def keep_embeddings_on_cpu(model: nn.Module) -> None:
+    """Turn the token embeddings of a model that will train on a GPU into `HostEmbedding`s.
+
+    Raises:
+        UserError: the output layer uses the same table, and it has to be on the GPU.
+    """
+    if not torch.cuda.is_available():
+        logger.info("--embeddings_on_cpu: this machine has no GPU, so all of the model is in main memory anyway")
+        return
+    host_embeddings(model)
+
+
+def host_embeddings(model: nn.Module) -> None:
+    """`keep_embeddings_on_cpu`, on any machine."""
+    table, output = model.get_input_embeddings(), model.get_output_embeddings()
+    if output is not None and output.weight is table.weight:
+        raise UserError(
+            f"--embeddings_on_cpu: the output layer of {type(model).__name__} is tied to its embeddings, and has to "
+            "be on the GPU: leave the flag out, or choose a model with an output layer of its own (T5 v1.1)."
+        )
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.weight is table.weight:
+            if type(module) is not nn.Embedding:
+                raise UserError(
+                    f"--embeddings_on_cpu: the embedding of {type(model).__name__} is a {type(module).__name__}, "
+                    "which computes more than a look-up: leave the flag out."
+                )
+            module.__class__ = HostEmbedding

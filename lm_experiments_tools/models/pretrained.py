@@ -1,0 +1,542 @@
+"""Pre-trained models and tokenizers for fine-tuning: found, checked, and set up to be trained.
+
+    tokenizer = load_tokenizer(args)
+    model = pretrained_model(args, tokenizer, label_names=("negative", "positive"))
+
+`--from_pretrained` may be a Hugging Face name or folder, a run or checkpoint of ours, an adapter of peft (which brings
+its base model), or a weights file of t5-experiments or nanoT5 (with --model_cfg).
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import shlex
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lm_experiments_tools.checkpoint.adapter_files import check_base
+from lm_experiments_tools.checkpoint.source import Source, find_base, find_source, holds_adapter, real_names
+from lm_experiments_tools.checkpoint.weights import load_weights, without_progress_bars
+from lm_experiments_tools.data.examples.text_encoder import end_id
+from lm_experiments_tools.errors import UserError, first_line
+from lm_experiments_tools.files import read_json
+from lm_experiments_tools.models.adapters import (
+    add_adapter,
+    check_peft,
+    load_adapted,
+    new_token_names,
+    new_token_prefix,
+)
+from lm_experiments_tools.models.build import (
+    build_model,
+    check_positions,
+    enable_checkpointing,
+    first_position,
+    load_model_config,
+    set_dropout,
+    takes_our_attention,
+    untie_only_output,
+)
+from lm_experiments_tools.models.freezing import freeze
+from lm_experiments_tools.models.placement import keep_embeddings_on_cpu, loading_options, say_where
+from lm_experiments_tools.modules.user_classes import get_cls_by_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from lm_experiments_tools.config.finetuning import FinetuningArgs
+
+logger = logging.getLogger(__name__)
+
+AUTO_CLASSES = {
+    "encoder": "AutoModelForSequenceClassification",
+    "encoder-decoder": "AutoModelForSeq2SeqLM",
+    "decoder": "AutoModelForCausalLM",
+}
+# Kinds of model of our own: importing their package makes transformers know them.
+OWN_PACKAGES = {"lm_experiments_t5": "modeling_t5", "lm_experiments_bert": "modeling_bert"}
+_NAMES_SHOWN = 4
+
+
+def load_tokenizer(args: FinetuningArgs) -> PreTrainedTokenizerBase:
+    """`--tokenizer`, else the one beside the weights. A tokenizer without a padding token pads with its end of text.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    name = args.tokenizer or args.from_pretrained or args.init_checkpoint
+    if name is None:
+        raise UserError("--model_cfg brings no tokenizer: name one with --tokenizer (a folder or a .model file).")
+    flag = "--tokenizer" if args.tokenizer else "--from_pretrained" if args.from_pretrained else "--init_checkpoint"
+    path = Path(name)
+    tokenizer = _from_sentencepiece(path) if path.suffix == ".model" else _from_folder_or_hub(name, flag)
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token is None:
+            raise UserError(
+                f"{flag} {name}: the tokenizer has neither a padding nor an end-of-text token to pad with."
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+        logger.info("the tokenizer has no padding token: %s, its end of text, is used", tokenizer.eos_token)
+    if args.peft == "new_tokens":
+        tokenizer.add_tokens(new_token_names(args), special_tokens=True)
+    return tokenizer
+
+
+def _from_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    from lm_experiments_tools.data.text.vocabulary import Vocabulary
+
+    with tempfile.TemporaryDirectory() as folder:
+        Vocabulary.load(path).save_tokenizer(folder)
+        return AutoTokenizer.from_pretrained(folder)
+
+
+def _from_folder_or_hub(name: str, flag: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer, BertTokenizerFast
+
+    path = _tokenizer_folder(name, flag)
+    folder = Path(path)
+    if folder.is_dir():
+        _register_own_models(folder)
+        files = {file.name for file in folder.iterdir()}
+        if "vocab.txt" in files and not files & {"tokenizer.json", "tokenizer_config.json"}:
+            return BertTokenizerFast.from_pretrained(str(folder))
+        if files & {"spiece.model", "sentencepiece.model"} and "tokenizer_config.json" not in files:
+            return _from_sentencepiece(folder)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{flag} {name}: no tokenizer can be read from it ({first_line(error)}); name one with --tokenizer."
+        ) from error
+
+
+def _tokenizer_folder(name: str, flag: str) -> str:
+    """A folder may hold nothing else; a weights file has it beside itself, an adapter perhaps beside its base."""
+    path = Path(name)
+    if any(file.is_file() for pattern in ("*token*", "vocab.txt", "spiece.model") for file in path.glob(pattern)):
+        return name
+    source = find_source(name, flag)
+    if source.is_file:
+        return str(source.path.parent)
+    if source.is_adapter and not any(source.path.glob("tokenizer*")):
+        return _tokenizer_folder(find_base(source).name, flag)
+    return source.name
+
+
+def pretrained_model(
+    args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] = ()
+) -> nn.Module:
+    """The model that the flags describe, with what is to be trained marked by `requires_grad`.
+
+    Args:
+        label_names: of classification; they size and name the head of an encoder.
+
+    Raises:
+        UserError: the weights cannot be found or read, are of another kind of model or do not fit it, or the
+            vocabulary is larger than the model's embedding.
+    """
+    _refuse_lost_base(args)
+    source = find_source(args.from_pretrained) if args.from_pretrained else None
+    adapter = source if source is not None and source.is_adapter else None
+    base = find_base(adapter) if adapter is not None else source
+    if args.peft is not None or adapter is not None:
+        check_peft("--peft" if args.peft is not None else f"the adapter {args.from_pretrained}")
+    model, new_weights = _base_model(args, base, tokenizer, label_names)
+    if adapter is not None:
+        _check_labels(adapter.name, adapter.label_names, label_names)
+    elif args.validate_only and new_weights and not _resumes(args):
+        raise UserError(
+            f"--validate_only: {source.name} has no head for --task {args.task}, so a random one would be validated: "
+            "name a fine-tuned model, or train first."
+        )
+    if args.quantize is not None:
+        from peft import prepare_model_for_kbit_training  # what is not quantised, in fp32
+
+        prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    if args.gradient_checkpointing:
+        enable_checkpointing(model)
+    if args.embeddings_on_cpu:
+        keep_embeddings_on_cpu(model)
+    if base is not None and (adapter is not None or args.peft is not None):
+        model.base_fingerprint = base.fingerprint()
+    if adapter is not None:
+        model = load_adapted(model, adapter.path, args)
+    elif args.peft is not None:
+        model = add_adapter(model, args, tokenizer, base.reference if base is not None else None, new_weights)
+    else:
+        freeze(model, args.freeze)
+    _check_length(model, args)
+    if args.compile:
+        model.compile()
+    return model
+
+
+def _refuse_lost_base(args: FinetuningArgs) -> None:
+    """An adapter is saved without what lies under it, which has to be somewhere."""
+    if args.init_checkpoint and holds_adapter(Path(args.init_checkpoint)):
+        raise UserError(
+            f"--init_checkpoint {args.init_checkpoint} holds an adapter: name it by --from_pretrained, which loads "
+            "its base model too."
+        )
+    if args.peft is not None and args.from_pretrained is None:
+        under = "the weights of --init_checkpoint" if args.init_checkpoint else "the random weights of --model_cfg"
+        raise UserError(
+            f"--peft {args.peft} saves the adapter without {under}, which would be lost: name a model in a folder by "
+            "--from_pretrained (save this one first)."
+        )
+
+
+def _resumes(args: FinetuningArgs) -> bool:
+    """Whether the weights are going to be those of a checkpoint of this run."""
+    if args.resume not in ("auto", "never"):
+        return True
+    return bool(args.model_path) and any((Path(args.model_path) / "checkpoints").glob("step_*"))
+
+
+def _check_labels(name: str, saved: Sequence[str], label_names: Sequence[str]) -> None:
+    """Refuse to give a trained head's classes the names of others."""
+    saved, label_names = list(saved), list(label_names)
+    if not saved or not label_names or saved == label_names:
+        return
+    if sorted(saved) == sorted(label_names):
+        raise UserError(
+            f"{name} has the labels in the order {', '.join(saved)}, this run in the order {', '.join(label_names)}: "
+            f"give --label_names {shlex.join(saved)}."
+        )
+    logger.warning("the head of %s was trained for the labels %s", name, ", ".join(saved))
+
+
+def _check_length(model: nn.Module, args: FinetuningArgs) -> None:
+    """Inputs, prompt and text to be generated within the positions of the model. Raises UserError."""
+    before = max((getattr(c, "num_virtual_tokens", None) or 0 for c in _peft_configs(model)), default=0)
+    written = args.max_new_tokens or args.target_seq_len
+    lengths = {f"--input_seq_len {args.input_seq_len}": args.input_seq_len}
+    if args.model_type == "encoder-decoder":
+        lengths[f"--target_seq_len {args.target_seq_len}"] = args.target_seq_len
+    if args.needs_generation():
+        source = args.input_seq_len - args.target_seq_len if args.model_type == "decoder" else 0
+        beside = f"{source} tokens of a source and " if source else ""
+        lengths[f"{beside}{written} to be generated (--max_new_tokens)"] = source + written
+    first = first_position(model)
+    for what, length in lengths.items():
+        prompt = f" with the {before} tokens of the prompt" if before else ""
+        check_positions(model.config, length + before, what + prompt, first)
+
+
+def _peft_configs(model: nn.Module) -> list[Any]:
+    return list(getattr(model, "peft_config", {}).values())
+
+
+def _base_model(
+    args: FinetuningArgs, source: Source | None, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str]
+) -> tuple[PreTrainedModel, list[str]]:
+    """The model without adapter, and the names of its weights that are new."""
+    config = _config(args, source)
+    model_cls = _model_class(args, config)
+    saved_labels = real_names(config.id2label) if args.task == "classification" else ()
+    _set_up_config(config, args, label_names)
+    new_weights: list[str] = []
+    if source is None and args.init_checkpoint:
+        path = Path(args.init_checkpoint)
+        _check_labels(args.init_checkpoint, Source(args.init_checkpoint, path).label_names, label_names)
+    if source is None or source.is_file:
+        if args.quantize is not None or args.device_map is not None:
+            flag = "--quantize" if args.quantize is not None else "--device_map"
+            raise UserError(f"{flag} needs a model in a folder: write one with save_pretrained, and name it.")
+        model = build_model(model_cls, config, seed=args.seed)
+        if source is not None:
+            report = load_weights(
+                model, source.path, allow_partial=args.allow_partial_checkpoint, allow_pickle=args.allow_pickle
+            )
+            logger.info("weights from %s: %s", source.name, report)
+    else:
+        options = loading_options(args, model_cls, config)
+        model, new_weights = load_pretrained(model_cls, config, source, args, **options)
+        if not any(".pooler." not in name for name in new_weights):
+            _check_labels(source.name, saved_labels, label_names)
+        if args.device_map is not None:
+            say_where(model)
+    _fit_vocabulary(model, tokenizer, source)
+    _set_up_special_tokens(model, tokenizer)
+    return model, new_weights
+
+
+def whole_model(source: Source) -> PreTrainedModel:
+    """A fine-tuned model by itself, as its files have it: of a classifier the saved head, an adapter of LoRA merged.
+
+    Raises:
+        UserError: the files are of no task (their class is unknown), or hold an adapter that cannot be merged.
+    """
+    import transformers
+
+    base = find_base(source) if source.is_adapter else source
+    if base.is_file:
+        raise UserError(f"{base.name} holds weights alone: write the model by save_pretrained, and name its folder.")
+    if base.path is not None:
+        _register_own_models(base.path)
+    config = transformers.AutoConfig.from_pretrained(base.name)
+    kind = _kind(config)
+    if kind is None:
+        raise UserError(f"{base.name}: a {config.model_type} model is neither encoder nor decoder.")
+    classes = getattr(transformers, AUTO_CLASSES[kind])
+    if source.is_adapter:
+        return _merged(classes, base, source)
+    with _quiet_loading():
+        model, info = classes.from_pretrained(base.name, dtype=torch.float32, output_loading_info=True)
+    if info["missing_keys"]:
+        raise UserError(
+            f"{base.name} is no fine-tuned {type(model).__name__}: {len(info['missing_keys'])} of its weights are "
+            f"missing ({_some(sorted(info['missing_keys']))})."
+        )
+    return model
+
+
+def _merged(classes: type, base: Source, adapter: Source) -> PreTrainedModel:
+    check_peft(f"the adapter {adapter.name}")
+    import peft
+    from safetensors.torch import load_file
+
+    kind = peft.PeftConfig.from_pretrained(str(adapter.base_named_in.parent)).peft_type
+    if kind != "LORA":
+        raise UserError(
+            f"{adapter.name} is an adapter of kind {kind}, which cannot be merged into its base: use LoRA."
+        )
+    heads = [
+        v for k, v in load_file(adapter.path / "adapter_model.safetensors").items() if k.endswith("classifier.bias")
+    ]
+    names = adapter.label_names or [f"LABEL_{number}" for number in range(len(heads[0]) if heads else 0)]
+    labels = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
+    options = labels if names else {}
+    with _quiet_loading():
+        model = classes.from_pretrained(base.name, dtype=torch.float32, **options)
+    model.base_fingerprint = base.fingerprint()
+    adapted = peft.PeftModel.from_pretrained(model, str(adapter.path))
+    check_base(adapted, adapter.path)
+    return adapted.merge_and_unload()
+
+
+# ---- configuration and class ----------------------------------------------------------------------------------------
+def _config(args: FinetuningArgs, source: Source | None) -> PreTrainedConfig:
+    config_cls = getattr(get_cls_by_name(args.model_cls), "config_class", None) if args.model_cls else None
+    if source is not None and source.is_file and args.model_cfg is None:
+        raise UserError(f"--from_pretrained {source.name} holds weights alone: describe the model with --model_cfg.")
+    if args.model_cfg is not None:
+        if source is not None and not source.is_file:
+            raise UserError(
+                f"--model_cfg and --from_pretrained {source.name} both describe the model: leave --model_cfg out."
+            )
+        return load_model_config(args.model_cfg, config_cls)
+    if source is None:
+        source = find_source(args.base_model or args.init_checkpoint, "--base_model or --init_checkpoint")
+    if source.path is not None:
+        _register_own_models(source.path)
+    from transformers import AutoConfig
+
+    try:
+        return (config_cls or AutoConfig).from_pretrained(source.name)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{source.name}: its configuration cannot be read ({first_line(error)}).") from error
+
+
+def _register_own_models(folder: Path) -> None:
+    file = folder / "config.json"
+    package = OWN_PACKAGES.get(read_json(file).get("model_type")) if file.is_file() else None
+    if package is not None:
+        importlib.import_module(package)
+
+
+def _model_class(args: FinetuningArgs, config: PreTrainedConfig) -> type:
+    """`--model_cls`, else transformers' class for the kind of model. Raises UserError for another kind's weights."""
+    import transformers
+
+    found = _kind(config)
+    named = get_cls_by_name(args.model_cls) if args.model_cls else None
+    reads_only = named is not None and args.model_type == "encoder" and not named.can_generate()
+    if found is not None and found != args.model_type and not reads_only:
+        raise UserError(
+            f"--model_type {args.model_type} does not fit the weights, which are of {_article(found)} "
+            f"({config.model_type}): choose --model_type {found}, or other weights."
+        )
+    if named is not None:
+        return named
+    auto = getattr(transformers, AUTO_CLASSES[args.model_type])
+    if type(config) not in auto._model_mapping:
+        raise UserError(f"transformers has no {auto.__name__} for {config.model_type}: name a class by --model_cls.")
+    return auto._model_mapping[type(config)]
+
+
+def _kind(config: PreTrainedConfig) -> str | None:
+    import transformers
+
+    if config.is_encoder_decoder:
+        return "encoder-decoder"
+    if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING:  # BERT is in both
+        return "encoder"
+    return "decoder" if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else None
+
+
+def _article(kind: str) -> str:
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+
+
+def _set_up_config(config: PreTrainedConfig, args: FinetuningArgs, label_names: Sequence[str]) -> None:
+    if args.dropout_rate is not None:
+        set_dropout(config, args.dropout_rate)
+    if args.model_type != "encoder":
+        return
+    if args.task == "regression":
+        config.num_labels, config.problem_type = 1, "regression"
+        return
+    if len(label_names) < 2:
+        raise UserError(
+            f"classification needs at least 2 labels, the data has {len(label_names)}: check --label_field."
+        )
+    config.id2label = dict(enumerate(label_names))
+    config.label2id = {name: number for number, name in enumerate(label_names)}
+    config.problem_type = "single_label_classification"
+
+
+# ---- weights --------------------------------------------------------------------------------------------------------
+def load_pretrained(
+    model_cls: type, config: PreTrainedConfig, source: Source, args: FinetuningArgs, **options: Any
+) -> tuple[PreTrainedModel, list[str]]:
+    """`model_cls.from_pretrained`, in fp32, and the names of weights that are in no file, which those of the body have
+    to be.
+
+    The head of a classifier may be new: it is drawn from --seed and announced. Of T5 v1.1, whose output layer is its
+    own, transformers 5 says `tie_word_embeddings: true` after loading, which a later load would believe; it is put
+    right here (see `models.build_model`).
+
+    Args:
+        options: more arguments of `from_pretrained`.
+
+    Raises:
+        UserError: weights are missing, unexpected or of another shape (without --allow_partial_checkpoint).
+    """
+    ours = takes_our_attention(config)
+    unties = source.path is not None and read_json(source.path / "config.json").get("tie_word_embeddings") is False
+    try:
+        with _quiet_loading(), _loaded_whole(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(args.seed)
+            model, info = model_cls.from_pretrained(
+                source.name,
+                config=config,
+                dtype=torch.float32,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **options,
+            )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{source.name}: its weights cannot be read ({first_line(error)}).") from error
+    new_weights = _judge(model, info, source, args)
+    if unties and getattr(model, "_tied_weights_keys", None):
+        untie_only_output(model)
+    if ours:
+        from lm_experiments_tools.attention.huggingface import enable
+
+        enable(model)
+    return model, new_weights
+
+
+def _judge(model: PreTrainedModel, info: dict[str, Any], source: Source, args: FinetuningArgs) -> list[str]:
+    """Refuse weights of the body that are not the model's; say which of the head are new (returned) or dropped."""
+    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    shapes = {entry[0]: entry[1:] for entry in info["mismatched_keys"]}
+    has_new_head = args.model_type == "encoder"
+    new = [name for name in [*missing, *shapes] if has_new_head and _in_head(model, name)]
+    dropped = [name for name in unexpected if has_new_head and _in_head(model, name)]
+    bad = {
+        "missing": [name for name in missing if name not in new],
+        "unexpected": [name for name in unexpected if name not in dropped],
+        "of another shape": [name for name in shapes if name not in new],
+    }
+    words = [f"{len(names)} are {what} ({_some(names)})" for what, names in bad.items() if names]
+    if words and not args.allow_partial_checkpoint:
+        raise UserError(
+            f"{source.name} does not fit {type(model).__name__}: of its weights {', '.join(words)}; check "
+            "--model_type and --model_cls, or pass --allow_partial_checkpoint to load only what fits."
+        )
+    if words:
+        logger.warning("%s fits only in part: of its weights %s", source.name, ", ".join(words))
+    if new:
+        logger.info("the head is new, with random weights: %s", ", ".join(new))
+    if dropped:
+        logger.info("not used of %s: %d weights of its former head (%s)", source.name, len(dropped), _some(dropped))
+    return new
+
+
+def _in_head(model: PreTrainedModel, name: str) -> bool:
+    """Outside the body that heads are put on; its pooler is trained with them, and has not been by every objective."""
+    return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """No progress bar and no report by transformers: `_judge` says what there is to say."""
+    from transformers.utils import logging as transformers_logging
+
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        with without_progress_bars():
+            yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+@contextmanager
+def _loaded_whole() -> Iterator[None]:
+    """transformers cuts weights into slices at loading where a ZeRO-3 run has begun; here the engine does it later,
+    after a checkpoint has been put into them and adapters on them, as with every backend."""
+    from transformers.integrations import deepspeed
+
+    begun = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = begun
+
+
+# ---- tokenizer and model --------------------------------------------------------------------------------------------
+def _fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Source | None) -> None:
+    """Rows for the tokens that --peft new_tokens adds; any others have to have theirs."""
+    rows = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) <= rows:
+        return
+    if len(tokenizer) - new_token_prefix(tokenizer).count("<") <= rows:
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        return
+    where = "--from_pretrained" if source is not None else "--model_cfg"
+    raise UserError(
+        f"the tokenizer has {len(tokenizer)} tokens but the model's embedding only {rows} rows: --tokenizer and "
+        f"{where} do not belong together."
+    )
+
+
+def _set_up_special_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Padding, end (that of the targets) and decoder start are the tokenizer's, also for `generate`."""
+    config, ids = model.config, {"pad_token_id": tokenizer.pad_token_id}
+    if (tokenizer.eos_token_id, tokenizer.sep_token_id) != (None, None) and model.can_generate():
+        ids["eos_token_id"] = end_id(tokenizer)
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        ids["decoder_start_token_id"] = tokenizer.pad_token_id
+    for holder in filter(None, (config, getattr(model, "generation_config", None))):
+        for name, value in ids.items():
+            setattr(holder, name, value)
+    start = getattr(config, "decoder_start_token_id", None)
+    if start is not None and model.can_generate() and model.generation_config.decoder_start_token_id is None:
+        model.generation_config.decoder_start_token_id = start

@@ -1,0 +1,42 @@
+"""Questions about a model that several rooms ask: what is trained, where it lies, what its forward takes."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether the model's layers lie on several devices, where they have to stay."""
+    return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether only what is trained of the model is to be saved and loaded."""
+    return hasattr(model, "peft_config")
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Name -> parameter of what is trained of an adapted model."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def forward_names(model: nn.Module) -> set[str]:
+    """Names of the arguments a batch may fill.
+
+    A forward with `**kwargs` hands them on to its base class's, and a PEFT wrapper's to its base model's.
+    """
+    return forward_names_of(type(model.get_base_model() if hasattr(model, "get_base_model") else model))
+
+
+def forward_names_of(model_cls: type) -> set[str]:
+    """`forward_names` of a model class."""
+    names: set[str] = set()
+    for cls in model_cls.__mro__:
+        if "forward" in vars(cls):
+            parameters = inspect.signature(vars(cls)["forward"]).parameters.values()
+            names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+    return names - {"self"}

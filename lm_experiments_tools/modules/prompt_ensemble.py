@@ -1,0 +1,175 @@
+"""Several soft prompts on one frozen model, trained and asked side by side: they vote on the prediction.
+
+Lester et al. 2021, "The Power of Scale for Parameter-Efficient Prompt Tuning", section 6: an ensemble of prompts costs
+one model in memory and one forward pass on a batch whose rows are repeated, each with another prompt. On disk it is k
+folders prompt_00, prompt_01, ..., each an adapter that peft loads by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lm_experiments_tools.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers.utils import ModelOutput
+
+
+class PromptEnsemble(nn.Module):
+    """k prompts of v virtual tokens before the inputs of a frozen model of transformers.
+
+    Every row of a batch is repeated k times, each with its own prompt. The loss is the mean over all, so each prompt
+    has a k-th of the gradient it would have alone (an optimizer like Adam makes nothing of that).
+
+    Args:
+        base: the model; its parameters are frozen here.
+        start: float[k, v, width], what the prompts start from.
+        peft_config: peft's configuration of one such prompt, for the files.
+    """
+
+    def __init__(self, base: nn.Module, start: Tensor, peft_config: Any) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.prompts = nn.Parameter(start.detach().clone())
+        self.peft_config = {"default": peft_config}
+        self.config, self.generation_config = base.config, getattr(base, "generation_config", None)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the ensemble has not is the base's, as with peft: how it is quantised, placed, and to be cut."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "base":
+                raise
+            return getattr(self.base, name)
+
+    def get_base_model(self) -> nn.Module:
+        """The model without prompts."""
+        return self.base
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Of the model without prompts."""
+        return self.base.get_input_embeddings()
+
+    def can_generate(self) -> bool:
+        """Whether the model without prompts writes text."""
+        return self.base.can_generate()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        **others: Any,
+    ) -> ModelOutput:
+        """loss: the mean over prompts. logits, of a classifier alone: float[rows, classes], the votes for each class
+        and, below 1, its mean probability; of regression float[rows, 1], the mean."""
+        from transformers.utils import ModelOutput
+
+        rows, k = input_ids.shape[0], self.prompts.shape[0]
+        inputs = after_prompts(self, self.prompts, input_ids, attention_mask)
+        if token_type_ids is not None:
+            before = token_type_ids.new_zeros(rows * k, self.prompts.shape[1])
+            inputs["token_type_ids"] = torch.cat([before, token_type_ids.repeat_interleave(k, 0)], 1)
+        count = self.prompts.shape[1]
+        if labels is not None:
+            labels = labels.repeat_interleave(k, 0)
+            if self.base.can_generate() and not self.config.is_encoder_decoder:
+                labels = torch.cat([labels.new_full((rows * k, count), -100), labels], 1)
+        outputs = self.base(**inputs, labels=labels, **others)
+        answer = ModelOutput() if outputs.loss is None else ModelOutput(loss=outputs.loss)
+        if not self.base.can_generate():
+            answer["logits"] = vote(outputs.logits.unflatten(0, (rows, k)))
+        return answer
+
+    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
+        """The text that most prompts write for a row, int64[rows, length]; of texts as frequent, the first."""
+        if options.get("num_return_sequences", 1) > 1:
+            raise UserError("num_return_sequences: the prompts of an ensemble vote for one text.")
+        from peft.utils.integrations import gather_params_ctx
+
+        with gather_params_ctx([self.prompts], modifier_rank=None):  # ZeRO-3 makes them whole for `forward` alone
+            prompts = self.prompts.detach().clone()
+        written = generate_after_prompts(self.base, prompts, input_ids, attention_mask, **options)
+        texts = written.unflatten(0, (len(input_ids), len(prompts)))
+        return torch.stack([most_frequent(row, self.config.pad_token_id) for row in texts])
+
+    def file_names(self) -> dict[str, dict[str, str]]:
+        """Folder -> {name in its adapter file: name of the trained parameter}; the prompts are one parameter."""
+        heads = {f"base_model.{n}": f"base.{n}" for n, p in self.base.named_parameters() if p.requires_grad}
+        return {
+            f"prompt_{number:02d}": {"prompt_embeddings": "prompts", **heads} for number in range(len(self.prompts))
+        }
+
+    def split(self, state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Folder -> the content of its adapter file, from the values of the trained parameters."""
+        return {
+            folder: {saved: state[name][number] if name == "prompts" else state[name] for saved, name in names.items()}
+            for number, (folder, names) in enumerate(self.file_names().items())
+        }
+
+    def joined(self, folders: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The inverse of `split`."""
+        names = self.file_names()
+        state = {name: folders[folder][saved] for folder in names for saved, name in names[folder].items()}
+        return state | {"prompts": torch.stack([folders[folder]["prompt_embeddings"] for folder in names])}
+
+
+def vote(logits: Tensor) -> Tensor:
+    """float[rows, k, classes] -> [rows, classes]: votes plus mean probability, so that the largest is the majority's
+    class and ties go to the more probable; with one class, the mean over k."""
+    if logits.shape[-1] == 1:
+        return logits.mean(1)
+    votes = nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).sum(1)
+    return votes + logits.float().softmax(-1).mean(1)
+
+
+def most_frequent(texts: Tensor, pad: int) -> Tensor:
+    """Of int64[k, length] the row that most rows equal, padding aside; the first of those as frequent."""
+    keys = [tuple(token for token in row if token != pad) for row in texts.tolist()]
+    counts = Counter(keys)
+    return texts[keys.index(max(counts, key=counts.__getitem__))]
+
+
+def after_prompts(
+    model: nn.Module, prompts: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None
+) -> dict[str, Tensor]:
+    """`inputs_embeds` and `attention_mask` of every row of tokens behind each soft prompt.
+
+    Args:
+        model: whose input embeddings the tokens have.
+        prompts: float[k, v, width].
+        input_ids, attention_mask: int64[rows, length].
+
+    Returns:
+        [rows * k, v + length, ...]: row 0 behind prompts 0 to k - 1, row 1 behind ...
+    """
+    rows, (k, count, _) = input_ids.shape[0], prompts.shape
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    words = model.get_input_embeddings()(input_ids).repeat_interleave(k, 0)
+    return {
+        "inputs_embeds": torch.cat([prompts.to(words.dtype).repeat(rows, 1, 1), words], 1),
+        "attention_mask": torch.cat([mask.new_ones(rows * k, count), mask.repeat_interleave(k, 0)], 1),
+    }
+
+
+def generate_after_prompts(
+    model: nn.Module, prompts: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
+) -> Tensor:
+    """What `model.generate` writes for every row behind each soft prompt, int64[rows * k, length].
+
+    As ever a decoder's text stands behind its `input_ids`, which penalties of repetition look at too. Positions follow
+    from the mask, so padding on the left shifts none.
+    """
+    read = after_prompts(model, prompts, input_ids, attention_mask)
+    if not model.config.is_encoder_decoder:
+        read["input_ids"] = input_ids.repeat_interleave(prompts.shape[0], 0)
+        if options.get("max_length") is not None:  # which transformers would count from the prompts on
+            options.setdefault("max_new_tokens", options.pop("max_length") - input_ids.shape[1])
+    return model.generate(**read, **options)

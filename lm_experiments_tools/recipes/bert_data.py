@@ -1,0 +1,197 @@
+"""From `--data_path` and `--valid_data_path` to the loaders of a BERT pre-training run; its metrics and its checks."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, ValidLoader
+from lm_experiments_tools.data.mixture import MixtureDataset
+from lm_experiments_tools.data.order import stream_key
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, dataset_paths, warn_unrecorded
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.labels import IGNORED_LABEL
+from lm_experiments_tools.modules.inspection import forward_names_of
+from lm_experiments_tools.recipes.common import class_and_config
+from megatron.bert_dataset import BertDataset
+from megatron.tokenizers import BertDataTokenizer, build_tokenizer
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.config.bert import BertPretrainingArgs
+
+logger = logging.getLogger(__name__)
+
+CACHE = Path(".cache") / "bert_samples"  # below the working directory
+
+
+@dataclass
+class BertPretrainingData:
+    """What a run reads.
+
+    Attributes:
+        train: this worker's endless batches; None with `--validate_only`.
+        valid, valid_tokens: this worker's part of the validation samples, and the sentences they are made of; None
+            without `--valid_data_path`.
+        tokenizer_dir: Hugging Face tokenizer files; None for a run that saves nothing.
+        objective: the objective and the size of the data, for the log.
+    """
+
+    tokenizer: BertDataTokenizer
+    train: TrainLoader | None
+    valid: ValidLoader | None
+    valid_tokens: IndexedDataset | None
+    tokenizer_dir: Path | None
+    objective: str
+
+
+def bert_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A `batch_metrics_fn`: of masked tokens and of pairs, the part that is guessed rightly, as (sum, count).
+
+    Logits of masked tokens stand under `prediction_logits`, or `logits` for a class with one head alone, either
+    [rows, length, vocabulary] or, from a class that computes no others, [masked tokens, vocabulary].
+    """
+    values: dict[str, Any] = {}
+    logits = outputs.get("prediction_logits", outputs.get("logits"))
+    if logits is not None:
+        labels = batch["labels"]
+        labels = labels[labels != IGNORED_LABEL] if logits.dim() == 2 else labels
+        values["accuracy_mlm"] = _right_and_all(logits, labels)
+    if "seq_relationship_logits" in outputs and "next_sentence_label" in batch:
+        values["accuracy_nsp"] = _right_and_all(outputs["seq_relationship_logits"], batch["next_sentence_label"])
+    return values
+
+
+def _right_and_all(logits: Any, labels: Any) -> tuple[Any, Any]:
+    return (logits.argmax(-1) == labels).sum(), (labels != IGNORED_LABEL).sum()
+
+
+def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend) -> BertPretrainingData:
+    """Open training and validation data; every worker calls it.
+
+    Raises:
+        UserError: data or tokenizer that is missing, empty, damaged, or not made for each other; a model that cannot
+            read the data.
+    """
+    if backend.is_main and args.without_effect():
+        logger.info("%s: accepted, and without effect here", ", ".join(f"--{flag}" for flag in args.without_effect()))
+    tokenizer = on_all(backend, lambda: bert_tokenizer(args))
+    on_all(backend, lambda: check_bert_model(args, tokenizer))
+    # the first worker of each machine goes first and leaves the sample mappings for the others to find
+    opened = on_all(backend, lambda: bert_datasets(args, tokenizer) if backend.local_rank == 0 else None)
+    train, valid, valid_tokens = on_all(backend, lambda: opened or bert_datasets(args, tokenizer))
+    where = (args.rows_per_worker(), backend.rank, backend.world_size)
+    tokenizer_dir = Path(args.model_path) / "tokenizer" if args.model_path else None
+    if tokenizer_dir is not None:
+        on_main(backend, lambda: tokenizer.save(tokenizer_dir))
+    return BertPretrainingData(
+        tokenizer,
+        None if train is None else TrainLoader(train, *where),
+        None if valid is None else ValidLoader(valid, *where, num_samples=args.valid_samples),
+        valid_tokens,
+        tokenizer_dir,
+        f"{(train or valid).describe()}, vocabulary {tokenizer.vocab_size:,}",
+    )
+
+
+def bert_tokenizer(args: BertPretrainingArgs) -> BertDataTokenizer:
+    """The tokenizer that the flags name."""
+    if args.tokenizer is not None:
+        return build_tokenizer("HFTokenizer", name_or_path=args.tokenizer)
+    kind = "BertWordPieceLowerCase" if args.lower_case else "BertWordPieceCase"
+    return build_tokenizer(kind, vocab_file=args.vocab_file)
+
+
+def bert_datasets(
+    args: BertPretrainingArgs, tokenizer: BertDataTokenizer
+) -> tuple[SampleDataset | None, BertDataset | None, IndexedDataset | None]:
+    """Training samples, None with `--validate_only`; validation samples and their sentences, None without
+    `--valid_data_path`."""
+    dataset = partial(
+        BertDataset,
+        tokenizer=tokenizer,
+        max_seq_length=args.input_seq_len,
+        masked_lm_prob=args.mlm_prob,
+        short_seq_prob=args.short_seq_prob,
+        binary_head=args.use_nsp,
+        nsp=args.nsp,
+        mask_label_id=IGNORED_LABEL,
+        whole_word=args.whole_word,
+        max_ngram=args.max_ngram,
+        max_sentence_length=args.max_sentence_length,
+        max_unread=args.max_unread,
+        seed=args.seed,
+        cache_dir=CACHE / args.data_name,
+    )
+    train = None if args.validate_only else _training_samples(args, dataset, tokenizer.pad)
+    if args.valid_data_path is None:
+        return train, None, None
+    valid_tokens = open_sentences(args.valid_data_path)
+    return train, dataset(valid_tokens), valid_tokens
+
+
+def _training_samples(
+    args: BertPretrainingArgs, dataset: Callable[..., BertDataset], pad_id: int
+) -> BertDataset | MixtureDataset:
+    passes = {"num_epochs": args.data_n_epochs, "max_num_samples": args.data_n_samples}
+    if len(args.data_path) == 1:
+        return dataset(open_sentences(args.data_path[0]), **passes)
+    # A seed for each: equal ones would give members of equal size the same order and noise.
+    members = [
+        dataset(open_sentences(path), seed=stream_key(args.seed, f"member {number}"), **passes)
+        for number, path in enumerate(args.data_path)
+    ]
+    return MixtureDataset(members, args.data_weights or None, args.data_blending, pad_id=pad_id)
+
+
+def open_sentences(path: str) -> IndexedDataset:
+    """The token file of a prefix, which may end in .bin or .idx; UserError for text, or a prefix without files."""
+    prefix = path.removesuffix(".bin").removesuffix(".idx")
+    if any(file.is_file() for file in dataset_paths(prefix)[:2]):
+        tokens = IndexedDataset(prefix)
+        warn_unrecorded(prefix, tokens.meta)
+        return tokens
+    longer = [name.removesuffix(".idx") for name in sorted(glob.glob(f"{glob.escape(prefix)}_*.idx"))]
+    if longer:
+        raise UserError(f"there is no {prefix}.idx, but {' and '.join(longer)}: give the whole prefix")
+    found = "is text" if os.path.exists(path) else f"does not exist: there is no {prefix}.idx"
+    raise UserError(
+        f"the data {path} {found}; BERT reads the prefix of token files that `python -m megatron.preprocess_data "
+        "--input TEXT --output-prefix PREFIX --split-sentences ...` makes from JSON lines (PREFIX_text_sentence)"
+    )
+
+
+def check_bert_model(args: BertPretrainingArgs, tokenizer: BertDataTokenizer) -> None:
+    """Refuse what would fail, or go wrong in silence, somewhere in the first step.
+
+    Raises:
+        UserError: no head for pairs, too few positions or segments, padding that is not the tokenizer's.
+    """
+    model_cls, config = class_and_config(args)
+    if args.use_nsp and "next_sentence_label" not in forward_names_of(model_cls):
+        raise UserError(
+            f"--model_cls {args.model_cls} does not judge pairs of sentences (its forward takes no "
+            "next_sentence_label): choose --use_nsp 0, or a class such as transformers:BertForPreTraining"
+        )
+    kind = getattr(config, "position_embedding_type", "absolute")
+    positions = getattr(config, "max_position_embeddings", None)
+    bounded = kind in ("absolute", "relative_key", "relative_key_query")
+    if bounded and positions is not None and args.input_seq_len > positions:
+        raise UserError(
+            f"--input_seq_len {args.input_seq_len} is more than the model's {positions} positions: shorten it, or "
+            "raise max_position_embeddings in the model configuration"
+        )
+    if args.use_nsp and getattr(config, "type_vocab_size", 2) < 2:
+        raise UserError("type_vocab_size in the model configuration must be 2 for pairs of sentences (--use_nsp 1)")
+    if getattr(config, "pad_token_id", None) not in (None, tokenizer.pad):
+        raise UserError(
+            f"pad_token_id in the model configuration is {config.pad_token_id}, whose embedding is never trained, but "
+            f"the tokenizer {tokenizer.name} pads with {tokenizer.pad}: set it to {tokenizer.pad}"
+        )

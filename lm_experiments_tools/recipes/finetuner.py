@@ -1,0 +1,438 @@
+"""Fine-tuning from Python: load, look, freeze, train, evaluate, generate, save.
+
+    tuner = FineTuner("t5-small", prefix="summarize: ", data_path="train.jsonl", valid_data_path="valid.jsonl")
+    print(tuner.summary())
+    tuner.freeze("embeddings")
+    tuner.train(epochs=3)
+    print(tuner.evaluate()["rougeL"], tuner.generate_single("A long text ..."))
+    tuner.save("summaries")
+
+Its settings are the flags of run_finetuning.py, under the same names, and what it does is what that script does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import cached_property
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from lm_experiments_tools.backends import get_backend
+from lm_experiments_tools.backends.collective import on_main
+from lm_experiments_tools.checkpoint import writer as checkpoint
+from lm_experiments_tools.checkpoint.source import find_source
+from lm_experiments_tools.config.cli import suggestion
+from lm_experiments_tools.config.finetuning import (
+    FinetuningArgs,
+    InstructionArgs,
+    LengthArgs,
+    MemoryArgs,
+    PretrainedArgs,
+    TaskArgs,
+)
+from lm_experiments_tools.config.training import ModelArgs, PrecisionArgs
+from lm_experiments_tools.data.examples.examples import LabelFields, t5_text
+from lm_experiments_tools.data.examples.rows import BadRows, converted, read_rows, resolve
+from lm_experiments_tools.data.examples.text_encoder import pad_id
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.evaluation.predictions import TextDecoder
+from lm_experiments_tools.models.freezing import ModelSummary, freeze, summary
+from lm_experiments_tools.models.pretrained import load_tokenizer, pretrained_model
+from lm_experiments_tools.modules.inspection import forward_names, is_adapted
+from lm_experiments_tools.recipes.common import optimizer_from_args, seed_worker, show_run, start_run
+from lm_experiments_tools.recipes.finetuning import evaluate_last, finetuning_loop, save_tokenizer, with_new_tokens
+from lm_experiments_tools.recipes.finetuning_data import finetuning_data, text_encoder
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.recipes.finetuning_data import FinetuningData
+
+logger = logging.getLogger(__name__)
+
+Text = str | tuple[str, str]
+_DRAWS = 4  # times as many texts are drawn as are wanted, before fewer different ones are returned
+
+
+def _names(*groups: type) -> frozenset[str]:
+    return frozenset(name for group in groups for name in group.__annotations__)
+
+
+# what model and backend were made of; later it would change nothing
+_OF_MODEL = _names(PretrainedArgs, MemoryArgs, ModelArgs, PrecisionArgs) | {"model_type", "task", "backend"}
+_OF_DATA = _names(TaskArgs, LengthArgs, InstructionArgs) | {
+    "batch_size", "gradient_accumulation_steps", "eval_batch_size", "pad_to_multiple_of", "seed",
+}  # fmt: skip
+_REFUSED = {
+    "init_checkpoint": "give the checkpoint as from_pretrained",
+    "validate_only": "call evaluate()",
+    "working_dir": "relative paths start from Python's own folder",
+}
+# of the loop that evaluates the weights as they are: it reads no checkpoint and writes nothing
+_ONLY_EVALUATION = {
+    "model_path": None, "resume": "never", "save_best": False, "save_interval": None, "profile_after": None,
+    "optimize_metric": "loss", "optimize_mode": "min",
+}  # fmt: skip
+
+
+class FineTuner:
+    """A pre-trained model with its tokenizer and a task.
+
+    Args:
+        from_pretrained: Hugging Face name or folder, run directory or checkpoint; None with `model_cfg`.
+        settings: flags of run_finetuning.py; `iters` takes the place of `epochs`.
+
+    Attributes:
+        model, tokenizer: as transformers (or peft) made them; change them as you like before `train`.
+        args: the settings.
+        label_names: the labels of a classification, in the order of their numbers.
+
+    Raises:
+        UserError: an unknown or impossible setting, or a model that cannot be loaded.
+    """
+
+    def __init__(self, from_pretrained: str | Path | None = None, **settings: Any) -> None:
+        if from_pretrained is not None:
+            settings["from_pretrained"] = str(from_pretrained)
+        self.args = _changed(None, settings)
+        self.tokenizer = load_tokenizer(self.args)
+        self.label_names: tuple[str, ...] = ()
+        if self.args.task == "classification":
+            self.label_names = self.args.label_names or self._known_labels()
+        self.model: nn.Module = pretrained_model(self.args, self.tokenizer, self.label_names)
+        self._run_folders: set[Path] = set()  # that this object has trained in
+        self._passes = 0  # over the training data, begun so far
+        self._added_rows = False  # to the embedding, which are in no file yet
+
+    @cached_property
+    def backend(self) -> Backend:
+        """The workers, as the launcher made them; one alone in a notebook."""
+        return get_backend(self.args)
+
+    @cached_property
+    def data(self) -> FinetuningData:
+        """Training, validation and test data of the task, tokenized."""
+        args = self.args
+        evaluates = not args.data_path and (args.valid_data_path or args.test_data_path)
+        args = replace(args, validate_only=True) if evaluates else args.resolved()
+        return finetuning_data(with_new_tokens(args, self.tokenizer), self.backend, self.tokenizer)
+
+    def _known_labels(self) -> tuple[str, ...]:
+        """Those of the data, where any is named; else those that a saved classifier brings: it predicts without."""
+        args = self.args
+        if args.data_path or args.valid_data_path or args.test_data_path:
+            return self.data.label_names
+        names = find_source(args.from_pretrained).label_names if args.from_pretrained else ()
+        if not names and args.model_type == "encoder":
+            raise UserError(
+                "the labels and their order are those of the training data, or of a saved classifier: give data_path, "
+                "or label_names, to FineTuner."
+            )
+        return names
+
+    def summary(self) -> ModelSummary:
+        """Parameters by part: in total, trainable, bytes; it prints as a table."""
+        return summary(self.model)
+
+    def freeze(self, *parts: str) -> int:
+        """Stop training encoder, decoder, embeddings, head, or parameters by pattern of name; how many values that is.
+
+        Raises:
+            UserError: a pattern that matches nothing.
+        """
+        before = self._trainable()
+        freeze(self.model, parts)
+        return before - self._trainable()
+
+    def add_tokens(self, tokens: str | Sequence[str]) -> int:
+        """Add words to the vocabulary, with new rows in the embedding to be trained; how many were not there yet.
+
+        Raises:
+            UserError: the model has an adapter, beside which no row would be trained or saved.
+        """
+        if is_adapted(self.model):
+            raise UserError(
+                "add_tokens: beside an adapter the rows of new tokens would be neither trained nor saved: add them to "
+                "the model without peft, save() that, and put the adapter on what was saved; or choose "
+                "peft='new_tokens'."
+            )
+        added = self.tokenizer.add_tokens([tokens] if isinstance(tokens, str) else list(tokens))
+        if len(self.tokenizer) > self.model.get_input_embeddings().weight.shape[0]:
+            self.model.resize_token_embeddings(len(self.tokenizer), pad_to_multiple_of=64)
+            self._added_rows = True
+        self._forget_data()  # tokenized by the old vocabulary
+        return added
+
+    def train(self, **settings: Any) -> dict[str, dict[str, float]]:
+        """Train on `data_path`; the metrics of each split, as in metrics.json.
+
+        As by the script, the end is an evaluation of the test data, with `save_best` by the best checkpoint, whose
+        weights then stay; and a `model_path` that holds checkpoints is a run to be continued from the last of them.
+        Called again, training goes on from the weights as they are, with a new optimizer and schedule: without
+        `model_path` by another pass over the data, in another order; with it the folder must be another one.
+
+        Args:
+            settings: flags of run_finetuning.py to change first, for example epochs=1.
+
+        Raises:
+            UserError: a setting that comes too late for the model, or a `model_path` trained in before.
+        """
+        self._change(settings)
+        args = self.args.resolved()
+        self._check_folder(args.model_path)
+        self._check_rows()
+        run = start_run(args, self.backend)
+        data = self.data
+        per_epoch = data.train.samples_per_epoch
+        args = args.with_epochs(per_epoch, self.backend.world_size)
+        data.train.seek(0 if args.model_path else self._passes * per_epoch)
+        tokenizer_dir = save_tokenizer(args, self.backend, self.tokenizer)
+        seed_worker(args.seed, self.backend.rank)
+        optimizer = optimizer_from_args(args, self.model)
+        loop = finetuning_loop(args, self.backend, self.model, optimizer, data, self.tokenizer, tokenizer_dir)
+        if args.model_path is not None:
+            self._run_folders.add(Path(args.model_path).resolve())
+        if self.args.resume_path() is not None:
+            self.args = replace(self.args, resume="auto")  # it has been read, and must not undo what follows
+        show_run(args, {}, run, self.backend, self.model, per_epoch, data.objective)
+        loop.train()
+        self._passes += ceil(loop.state.consumed_samples / per_epoch)
+        evaluate_last(loop, data)
+        loop.save_metrics(args.model_path)
+        self.backend.release()
+        return loop.state.metrics
+
+    def evaluate(self, split: str = "valid") -> dict[str, float]:
+        """Metrics of the model as it is, on `valid_data_path` or (split="test") `test_data_path`.
+
+        Of test data without labels or targets only those that need none, if any: no loss.
+
+        Raises:
+            UserError: there is no such data.
+        """
+        if split not in ("valid", "test") or getattr(self.args, f"{split}_data_path") is None:
+            raise UserError(f"there is no {split} data: give {split}_data_path to FineTuner.")
+        generates = self.args.needs_generation()
+        args = replace(self.args, **_ONLY_EVALUATION, use_generate_on_valid=generates)
+        data = replace(self.data, train=None)
+        with self._evaluating():
+            loop = finetuning_loop(args, self.backend, self.model, None, data, self.tokenizer)
+            try:
+                return loop.validate(data.splits[split].loader, split)
+            finally:
+                self.backend.release()
+
+    def generate_single(self, text: Text, **options: Any) -> str:
+        """What the model writes for one text.
+
+        Args:
+            options: of `generate`, over the settings' (num_beams, max_new_tokens, ...).
+        """
+        return self.predict([text], **options)[0]
+
+    def generate_diverse(self, text: Text, num_texts: int = 3, top_p: float = 0.95, **options: Any) -> list[str]:
+        """Up to `num_texts` different texts, drawn at random among the most likely tokens (nucleus sampling).
+
+        Fewer where the model is so sure that `4 * num_texts` draws give no more different ones.
+        """
+        found: dict[str, None] = {}
+        for _ in range(_DRAWS):
+            drawn = {"do_sample": True, "top_p": top_p, "num_beams": 1, "num_return_sequences": num_texts, **options}
+            found.update(dict.fromkeys(self.predict([text], **drawn)))
+            if len(found) >= num_texts:
+                break
+        return list(found)[:num_texts]
+
+    def predict(self, texts: Sequence[Text], batch_size: int = 8, **options: Any) -> list[str]:
+        """What the model writes for each text; for an encoder, the label (or number) that it gives.
+
+        The model reads what it would read of such a row of data: with the prefix, and for classification by an
+        encoder-decoder with the names of the sentences. There the answer is what it wrote, be it a label or not.
+
+        Args:
+            texts: single ones, or pairs of sentences.
+            options: of `generate`, over the settings'.
+
+        Raises:
+            UserError: an empty text, or other than the one or two sentences that the task has.
+        """
+        sources, pairs = self._sources(texts)
+        encoder = text_encoder(self.args, self.tokenizer)
+        found: list[str] = []
+        with self._evaluating(), self.backend.autocast():
+            for start in range(0, len(sources), batch_size):
+                some = slice(start, start + batch_size)
+                entries = encoder.encode_sources(sources[some], None if pairs is None else pairs[some])
+                found += self._answers(entries, options)
+        if encoder.sources.long:
+            flag = "--input_seq_len" + (" - --target_seq_len =" if self.args.model_type == "decoder" else "")
+            logger.warning("predict: %s", encoder.sources.describe("texts", flag))
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Model and tokenizer in Hugging Face's layout; of a peft model only what was trained.
+
+        Every worker calls it; one writes, and the others wait for it.
+        """
+        self._check_rows()
+        folder = Path(path)
+        state = self.backend.model_state() if self.backend.holds(self.model) else None
+
+        def write() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            checkpoint.save_model(folder, self.model, state_dict=state)
+            self.tokenizer.save_pretrained(folder)
+
+        on_main(self.backend, write)
+
+    def _sources(self, texts: Sequence[Text]) -> tuple[list[str], list[str] | None]:
+        """What data would hold for these texts: sources, and the second sentences for an encoder."""
+        args = with_new_tokens(self.args, self.tokenizer)
+        rows = [(text,) if isinstance(text, str) else tuple(text) for text in texts]
+        for number, row in enumerate(rows):
+            if not all(text.strip() for text in row):
+                raise UserError(f"text {number} of those to predict for is empty.")
+        classifies = args.task in ("classification", "regression")
+        if not classifies:
+            names: Sequence[str] = ("text",)
+        elif args.model_type == "encoder":
+            names = ("sentence1", "sentence2")[: len(rows[0])] if rows else ()
+        else:
+            names = self._sentence_names
+        for number, row in enumerate(rows):
+            if len(row) != len(names):
+                raise UserError(f"text {number} of those to predict for has {len(row)} parts, not {len(names)}.")
+        if classifies and args.model_type == "encoder-decoder":
+            return [args.prefix + t5_text(names, row) for row in rows], None
+        return [args.prefix + row[0] for row in rows], [row[1] for row in rows] if len(names) == 2 else None
+
+    @cached_property
+    def _sentence_names(self) -> tuple[str, ...]:
+        """What stands before the sentences that an encoder-decoder classifies: the names of the data's fields."""
+        args = self.args
+        if args.text_fields:
+            return args.text_fields
+        bad = BadRows(args.max_bad_lines, quiet=True)
+        for path in args.data_path:
+            rows = read_rows(resolve(path, "train"), bad)
+            for names in converted(rows, lambda row: LabelFields().texts_of(row.fields), bad):
+                return names
+        raise UserError(
+            "an encoder-decoder reads sentences after the names of their fields: give text_fields, or the data_path "
+            "that has them, to FineTuner."
+        )
+
+    def _answers(self, entries: dict[str, list[list[int]]], options: dict[str, Any]) -> list[str]:
+        args = self.args
+        rows = {**entries, "attention_mask": [[1] * len(ids) for ids in entries["input_ids"]]}
+        fills = {"input_ids": pad_id(self.tokenizer)}
+        side = "left" if args.model_type == "decoder" else "right"
+        inputs = {
+            name: pad_sequence([torch.tensor(v) for v in values], True, fills.get(name, 0), side).to(self._device())
+            for name, values in rows.items()
+        }
+        if args.model_type == "encoder":
+            known = forward_names(self.model)
+            return self._labels(self.model(**{name: v for name, v in inputs.items() if name in known}).logits)
+        inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        ids = self.model.generate(**inputs, **{**args.generation_options(), **options})
+        if args.model_type == "decoder":
+            ids = ids[:, inputs["input_ids"].shape[1] :]
+        return TextDecoder(self.tokenizer)(ids)
+
+    def _labels(self, logits: Tensor) -> list[str]:
+        if self.args.task == "regression":
+            return [f"{value:g}" for value in logits.flatten().tolist()]
+        return [self.label_names[number] for number in logits.argmax(-1).tolist()]
+
+    def _change(self, settings: dict[str, Any]) -> None:
+        """Take settings for `train`, and forget data that they change."""
+        args = _changed(self.args, settings)
+        changed = [name for name in settings if getattr(args, name) != getattr(self.args, name)]
+        for name in changed:
+            if name in _OF_MODEL:
+                raise UserError(
+                    f"train({name}=...) comes too late, as the model is made: give {name} to FineTuner(...)"
+                    f"{', or call freeze()' if name == 'freeze' else ''}."
+                )
+        before, self.args = self.args, args
+        if _OF_DATA.isdisjoint(changed):
+            return
+        self._forget_data()
+        if args.task != "classification":
+            return
+        self.label_names = self.label_names or self.data.label_names
+        if self.data.label_names != self.label_names:
+            there, self.args = self.data.label_names, before
+            self._forget_data()
+            raise UserError(
+                f"the model was made for the labels {', '.join(self.label_names)}, and this data has "
+                f"{', '.join(there)}: make a new FineTuner with it."
+            )
+
+    def _check_folder(self, model_path: str | None) -> None:
+        if model_path is not None and Path(model_path).resolve() in self._run_folders:
+            raise UserError(
+                f"this FineTuner has trained in {model_path}, where its checkpoints would take the place of the "
+                "model as it is now: choose another model_path, or make a new FineTuner to continue that run."
+            )
+
+    def _check_rows(self) -> None:
+        """Refuse an adapter that was put on the model by hand, of which its files would not have all."""
+        if self._added_rows and is_adapted(self.model):
+            raise UserError(
+                "the rows that add_tokens() added lie in the base model, and an adapter is saved without it: save() "
+                "the base before an adapter is on it, and make the adapter by FineTuner(folder, peft=...)."
+            )
+
+    def _forget_data(self) -> None:
+        data = self.__dict__.pop("data", None)
+        self.__dict__.pop("_sentence_names", None)
+        if data is not None and data.train is not None:
+            data.train.close()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train(training)
+
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _trainable(self) -> int:
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+
+def _changed(args: FinetuningArgs | None, settings: dict[str, Any]) -> FinetuningArgs:
+    """Arguments with these settings; lists and single names become the tuples that the flags hold."""
+    known = {field.name: field for field in fields(FinetuningArgs)}
+    for name in settings:
+        if name not in known:
+            raise UserError(f"FineTuner has no setting {name!r}{suggestion(name, known)}")
+    for name, instead in _REFUSED.items():
+        if settings.get(name, known[name].default) != known[name].default:
+            raise UserError(f"FineTuner does not take {name}: {instead}.")
+    if settings.get("iters") is not None and settings.get("epochs") is not None:
+        raise UserError("iters and epochs exclude each other: both say how long to train.")
+    several = {name for name, field in known.items() if isinstance(field.default, tuple)}
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    values = {name: _as_tuple(value) if name in several else value for name, value in settings.items()}
+    if "iters" in values:
+        values.setdefault("epochs", None)
+    return FinetuningArgs(**values) if args is None else replace(args, **values)
+
+
+def _as_tuple(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(map(str, value))

@@ -1,0 +1,193 @@
+"""What run_finetuning.py puts together out of arguments, data and model: the loop, and the evaluation it ends with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.checkpoint.manifest import MANIFEST, read_manifest
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.evaluation.predictions import Predictions, TextDecoder
+from lm_experiments_tools.evaluation.text import check_metrics
+from lm_experiments_tools.models.adapters import new_token_prefix
+from lm_experiments_tools.models.freezing import summary
+from lm_experiments_tools.modules.inspection import forward_names
+from lm_experiments_tools.training.losses import LANGUAGE_MODEL_LOSS, MODEL_LOSS
+from lm_experiments_tools.training.micro_batches import preserved_random_state
+from lm_experiments_tools.training.trainer import TrainingLoop
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.config.finetuning import FinetuningArgs
+    from lm_experiments_tools.recipes.finetuning_data import FinetuningData
+
+logger = logging.getLogger(__name__)
+
+_PROBE = 6  # tokens of an example by which --packing is checked
+_SAME = 1e-4  # relative difference of logits; kept apart they differ by 1e-6 at most, in OpenAI-GPT by 5e-3
+
+
+def with_new_tokens(args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase) -> FinetuningArgs:
+    """The same arguments with a prefix that begins with the tokens of `--peft new_tokens`, where there are any."""
+    new = new_token_prefix(tokenizer)
+    return replace(args, prefix=new + args.prefix) if new and args.task != "instructions" else args
+
+
+def save_tokenizer(args: FinetuningArgs, backend: Backend, tokenizer: PreTrainedTokenizerBase) -> Path | None:
+    """The folder below the run directory that holds the tokenizer's files; None for a run that saves nothing."""
+    if args.model_path is None:
+        return None
+    folder = Path(args.model_path) / "tokenizer"
+    on_main(backend, lambda: tokenizer.save_pretrained(folder) and None)
+    return folder
+
+
+def show_summary(backend: Backend, model: nn.Module) -> None:
+    """Log the parameters by part, as they are before any backend cuts them into slices."""
+    if backend.is_main:
+        for line in str(summary(model)).splitlines():
+            logger.info("%s", line)
+
+
+def finetuning_loop(
+    args: FinetuningArgs,
+    backend: Backend,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    data: FinetuningData,
+    tokenizer: PreTrainedTokenizerBase,
+    tokenizer_dir: Path | None = None,
+) -> TrainingLoop:
+    """The loop that trains `model` on `data.train` and evaluates it as `args.metrics` says.
+
+    Args:
+        args: with what follows from others put in (`FinetuningArgs.resolved`).
+        tokenizer_dir: folder whose tokenizer files are put into every checkpoint.
+
+    Raises:
+        UserError: `--packing` for a model that cannot tell the examples of a row apart, or metrics that cannot be had.
+    """
+    if args.packing and data.train is not None:
+        on_all(backend, lambda: check_packing(model, args))
+    check_metrics(args.metric_names(), args.bleu_tokenize)
+    folder = None if args.model_path is None else Path(args.model_path) / "predictions"
+
+    def collect(split: str) -> Predictions:
+        return Predictions(args, split, data.splits[split].examples, TextDecoder(tokenizer), data.label_names, folder)
+
+    valid = data.splits.get("valid")
+    return TrainingLoop(
+        args,
+        backend,
+        model,
+        optimizer,
+        None if args.validate_only else data.train,
+        None if valid is None else valid.loader,
+        generate_kwargs=args.generation_options(),
+        tokenizer_dir=tokenizer_dir,
+        loss=LANGUAGE_MODEL_LOSS if args.task == "causal_lm" else MODEL_LOSS,
+        collect=collect if args.task != "causal_lm" and args.metric_names() else None,
+    )
+
+
+def check_packing(model: nn.Module, args: FinetuningArgs) -> None:
+    """Look whether `model` keeps the examples of a packed row apart, by a forward pass over two small rows.
+
+    They differ in their first example alone, so the logits of the second one have to be the same. Both stand in one
+    batch, of which 8-bit layers take the scales. It is for the model before a backend cuts it into slices; one whose
+    weights are not here (on the meta device) is not looked at.
+
+    Raises:
+        UserError: it does not, or does not take what says where examples begin.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    known, name = forward_names(model), type(base).__name__
+    if args.model_type == "encoder-decoder" and "segment_ids" not in known:
+        raise UserError(
+            f"--packing: {name} does not take segment_ids, so the examples of a row would see each other; choose "
+            "--model_cls modeling_t5:T5ForConditionalGeneration, which loads the same weights."
+        )
+    if args.model_type == "decoder" and "position_ids" not in known:
+        raise UserError(
+            f"--packing: {name} does not take position_ids, by which transformers tells the examples of a row apart: "
+            "leave it out, or choose another model."
+        )
+    device = next((p.device for p in model.parameters() if p.device.type != "meta"), None)
+    if device is None:
+        return
+    length = max(1, min(max(_PROBE, args.pad_to_multiple_of or 1), args.input_seq_len // 2, args.target_seq_len // 2))
+    batch = _two_rows(length, base.get_input_embeddings().weight.shape[0], args.model_type)
+    inputs = {name: value.to(device) for name, value in batch.items()} | (
+        {"use_cache": False} if "use_cache" in known else {}
+    )
+    with _evaluated(model), preserved_random_state(), torch.no_grad():
+        logits = dict(model.forward(**inputs)).get("logits")  # `forward`: --compile need not compile for it
+    if logits is None:
+        return
+    first, second = logits[:, length:].float()
+    if (first - second).abs().max() > _SAME * first.abs().max():
+        raise UserError(
+            f"--packing: in {name} the examples of a row see each other: leave it out, or choose a model that keeps "
+            "them apart, as GPT-2, GPT-NeoX, Llama and Qwen2 do."
+        )
+
+
+def _two_rows(length: int, vocab_size: int, model_type: str) -> dict[str, Tensor]:
+    """Two packed rows of two examples with `length` tokens each, of which the second ones are the same."""
+    tokens = torch.arange(3 * length) % vocab_size
+    ids = torch.stack([tokens[: 2 * length], torch.cat([tokens[2 * length :], tokens[length : 2 * length]])])
+    if model_type == "decoder":
+        return {"input_ids": ids, "position_ids": torch.arange(length).repeat(2, 2)}
+    segments = torch.tensor([1, 2]).repeat_interleave(length).repeat(2, 1)
+    same = {"segment_ids": segments, "decoder_segment_ids": segments, "attention_mask": torch.ones_like(ids)}
+    return {"input_ids": ids, "labels": ids, **same}
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """Without dropout; afterwards every module is in the mode in which it was."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def evaluate_last(trainer: TrainingLoop, data: FinetuningData) -> None:
+    """Evaluate the test data after training; with `--save_best` by the best checkpoint, validation data again as well.
+
+    Raises:
+        SystemExit: with 128 + signal number, where a signal cut it short.
+    """
+    args, state = trainer.args, trainer.state
+    with trainer.signals, trainer.tracking():
+        if args.save_best and not args.validate_only and state.best_step != state.step:
+            best = Path(args.model_path) / "best"
+            if state.best_step is None:
+                trainer.say(f"no validation gave a {args.optimize_metric} (all were nan): the last one is evaluated")
+            elif on_main(trainer.backend, lambda: _step_of(best) == state.best_step):
+                trainer.load(best)
+                trainer.validate(data.splits["valid"].loader, write_tb=False)
+            else:
+                trainer.say(f"step {state.best_step} was the best and was not kept: the last one is evaluated")
+        if "test" in data.splits and not trainer.signals.agreed:
+            trainer.validate(data.splits["test"].loader, "test")
+    if trainer.signals.agreed:
+        raise SystemExit(128 + trainer.signals.agreed)
+
+
+def _step_of(checkpoint: Path) -> int | None:
+    return read_manifest(checkpoint)["step"] if (checkpoint / MANIFEST).is_file() else None

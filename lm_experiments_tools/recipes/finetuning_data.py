@@ -1,0 +1,337 @@
+"""From `--data_path`, `--valid_data_path` and `--test_data_path` to the loaders of a fine-tuning run.
+
+Training data is tokenized once at the start and only its ids are kept; of validation and test data the texts stay too,
+for metrics and predictions. Every worker reads all of it and takes its own rows. The order is a function of (seed,
+sample), so that a run resumes at any place on any number of workers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lm_experiments_tools.backends.collective import on_all
+from lm_experiments_tools.checkpoint.source import find_source
+from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
+from lm_experiments_tools.data.examples.dataset import ExampleDataset, encode_examples
+from lm_experiments_tools.data.examples.examples import (
+    LABEL_FIELDS,
+    TARGET_FIELDS,
+    Example,
+    LabelFields,
+    TextFields,
+    find_label_names,
+    label_examples,
+    text_examples,
+)
+from lm_experiments_tools.data.examples.instructions import (
+    TK_INSTRUCT,
+    InstructionData,
+    PromptParts,
+    instruction_examples,
+)
+from lm_experiments_tools.data.examples.packing import PackedDataset
+from lm_experiments_tools.data.examples.rows import BadRows, Row, read_rows, resolve
+from lm_experiments_tools.data.examples.text_blocks import TextStream, tokenize_text
+from lm_experiments_tools.data.examples.text_encoder import TextEncoder, end_id, pad_id
+from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, TrainSource, ValidLoader, ValidSource
+from lm_experiments_tools.data.objectives.causal_lm import CausalLMDataset
+from lm_experiments_tools.data.order import permute
+from lm_experiments_tools.errors import UserError
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.config.finetuning import FinetuningArgs
+
+logger = logging.getLogger(__name__)
+
+TARGET_STEP = 16  # SciTLDR, batches of 8 out of 64: 6 % padding; 16 % with 1, 9 % by lengths of inputs alone
+WINDOW = 2048  # rows sorted together; SciTLDR, batches of 8: 6 % padding, 14 % with the 256 rows of 32 batches
+FIXED_SEED = 0  # of choices that are the same whatever --seed is: which examples, and the order of evaluation
+
+
+@dataclass
+class EvalSplit:
+    """What is evaluated.
+
+    Attributes:
+        loader: each example once over all workers.
+        examples: the entry `example` of a batch is a place in it; empty for causal_lm.
+    """
+
+    name: str
+    loader: ValidSource
+    examples: list[Example]
+
+
+@dataclass
+class FinetuningData:
+    """What a run reads.
+
+    Attributes:
+        train: this worker's endless batches; None with `--validate_only`.
+        splits: "valid" and "test", those that are given.
+        label_names: of classification, in the order of their numbers.
+        objective: the task and the size of the data, for the log.
+    """
+
+    train: TrainSource | None
+    splits: dict[str, EvalSplit] = field(default_factory=dict)
+    label_names: tuple[str, ...] = ()
+    objective: str = ""
+
+
+def finetuning_data(args: FinetuningArgs, backend: Backend, tokenizer: Any) -> FinetuningData:
+    """Read and tokenize the data of a run. Every worker calls it.
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer.
+
+    Raises:
+        UserError: data that is missing, empty, or has more bad rows than `--max_bad_lines`; labels that are not
+            those of the training data; lengths that leave no room.
+    """
+    return on_all(backend, lambda: _Reader(args, backend, tokenizer).read())
+
+
+class _Reader:
+    """The steps of `finetuning_data`, none of which talks to another worker."""
+
+    def __init__(self, args: FinetuningArgs, backend: Backend, tokenizer: Any) -> None:
+        self.args, self.backend, self.tokenizer = args, backend, tokenizer
+        self.label_names, self.label_words = self._labels()
+
+    def read(self) -> FinetuningData:
+        args = self.args
+        data = FinetuningData(None, label_names=self.label_names)
+        if not args.validate_only:
+            dataset = self._train_dataset()
+            where = (self.backend.rank, self.backend.world_size)
+            data.train = TrainLoader(dataset, args.rows_per_worker(), *where)
+            data.objective = dataset.describe()
+        for split, path, limit in (
+            ("valid", args.valid_data_path, args.valid_samples),
+            ("test", args.test_data_path, args.test_samples),
+        ):
+            if path is not None:
+                data.splits[split] = self._eval_split(split, path, limit)
+        if args.task == "instructions" and args.valid_data_path and args.valid_data_path == args.test_data_path:
+            logger.warning(
+                "validation and test are the same official test tasks of %s: what is chosen by one (--save_best) is "
+                "not measured fairly by the other", args.valid_data_path,
+            )  # fmt: skip
+        data.objective = data.objective or f"{args.task}, validation only"
+        return data
+
+    def _labels(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of the labels, and the words for them."""
+        args = self.args
+        if args.task != "classification":
+            return (), ()
+        names = args.label_names or self._found_labels()
+        words = args.label_words or names
+        if len(words) != len(names):
+            raise UserError(
+                f"--label_words has {len(words)} words, but the data has {len(names)} labels ({', '.join(names)}): "
+                "give one for each, in this order."
+            )
+        if len(set(names)) < len(names):
+            raise UserError(f"--label_names {', '.join(names)} names a label twice: name each once.")
+        if len({word.strip().lower() for word in words}) < len(words) and args.model_type == "encoder-decoder":
+            raise UserError(f"the label words {', '.join(words)} do not differ: give --label_words that do.")
+        if args.model_type == "encoder-decoder":
+            self._check_words(words)
+        return names, words
+
+    def _check_words(self, words: Sequence[str]) -> None:
+        """Refuse words that are one and the same target to the model."""
+        targets = text_encoder(self.args, self.tokenizer).encode_targets(words)
+        known: dict[tuple[int, ...], str] = {}
+        for word, ids in zip(words, targets, strict=True):
+            other = known.setdefault(tuple(ids), word)
+            if other == word:
+                continue
+            tokens, unknown = self.tokenizer.convert_ids_to_tokens(ids), self.tokenizer.unk_token
+            why = f" within --target_seq_len {self.args.target_seq_len}"
+            if unknown in tokens:
+                why = f", where {unknown} is what the tokenizer does not know"
+            raise UserError(
+                f"the label words {other} and {word} are the same tokens to the model ({' '.join(tokens)}{why}): give "
+                "--label_words that differ."
+            )
+
+    def _found_labels(self) -> tuple[str, ...]:
+        """Those of the training data; a trained head numbers them in its own order, and knows them without data."""
+        args = self.args
+        saved = find_source(args.from_pretrained).label_names if args.from_pretrained else ()
+        if args.data_path:
+            paths = [resolve(path, "train") for path in args.data_path]
+            names = find_label_names(paths, self._label_fields(), args.max_bad_lines)
+            return saved if sorted(saved) == sorted(names) else names
+        if not saved:
+            raise UserError(
+                "the labels and their order are those of the training data: give --data_path, or --label_names."
+            )
+        return saved
+
+    def _label_fields(self) -> LabelFields:
+        return LabelFields(self.args.text_fields, self.args.label_field, self.args.prefix)
+
+    def _examples(self, paths: Sequence[str], split: str, encoder: TextEncoder) -> Iterator[Example]:
+        """All examples of a split, in the order of the files.
+
+        Raises:
+            UserError: bad rows, or no example.
+        """
+        bad = BadRows(self.args.max_bad_lines)
+        first = None
+        for example in chain.from_iterable(self._read(path, split, bad, encoder) for path in paths):
+            first = first or example
+            if (example.pair is None) != (first.pair is None):
+                raise UserError(f"of {', '.join(paths)} some files hold pairs of sentences and some single ones.")
+            yield example
+        bad.report()
+        if first is None:
+            raise UserError(f"there is no example in {', '.join(paths)} ({bad.count} bad rows).")
+
+    def _read(self, path: str, split: str, bad: BadRows, encoder: TextEncoder) -> Iterator[Example]:
+        args, training = self.args, split == "train"
+        if args.task == "instructions":
+            limit = args.max_instances_per_task if training else args.max_instances_per_eval_task
+            chosen_parts = PromptParts(**{flag.name: getattr(args, flag.name) for flag in fields(PromptParts)})
+            parts = TK_INSTRUCT if args.tk_instruct and training else (chosen_parts,)
+            data = InstructionData(path, args.sni_split, limit, parts)
+            names_file = f"{'train' if training else 'test'}_tasks.txt"
+            return instruction_examples(data, names_file, bad, encoder.num_tokens, encoder.sources.limit)
+        path = resolve(path, split)
+        if args.task == "text_to_text":
+            named = TextFields(args.source_id, args.target_id, args.prefix)
+            what = f"target ({args.target_id or ', '.join(TARGET_FIELDS)})"
+            there = split != "test" or self._is_labelled(path, named.has_target, what)
+            return text_examples(path, named, bad, merge=not training, with_targets=there)
+        words = self.label_words if args.model_type == "encoder-decoder" else None
+        named, names = self._label_fields(), self.label_names
+        what = f"label ({args.label_field or ', '.join(LABEL_FIELDS)}; -1 is none)"
+        there = split != "test" or self._is_labelled(path, partial(named.has_label, names=names), what)
+        return label_examples(path, named, bad, names=names, words=words, with_labels=there)
+
+    def _is_labelled(self, path: str, has_label: Callable[[Row], bool], what: str) -> bool:
+        """Whether a row of the test data has a label or target: then each must; if none has, all are predicted only.
+
+        Raises:
+            UserError: none has, and nothing is predicted.
+        """
+        if any(map(has_label, read_rows(path, BadRows(self.args.max_bad_lines, quiet=True)))):
+            return True
+        reason = f"no row of the test data {path} has a {what}"
+        if not self.args.metric_names():
+            raise UserError(f"{reason}, and --metrics none predicts nothing: leave one of the two out.")
+        if self.backend.is_main:
+            logger.warning("%s: it is predicted, and only what needs none is measured", reason)
+        return False
+
+    def _blocks(self, paths: Sequence[str], limit: int | None, seed: int) -> SampleDataset:
+        """Blocks of text; with a limit only of as much of it, from the beginning on."""
+        args = self.args
+        stream = tokenize_text(paths, self.tokenizer, BadRows(args.max_bad_lines))
+        if limit is not None:
+            tokens = stream.tokens[: limit * (args.input_seq_len - 1)]
+            stream = TextStream(tokens, f"{stream.fingerprint}/{len(tokens)}")
+        ids = {"eos_id": end_id(self.tokenizer), "pad_id": pad_id(self.tokenizer), "vocab_size": len(self.tokenizer)}
+        return CausalLMDataset(stream, args.input_seq_len, seed=seed, **ids)
+
+    def _train_dataset(self) -> SampleDataset:
+        args = self.args
+        if args.task == "causal_lm":
+            return self._blocks(args.data_path, args.max_train_samples, args.seed)
+        encoder = self._encoder()
+        examples: Iterable[Example] = self._examples(args.data_path, "train", encoder)
+        if args.max_train_samples is not None:
+            examples = chosen(list(examples), args.max_train_samples)
+        dataset = self._dataset(examples, "train", encoder)
+        if args.packing:
+            return PackedDataset(dataset)
+        # By default all rows of a step: it then holds the same samples however it is split.
+        rows = args.bucket_rows or args.global_batch_size(self.backend.world_size)
+        micro_rows = args.batch_size * self.backend.world_size
+        least = WINDOW if rows > 1 else 0
+        return BucketedDataset(dataset, rows, args.seed, args.trim_to(), micro_rows, TARGET_STEP, least)
+
+    def _eval_split(self, split: str, path: str, limit: int | None) -> EvalSplit:
+        rows, where = self.args.valid_batch_size(), (self.backend.rank, self.backend.world_size)
+        if self.args.task == "causal_lm":
+            return EvalSplit(split, ValidLoader(self._blocks([path], None, FIXED_SEED), rows, *where, limit), [])
+        encoder = self._encoder()
+        examples = chosen(list(self._examples([path], split, encoder)), limit)
+        dataset = SortedSamples(self._dataset(examples, split, encoder), target_step=TARGET_STEP)
+        loader = ValidLoader(dataset, rows, *where)
+        return EvalSplit(split, loader, examples)
+
+    def _dataset(self, examples: Iterable[Example], split: str, encoder: TextEncoder) -> ExampleDataset:
+        args, training = self.args, split == "train"
+        encoded = encode_examples(
+            examples, encoder, args.model_type, all_targets=training and args.task == "instructions"
+        )
+        self._report(split, encoder)
+        return ExampleDataset(
+            encoded,
+            args.model_type,
+            pad_id=pad_id(self.tokenizer),
+            seed=args.seed if training else FIXED_SEED,
+            limits=(args.input_seq_len, args.target_seq_len),
+            multiple=args.trim_to(),
+            with_prompts=not training,
+            title=args.task,
+        )
+
+    def _encoder(self) -> TextEncoder:
+        """Tokenizes one split, and counts what it cuts off."""
+        encoder = text_encoder(self.args, self.tokenizer)
+        if self.args.prefix:
+            new = " after --num_virtual_tokens new ones" if self.args.peft == "new_tokens" else ""
+            end = " with --suffix" if self.args.suffix else ""
+            encoder.check_prefix(self.args.prefix, f"--prefix{new}{end}")
+        return encoder
+
+    def _report(self, split: str, encoder: TextEncoder) -> None:
+        """One line on what was cut off, or that nothing was."""
+        flag = "--input_seq_len - --target_seq_len =" if self.args.model_type == "decoder" else "--input_seq_len"
+        parts = [encoder.sources.describe("sources", flag)]
+        if encoder.targets.texts:
+            parts.append(encoder.targets.describe("targets", "--target_seq_len"))
+        if self.backend.is_main:
+            loses = encoder.sources.long or encoder.targets.long
+            logger.log(logging.WARNING if loses else logging.INFO, "%s: %s", split, "; ".join(parts))
+
+
+def text_encoder(args: FinetuningArgs, tokenizer: Any) -> TextEncoder:
+    """Encodes texts as the model of these arguments reads them.
+
+    Raises:
+        UserError: a decoder's target leaves no room for a source.
+    """
+    decoder = args.model_type == "decoder"
+    room = args.input_seq_len
+    if decoder and args.task != "causal_lm":  # the same in training and in evaluation, where no target is known
+        room -= args.target_seq_len
+        if room < 1:
+            raise UserError(
+                f"--input_seq_len {args.input_seq_len} is the length of source and target together for a "
+                f"decoder, and --target_seq_len {args.target_seq_len} leaves nothing for the source: raise it."
+            )
+    target_limit = None if args.model_type == "encoder" else args.target_seq_len
+    return TextEncoder(tokenizer, room, target_limit, decoder=decoder, suffix=args.suffix)
+
+
+def chosen(examples: list[Example], limit: int | None) -> list[Example]:
+    """`limit` of the examples, a random choice that is always the same, in their order; None: all."""
+    if limit is None or limit >= len(examples):
+        return examples
+    numbers = permute(np.arange(limit), len(examples), FIXED_SEED, np.zeros(limit, np.int64))
+    return [examples[number] for number in np.sort(numbers).tolist()]

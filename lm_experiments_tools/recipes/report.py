@@ -1,0 +1,235 @@
+"""What a run shows at its end (`--report`): losses before and after, blanks filled in, the curve, where to look on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm_experiments_tools.tracking.curve import plot_curve
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.data.text.vocabulary import Vocabulary
+    from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+    from lm_experiments_tools.recipes.bert_data import BertPretrainingData
+    from lm_experiments_tools.recipes.t5_data import PretrainingData
+    from lm_experiments_tools.training.trainer import TrainingLoop
+
+NUM_EXAMPLES = 3
+WINDOW = 48  # tokens of text in an example
+NUM_BLANKS = 2
+NUM_OTHERS = 3  # next best first pieces to show
+
+
+def write_report(trainer: TrainingLoop, examples: Sequence[tuple[str, str, str]]) -> None:
+    """Print the report on rank 0 and write it to report.txt and loss.png of the run; every worker calls it.
+
+    `examples` are made by `t5_examples` or `fill_in_masked_words`.
+    """
+    folder = Path(trainer.args.model_path)
+    lines = [_losses(trainer)]
+    for number, (text, truth, guess) in enumerate(examples, start=1):
+        lines += ["", f"Held-out text {number}:", f"  {text}", f"  true:  {truth}", f"  model: {guess}"]
+    if not trainer.backend.is_main:
+        return
+    curve = plot_curve(folder / "metrics.jsonl", folder / "loss.png")
+    lines += ["", f"Loss curve:  {curve}", f"TensorBoard: tensorboard --logdir {folder}"]
+    lines += [f"Checkpoint:  {folder / 'last'} (loads with from_pretrained)"]
+    text = "\n".join(lines)
+    (folder / "report.txt").write_text(text + "\n", encoding="utf-8")
+    print("\n" + text, flush=True)
+
+
+def _losses(trainer: TrainingLoop) -> str:
+    metrics, step = trainer.state.metrics, trainer.state.step
+    before, after = metrics.get("start"), metrics["valid"]
+    came_from = f"{before['loss']:.3f} before training, " if before else ""
+    return f"Loss on held-out text: {came_from}{after['loss']:.3f} after {step} steps"
+
+
+def t5_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tuple[str, str, str]]:
+    """What a model that generates makes of held-out text, by its `--task`: text continued, or blanks filled in."""
+    args = trainer.args
+    if args.task in ("prefix_lm", "causal_lm"):
+        return continued_examples(trainer, data)
+    from lm_experiments_tools.data.objectives.ul2 import mode_ids
+
+    has_mode = args.task == "ul2" and args.mode_tokens
+    return fill_in_examples(trainer, data, [mode_ids(data.vocabulary)["R"]] if has_mode else [])
+
+
+def continued_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tuple[str, str, str]]:
+    """(the first half of a text, the second half, what the model continues with) for a few validation documents."""
+    vocabulary, model, half = data.vocabulary, trainer.backend.unwrap().eval(), WINDOW // 2
+    examples = []
+    for window in _windows(data.valid_tokens):
+        ids = torch.from_numpy(window[:half])[None].to(trainer.backend.device)
+        eos, given, options = ids.new_tensor([[vocabulary.eos_id]]), ids, {}
+        if trainer.has_decoder and trainer.args.task == "prefix_lm":
+            given = torch.cat([ids, eos], dim=1)
+        elif trainer.has_decoder:  # causal LM has an input of nothing but EOS
+            start = ids.new_tensor([[model.config.decoder_start_token_id]])
+            given, options = eos, {"decoder_input_ids": torch.cat([start, ids], dim=1)}
+        read = 1 + half if options else (1 if trainer.has_decoder else half)  # what the output repeats
+        with torch.no_grad():
+            if trainer.backend.shards_model:
+                trainer.backend.model(input_ids=given, labels=given)
+            output = model.generate(
+                given, max_new_tokens=half, do_sample=False, synced_gpus=trainer.backend.shards_model,
+                pad_token_id=vocabulary.pad_id, eos_token_id=vocabulary.eos_id, **options,
+            )  # fmt: skip
+        texts = (window[:half], window[half:], output[0, read:])
+        examples.append(tuple(" ".join(vocabulary.decode(text.tolist()).split()) for text in texts))
+    return examples
+
+
+def _windows(tokens: IndexedDataset) -> list[np.ndarray]:
+    """The beginnings of a few documents that are long enough, evenly from all of them, int64[WINDOW] each.
+
+    The index is read twice, block by block: first to count them.
+    """
+
+    def long_documents() -> Iterator[np.ndarray]:
+        for bounds in map(tokens.offsets, tokens.document_bounds()):
+            yield bounds[:-1][np.diff(bounds) >= WINDOW]
+
+    count, before = sum(map(len, long_documents())), 0
+    wanted, chosen = np.linspace(0, max(count - 1, 0), NUM_EXAMPLES).astype(int), []
+    for starts in long_documents():
+        here = wanted[(wanted >= before) & (wanted < before + len(starts))]
+        chosen += starts[here - before].tolist()
+        before += len(starts)
+    return [np.asarray(tokens.tokens[start : start + WINDOW], dtype=np.int64) for start in chosen]
+
+
+def fill_in_examples(
+    trainer: TrainingLoop, data: PretrainingData, before: Sequence[int] = ()
+) -> list[tuple[str, str, str]]:
+    """(text with numbered blanks, what stood there, what the model writes there) for a few validation documents.
+
+    `before`: ids put in front of the input.
+    """
+    vocabulary = data.vocabulary
+    model = trainer.backend.unwrap().eval()
+    examples = []
+    for window in _windows(data.valid_tokens):
+        inputs, spans = hide_words(window, vocabulary)
+        ids = torch.tensor([[*before, *inputs.tolist(), vocabulary.eos_id]], device=trainer.backend.device)
+        with torch.no_grad():
+            if trainer.backend.shards_model:  # FSDP gathers what generate reads in a forward pass of the whole
+                trainer.backend.model(input_ids=ids, labels=ids[:, :1])
+            output = model.generate(
+                ids, max_new_tokens=12 * NUM_BLANKS, do_sample=False, synced_gpus=trainer.backend.shards_model,
+                output_scores=True, return_dict_in_generate=True,
+            )  # fmt: skip
+        guesses = read_guesses(output.sequences[0].tolist(), output.scores, vocabulary)
+        examples.append((
+            _numbered(vocabulary.decode(inputs.tolist())),
+            _in_a_row(vocabulary.decode(span.tolist()) for span in spans),
+            _in_a_row(guesses.get(i, "(nothing)") for i in range(len(spans))),
+        ))  # fmt: skip
+    return examples
+
+
+def fill_in_masked_words(trainer: TrainingLoop, data: BertPretrainingData) -> list[tuple[str, str, str]]:
+    """As `fill_in_examples`, for a model that fills in masked pieces, each by itself."""
+    tokenizer, backend = data.tokenizer, trainer.backend
+    backend.model.eval()
+    examples = []
+    for window in _windows(data.valid_tokens):
+        words = _two_words(window, np.flatnonzero(tokenizer.starts_word[window]), tokenizer.decode)
+        masked, text, done = window.copy(), [], 0
+        for number, (begin, end) in enumerate(words, start=1):
+            masked[begin:end] = tokenizer.mask
+            text += [tokenizer.decode(window[done:begin]), f"[{number}]"]
+            done = end
+        ids = torch.tensor([[tokenizer.cls, *masked, tokenizer.sep]], device=backend.device)
+        with torch.no_grad():
+            outputs = backend.model(input_ids=ids)
+        logits = outputs["prediction_logits" if "prediction_logits" in outputs else "logits"][0, 1:-1]
+        examples.append((
+            " ".join([*text, tokenizer.decode(window[done:])]),
+            _in_a_row(tokenizer.decode(window[begin:end]) for begin, end in words),
+            _in_a_row(_best_pieces(logits[begin:end], tokenizer.decode) for begin, end in words),
+        ))  # fmt: skip
+    return examples
+
+
+def _best_pieces(logits: Tensor, decode: Callable[[Any], str]) -> str:
+    """The likeliest piece for each place of a word, and what else the first might have been; logits [pieces, ids]."""
+    _, *others = logits[0].topk(NUM_OTHERS + 1).indices.tolist()
+    return f"{decode(logits.argmax(-1).tolist())} (or: {' | '.join(decode([i]) for i in others)})"
+
+
+def _in_a_row(texts: Iterable[str]) -> str:
+    return "  ".join(f"[{number}] {text}" for number, text in enumerate(texts, start=1))
+
+
+def _two_words(window: np.ndarray, starts: Sequence[int], decode: Callable[[Any], str]) -> list[tuple[int, int]]:
+    """Ranges of the words nearest to one third and two thirds of a token window, in order."""
+    words = [(begin, end) for begin, end in pairwise(starts) if _is_word(decode(window[begin:end]))]
+    chosen: list[tuple[int, int]] = []
+    for blank in range(NUM_BLANKS):
+        middle = (blank + 1) * len(window) / (NUM_BLANKS + 1)
+        left = [word for word in words if not chosen or word[0] >= chosen[-1][1]]
+        chosen += sorted(left, key=lambda word: abs(word[0] - middle))[:1]
+    return chosen
+
+
+def hide_words(window: np.ndarray, vocabulary: Vocabulary) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Replace the words nearest to one third and two thirds of a token window by sentinels.
+
+    Returns:
+        The window with sentinels, and the hidden pieces in order.
+    """
+    starts = [i for i in range(len(window)) if vocabulary.starts_word(int(window[i]))]
+    pieces, spans, done = [], [], 0
+    for blank, (begin, end) in enumerate(_two_words(window, starts, vocabulary.decode)):
+        pieces += [window[done:begin], vocabulary.sentinel_ids[blank : blank + 1]]
+        spans.append(window[begin:end])
+        done = end
+    return np.concatenate([*pieces, window[done:]]).astype(np.int64), spans
+
+
+def _is_word(text: str) -> bool:
+    """Letters only: nobody learns much from a model that guesses a comma."""
+    return text.isalpha() and len(text) > 1
+
+
+def read_guesses(ids: list[int], scores: Sequence[Tensor], vocabulary: Vocabulary) -> dict[int, str]:
+    """What a generated target says for each blank, and what else its first piece might have been.
+
+    Args:
+        ids: the target, with its start token.
+        scores: float[1, vocabulary] before each of ids[1:].
+    """
+    number = {int(sentinel): i for i, sentinel in enumerate(vocabulary.sentinel_ids)}
+    pieces: dict[int, list[int]] = {}
+    others: dict[int, list[str]] = {}
+    blank = None
+    for token, score in zip(ids[1:], scores, strict=False):
+        if token == vocabulary.eos_id:
+            break
+        if token in number:
+            blank = number[token]
+            pieces.setdefault(blank, [])
+        elif blank is not None:
+            if not pieces[blank]:
+                likely = [i for i in score[0].topk(NUM_OTHERS + 1).indices.tolist() if i != token]
+                others[blank] = [vocabulary.decode([i]) for i in likely[:NUM_OTHERS]]
+            pieces[blank].append(token)
+    return {
+        i: f"{vocabulary.decode(found)} (or: {' | '.join(others[i])})" if found else "(nothing)"
+        for i, found in pieces.items()
+    }
+
+
+def _numbered(text: str) -> str:
+    for blank in range(NUM_BLANKS):
+        text = text.replace(f"<extra_id_{blank}>", f" [{blank + 1}] ")
+    return " ".join(text.split())

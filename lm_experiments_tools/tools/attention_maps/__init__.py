@@ -1,0 +1,1 @@
+"""Attention maps of a model and pictures of layouts; imports models and attention."""

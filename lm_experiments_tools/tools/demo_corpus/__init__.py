@@ -1,0 +1,1 @@
+"""A corpus made of the documentation of this Python installation; imports data."""

@@ -1,0 +1,1 @@
+"""The training loop, its hooks, losses, metrics and schedules; imports backends, checkpoint and tracking."""

@@ -1,0 +1,39 @@
+"""Text that a model generates for a micro-batch, whatever kind of model it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lm_experiments_tools.training.micro_batches import MicroBatch
+
+_LENGTHS = {"max_length", "max_new_tokens"}
+
+
+def generate(model: nn.Module, part: MicroBatch, options: Mapping[str, Any], *, synced: bool = False) -> Tensor:
+    """What `model.generate` writes after each row, int64[rows, length].
+
+    An encoder-decoder reads `input_ids`. A decoder reads `prompt_ids` and `prompt_mask` of the batch, padded on the
+    left, where there are any (`input_ids` would hold the answer too), and its prompt is cut off the result.
+
+    Args:
+        model: the user's model, without the wrappers of a backend.
+        options: arguments of `generate`; without a length in them, as long as the labels and one token more.
+        synced: forward passes are collective, so every worker generates until the last one is done.
+    """
+    device = next(iter(part.inputs.values())).device
+    inputs, options = part.inputs, dict(options)
+    prompt = part.batch.get("prompt_ids")
+    if prompt is not None:
+        read = {"input_ids": prompt.to(device), "attention_mask": part.batch["prompt_mask"].to(device)}
+    else:
+        names = ("input_ids", "attention_mask", "global_attention_mask")
+        read = {name: inputs[name] for name in names if name in inputs}
+        if "labels" in inputs and not _LENGTHS & set(options):
+            options["max_length"] = inputs["labels"].shape[-1] + 1  # one more for a special token
+    with torch.no_grad():
+        written = model.generate(**read, synced_gpus=synced, **options)
+    return written if prompt is None else written[:, prompt.shape[1] :]

@@ -1,0 +1,160 @@
+"""Metrics as sums and counts: added per micro-batch, reduced over workers once per log.
+
+A mean of means is not the mean when batches differ in size (the reason most trainers report a wrong validation loss),
+so nothing here divides before everything has been added up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.training.step import StepInfo
+
+Value = "Tensor | float | tuple[Tensor | float, Tensor | float]"
+
+
+class MetricSums:
+    """Running sum and count of each metric on one worker.
+
+    A value is a mean over its micro-batch, weighted by the micro-batch's valid target tokens, or an explicit
+    `(sum, count)` pair. Values stay tensors on their device until `reduce`, so that adding never waits for a GPU.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor | float] = {}
+        self.counts: dict[str, Tensor | float] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.sums)
+
+    def add(self, values: Mapping[str, Any], weight: float) -> None:
+        """Add one micro-batch; `weight` is its number of valid target tokens (rows where there are no labels).
+
+        With a weight of 0 a mean is one over nothing, and left out.
+        """
+        for name, value in values.items():
+            if isinstance(value, tuple):
+                self._add(name, *map(_detached, value))
+            elif weight:
+                self._add(name, _detached(value) * weight, float(weight))
+
+    def merge(self, other: MetricSums) -> None:
+        for name, total in other.sums.items():
+            self._add(name, total, other.counts[name])
+
+    def _add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
+        if name in self.sums:
+            total, count = self.sums[name] + total, self.counts[name] + count
+        self.sums[name], self.counts[name] = total, count
+
+    def reduce(self, backend: Backend) -> dict[str, float]:
+        """Mean of each metric over all workers; a metric that some workers never saw counts where it was seen."""
+        names = sorted(set(chain.from_iterable(backend.gather(sorted(self.sums)))))
+        local = [float(self.sums.get(n, 0.0)) for n in names] + [float(self.counts.get(n, 0.0)) for n in names]
+        totals = backend.sum(torch.tensor(local, dtype=torch.float64)).tolist()
+        counts = totals[len(names) :]
+        return {n: totals[i] / counts[i] if counts[i] else math.nan for i, n in enumerate(names)}
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        return {
+            "sums": {k: float(v) for k, v in self.sums.items()},
+            "counts": {k: float(v) for k, v in self.counts.items()},
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, dict[str, float]]) -> MetricSums:
+        sums = cls()
+        sums.sums, sums.counts = dict(state["sums"]), dict(state["counts"])
+        return sums
+
+
+def _detached(value: Any) -> Tensor | float:
+    """A float64 copy on the value's own device: bf16 or fp32 running sums would lose the small terms."""
+    return value.detach().to(torch.float64, copy=True) if isinstance(value, Tensor) else float(value)
+
+
+class Collector(Protocol):
+    """What the outputs of an evaluation are added to; one is made for each evaluation of a split."""
+
+    def add(self, batch: Mapping[str, Any], outputs: Any) -> None:
+        """One micro-batch, with all entries of the batch; `outputs["generation_outputs"]` is what was generated."""
+
+    def reduce(self, backend: Backend) -> dict[str, float]:
+        """The metrics over the data of all workers, on all workers; collective, called once at the end."""
+
+
+class KeptOutputs:
+    """What `keep_for_metrics_fn` keeps of each micro-batch, for metrics that need the whole split at once."""
+
+    def __init__(self, keep: Callable | None, metrics: Callable | None) -> None:
+        self.keep, self.metrics = (keep, metrics) if keep and metrics else (None, None)
+        self.data: dict[str, list[Any]] = {}
+
+    def add(self, batch: Mapping[str, Any], outputs: Any) -> None:
+        if self.keep is None:
+            return
+        for name, value in self.keep(batch, outputs).items():
+            value = value.detach().cpu() if isinstance(value, Tensor) else value
+            self.data.setdefault(name, []).append(value)
+
+    def reduce(self, backend: Backend) -> dict[str, float]:
+        """`metrics_fn` of the data of all workers, computed on rank 0 and told to the others; clears the data."""
+        if self.metrics is None:
+            return {}
+        gathered = backend.gather(self.data)
+        self.data = {}
+        values = None
+        if backend.is_main:
+            names = sorted(set(chain.from_iterable(gathered)))
+            values = self.metrics({n: _join(list(chain.from_iterable(d.get(n, ()) for d in gathered))) for n in names})
+            values = {
+                k: v.item() if hasattr(v, "item") and getattr(v, "size", 1) in (1,) else v for k, v in values.items()
+            }
+        return backend.broadcast(values)
+
+
+def _join(pieces: list[Any]) -> Any:
+    """One tensor where shapes allow it, else one flat list of rows."""
+    if not isinstance(pieces[0], Tensor):
+        rows = [p.tolist() if hasattr(p, "tolist") else p for p in pieces]
+        return list(chain.from_iterable(r if isinstance(r, (list, tuple)) else [r] for r in rows))
+    if pieces[0].dim() == 0:
+        return torch.stack(pieces)
+    if all(p.shape[1:] == pieces[0].shape[1:] for p in pieces):
+        return torch.cat(pieces)
+    return list(chain.from_iterable(p.tolist() for p in pieces))
+
+
+class Window:
+    """What has been added up since the last log line."""
+
+    def __init__(self) -> None:
+        self.sums = MetricSums()
+        self.grad_norm_sum, self.steps, self.tokens = 0.0, 0, 0
+        self.seconds = self.data_seconds = 0.0
+
+    def add(self, sums: MetricSums, info: StepInfo) -> None:
+        self.seconds += info.seconds + info.data_seconds
+        self.data_seconds += info.data_seconds
+        self.tokens += info.tokens
+        if info.applied:  # a non-finite step is counted and named, never averaged into the others
+            self.sums.merge(sums)
+            self.grad_norm_sum += info.grad_norm
+            self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**vars(self), "sums": self.sums.state_dict()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Window:
+        window = cls()
+        vars(window).update(state, sums=MetricSums.from_state(state["sums"]))
+        return window

@@ -1,0 +1,293 @@
+"""Batches for the loop: an endless stream from any loader, at a position that survives a restart, in micro-batches.
+
+Two kinds of loaders are read. One that knows its place (`seek(consumed_samples)`, as `data.loader.TrainLoader`) is
+sought in O(1). Any other iterable, such as a torch `DataLoader`, is replayed: its epoch is started again with the
+random state it was first started with, and the batches already used are passed over.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.labels import IGNORED_LABEL
+
+
+def random_state() -> dict[str, Any]:
+    """State of every generator a training step may draw from: Python, numpy, torch, this worker's GPU."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    version, internal, gauss_next = random.getstate()
+    state = {
+        "python": [version, list(internal), gauss_next],
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """The inverse of `random_state`."""
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.asarray(keys).astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+@contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Whatever draws inside (a validation, an extra loader) leaves training's random numbers as they were."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
+
+
+class BatchStream:
+    """This worker's batches, epoch after epoch.
+
+    Args:
+        loader: yields dicts of tensors with equal first dimension.
+        sampler: optional; its `set_epoch` is called at the start of each epoch.
+    """
+
+    def __init__(self, loader: Iterable[Mapping[str, Any]], sampler: Any = None) -> None:
+        self.loader, self.sampler = loader, sampler
+        self.epoch = self.batches_in_epoch = 0
+        self._epoch_random_state: dict[str, Any] | None = None
+        self._seeks = hasattr(loader, "seek")
+
+    def seek(self, consumed_samples: int, state: Mapping[str, Any]) -> None:
+        """Go to where `state_dict` was taken; `consumed_samples` counts over all workers."""
+        if self._seeks:
+            self.loader.seek(consumed_samples)
+            return
+        self.epoch, self.batches_in_epoch = state["epoch"], state["batches_in_epoch"]
+        self._epoch_random_state = state["epoch_random_state"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "batches_in_epoch": self.batches_in_epoch,
+            "epoch_random_state": self._epoch_random_state,
+        }
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        if self._seeks:
+            yield from self.loader
+            return
+        while True:
+            yield from self._epoch()
+            self.epoch, self.batches_in_epoch, self._epoch_random_state = self.epoch + 1, 0, None
+
+    def _epoch(self) -> Iterator[Mapping[str, Any]]:
+        if self.sampler is not None:
+            self.sampler.set_epoch(self.epoch)
+        batches = self._start_epoch()
+        empty = self.batches_in_epoch == 0
+        for batch in batches:
+            empty = False
+            self.batches_in_epoch += 1
+            yield batch
+        if empty:
+            raise UserError(
+                f"the training data gave no batch in epoch {self.epoch}: the dataset is empty, or smaller than one "
+                "batch with drop_last=True"
+            )
+
+    def _start_epoch(self) -> Iterator[Mapping[str, Any]]:
+        """The epoch's iterator, past the batches already used; training's random numbers stay where they are."""
+        if self._epoch_random_state is None:
+            self._epoch_random_state = random_state()
+            return iter(self.loader)
+        with preserved_random_state():
+            set_random_state(self._epoch_random_state)
+            batches = iter(self.loader)
+            for used in range(self.batches_in_epoch):
+                if next(batches, None) is None:
+                    raise UserError(
+                        f"the checkpoint had used {self.batches_in_epoch} batches of epoch {self.epoch}, but the "
+                        f"training data now gives only {used}: it is not the data the run was started with"
+                    )
+        return batches
+
+
+@dataclass
+class MicroBatch:
+    """What one forward pass takes, and how much it weighs.
+
+    Attributes:
+        inputs: arguments of the model's forward, first dimension at most `batch_size`.
+        batch: all entries of the batch, for the metrics functions.
+        weights: name of a label entry -> its valid labels (those that are not -100), or rows where it is absent.
+    """
+
+    inputs: dict[str, Any]
+    batch: dict[str, Any]
+    weights: dict[str, int]
+
+    @property
+    def weight(self) -> int:
+        """Valid entries of the first labels, for metrics that are a mean over them."""
+        return next(iter(self.weights.values()))
+
+    def counts(self) -> bool:
+        """False where it only fills up: nothing in it is to be learned, measured or (`example`) predicted."""
+        numbers = self.batch.get("example")
+        return any(self.weights.values()) or (isinstance(numbers, Tensor) and bool((numbers >= 0).any()))
+
+    def without_weight(self) -> MicroBatch:
+        """The same shapes, to be multiplied by zero."""
+        batch = {name: value for name, value in self.batch.items() if name != "example"}
+        return MicroBatch(self.inputs, batch, dict.fromkeys(self.weights, 0)).computable()
+
+    def computable(self) -> MicroBatch:
+        """One valid label, to be multiplied by zero, wherever there is none: a mean over no label would be NaN."""
+        inputs = dict(self.inputs)
+        for name in (name for name, weight in self.weights.items() if weight == 0 and name in inputs):
+            inputs[name] = inputs[name].clone()
+            inputs[name].view(-1)[0] = 0
+        return MicroBatch(inputs, self.batch, self.weights)
+
+
+@dataclass
+class StepBatch:
+    """One worker's part of a global step."""
+
+    micro_batches: list[MicroBatch]
+    rows: int
+    weights: dict[str, int]
+    tokens: int
+
+    @classmethod
+    def nothing(cls, label_names: Sequence[str]) -> StepBatch:
+        """The part of a worker that has no batch any more."""
+        return cls([], 0, dict.fromkeys(label_names, 0), 0)
+
+
+def split_batch(
+    batch: Mapping[str, Any],
+    batch_size: int,
+    names: set[str],
+    device: torch.device,
+    has_decoder: bool = False,
+    label_names: Sequence[str] = ("labels",),
+    trim_to: int | None = None,
+) -> StepBatch:
+    """Cut a worker's batch into micro-batches of at most `batch_size` rows and count what it weighs.
+
+    Args:
+        batch: tensors with equal first dimension (rows); anything else is handed on whole.
+        names: the model's forward arguments; other entries reach only the metrics functions.
+        has_decoder: labels are a sequence of their own and count as tokens beside the inputs.
+        label_names: entries whose valid labels are counted.
+        trim_to: cut columns that are padding in every row of a micro-batch, down to a multiple of this.
+
+    Raises:
+        UserError: a batch without rows, or with entries of different lengths.
+    """
+    rows = {name: len(value) for name, value in batch.items() if name in names and isinstance(value, Tensor)}
+    if not rows:
+        raise UserError(
+            f"no entry of the batch ({', '.join(batch) or 'it is empty'}) is an argument of the model's forward "
+            f"({', '.join(sorted(names))}); map the names with batch_transform_fn"
+        )
+    num_rows = next(iter(rows.values()))
+    if len(set(rows.values())) > 1 or num_rows == 0:
+        raise UserError(f"the entries of a batch must have the same, positive number of rows, but they have {rows}")
+    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
+    tokens = int(mask.sum()) if mask is not None else (ids.numel() if ids is not None else 0)
+    cut = {k for k, v in batch.items() if _has_rows(v, num_rows)}
+    loaded = {k: batch[k] for k in rows}  # not on the device: looking at it is no wait
+    labels = {name: batch.get(name) for name in label_names}
+    batch = {k: v.to(device, non_blocking=True) if k in rows else v for k, v in batch.items()}
+    micro_batches = []
+    for start in range(0, num_rows, batch_size):
+        span = slice(start, start + batch_size)
+        part = {k: v[span] if k in cut else v for k, v in batch.items()}
+        if trim_to is not None:
+            widths = used_widths({k: v[span] for k, v in loaded.items()}, trim_to, has_decoder)
+            part |= {k: part[k][:, :width].contiguous() for k, width in widths.items()}
+        here = min(batch_size, num_rows - start)
+        weights = {k: here if v is None else int((v[span] != IGNORED_LABEL).sum()) for k, v in labels.items()}
+        inputs = {k: v for k, v in part.items() if k in names}
+        micro_batches.append(MicroBatch(inputs, part, weights))
+    weights = {name: sum(m.weights[name] for m in micro_batches) for name in label_names}
+    return StepBatch(micro_batches, num_rows, weights, tokens + (weights["labels"] if has_decoder else 0))
+
+
+def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) -> dict[str, int]:
+    """How many columns of each entry of a micro-batch hold more than padding.
+
+    What goes with the inputs is as wide as `attention_mask` (labels too, unless `has_decoder`), what goes with a
+    decoder's labels as these.
+
+    Args:
+        rows: entries [rows, columns, ...]; those of other widths are left alone.
+        multiple: widths are rounded up to it, but not beyond what there is.
+
+    Returns:
+        {name: width} of the entries to cut.
+    """
+    labels = rows.get("labels")
+    sides = {
+        "attention_mask": rows.get("attention_mask"),
+        "labels": None if labels is None else labels != IGNORED_LABEL,
+    }
+    mask, valid = sides["attention_mask"], sides["labels"]
+    if not has_decoder and mask is not None and valid is not None:
+        sides = {"attention_mask": mask.bool() | valid if mask.shape == valid.shape else mask}  # else labels of rows
+    widths = {}
+    for side, used in sides.items():
+        if used is None or used.dim() != 2:
+            continue
+        columns = used.any(dim=0).nonzero()
+        width = -(-(int(columns[-1]) + 1) // multiple) * multiple if len(columns) else multiple
+        for name, value in rows.items():
+            of_decoder = has_decoder and (name == "labels" or name.startswith("decoder_"))
+            if of_decoder == (side == "labels") and value.dim() > 1 and value.shape[1] == used.shape[1] > width:
+                widths[name] = width
+    return widths
+
+
+def position_lost(then: str | None, now: str | None) -> str:
+    """Why a position in the data of a checkpoint has no meaning in other data, in a sentence.
+
+    Args:
+        then, now: their fingerprints, which may end in /bucket_rows=N (see data/buckets.py).
+    """
+    data, _, rows = (then or "").partition("/bucket_rows=")
+    if rows and (now or "").startswith(f"{data}/bucket_rows="):
+        return (
+            f"the checkpoint's data stood in buckets of {rows} rows and this run's stands in buckets of "
+            f"{now.rpartition('=')[2]}, so its position has no meaning; give --bucket_rows {rows} to continue"
+        )
+    return (
+        "the training data, its vocabulary, sequence lengths or --seed are not those of the checkpoint, so its "
+        "position in the data has no meaning; restore them, or start a new --model_path with --init_checkpoint"
+    )
+
+
+def _has_rows(value: Any, num_rows: int) -> bool:
+    return isinstance(value, (Tensor, list, tuple, np.ndarray)) and len(value) == num_rows
+
+
+def padded(micro_batches: list[MicroBatch], number: int) -> Iterator[MicroBatch]:
+    """`number` micro-batches: every worker makes equally many passes (sharding needs that), spare ones weigh 0."""
+    for micro_batch in micro_batches:
+        yield micro_batch.computable()
+    for _ in range(number - len(micro_batches)):
+        yield micro_batches[-1].without_weight()

@@ -1,0 +1,575 @@
+"""block_sparse_attention on the CPU: exact against the definition in float64, repeatable, linear in memory, clear."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import importlib.util
+import itertools
+import math
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from lm_experiments_tools.attention import AlibiBias, Layout, T5Bias, alibi_slopes, block_sparse_attention, explain
+from lm_experiments_tools.attention.kernels import plan
+from lm_experiments_tools.attention.kernels.bias import dense_bias, distance_tiles, t5_bucket
+from lm_experiments_tools.attention.kernels.plan import num_blocks
+from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig, LocalSlidingWindowSparsityConfig
+from lm_experiments_tools.errors import UserError
+from tests.helpers.attention_cases import Case, errors
+
+SELF = [("bigbird", 70, 70), ("longformer", 70, 70), ("random", 64, 64), ("dense", 70, 70)]
+CROSS = [("random", 70, 45), ("shared", 33, 64), ("dense", 20, 70)]
+
+
+def settings(*names: str) -> Iterator[dict[str, bool]]:
+    for values in itertools.product([False, True], repeat=len(names)):
+        yield dict(zip(names, values, strict=True))
+
+
+def tensors(*shape: int, count: int = 3, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(count)]
+    return [x.to(dtype).requires_grad_() for x in drawn]
+
+
+# Exactness
+
+
+@pytest.mark.parametrize("block", [8, 16])
+@pytest.mark.parametrize(("layout", "query_length", "key_length"), SELF + CROSS)
+def test_gather_is_exact_with_a_t5_bias(layout, query_length, key_length, block):
+    for chosen in settings("padding", "causal", "segments"):
+        for dropout_p in (0.0, 0.25):
+            case = Case(layout, block, query_length, key_length, dropout_p=dropout_p, **chosen)
+            assert max(errors(case, "gather").values()) < 1e-10, case
+
+
+@pytest.mark.parametrize("bias", ["t5 decoder", "alibi", "matrix", "none"])
+@pytest.mark.parametrize(("layout", "query_length", "key_length"), [SELF[0], CROSS[0], SELF[3]])
+def test_gather_is_exact_with_every_bias(layout, query_length, key_length, bias):
+    for chosen in settings("padding", "causal"):
+        case = Case(layout, 16, query_length, key_length, bias, segments=True, dropout_p=0.25, value_dim=5, **chosen)
+        assert max(errors(case, "gather").values()) < 1e-10, case
+
+
+@pytest.mark.parametrize("bias", ["t5", "alibi", "matrix", "none"])
+@pytest.mark.parametrize(("layout", "query_length", "key_length"), [SELF[0], CROSS[0], SELF[3]])
+def test_sdpa_is_exact(layout, query_length, key_length, bias):
+    for chosen in settings("padding", "causal", "segments"):
+        case = Case(layout, 16, query_length, key_length, bias, **chosen)
+        assert max(errors(case, "sdpa").values()) < 1e-10, case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize(("layout", "query_length", "key_length"), [SELF[0], CROSS[0]])
+def test_flex_is_exact_forward(layout, query_length, key_length, padding):
+    case = Case(layout, 16, query_length, key_length, padding=padding, causal=True, head_dim=16, value_dim=16)
+    with pytest.raises(UserError, match="the bias is trained"):
+        errors(case, "flex")
+    q, k, v = (x.detach() for x in tensors(2, 2, query_length, 16, dtype=torch.float32))
+    k, v = (x[:, :, :1].expand(-1, -1, key_length, -1) + torch.arange(key_length)[:, None] / 9 for x in (k, v))
+    layout = Layout(torch.rand(2, num_blocks(query_length, 16), num_blocks(key_length, 16)) < 0.5, 16)
+    bias = T5Bias(torch.randn(32, 2))
+    mask = torch.rand(2, key_length) < 0.7 if padding else None
+    found, expected = (
+        block_sparse_attention(q, k, v, layout, bias, mask, causal=True, backend=name)
+        for name in ("flex", "reference")
+    )
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 2, 17, 63])
+def test_any_length_down_to_one_token(length):
+    for layout in ("bigbird", "dense"):
+        case = Case(layout, 16, length, length)
+        assert max(errors(case, "gather").values()) < 1e-10
+        assert max(errors(case, "sdpa").values()) < 1e-10
+
+
+def test_gradcheck_with_dropout_padding_and_bias():
+    q, k, v = tensors(1, 2, 8, 2)
+    (weight,) = tensors(8, 2, count=1)
+    layout = Layout(torch.tensor([[[1, 0, 1], [1, 1, 0], [0, 1, 1]]]), 3)
+    mask = torch.tensor([[True] * 6 + [False] * 2])
+
+    def call(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        bias = T5Bias(weight, num_buckets=8, max_distance=6)
+        return block_sparse_attention(q, k, v, layout, bias, mask, dropout_p=0.3, backend="gather")
+
+    assert torch.autograd.gradcheck(call, (q, k, v, weight))
+
+
+def test_inputs_may_be_views_and_the_output_has_the_dtype_of_q():
+    q, k, v = (x.detach().transpose(1, 2) for x in tensors(2, 40, 2, 8, dtype=torch.bfloat16))
+    plain = block_sparse_attention(q.contiguous(), k.contiguous(), v.contiguous(), backend="gather")
+    viewed = block_sparse_attention(q, k, v, backend="gather")
+    assert viewed.dtype == torch.bfloat16 and torch.equal(plain, viewed)
+
+
+@pytest.mark.parametrize("backend", ["gather", "sdpa"])
+@pytest.mark.parametrize(("dtype", "band"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float32, 2e-6)])
+def test_error_stays_within_the_rounding_of_the_dtype(dtype, band, backend):
+    case = Case("bigbird", 16, 100, 100, padding=True, head_dim=16)
+    assert max(errors(case, backend, dtype).values()) < band
+
+
+@pytest.mark.parametrize("backend", ["gather", "sdpa", "reference"])
+def test_autocast_changes_nothing(backend):
+    q, k, v = tensors(1, 2, 40, 8, dtype=torch.float32)
+    bias = T5Bias(torch.randn(32, 2))
+    plain = block_sparse_attention(q, k, v, None, bias, backend=backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = block_sparse_attention(q, k, v, None, bias, backend=backend)
+        (gradient,) = torch.autograd.grad(cast.sum(), q)
+    assert cast.dtype == torch.float32 and torch.equal(plain, cast)
+    assert torch.equal(gradient, torch.autograd.grad(plain.sum(), q)[0])
+
+
+# The bias
+
+
+def t5_bucket_of_transformers() -> object:
+    """T5Attention._relative_position_bucket, taken out of its file: importing that takes seconds."""
+    package = Path(importlib.util.find_spec("transformers").submodule_search_locations[0])
+    tree = ast.parse((package / "models/t5/modeling_t5.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == "_relative_position_bucket":
+            node.decorator_list = []
+            scope = {"torch": torch, "math": math}
+            exec(compile(ast.Module([node], []), "modeling_t5.py", "exec"), scope)
+            return scope[node.name]
+    raise AssertionError("transformers' T5 has no _relative_position_bucket any more")
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 20), (64, 512)])
+def test_buckets_are_those_of_transformers_and_the_table_holds_all_distances(bidirectional, num_buckets, max_distance):
+    distances = torch.arange(-1000, 1001)
+    expected = t5_bucket_of_transformers()(distances, bidirectional, num_buckets, max_distance)
+    assert torch.equal(t5_bucket(distances, bidirectional, num_buckets, max_distance), expected)
+    table = T5Bias(torch.arange(num_buckets)[:, None].double(), bidirectional, num_buckets, max_distance).table()
+    saturation = table.shape[1] // 2
+    assert saturation <= max_distance and table[0, 0] != table[0, 1]
+    assert torch.equal(table[0, distances.clamp(-saturation, saturation) + saturation].long(), expected)
+
+
+def test_tiles_cut_the_matrix_of_the_bias():
+    bias = T5Bias(torch.randn(32, 2))
+    tiles, matrix = distance_tiles(bias.table(), 16), dense_bias(bias, 256, 256)[0]
+    reach = tiles.shape[1] // 2
+    for row, column in itertools.product(range(16), repeat=2):
+        place = max(-reach, min(reach, column - row)) + reach
+        rows, columns = slice(16 * row, 16 * row + 16), slice(16 * column, 16 * column + 16)
+        assert torch.equal(tiles[:, place], matrix[:, rows, columns])
+
+
+def test_alibi_slopes_are_those_of_the_paper():
+    assert alibi_slopes(8).tolist() == [2**-n for n in range(1, 9)]
+    assert alibi_slopes(16)[:3].tolist() == pytest.approx([2**-0.5, 2**-1, 2**-1.5])
+    assert alibi_slopes(12).tolist() == pytest.approx(
+        [2**-n for n in range(1, 9)] + [2 ** -(n + 0.5) for n in range(4)]
+    )
+    assert AlibiBias(torch.tensor([2.0])).dense(2, 3).tolist() == [[[[0, -2, -4], [-2, 0, -2]]]]
+
+
+@pytest.mark.parametrize("backend", ["gather", "sdpa", "auto"])
+def test_a_learned_bias_does_train_under_a_sparse_layout(backend):
+    """DeepSpeed's sparse softmax returned no gradient for its rpe, so that a T5 bias stayed as it was initialised."""
+    q, k, v = tensors(2, 2, 64, 8)
+    target = torch.randn(2, 2, 64, 8, dtype=torch.float64)
+    weight = torch.nn.Parameter(torch.zeros(32, 2, dtype=torch.float64))
+    layout, losses = BigBirdSparsityConfig(2, block=16), []
+    for _ in range(5):
+        loss = (block_sparse_attention(q, k, v, layout, T5Bias(weight), backend=backend) - target).square().sum()
+        (gradient,) = torch.autograd.grad(loss, weight)
+        with torch.no_grad():
+            weight -= 0.01 * gradient
+        losses.append(loss.item())
+    assert (weight != 0).any(1).sum() > 16 and losses == sorted(losses, reverse=True)
+
+
+def test_bucket_gradients_of_a_head_sum_to_zero():
+    """Adding one number to all scores of a row changes nothing, so it has no gradient."""
+    q, k, v = tensors(2, 3, 200, 8)
+    (weight,) = tensors(32, 3, count=1)
+    bias = T5Bias(weight)
+    layout = BigBirdSparsityConfig(3, block=16, different_layout_per_head=True)
+    output = block_sparse_attention(q, k, v, layout, bias, backend="gather")
+    (gradient,) = torch.autograd.grad(output, weight, torch.randn_like(output))
+    assert gradient.abs().max() > 0.1 and gradient.sum(0).abs().max() < 1e-12
+
+
+# What the masks mean
+
+
+def test_packed_documents_are_as_if_each_were_alone():
+    lengths = [37, 5, 60, 26]
+    q, k, v = tensors(1, 2, sum(lengths), 8)
+    bias = T5Bias(torch.randn(32, 2, dtype=torch.float64))
+    ids = torch.repeat_interleave(torch.tensor(lengths)).add(3)[None]
+    packed = block_sparse_attention(q, k, v, None, bias, segment_ids=ids, causal=True, backend="gather")
+    parts = [
+        block_sparse_attention(*(x[:, :, end - n : end] for x in (q, k, v)), None, bias, causal=True)
+        for n, end in zip(lengths, itertools.accumulate(lengths), strict=True)
+    ]
+    torch.testing.assert_close(packed, torch.cat(parts, 2), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["gather", "sdpa", "reference"])
+def test_queries_that_may_attend_to_nothing_give_zeros_and_get_none(backend):
+    q, k, v = tensors(2, 2, 40, 8)
+    mask = torch.ones(2, 40, dtype=torch.bool)
+    mask[1] = False
+    blocks = torch.ones(1, 3, 3, dtype=torch.bool)
+    blocks[:, 1] = False
+    weight = torch.randn(32, 2, dtype=torch.float64, requires_grad=True)
+    output = block_sparse_attention(q, k, v, Layout(blocks, 16), T5Bias(weight), mask, backend=backend)
+    dead = torch.zeros(2, 40, dtype=torch.bool)
+    dead[1], dead[0, 16:32] = True, True
+    nothing = dead[:, None, :, None].expand_as(output)
+    assert (output[nothing] == 0).all() and (output[~nothing] != 0).all()
+    dq, dk, dv, dw = torch.autograd.grad(output.sum() + output.square().sum(), [q, k, v, weight])
+    assert (dq[nothing] == 0).all() and (dk[1] == 0).all() and (dv[1] == 0).all() and dw.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "gather", "sdpa", pytest.param("flex", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_bias_of_minus_infinity_takes_keys_out_and_a_row_of_them_gives_zeros(masked, backend):
+    """Against the definition written out, over the keys that are left; also where a mask takes the last of them."""
+    q, k, v = tensors(2, 2, 40, 16, seed=4)
+    (bias,) = tensors(2, 2, 40, 40, count=1)
+    keep = torch.ones(2, 40, dtype=torch.bool)
+    with torch.no_grad():
+        bias[0, 0, 3] = bias[1, 0, 39] = bias[0, 1, 7, :20] = bias[1, 1, :, 5] = bias[1, 0, 9, :30] = -torch.inf
+        keep[1, 30:] = not masked
+    left = ~bias.detach().isneginf() & keep[:, None, None, :]
+    weights = torch.where(left, (q @ k.mT / 4 + bias).exp(), 0.0)
+    expected = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) @ v
+    alive = left.any(-1, keepdim=True).expand_as(expected)
+    assert (~alive).any(-1).sum() == (3 if masked else 2)
+    leaves = [q, k, v, bias]
+    if backend == "flex":  # forward only
+        leaves = [x.detach().float() for x in leaves]
+    layout = Layout(torch.ones(1, 5, 5), 8)  # that is filled, or padding would be masked
+    output = block_sparse_attention(*leaves[:3], layout, leaves[3], keep if masked else None, backend=backend)
+    assert (output[~alive] == 0).all()
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-6 if backend == "flex" else 1e-12)
+    if backend != "flex":
+        found, wanted = (torch.autograd.grad(x.square().sum(), leaves) for x in (output, expected))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_a_learned_bucket_of_minus_infinity_gives_zeros_where_it_is_all_there_is():
+    q, k, v = tensors(1, 2, 20, 8)
+    (weight,) = tensors(32, 2, count=1)
+    with torch.no_grad():
+        weight[:, 0] = -torch.inf
+    output = block_sparse_attention(q, k, v, Layout(torch.ones(1, 5, 5), 4), T5Bias(weight), backend="gather")
+    assert (output[:, 0] == 0).all() and (output[:, 1] != 0).all()
+    assert all(x.isfinite().all() for x in torch.autograd.grad(output.square().sum(), [q, k, v, weight]))
+
+
+def test_causal_is_token_by_token_whatever_the_layout():
+    q, k, v = tensors(1, 2, 48, 8)
+    output = block_sparse_attention(q, k, v, BigBirdSparsityConfig(2, block=16), causal=True, backend="gather")
+    (gradient,) = torch.autograd.grad(output[:, :, 20].sum(), v)
+    assert (gradient[:, :, :21] != 0).all() and (gradient[:, :, 21:] == 0).all()
+
+
+# Dropout
+
+
+def weights_of(q: Tensor, k: Tensor, seed: int, **keywords: object) -> Tensor:
+    """Attention weights after dropout, read off by attending to an identity."""
+    identity = torch.eye(k.shape[2], dtype=k.dtype).expand(*k.shape[:2], -1, -1)
+    torch.manual_seed(seed)
+    return block_sparse_attention(q, k, identity, **keywords).detach()
+
+
+@pytest.mark.parametrize("backend", ["gather", "reference", "sdpa"])
+def test_dropout_drops_each_weight_with_probability_p_and_scales_the_rest(backend):
+    q, k, _ = tensors(3, 2, 100, 8)
+    plain = weights_of(q, k, 0, backend=backend)
+    dropped = weights_of(q, k, 0, dropout_p=0.3, backend=backend)
+    kept = dropped != 0
+    torch.testing.assert_close(dropped[kept], plain[kept] / 0.7, rtol=1e-4, atol=0)
+    spread = math.sqrt(0.3 * 0.7)
+    assert abs(kept.double().mean() - 0.7) < 5 * spread / kept.numel() ** 0.5
+    # No row, column or head is dropped more than others, and no two rows alike.
+    for dims, size in (((0, 1, 2), 600), ((0, 1, 3), 600), ((2, 3), 10_000)):
+        assert (kept.double().mean(dims) - 0.7).abs().max() < 5 * spread / size**0.5
+    assert len(kept.flatten(0, 2).unique(dim=0)) == 600
+
+
+def test_dropout_of_nearly_everything_is_finite():
+    q, k, v = tensors(1, 2, 40, 8)
+    output = block_sparse_attention(q, k, v, dropout_p=0.999999, backend="gather")
+    assert output.isfinite().all() and (output == 0).double().mean() > 0.9
+
+
+def test_dropout_follows_torchs_seed_and_not_the_head_dimension():
+    q, k, _ = tensors(2, 2, 100, 8)
+    layout = LocalSlidingWindowSparsityConfig(2, block=16, attention="bidirectional")
+    keywords = {"layout": layout, "dropout_p": 0.5, "backend": "gather"}
+    first = weights_of(q, k, 1, **keywords) != 0
+    assert torch.equal(first, weights_of(q, k, 1, **keywords) != 0)
+    assert torch.equal(first, weights_of(q.repeat(1, 1, 1, 3), k.repeat(1, 1, 1, 3), 1, **keywords) != 0)
+    assert not torch.equal(first, weights_of(q, k, 2, **keywords) != 0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_recomputes_the_same_dropout(reentrant):
+    q, k, v = tensors(1, 2, 50, 8)
+
+    def call(q: Tensor) -> Tensor:
+        return block_sparse_attention(q, k, v, BigBirdSparsityConfig(2, block=16), dropout_p=0.4, backend="gather")
+
+    torch.manual_seed(0)
+    (plain,) = torch.autograd.grad(call(q).square().sum(), q)
+    torch.manual_seed(0)
+    if reentrant:
+        checkpoint(call, q, use_reentrant=True).square().sum().backward()
+    else:
+        q.grad = torch.autograd.grad(checkpoint(call, q, use_reentrant=False).square().sum(), q)[0]
+    assert torch.equal(plain, q.grad)
+
+
+# Same bits, memory, lists that are kept
+
+
+def test_two_runs_are_equal_bit_for_bit():
+    q, k, v = tensors(2, 2, 200, 16, dtype=torch.float32)
+    (weight,) = tensors(32, 2, count=1, dtype=torch.float32)
+    mask = torch.rand(2, 200) < 0.8
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(3)
+        output = block_sparse_attention(
+            q, k, v, BigBirdSparsityConfig(2, block=16), T5Bias(weight), mask, dropout_p=0.1, backend="gather"
+        )
+        return [output, *torch.autograd.grad(output.square().sum(), [q, k, v, weight])]
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        runs = [run() for _ in range(3)]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, Tensor):
+                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.element_size())
+        return result
+
+
+@pytest.mark.parametrize("layout", [None, BigBirdSparsityConfig(1, block=64)])
+def test_no_tensor_is_as_large_as_the_score_matrix(layout):
+    length = 4096
+    q, k, v = tensors(1, 1, length, 8, dtype=torch.float32)
+    (weight,) = tensors(32, 1, count=1, dtype=torch.float32)
+    with LargestTensor() as mode:
+        output = block_sparse_attention(q, k, v, layout, T5Bias(weight), backend="gather")
+        torch.autograd.grad(output.sum(), [q, k, v, weight])
+    assert mode.numel <= 64 * length
+
+
+def test_lists_follow_changes_of_a_layout_and_go_with_it():
+    q, k, v = (x.detach() for x in tensors(1, 2, 64, 8))
+    layout = Layout(torch.zeros(1, 4, 4, dtype=torch.bool), 16)
+    assert (block_sparse_attention(q, k, v, layout) == 0).all()
+    layout.blocks[:] = True
+    torch.testing.assert_close(
+        block_sparse_attention(q, k, v, layout), block_sparse_attention(q, k, v), rtol=0, atol=1e-12
+    )
+    config = LocalSlidingWindowSparsityConfig(2, block=16, num_sliding_window_blocks=1)
+    narrow = block_sparse_attention(q, k, v, config)
+    config.num_sliding_window_blocks = 3
+    assert not torch.equal(narrow, block_sparse_attention(q, k, v, config))
+    gone, key = weakref.ref(layout), id(layout)
+    assert key in plan._cache
+    del layout
+    gc.collect()
+    assert gone() is None and key not in plan._cache
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_a_tensor_is_a_layout_whose_block_the_length_tells(dtype):
+    q, k, v = (x.detach() for x in tensors(1, 2, 64, 8))
+    for length, queries in ((64, 64), (61, 31)):  # self-attention, and cross-attention with a block that is not filled
+        blocks = (torch.rand(2, num_blocks(queries, 16), 4) < 0.6).to(dtype)
+        inputs = q[:, :, :queries], k[:, :, :length], v[:, :, :length]
+        expected = block_sparse_attention(*inputs, Layout(blocks, 16))
+        assert torch.equal(block_sparse_attention(*inputs, blocks), expected)
+        assert explain(*inputs, blocks).density == (blocks != 0).double().mean()
+        blocks.fill_(1)
+        torch.testing.assert_close(
+            block_sparse_attention(*inputs, blocks), block_sparse_attention(*inputs), rtol=0, atol=1e-12
+        )
+
+
+def test_a_layout_made_in_inference_mode_serves():
+    q, k, v = (x.detach() for x in tensors(1, 2, 64, 8))
+    with torch.inference_mode():
+        blocks = torch.zeros(1, 4, 4, dtype=torch.bool)
+        assert (block_sparse_attention(q, k, v, Layout(blocks, 16)) == 0).all()
+        assert (block_sparse_attention(q, k, v, blocks) == 0).all()
+        blocks[:] = True
+        assert (block_sparse_attention(q, k, v, blocks) != 0).all()
+
+
+@pytest.mark.slow
+def test_torch_compile_breaks_the_graph_and_changes_nothing():
+    q, k, v = tensors(1, 2, 64, 8, dtype=torch.float32)
+    (weight,) = tensors(32, 2, count=1, dtype=torch.float32)
+
+    def call(q: Tensor) -> Tensor:
+        return block_sparse_attention(2 * q, k, v, None, T5Bias(weight), backend="gather") + 1
+
+    compiled = torch.compile(call, backend="eager")
+    assert torch.equal(compiled(q), call(q))
+    assert torch.equal(*(torch.autograd.grad(f(q).square().sum(), weight)[0] for f in (compiled, call)))
+
+
+# The choice of a backend, and refusals
+
+
+def test_auto_takes_what_is_fast_and_says_why():
+    def taken(length: int, layout: object = None, bias: object = None, **keywords: object) -> tuple[str, str]:
+        q = torch.empty(1, 2, length, 64)
+        found = explain(q, q, q, layout, bias, **keywords)
+        return found.backend, str(found)
+
+    learned, frozen = T5Bias(torch.zeros(32, 2, requires_grad=True)), T5Bias(torch.zeros(32, 2))
+    bigbird = BigBirdSparsityConfig(2, block=64)
+    assert taken(256, bigbird, learned)[0] == taken(512, None, learned)[0] == taken(768, None, learned)[0] == "sdpa"
+    assert taken(512, bigbird, learned)[0] == taken(512, None, learned, causal=True)[0] == "gather"
+    assert taken(4096)[0] == taken(2048, None, frozen)[0] == taken(16384, causal=True)[0] == "sdpa"
+    assert taken(1024, None, learned)[0] == taken(4096, bigbird)[0] == taken(4096, bigbird, frozen)[0] == "gather"
+    assert taken(512, LocalSlidingWindowSparsityConfig(2, block=64, num_sliding_window_blocks=15))[0] == "sdpa"
+    backend, sentence = taken(16384, None, frozen)
+    assert backend == "gather" and "GiB" in sentence
+    backend, sentence = taken(4096, bigbird, learned)
+    assert "the bias is trained" in sentence and "density 0.090" in sentence and "MiB" in sentence
+    assert taken(512, backend="reference")[1].startswith("reference: asked for; density 1.000")
+
+
+def test_memory_that_explain_estimates_grows_linearly_with_the_length():
+    def bytes_at(length: int, backend: str) -> int:
+        q = torch.empty(1, 2, length, 64)
+        bias = T5Bias(torch.zeros(32, 2, requires_grad=True))
+        return explain(q, q, q, BigBirdSparsityConfig(2, block=64), bias, backend=backend).memory_bytes
+
+    assert bytes_at(8192, "gather") < 2 * bytes_at(4096, "gather")
+    assert bytes_at(8192, "sdpa") == 4 * bytes_at(4096, "sdpa")
+
+
+Q = torch.zeros(2, 4, 32, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"q": Q[0]}, r"q is float32 \[4, 32, 8\]; it must be float \[batch, heads, length, head_dim\]"),
+        ({"k": Q[:, :2]}, r"k \[2, 2, 32, 8\] .* do not belong together"),
+        ({"v": Q[:, :, :31]}, "do not belong together"),
+        (
+            {"v": Q.double()},
+            "must share dtype and device; they are float32 on cpu, float32 on cpu and float64 on cpu",
+        ),
+        ({"q": [[1.0]]}, r"q is \[\[1.0\]\] \(list\); it must be float"),
+        ({"q": Q.to("meta"), "k": Q.to("meta"), "v": Q.to("meta")}, "on the meta device and hold no numbers"),
+        ({"dropout_p": "0.1"}, "dropout_p is '0.1'; it must be a number"),
+        ({"dropout_p": -0.1}, "dropout_p is -0.1"),
+        ({"scale": "1"}, "scale is '1'; it must be a finite number"),
+        ({"scale": torch.ones(())}, "a learned one is multiplied into q"),
+        ({"causal": "no"}, "causal is 'no'; it must be True or False"),
+        ({"backend": ["gather"]}, r"backend is \['gather'\]; it must be"),
+        ({"bias": torch.ones(1, 4, 32, 32, device="meta")}, "bias is on meta, but q is on cpu"),
+        (
+            {"key_padding_mask": torch.ones(2, 32, device="meta").bool()},
+            "key_padding_mask is on meta, but q",
+        ),
+        (
+            {"segment_ids": torch.ones(2, 32, device="meta").int()},
+            "segment_ids of queries is on meta, but q",
+        ),
+        ({"bias": T5Bias}, "it must be a T5Bias, an AlibiBias, a matrix or None"),
+        ({"bias": "alibi"}, r"bias is 'alibi' \(str\); it must be a T5Bias"),
+        ({"key_padding_mask": [True]}, r"key_padding_mask is \[True\] \(list\); it must be bool"),
+        ({"segment_ids": (torch.zeros(2, 32, dtype=torch.long),) * 3}, "or a pair, .* for queries and .* for keys"),
+        ({"segment_ids": torch.ones(2, 32, dtype=torch.bool)}, "segment_ids of queries is bool"),
+        ({"segment_ids": True}, r"segment_ids is True \(bool\)"),
+        ({"layout": "bigbird"}, r"layout is 'bigbird' \(str\); it must be a configuration"),
+        ({"layout": BigBirdSparsityConfig}, "it must be a configuration"),
+        ({"layout": torch.ones(4, 3, 3)}, r"float32 \[4, 3, 3\] for 32 queries, but 11 tokens a block .*: wrap it"),
+        ({"layout": torch.ones(2, 2)}, r"float32 \[2, 2\] for 32 queries, but that is not \[heads or 1"),
+        ({"layout": torch.full((4, 2, 2), 0.5)}, "values besides 0 and 1"),
+        ({"layout": torch.ones(4, 2, 4)}, r"blocks \[4, 2, 4\] of 16 tokens, but .* need \[4 or 1, 2, 2\]"),
+        ({"q": Q.long()}, "q is int64"),
+        ({"q": Q[:, :, :0]}, "none of them 0"),
+        ({"dropout_p": 1.0}, "dropout_p is 1.0"),
+        ({"scale": float("nan")}, "scale is nan"),
+        ({"backend": "cuda"}, "backend is 'cuda'; it must be \"auto\" or one of reference, gather"),
+        ({"bias": T5Bias(torch.zeros(32, 3))}, "values for 3 heads, but q has 4"),
+        (
+            {"bias": torch.zeros(4, 32, 32)},
+            r"bias is float32 \[4, 32, 32\]; it must be float \[1 or 2, 1 or 4, 32, 32\]",
+        ),
+        ({"key_padding_mask": torch.ones(2, 32)}, r"key_padding_mask is float32 \[2, 32\]; it must be bool"),
+        ({"key_padding_mask": torch.ones(2, 31, dtype=torch.bool)}, r"bool \[2, 31\]; it must be bool \[2, 32\]"),
+        ({"segment_ids": torch.zeros(2, 32)}, "segment_ids of queries is float32"),
+        ({"segment_ids": torch.zeros(2, 30, dtype=torch.long)}, r"int64 \[2, 30\]; it must be integer \[2, 32\]"),
+        ({"q": Q[:, :, :8], "segment_ids": torch.zeros(2, 8, dtype=torch.long)}, "give a pair"),
+        ({"layout": Layout(torch.ones(3, 2, 2), 16)}, r"blocks \[3, 2, 2\] of 16 tokens, but 4 heads"),
+        ({"layout": Layout(torch.ones(4, 2, 2), 8)}, r"need \[4 or 1, 4, 4\]"),
+        ({"q": Q[:, :, :8], "layout": BigBirdSparsityConfig(4)}, "8 queries and 32 keys: give a Layout"),
+        ({"backend": "triton"}, 'backend "triton" cannot do this: .*(run on a GPU|not installed)'),
+        ({"backend": "flex", "dropout_p": 0.1}, "FlexAttention has no dropout"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_a_sentence(arguments, sentence):
+    with pytest.raises(UserError, match=sentence):
+        block_sparse_attention(**{"q": Q, "k": Q, "v": Q, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: T5Bias(torch.zeros(16, 4)), r"weight has shape \[16, 4\], but num_buckets=32 needs \[32, heads\]"),
+        (lambda: T5Bias(torch.zeros(2, 4), num_buckets=2), "num_buckets at least 4"),
+        (lambda: T5Bias(torch.zeros(32, 4), max_distance=8), "max_distance=8 must be larger"),
+        (lambda: AlibiBias(torch.zeros(2, 2)), r"slopes has shape \[2, 2\]"),
+        (lambda: Layout(torch.zeros(2, 2), 16), r"blocks is float32 \[2, 2\]; it must be a tensor"),
+        (lambda: Layout([[[1]]], 16), r"blocks is \[\[\[1\]\]\] \(list\); it must be a tensor"),
+        (lambda: Layout(torch.ones(1, 2, 2, device="meta"), 16), r"blocks is float32 \[1, 2, 2\] on meta"),
+        (lambda: Layout(torch.tensor([[[1.0, torch.nan]]]), 16), "values besides 0 and 1"),
+        (lambda: Layout(torch.tensor([[[1, -1]]]), 16), "values besides 0 and 1"),
+        (lambda: Layout(torch.ones(1, 2, 2), 16.0), "block is 16.0; it must be a whole number of tokens"),
+        (lambda: Layout(torch.ones(1, 2, 2), 0), "block is 0; it must be a whole number of tokens"),
+    ],
+)
+def test_biases_and_layouts_that_make_no_sense_are_refused(make, sentence):
+    with pytest.raises(UserError, match=sentence):
+        make()

@@ -1,0 +1,438 @@
+"""Layouts against DeepSpeed's stored ones, our random blocks, names and settings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lm_experiments_tools.attention import (
+    SparsityConfig,
+    attention_probabilities,
+    block_sparse_attention,
+    get_sparsity_config,
+)
+from lm_experiments_tools.attention.kernels.reference import reference_attention
+from lm_experiments_tools.attention.layouts import (
+    SPARSITY_CONFIGS,
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    VariableSparsityConfig,
+)
+from lm_experiments_tools.errors import UserError
+from tests.helpers import ROOT
+from tests.unit.repository.test_imports import imports_of
+
+# Made by tests/parity/test_attention_deepspeed.py from DeepSpeed 0.19.6 itself.
+GOLDEN = json.loads((ROOT / "tests/golden/attention_layouts.json").read_text())
+
+
+def as_rows(head: Tensor) -> list[str]:
+    return ["".join("#" if block else "." for block in row) for row in head.tolist()]
+
+
+def digest(layout: Tensor) -> str:
+    return hashlib.sha256(layout.to(torch.uint8).numpy().tobytes()).hexdigest()[:32]
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: f"{case['name']}-{case['sha256'][:6]}")
+def test_compat_layouts_are_deepspeeds_bit_for_bit(case):
+    settings = {**case["settings"], "seed": case["seed"], "layer_idx": case["layer"], "compat": "deepspeed"}
+    layout = SPARSITY_CONFIGS[case["name"]](case["num_heads"], **settings).make_layout(case["length"])
+    assert layout.dtype == torch.int64 and layout.shape[0] == case["num_heads"]
+    assert layout.sum() == case["blocks"] and digest(layout) == case["sha256"]
+    if "head_0" in case:
+        assert as_rows(layout[0]) == case["head_0"]
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: f"{case['name']}-{case['sha256'][:6]}")
+def test_layouts_without_random_blocks_are_deepspeeds_with_its_future_cut_off(case):
+    config = SPARSITY_CONFIGS[case["name"]](case["num_heads"], **case["settings"])
+    layout = config.make_layout(case["length"])
+    if config.attention == "unidirectional":
+        assert torch.equal(layout, layout.tril())
+    if not config.uses_random_blocks:
+        config.compat = "deepspeed"
+        theirs = config.make_layout(case["length"])
+        assert torch.equal(layout, theirs.tril() if config.attention == "unidirectional" else theirs)
+
+
+def test_golden_layouts_have_a_leak_to_cut_off():
+    """Or the test above could not fail for it."""
+    leaks = set()
+    for case in GOLDEN:
+        config = SPARSITY_CONFIGS[case["name"]](case["num_heads"], **case["settings"], compat="deepspeed")
+        layout = config.make_layout(case["length"])
+        if config.attention == "unidirectional" and not torch.equal(layout, layout.tril()):
+            leaks.add(case["name"])
+    assert leaks >= {"FixedSparsityConfig", "VariableSparsityConfig"}
+
+
+@pytest.mark.parametrize(
+    ("config", "rows"),
+    [
+        (BigBirdSparsityConfig(2, num_random_blocks=0), ["######", "###...", "####..", "#.###.", "#..###", "#...##"]),
+        (LocalSlidingWindowSparsityConfig(1), ["#.....", "##....", ".##...", "..##..", "...##.", "....##"]),
+        (
+            FixedSparsityConfig(1, num_local_blocks=3, attention="unidirectional"),
+            ["#.....", "##....", "###...", "..##..", "..###.", "..####"],
+        ),
+        (
+            VariableSparsityConfig(1, local_window_blocks=[1, 2], global_block_indices=[-1]),
+            ["#....#", ".##..#", ".##..#", "...###", "...###", ".....#"],
+        ),
+        (
+            BSLongformerSparsityConfig(1, num_sliding_window_blocks=1, global_block_indices=[0, -1]),
+            ["######", "##...#", "#.#..#", "#..#.#", "#...##", "######"],
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, SparsityConfig) else "",
+)
+def test_layouts_look_as_documented(config, rows):
+    layout = config.make_layout(6 * config.block)
+    assert [as_rows(head) for head in layout] == [rows] * config.num_heads
+
+
+class TestRandomBlocks:
+    def test_a_configuration_is_a_layout_on_every_machine(self):
+        """Its hash is stored here, and Python's and torch's generators neither matter nor move."""
+        random.seed(1)
+        torch.manual_seed(1)
+        before = random.getstate(), torch.get_rng_state()
+        layout = BigBirdSparsityConfig(4, different_layout_per_head=True, num_random_blocks=2, seed=7).make_layout(
+            1024
+        )
+        assert digest(layout) == "688ebd8d8e4b244186932ccffa76edbe"
+        assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+
+    def test_heads_layers_and_seeds_have_blocks_of_their_own(self):
+        def layout(**settings):
+            return BigBirdSparsityConfig(2, different_layout_per_head=True, **settings).make_layout(1024)
+
+        assert not torch.equal(layout()[0], layout()[1])
+        assert not torch.equal(layout(), layout(layer_idx=1)) and not torch.equal(layout(), layout(seed=1))
+        same = BigBirdSparsityConfig(2).make_layout(1024)
+        assert torch.equal(same[0], same[1])
+
+    @pytest.mark.parametrize("past_only", [False, True])
+    def test_each_row_draws_uniformly_without_replacement(self, past_only):
+        """Chi-square of 3 of 8 (or of row + 1) columns over 4000 heads; the bound is exceeded once in 10^6."""
+        config = BigBirdSparsityConfig(4000, different_layout_per_head=True)
+        drawn = config._random(8, 3, past_only)  # the pattern alone, without window and global blocks
+        for row in range(8):
+            population = row + 1 if past_only else 8
+            counts = drawn[:, row].sum(0).double()
+            assert (drawn[:, row].sum(1) == min(3, population)).all() and counts[population:].sum() == 0
+            expected = 4000 * min(3, population) / population
+            assert ((counts[:population] - expected) ** 2 / expected).sum() < 40
+
+    def test_unidirectional_layouts_of_two_lengths_agree(self):
+        """So that a longer input sees what a shorter one saw."""
+        config = BigBirdSparsityConfig(
+            3, different_layout_per_head=True, num_random_blocks=3, attention="unidirectional"
+        )
+        assert torch.equal(config.make_layout(512), config.make_layout(2048)[:, :32, :32])
+
+    def test_max_seq_length_cuts_the_longest_layout_as_deepspeed_does(self):
+        whole = BigBirdSparsityConfig(2, block=16, num_random_blocks=2).make_layout(1024)
+        cut = BigBirdSparsityConfig(2, block=16, num_random_blocks=2, max_seq_length=1024)
+        assert torch.equal(cut.make_layout(256), whole[:, :16, :16])
+        with pytest.raises(UserError, match="2048 is beyond max_seq_length=1024"):
+            cut.make_layout(2048)
+
+
+def test_density_of_bigbird_at_4096():
+    """Window 64 + 2 * 63, global 2 * 64 - 1 less 3 counted twice."""
+    assert BigBirdSparsityConfig(1, block=64, num_random_blocks=0).density(4096) == pytest.approx(
+        (64 + 2 * 63 + 127 - 3) / 64**2
+    )
+
+
+@pytest.mark.parametrize("short", ["BigBird", "Variable", "BSLongformer", "LocalSlidingWindow", "Fixed"])
+def test_a_short_input_attends_to_all_it_may(short):
+    layout = get_sparsity_config(short, 2, attention="bidirectional").make_layout(16)
+    assert layout.tolist() == [[[1]], [[1]]]
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "BigBirdSparsityConfig",
+            "BigBird",
+            "bigbird",
+            "deepspeed.ops.sparse_attention:BigBirdSparsityConfig",
+            "deepspeed.ops.sparse_attention.BigBirdSparsityConfig",
+            "lm_experiments_tools.attention.layouts:BigBirdSparsityConfig",
+        ],
+    )
+    def test_old_homes_and_bare_names_mean_ours(self, name):
+        # the settings of the ancestor's bert_configs/L12-H768-A12-V32k-L4096-preln-lastln-sparse-rope.json
+        config = get_sparsity_config(
+            name, 12, block=64, different_layout_per_head=True, num_sliding_window_blocks=3, num_global_blocks=2,
+            num_random_blocks=3,
+        )  # fmt: skip
+        assert type(config) is BigBirdSparsityConfig and config.num_global_blocks == 2
+
+    def test_dictionaries_give_the_configuration_back(self):
+        for case in GOLDEN:
+            config = SPARSITY_CONFIGS[case["name"]](case["num_heads"], **case["settings"], seed=case["seed"])
+            stored = json.loads(json.dumps(config.to_dict()))
+            again = SparsityConfig.from_dict(stored)
+            assert again == config and torch.equal(again.make_layout(640), config.make_layout(640))
+
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda: get_sparsity_config("BigBrid", 2), "did you mean BigBirdSparsityConfig"),
+            (lambda: get_sparsity_config("nothing.here:Config", 2), "cannot be imported: No module named 'nothing'"),
+            (lambda: get_sparsity_config("json:JSONDecoder", 2), "not a subclass"),
+            (lambda: get_sparsity_config("BigBird", 2, num_globl_blocks=1), "did you mean 'num_global_blocks'"),
+            (lambda: SparsityConfig.from_dict({"block": 16}), "needs 'sparse_config_cls' and 'num_heads'"),
+            (lambda: BigBirdSparsityConfig(0), "num_heads=0 must be at least 1"),
+            (lambda: BigBirdSparsityConfig(1, attention="sideways"), "attention='sideways' is neither"),
+            (lambda: BigBirdSparsityConfig(1, compat="deepsped"), "compat='deepsped'"),
+            (
+                lambda: BigBirdSparsityConfig(1, max_seq_length=100),
+                "max_seq_length=100 is not a positive multiple",
+            ),
+            (
+                lambda: BigBirdSparsityConfig(1).make_layout(100),
+                "length of 100 is not a positive multiple",
+            ),
+            (lambda: FixedSparsityConfig(1, num_local_blocks=4, num_global_blocks=3), "not a multiple"),
+            (lambda: FixedSparsityConfig(2, num_different_global_patterns=2), "different_layout_per_head=True"),
+            (lambda: FixedSparsityConfig(2, 16, True, num_different_global_patterns=5), "is more than"),
+            (
+                lambda: VariableSparsityConfig(1, attention="unidirectional", horizontal_global_attention=True),
+                "needs bidirectional",
+            ),
+            (lambda: VariableSparsityConfig(1, local_window_blocks=[4, 0]), "local_window_blocks=[4, 0]"),
+            (lambda: BSLongformerSparsityConfig(1, global_block_end_indices=[0]), "larger than its start"),
+            (lambda: BigBirdSparsityConfig(1, max_seq_length=0), "max_seq_length=0 is not a positive multiple"),
+            (lambda: BigBirdSparsityConfig(1, layer_idx=-1), "layer_idx=-1 must be at least 0"),
+            (lambda: BigBirdSparsityConfig(1).make_layout("64"), "length of '64' is not a positive multiple"),
+            (lambda: get_sparsity_config("BigBird", 2, num_rand=1), "did you mean 'num_random_blocks'"),
+            (lambda: get_sparsity_config(None, 2), "is None; it must be a string such as 'BigBird'"),
+            (lambda: get_sparsity_config(5, 2), "is 5; it must be a string such as 'BigBird'"),
+            (lambda: get_sparsity_config("..here:Config", 2), "There is no sparsity configuration '..here:Config'"),
+            (
+                lambda: BigBirdSparsityConfig(1, num_random_blocks=99, compat="deepspeed").make_layout(128),
+                "num_random_blocks=99 is more than the 8 blocks of the input",  # where DeepSpeed raises too
+            ),
+        ],
+    )
+    def test_mistakes_are_sentences(self, make, message):
+        with pytest.raises(UserError, match=message.replace("[", r"\[").replace("]", r"\]")):
+            make()
+
+    @pytest.mark.parametrize(
+        ("key", "value", "expected"),
+        [
+            ("num_heads", "12", "an integer"),
+            ("num_heads", True, "an integer"),
+            ("block", 16.5, "an integer"),
+            ("seed", "a", "an integer"),
+            ("layer_idx", None, "an integer"),
+            ("max_seq_length", "64", "an integer or None"),
+            ("different_layout_per_head", "yes", "true or false"),
+            ("horizontal_global_attention", None, "true or false"),
+            ("num_random_blocks", 1.5, "an integer"),
+            ("local_window_blocks", 4, "a list of integers"),
+            ("local_window_blocks", "44", "a list of integers"),
+            ("local_window_blocks", None, "a list of integers"),
+            ("global_block_indices", "0", "a list of integers"),
+            ("global_block_indices", ["a"], "a list of integers"),
+            ("global_block_end_indices", [1.5], "a list of integers or None"),
+        ],
+    )
+    def test_settings_of_another_type_are_named_with_what_they_must_be(self, key, value, expected):
+        with pytest.raises(UserError) as error:
+            VariableSparsityConfig(**{"num_heads": 2, key: value})
+        assert str(error.value) == f"VariableSparsityConfig: {key}={value!r} must be {expected}."
+
+    def test_what_deepspeed_takes_is_taken(self):
+        """A global block beyond the input is none; 0 and 1 are booleans, numpy's numbers are numbers."""
+        config = VariableSparsityConfig(np.int64(2), different_layout_per_head=1, global_block_indices=np.array([99]))
+        plain = VariableSparsityConfig(2, different_layout_per_head=True, global_block_indices=[])
+        assert torch.equal(config.make_layout(128), plain.make_layout(128))
+
+    def test_a_class_of_ones_own_in_the_new_way_and_in_deepspeeds(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "layouts_of_mine", sys.modules[__name__])
+        config = get_sparsity_config("layouts_of_mine:Diagonal", 2, stride=2)
+        assert as_rows(config.make_layout(64)[1]) == ["#.#.", ".#.#", "#.#.", ".#.#"]
+        assert (
+            SparsityConfig.from_dict({**config.to_dict(), "sparse_config_cls": "layouts_of_mine:Diagonal"}) == config
+        )
+        assert as_rows(OldStyle(2, 16).make_layout(64)[1]) == ["###.", "....", "....", "...."]
+
+    def test_a_deepspeed_class_is_saved_by_the_arguments_of_its_init(self):
+        for config in (Widened(4, 3), Handing(4, seed=np.int64(3), block=8), OldStyle(2, 16)):
+            stored = json.loads(json.dumps(config.to_dict()))
+            again = SparsityConfig.from_dict(stored)
+            assert type(again) is type(config) and vars(again) == vars(config)
+            assert torch.equal(again.make_layout(64), config.make_layout(64))
+        assert Widened(4, 3).to_dict() == {"sparse_config_cls": f"{__name__}:Widened", "num_heads": 4, "width": 3}
+
+    def test_a_model_takes_a_deepspeed_class(self):
+        huggingface = pytest.importorskip("lm_experiments_tools.attention.huggingface")
+        from transformers import BertConfig, BertModel
+
+        config = BertConfig(
+            vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=16
+        )
+        torch.manual_seed(0)
+        model = BertModel(config).eval()
+        input_ids = torch.arange(32)[None]
+        changed = input_ids.clone()
+        changed[:, 16:] = 0
+        dense = [model(ids).last_hidden_state[:, :16] for ids in (input_ids, changed)]
+        assert not torch.allclose(*dense)
+        huggingface.enable(model, Widened(4, 1))
+        sparse = [model(ids).last_hidden_state[:, :16] for ids in (input_ids, changed)]
+        torch.testing.assert_close(*sparse)  # blocks of 16 tokens that attend to themselves alone
+
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda: Forgetful(2, 3).to_dict(), "Forgetful: its __init__ takes width, but it has no attribute width"),
+            (lambda: get_sparsity_config(f"{__name__}:Widened", 2), "Widened needs a value for width"),
+            (lambda: get_sparsity_config(f"{__name__}:Widened", 2, widht=1), "did you mean 'width'"),
+            (lambda: SparsityConfig(2).make_layout(64), "SparsityConfig: it has no pattern"),
+            (lambda: Giving(2, [[1], [1, 0]]).make_layout(64), r"make_layout gave \[\[1\], \[1, 0\]\] \(list\)"),
+            (lambda: Giving(2, None).make_layout(64), r"make_layout gave None \(NoneType\)"),
+            (lambda: Giving(2, torch.ones(4, 4)).make_layout(64), r"make_layout gave float32 \[4, 4\]"),
+            (lambda: GivingBlocks(2, np.ones((4, 4))).make_layout(64), "blocks gave array"),
+        ],
+    )
+    def test_mistakes_in_a_class_of_ones_own_are_sentences(self, make, message):
+        with pytest.raises(UserError, match=message):
+            make()
+
+    @pytest.mark.parametrize("convert", [np.asarray, np.ndarray.tolist, torch.from_numpy])
+    def test_arrays_and_lists_are_layouts_too(self, convert):
+        blocks = np.tril(np.ones((2, 4, 4), dtype=np.int64))
+        q = torch.randn(1, 2, 64, 4)
+        expected = block_sparse_attention(q, q, q, torch.from_numpy(blocks))
+        for config in (Giving(2, convert(blocks)), GivingBlocks(2, convert(blocks[:1]))):
+            assert torch.equal(config.make_layout(64), torch.from_numpy(blocks))
+            assert config.density(64) == 10 / 16
+            torch.testing.assert_close(block_sparse_attention(q, q, q, config), expected)
+
+
+@pytest.mark.parametrize("name", SPARSITY_CONFIGS)
+@pytest.mark.parametrize("settings", [{}, {"compat": "deepspeed"}])
+def test_layouts_are_on_the_cpu_whatever_the_default_device(name, settings):
+    config = get_sparsity_config(name, 2, **settings)
+    expected = config.make_layout(160)
+    with torch.device("meta"):
+        layout, empty = config.make_layout(160), config.setup_layout(160)
+    assert layout.is_cpu and empty.is_cpu and torch.equal(layout, expected)
+
+
+@dataclass
+class Diagonal(SparsityConfig):
+    stride: int = 1
+
+    def blocks(self, num_blocks: int) -> Tensor:
+        numbers = torch.arange(num_blocks)
+        return ((numbers[:, None] - numbers) % self.stride == 0)[None]
+
+
+class OldStyle(SparsityConfig):
+    """As people wrote them for DeepSpeed."""
+
+    def __init__(self, num_heads, block):
+        super().__init__(num_heads, block)
+        self.width = 3
+
+    def make_layout(self, seq_len):
+        layout = self.setup_layout(seq_len)
+        layout[0, 0, : self.width] = 1
+        return self.check_and_propagate_first_head_layout(layout)
+
+
+class Widened(SparsityConfig):
+    """Without settings of the base class in its own arguments."""
+
+    def __init__(self, num_heads, width):
+        super().__init__(num_heads, block=16)
+        self.width = width
+
+    def make_layout(self, seq_len):
+        layout = self.setup_layout(seq_len)
+        for row in range(layout.shape[1]):
+            layout[:, row, row : row + self.width] = 1
+        return layout
+
+
+class Handing(SparsityConfig):
+    def __init__(self, *args, width=2, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.width = width
+
+    def make_layout(self, seq_len):
+        return Widened.make_layout(self, seq_len)
+
+
+class Forgetful(SparsityConfig):
+    def __init__(self, num_heads, width):
+        super().__init__(num_heads)
+
+
+class Giving(SparsityConfig):
+    def __init__(self, num_heads, layout):
+        super().__init__(num_heads)
+        self.layout = layout
+
+    def make_layout(self, seq_len):
+        return self.layout
+
+
+class GivingBlocks(SparsityConfig):
+    def __init__(self, num_heads, layout):
+        super().__init__(num_heads)
+        self.layout = layout
+
+    def blocks(self, num_blocks):
+        return self.layout
+
+
+def test_an_attention_map_checks_its_arguments_as_the_attention_does():
+    q = torch.randn(1, 2, 8, 4)
+    for arguments, message in (
+        ({"key_padding_mask": torch.ones(1, 8)}, r"key_padding_mask is float32 \[1, 8\]; it must be bool"),
+        ({"segment_ids": [0] * 8}, r"segment_ids is .* \(list\); it must be an integer tensor"),
+        ({"bias": torch.ones(2, 8, 8)}, r"bias is float32 \[2, 8, 8\]; it must be float"),
+        ({"scale": "1"}, "scale is '1'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            attention_probabilities(q, q, **arguments)
+        with pytest.raises(UserError, match=message):
+            reference_attention(q, q, q, **arguments)
+    with pytest.raises(UserError, match="q is float32"):
+        attention_probabilities(q[0], q)
+
+
+@pytest.mark.parametrize("trained", range(3))
+def test_flex_on_a_cpu_refuses_whichever_input_is_trained(trained):
+    inputs = [torch.randn(1, 2, 128, 16, requires_grad=number == trained) for number in range(3)]
+    with pytest.raises(UserError, match="FlexAttention has a backward pass on GPUs only"):
+        block_sparse_attention(*inputs, backend="flex")
+
+
+def test_the_package_needs_only_torch_and_numpy():
+    """Models import it, and it may be used without the rest; transformers and Triton are for those who ask."""
+    for path in (ROOT / "lm_experiments_tools/attention").glob("*.py"):
+        if path.name not in ("huggingface.py", "triton_kernels.py"):
+            packages = {name.partition(".")[0] for name, at_top in imports_of(path.read_text()) if at_top}
+            assert packages - sys.stdlib_module_names <= {"torch", "numpy", "lm_experiments_tools"}, path

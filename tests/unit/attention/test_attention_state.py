@@ -1,0 +1,92 @@
+"""What attention keeps: constants that serve all later calls, and no matrix more than needed for a backward pass."""
+
+import pytest
+import torch
+from torch import nn
+
+from lm_experiments_tools.attention import positions
+from lm_experiments_tools.attention.attend import attend
+from lm_experiments_tools.attention.kernels import bias as bias_module
+from lm_experiments_tools.attention.positions import AlibiPosition, RelativeBiasPosition
+
+
+def schemes(buckets: int) -> list[positions.PositionScheme]:
+    """Of settings that no other test has, so that nothing of theirs is kept already."""
+    return [
+        RelativeBiasPosition(buckets, 91, num_heads=3, bidirectional=True),
+        RelativeBiasPosition(buckets, 91, num_heads=3, bidirectional=False),
+        AlibiPosition(buckets),
+    ]
+
+
+@pytest.mark.parametrize("around", [torch.inference_mode, lambda: torch.device("meta")], ids=["inference", "meta"])
+def test_a_first_call_that_does_not_train_leaves_training_as_it_was(around):
+    expected = [scheme.bias(7, 7, device="cpu").dense(7, 7) for scheme in schemes(20)]
+    bias_module._table_buckets.cache_clear()
+    positions._slopes.cache_clear()
+    found = schemes(20)
+    with around():
+        for scheme in found:
+            scheme.bias(7, 7, device="cpu").table(7)
+    for scheme, values in zip(found, expected, strict=True):
+        factor = nn.Parameter(torch.ones(()))
+        if isinstance(scheme, AlibiPosition):
+            trained = scheme.bias(7, 7, device="cpu").dense(7, 7) * factor
+            torch.testing.assert_close(trained, values)
+        else:
+            trained = scheme.bias(7, 7).dense(7, 7) * factor
+        trained.square().sum().backward()
+        assert factor.grad > 0 and all(parameter.grad.any() for parameter in scheme.parameters())
+
+
+def test_constants_are_copied_to_a_device_once():
+    for scheme in (scheme.to("meta") for scheme in schemes(24)):
+        first, second = (scheme.bias(5, 5, device="meta") for _ in range(2))
+        if isinstance(scheme, AlibiPosition):
+            assert first.slopes is second.slopes and first.slopes.is_meta
+        else:
+            settings = (scheme.bidirectional, 24, 91, scheme.weight.device)
+            assert first.table().is_meta
+            assert bias_module._table_buckets(*settings) is bias_module._table_buckets(*settings)
+
+
+def test_a_shared_bias_is_a_tensor_of_its_own():
+    """Where parameters are gathered layer by layer, the parameter's memory is freed before the next layer reads it."""
+    scheme = RelativeBiasPosition(8, 20, num_heads=2, bidirectional=True).double()
+    bias = scheme.bias(6, 6)
+    assert bias.weight.data_ptr() != scheme.weight.data_ptr()
+    factors = torch.randn(1, 2, 6, 6, dtype=torch.float64)
+    (bias.dense(6, 6) * factors).sum().backward()
+    (scheme.bias(5, 6, 0) * factors[:, :, :5]).sum().backward()  # by bucket, without the last row
+    rest = scheme.bias(1, 6, 5)
+    (rest * factors[:, :, 5:]).sum().backward()
+    twice = scheme.weight.grad.clone()
+    scheme.weight.grad = None
+    (scheme.bias(6, 6).dense(6, 6) * factors).sum().backward()
+    torch.testing.assert_close(scheme.weight.grad * 2, twice)
+
+
+@pytest.mark.parametrize("output_attentions", [False, True])
+def test_a_mask_costs_eager_attention_no_matrix_for_the_backward_pass(output_attentions):
+    q, k, v = (torch.randn(2, 3, 9, 4, requires_grad=True) for _ in range(3))
+    padding = torch.tensor([[True] * 6 + [False] * 3, [False] * 9])
+    kept = {}
+    for key_padding_mask in (None, padding):
+        matrices = set()
+
+        def pack(x, matrices=matrices):
+            if x.is_floating_point() and x.shape[-2:] == (9, 9):
+                matrices.add(x.data_ptr())
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            _, weights = attend(
+                *(q, k, v),
+                implementation="eager",
+                key_padding_mask=key_padding_mask,
+                output_attentions=output_attentions,
+            )
+        kept[key_padding_mask is None] = len(matrices)
+        assert (weights is not None) == output_attentions
+    assert not weights[1].any() if output_attentions else kept[True] > 0
+    assert kept[False] == kept[True] + output_attentions  # weights that are returned are kept by who asked for them

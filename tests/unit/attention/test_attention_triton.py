@@ -1,0 +1,189 @@
+"""The Triton kernels: in the interpreter against float64, compiled for GPUs that are not here, and on one that is."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from lm_experiments_tools.attention import Layout, T5Bias, block_sparse_attention, explain
+from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
+from tests.helpers import ROOT
+from tests.helpers.attention_cases import Case, errors
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+# Two tiles of queries and four of keys at least, so that far, near and masked tiles all occur. Of the slow matrix's
+# settings these meet the most: per-head lists, part-filled tiles, both masks; causal, dropout, a larger block, two
+# lengths; dense with ALiBi; one token.
+QUICK = [
+    Case("bigbird", 16, 90, 90, padding=True, segments=True, head_dim=16, value_dim=16),
+    Case("random", 64, 70, 130, "t5 decoder", causal=True, dropout_p=0.25, batch=1, head_dim=12, value_dim=20),
+    Case("dense", 16, 70, 70, "alibi", causal=True, batch=1),
+    Case("dense", 16, 1, 70, batch=1),
+]
+SLOW = [
+    Case(
+        layout, block, query_length, key_length, bias, padding, causal, segments, dropout_p, head_dim=16, value_dim=16
+    )
+    for (layout, query_length, key_length), block in itertools.product(
+        [("bigbird", 150, 150), ("random", 150, 200), ("shared", 200, 150), ("dense", 130, 150)], [16, 32, 128]
+    )
+    for bias, padding, causal, segments, dropout_p in [
+        ("t5", False, False, False, 0.0),
+        ("t5", True, True, False, 0.25),
+        ("t5 decoder", True, False, True, 0.0),
+        ("alibi", False, True, True, 0.0),
+        ("none", True, True, False, 0.25),
+        ("none", False, False, False, 0.0),
+    ]
+]
+
+
+def in_the_interpreter(cases: list[Case]) -> list[dict[str, float]]:
+    """Errors of each case in float32, from one process with TRITON_INTERPRET=1."""
+    command = [sys.executable, "-m", "tests.helpers.attention_cases", json.dumps([asdict(case) for case in cases])]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_kernels_are_exact_in_the_interpreter():
+    for case, found in zip(QUICK, in_the_interpreter(QUICK), strict=True):
+        found.pop("seconds")
+        assert max(found.values()) < 1e-5, (case, found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(6))
+def test_kernels_are_exact_over_the_whole_matrix_in_the_interpreter(part):
+    cases = SLOW[part::6]
+    for case, found in zip(cases, in_the_interpreter(cases), strict=True):
+        found.pop("seconds")
+        assert max(found.values()) < 1e-5, (case, found)
+
+
+COMPILE = """
+import json, sys
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lm_experiments_tools.attention.kernels import triton as triton_backend
+from lm_experiments_tools.attention.kernels import triton_kernels
+
+capability, masked = json.loads(sys.argv[1])
+types = {"seed": "i64", "dropout_p": "fp32", "scale": "fp32", "scale2": "fp32", "key_mask": "*u8"}
+types.update(dict.fromkeys(["q", "k", "v", "o", "do", "dq", "dk", "dv"], "*bf16"))
+types.update(dict.fromkeys(["lse", "delta", "table", "sums", "far_sums"], "*fp32"))
+types.update(dict.fromkeys(["query_segments", "key_segments"], "*i64"))
+types.update(dict.fromkeys(["ranges", "order", "tiles", "tile_bits", "starts"], "*i32"))
+for name in ("forward", "query_gradient", "key_gradient", "bias_gradient"):
+    tile = triton_backend.tile_of(name, 64, 64 if masked else None, 2)
+    constants = dict(
+        HEAD_DIM=56 if masked else 64, BLOCK_D=64, VALUE_DIM=64, BLOCK_V=64, BLOCK_M=tile.queries, BLOCK_N=tile.keys,
+        SUB_M=16 if masked else tile.queries, SUB_N=16 if masked else tile.keys, SATURATION=91, BIAS=1, CAUSAL=masked,
+        DENSE=not masked, RANK_MAJOR=masked, HAS_BITS=masked, HAS_PADDING=masked, HAS_SEGMENTS=masked,
+        HAS_DROPOUT=masked, TRAIN_BIAS=True, EVEN_M=not masked, EVEN_N=not masked, PRECISION="ieee",
+        STAGES=tile.num_stages,
+    )
+    kernel = getattr(triton_kernels, f"{name}_kernel")
+    signature, fixed, attributes = {}, {}, {}
+    for place, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument], fixed[place,] = "constexpr", constants[argument]
+        else:
+            signature[argument] = types.get(argument, "i32")
+            if signature[argument].startswith("*") or argument.startswith("stride"):
+                attributes[place,] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, fixed, attributes)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    print(json.dumps({"name": name, "shared": compiled.metadata.shared, "ptx": compiled.asm["ptx"]}), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("capability", "shared_memory"), [(80, 163), (90, 227)])
+def test_kernels_compile_for_a_gpu_without_atomics(capability, shared_memory, masked, tmp_path):
+    """Triton brings its assembler along, so that this needs no GPU; what it cannot show is speed."""
+    command = [sys.executable, "-c", COMPILE, json.dumps([capability, masked])]
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
+    assert result.returncode == 0, result.stderr
+    kernels = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(kernels) == 4
+    for kernel in kernels:
+        assert not re.findall(r"\b(?:atom|red)\.", kernel["ptx"]), kernel["name"]
+        assert re.search(r"\b(wgmma|mma)\.", kernel["ptx"]), kernel["name"]
+        assert kernel["shared"] <= shared_memory * 1024, kernel["name"]
+
+
+# On a GPU
+
+BANDS = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", BANDS)
+def test_kernels_are_exact_on_a_gpu(dtype):
+    for case in SLOW[::2]:
+        found = errors(replace(case, head_dim=64, value_dim=64), "triton", dtype, "cuda")
+        assert max(found.values()) < BANDS[dtype], (case, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", BANDS)
+@pytest.mark.parametrize("backend", ["triton", "gather", "flex"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_long_inputs_agree_with_the_reference_on_a_gpu(backend, dtype, head_dim):
+    if backend == "flex" and dtype == torch.float32:
+        pytest.skip("its float32 products are TF32's")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 1000, head_dim, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+    weight = torch.randn(32, 4, device="cuda", requires_grad=backend != "flex")
+    layout = BigBirdSparsityConfig(4, block=64, different_layout_per_head=True)
+    mask = torch.arange(1000, device="cuda")[None] < torch.tensor([[1000], [600]], device="cuda")
+    leaves = [q, k, v, weight] if weight.requires_grad else [q, k, v]
+    results = []
+    for name in (backend, "reference"):
+        output = block_sparse_attention(q, k, v, layout, T5Bias(weight), mask, backend=name)
+        results.append([output, *torch.autograd.grad(output, leaves, torch.ones_like(output))])
+    for found, expected in zip(*results, strict=True):
+        assert ((found - expected).abs().max() / expected.abs().max()).item() < BANDS[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "gather"])
+def test_two_runs_on_a_gpu_are_equal_bit_for_bit(backend):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 2048, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    weight = torch.randn(32, 4, device="cuda", requires_grad=True)
+    layout = BigBirdSparsityConfig(4, block=64)
+
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        output = block_sparse_attention(q, k, v, layout, T5Bias(weight), dropout_p=0.1, backend=backend)
+        return [output, *torch.autograd.grad(output.square().sum(), [q, k, v, weight])]
+
+    runs = [run() for _ in range(5)]
+    assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
+
+
+@pytest.mark.gpu
+def test_auto_on_a_gpu():
+    q = torch.empty(1, 4, 1024, 64, device="cuda", dtype=torch.bfloat16)
+    bias = T5Bias(torch.zeros(32, 4, device="cuda", requires_grad=True))
+    assert explain(q, q, q).backend == "sdpa"
+    assert explain(q, q, q, None, bias).backend == "triton"
+    assert explain(q, q, q, Layout(torch.eye(16)[None], 64)).backend == "triton"
+    assert explain(*(q.double() for _ in range(3)), None, bias).backend == "gather"

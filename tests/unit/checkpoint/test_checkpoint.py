@@ -1,0 +1,400 @@
+"""Checkpoints: bit-exact state, atomic commits, no fault or kill that leaves half of one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lm_experiments_tools.checkpoint.writer import (
+    CheckpointWriteError,
+    CheckpointWriter,
+    find_newest_valid,
+    load_tree,
+    read_manifest,
+    save_tree,
+    verify,
+)
+from lm_experiments_tools.errors import UserError
+from tests.helpers.checkpoint_toys import write
+
+# ---- trees --------------------------------------------------------------------------------------------------------
+
+
+def same(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return type(b) is torch.Tensor and a.dtype == b.dtype and a.shape == b.shape and bytes_of(a) == bytes_of(b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return [(type(k), str(k)) for k in a] == [(type(k), str(k)) for k in b] and all(
+            same(x, y) for x, y in zip(a.values(), b.values(), strict=True)
+        )
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a.hex() == b.hex() if isinstance(a, float) else a == b
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def test_tree_round_trip_is_bit_exact(tmp_path):
+    tree = {
+        "scalars": [
+            None,
+            True,
+            False,
+            0,
+            -1,
+            2**70,
+            0.1,
+            -0.0,
+            5e-324,
+            math.inf,
+            -math.inf,
+            math.nan,
+            "é\n\u2028",
+            "",
+        ],
+        "keys": {0: "int", "0": "str", None: 1, True: 2, 1.5: 3, math.inf: 4},
+        "order": {"b": 1, "a": 2},
+        "tags": {"$tensor": "not a tensor", "$dict": {"$tuple": [1]}},
+        "tuples": (1, (2.0, ()), [(), []], {}),
+        "deep": {"a": {"b": [{"c": torch.tensor(3)}]}},
+    }
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64):
+        tree[str(dtype)] = torch.randn(3, 5).to(dtype)
+    for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16):
+        tree[str(dtype)] = torch.randint(0, 2, (7,)).to(dtype)
+    tree["special"] = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
+    tree["shapes"] = [torch.zeros(()), torch.zeros(0), torch.zeros(2, 0, 3)]
+    save_tree(tmp_path / "state.v1", tree)
+    assert {file.name for file in tmp_path.iterdir()} == {"state.v1.json", "state.v1.safetensors"}
+    json.loads((tmp_path / "state.v1.json").read_text(), parse_constant=pytest.fail)  # strict: no NaN or Infinity
+    assert same(load_tree(tmp_path / "state.v1"), tree)
+
+
+def test_tree_takes_shared_and_strided_tensors(tmp_path):
+    base = torch.arange(12.0).reshape(3, 4)
+    once = torch.ones(2)
+    tree = {"t": base.t(), "row": base[1], "step": base[:, ::2], "twice": [once, once], "p": torch.nn.Parameter(base)}
+    tree["expanded"] = torch.ones(1).expand(5)
+    save_tree(tmp_path / "s", tree)
+    loaded = load_tree(tmp_path / "s")
+    for name in ("t", "row", "step", "expanded", "p"):
+        assert torch.equal(loaded[name], tree[name]) and not loaded[name].requires_grad
+    assert loaded["twice"][0] is loaded["twice"][1]
+    loaded["t"].zero_()
+    assert loaded["row"].sum() == base[1].sum()
+
+
+def test_tree_takes_numpy_and_random_states(tmp_path):
+    random.seed(5)
+    np.random.seed(5)
+    tree = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    tree |= {"f4": np.float32(0.1), "f8": np.float64("nan"), "i": np.int64(3), "b": np.bool_(True)}
+    tree |= {"big_endian": np.arange(3, dtype=">i4"), "od": OrderedDict(x=1)}
+    save_tree(tmp_path / "s", tree)
+    loaded = load_tree(tmp_path / "s")
+    assert type(loaded["f4"]) is float and loaded["f4"] == float(np.float32(0.1)) and math.isnan(loaded["f8"])
+    assert (type(loaded["i"]), type(loaded["b"]), loaded["od"]) == (int, bool, {"x": 1})
+    assert loaded["big_endian"].tolist() == [0, 1, 2]
+    expected = random.random(), np.random.rand(), torch.rand(3)
+    random.setstate(loaded["python"])
+    name, keys, *rest = loaded["numpy"]
+    np.random.set_state((name, keys.numpy(), *rest))
+    torch.set_rng_state(loaded["torch"])
+    assert (random.random(), np.random.rand()) == expected[:2] and torch.equal(torch.rand(3), expected[2])
+
+
+class Odd:
+    pass
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [Odd(), {1, 2}, b"bytes", 1j, Path("x"), torch.float32, torch.zeros(2, device="meta"), lambda: 0, signal.SIGTERM]
+    + [torch.eye(2).to_sparse(), np.array(["a"]), np.array([None]), np.ma.masked_array([1, 2], [0, 1])]
+    + [{(1, 2): 3}, torch.zeros(1, dtype=torch.complex128), np.datetime64("2020-01-01")],
+    ids=lambda leaf: type(leaf).__name__,
+)
+def test_tree_refuses_by_place(tmp_path, leaf):
+    with pytest.raises(TypeError, match=r"\['optimizer'\]\['state'\]\[0\]\[1\]"):
+        save_tree(tmp_path / "s", {"optimizer": {"state": {0: [1, leaf]}}})
+    assert not (tmp_path / "s.json").exists()
+
+
+def test_optimizer_state_round_trip_continues_identically(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+
+    step(model, optimizer)
+    save_tree(tmp_path / "s", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    step(model, optimizer)
+    other = torch.nn.Linear(4, 3)
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=9.0)
+    state = load_tree(tmp_path / "s")
+    other.load_state_dict(state["model"])
+    other_optimizer.load_state_dict(state["optimizer"])
+    step(other, other_optimizer)
+    assert torch.equal(model.weight, other.weight) and torch.equal(model.bias, other.bias)
+
+
+def test_loaded_tree_outlives_its_files(tmp_path):
+    save_tree(tmp_path / "s", {"a": torch.arange(100_000)})
+    tree = load_tree(tmp_path / "s")
+    (tmp_path / "s.safetensors").write_bytes(b"")  # a memory map of it would now end the process with SIGBUS
+    assert int(tree["a"].sum()) == 99_999 * 50_000
+
+
+@pytest.mark.parametrize("suffix", ["json", "safetensors"])
+@pytest.mark.parametrize("content", [None, b"", b"\xff\x00garbage", b"{}"])
+def test_damaged_tree_is_one_sentence(tmp_path, suffix, content):
+    save_tree(tmp_path / "s", {"a": torch.zeros(3)})
+    file = tmp_path / f"s.{suffix}"
+    file.unlink() if content is None else file.write_bytes(content)
+    if suffix == "json" and content == b"{}":
+        assert load_tree(tmp_path / "s") == {}  # valid on its own; the manifest's sha256 is what guards it
+        return
+    with pytest.raises(UserError, match=file.name):
+        load_tree(tmp_path / "s")
+
+
+# ---- writing ------------------------------------------------------------------------------------------------------
+
+
+def test_commit_gives_verified_directory_links_and_manifest(tmp_path):
+    path = write(tmp_path, 500, best=True)
+    assert path.name == "step_000500"
+    verify(path)
+    manifest = read_manifest(path)
+    assert manifest["step"] == 500 and manifest["is_best"] and manifest["extra"] == {"world_size": 2}
+    assert set(manifest["files"]) == {
+        f"{stem}.{suffix}" for stem in ("trainer_state", "rng/rank0") for suffix in ("json", "safetensors")
+    }
+    for name in ("last", "best"):
+        assert os.readlink(tmp_path / name) == "step_000500"
+        verify(tmp_path / name)
+    shutil.move(tmp_path, moved := tmp_path.with_name("moved"))
+    verify(moved / "last")
+
+
+def test_pruning_keeps_newest_best_and_last(tmp_path):
+    for step in (100, 200, 300, 400, 500):
+        write(tmp_path, step, keep=2, best=step == 200)
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_000200", "step_000400", "step_000500"]
+    assert os.readlink(tmp_path / "best") == "step_000200" and os.readlink(tmp_path / "last") == "step_000500"
+    write(tmp_path, 600, keep=1, best=True)
+    assert [p.name for p in tmp_path.glob("step_*")] == ["step_000600"]
+    with pytest.raises(UserError, match="at least 1"):
+        CheckpointWriter(tmp_path, 0)
+
+
+def test_pruning_waits_for_the_commit(tmp_path):
+    write(tmp_path, 1, keep=1)
+    CheckpointWriter(tmp_path, 1).begin(2)
+    verify(tmp_path / "step_000001")
+
+
+def test_same_step_is_replaced(tmp_path):
+    write(tmp_path, 7, seed=1)
+    path = write(tmp_path, 7, seed=2)
+    verify(path)
+    expected = torch.randn(50, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(load_tree(path / "trainer_state")["weights"], expected)
+    assert {p.name for p in tmp_path.iterdir()} == {"step_000007", "last"}
+
+
+def test_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path):
+    write(tmp_path, 6)
+    path = write(tmp_path, 7)
+    os.rename(path, tmp_path / ".old-step_000007")
+    assert find_newest_valid(tmp_path, pytest.fail) is not None
+    writer = CheckpointWriter(tmp_path, None)
+    writer.begin(8)
+    verify(path)
+
+
+def test_going_back_sets_later_checkpoints_aside(tmp_path, caplog):
+    for step in (100, 200, 300):
+        write(tmp_path, step, keep=2, best=step == 300)
+    write(tmp_path, 250, keep=2)  # continued from 200
+    assert find_newest_valid(tmp_path, pytest.fail).name == "step_000250"
+    assert (tmp_path / "superseded-step_000300").is_dir() and "step_000300" in caplog.text
+    assert os.readlink(tmp_path / "last") == "step_000250" and not (tmp_path / "best").exists()
+
+
+def test_other_ranks_get_the_path_and_touch_nothing(tmp_path):
+    first, second = CheckpointWriter(tmp_path, 1, rank=0), CheckpointWriter(tmp_path, 1, rank=1)
+    directory = first.begin(3)
+    (directory / "from_rank_0").write_text("x")
+    assert second.begin(3) == directory and (directory / "from_rank_0").exists()
+    second.abort(3)
+    assert directory.exists()
+    with pytest.raises(ValueError, match="rank 0"):
+        second.commit(3, is_best=False)
+
+
+def test_stale_temporaries_are_cleared(tmp_path):
+    stale = CheckpointWriter(tmp_path, None).begin(3)
+    (stale / "half").write_text("x")
+    assert find_newest_valid(tmp_path, pytest.fail) is None
+    directory = CheckpointWriter(tmp_path, None).begin(4)
+    assert not stale.exists() and directory.exists()
+
+
+def failing(number: int, after: int):
+    """A stand-in for an os function that raises OSError(number) at its `after`-th call."""
+
+    def wrap(original):
+        calls = [0]
+
+        def wrapped(*args, **kwargs):
+            calls[0] += 1
+            if calls[0] == after:
+                raise OSError(number, os.strerror(number), str(args[0]))
+            return original(*args, **kwargs)
+
+        return wrapped
+
+    return wrap
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize("function", ["fsync", "replace", "rename", "open"])
+def test_write_fault_at_every_call_leaves_the_previous_checkpoint(tmp_path, monkeypatch, number, function):
+    write(tmp_path, 1)
+    faults = 0
+    for after in range(1, 40):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, function, failing(number, after)(getattr(os, function)))
+            writer = CheckpointWriter(tmp_path, None)
+            try:
+                directory = writer.begin(2)
+                with writer.guarded(2):
+                    save_tree(directory / "trainer_state", {"x": torch.zeros(9)})
+                writer.commit(2, is_best=False)
+            except CheckpointWriteError as error:
+                faults += 1
+                assert error.errno == number and "earlier checkpoints" in str(error) and "free" in str(error)
+        newest = find_newest_valid(tmp_path, pytest.fail)
+        if newest.name == "step_000002":  # the fault came after the rename: the new one is whole
+            shutil.rmtree(newest)
+        verify(tmp_path / "step_000001")
+        assert not list(tmp_path.glob(".tmp-step_*")), after
+    assert faults >= 1
+
+
+def test_real_write_errors_of_safetensors_become_one_sentence(tmp_path):
+    """A file size limit makes the kernel itself refuse (EFBIG), inside safetensors and inside save_pretrained."""
+    write(tmp_path, 1)
+    script = f"""
+import resource, signal, torch
+from pathlib import Path
+from lm_experiments_tools.checkpoint.writer import *
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+for save in (lambda d: save_tree(d / "s", torch.zeros(10**6)), lambda d: save_model(d, torch.nn.Linear(1000, 1000))):
+    writer = CheckpointWriter(Path({str(tmp_path)!r}), None)
+    directory = writer.begin(2)
+    try:
+        with writer.guarded(2):
+            save(directory)
+    except CheckpointWriteError as error:
+        print(error.errno, directory.exists(), error)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    lines = result.stdout.splitlines()
+    assert len(lines) == 2 and all(line.startswith(f"{errno.EFBIG} False ") for line in lines), result.stdout
+    verify(tmp_path / "step_000001")
+
+
+def test_no_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
+    write(tmp_path, 1)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+    with pytest.raises(CheckpointWriteError, match=r"step 2 .*No space left.* needed, 100 B \(100 bytes\) free"):
+        CheckpointWriter(tmp_path, None).begin(2)
+    assert {p.name for p in tmp_path.iterdir()} == {"step_000001", "last"}
+
+
+def test_kill_at_any_moment_of_saving_leaves_a_readable_checkpoint(tmp_path):
+    """A child saves without pause and is killed at 40 random moments within its first saves; the next goes on."""
+    script = """
+import sys, torch
+from pathlib import Path
+from lm_experiments_tools.checkpoint.writer import *
+root = Path(sys.argv[1])
+import os, random, time, signal
+
+def save(step):
+    writer = CheckpointWriter(root, 2)
+    directory = writer.begin(step)
+    save_tree(directory / "trainer_state", {"step": step, "x": torch.full((200_000,), float(step))})
+    save_tree(directory / "rank1", {"y": torch.full((1000,), float(step))})
+    writer.commit(step, is_best=step % 3 == 0)
+
+start = time.perf_counter()
+for step in range(1, 6):
+    save(step)
+seconds = (time.perf_counter() - start) / 5
+print("ready", flush=True)
+while True:
+    child = os.fork()
+    if child == 0:
+        while True:
+            step += random.choice((0, 1))
+            save(step)
+    line = sys.stdin.readline()
+    if not line: break
+    time.sleep(float(line) * seconds)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    newest = find_newest_valid(root, lambda message: print("DAMAGED", message))
+    tree = load_tree(newest / "trainer_state")
+    good = bool((tree["x"] == tree["step"]).all()) and bool((load_tree(newest / "rank1")["y"] == tree["step"]).all())
+    interrupted = any(p.name.startswith((".tmp", ".old")) for p in root.iterdir())
+    print(int(good), tree["step"], int(interrupted), flush=True)
+    step = tree["step"]
+os.kill(child, signal.SIGKILL)
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert child.stdout.readline() == "ready\n"
+    generator, steps, interrupted = random.Random(0), [0], 0
+    while len(steps) <= 40 or (steps[-1] <= 8 and len(steps) < 400):  # more kills where saving is slow
+        child.stdin.write(f"{generator.uniform(0.0, 4.0)}\n")
+        child.stdin.flush()
+        good, step, torn = (int(word) for word in child.stdout.readline().split())
+        assert good == 1 and step >= steps[-1]
+        steps.append(step)
+        interrupted += torn
+    child.stdin.close()
+    child.wait(timeout=20)
+    assert steps[-1] > 8, "the child hardly saved anything"
+    assert interrupted >= 10, f"only {interrupted} of 40 kills landed inside a save"

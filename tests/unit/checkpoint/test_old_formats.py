@@ -1,0 +1,182 @@
+"""Checkpoints of t5-experiments and nanoT5: read without running code, strictly, and to the same logits."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lm_experiments_tools.checkpoint.legacy import read_old_training_state, read_pickle
+from lm_experiments_tools.checkpoint.weights import load_weights
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models.build import build_model
+
+transformers = pytest.importorskip("transformers")
+
+
+def tiny_t5(seed: int, *, tied: bool = True):
+    sizes = dict(vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    config = transformers.T5Config(**sizes, feed_forward_proj="gated-gelu")
+    if not tied:
+        config.tie_word_embeddings = config.scale_decoder_outputs = False
+    model = build_model(transformers.T5ForConditionalGeneration, config, seed=seed).eval()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def logits(model) -> torch.Tensor:
+    inputs = torch.arange(2, 34).reshape(2, 16)
+    with torch.no_grad():
+        return model(input_ids=inputs, labels=inputs[:, :8].contiguous()).logits
+
+
+def write_ancestor(path: Path, model) -> torch.optim.Optimizer:
+    """As t5-experiments' Trainer.save does: metrics are np.mean results."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)).loss.backward()
+    optimizer.step()
+    content = {
+        "model_state_dict": model.state_dict(),
+        "optimizer_state_dict": optimizer.state_dict(),
+        "iteration": 1000,
+        "epoch": 3,
+        "metrics": {
+            "loss": np.mean([1.0, 2.0]),
+            "exact_match": np.float32(0.5),
+            "n": np.int64(7),
+            "t": torch.tensor(2.0),
+        },
+        "lr_scheduler_state_dict": {"last_epoch": 1001, "_last_lr": [np.float64(1e-3)]},
+    }
+    torch.save(content, path)
+    return optimizer
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_ancestor_checkpoint_gives_the_same_logits(tmp_path, tied):
+    model = tiny_t5(0, tied=tied)
+    optimizer = write_ancestor(tmp_path / "model_1000.pth", model)
+    with pytest.raises(pickle.UnpicklingError):  # what the ancestor itself meets since torch 2.6
+        torch.load(tmp_path / "model_1000.pth")
+    other = tiny_t5(1, tied=tied)
+    report = load_weights(other, tmp_path / "model_1000.pth")
+    assert not report.missing and not report.unexpected
+    assert (logits(other) - logits(model)).abs().max() == 0
+    state = read_old_training_state(tmp_path / "model_1000.pth")
+    assert (state["iteration"], state["epoch"]) == (1000, 3)
+    assert state["metrics"] == {"loss": 1.5, "exact_match": 0.5, "n": 7, "t": 2.0}
+    assert all(type(value) in (int, float) for value in state["metrics"].values())
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=9.0)
+    other_optimizer.load_state_dict(state["optimizer_state"])
+    for name, ours in ((p, q) for p, q in zip(other.parameters(), model.parameters(), strict=True)):
+        assert torch.equal(other_optimizer.state[name]["exp_avg"], optimizer.state[ours]["exp_avg"])
+
+
+def test_numpy_1_module_name_is_read(tmp_path):
+    """Files written under numpy 1 name numpy.core, those under numpy 2 numpy._core."""
+    torch.save({"model_state_dict": {"w": torch.zeros(1)}, "metrics": {"loss": np.float64(1.5)}}, tmp_path / "new.pth")
+    old = tmp_path / "old.pth"
+    torch.save(
+        {"model_state_dict": {"w": torch.zeros(1)}, "metrics": {"loss": np.float64(1.5)}},
+        old,
+        _use_new_zipfile_serialization=False,
+    )
+    content = old.read_bytes()
+    assert b"numpy._core.multiarray" in content
+    old.write_bytes(content.replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n"))
+    assert read_old_training_state(old)["metrics"] == read_old_training_state(tmp_path / "new.pth")["metrics"]
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+def test_nanot5_weights_load(tmp_path, prefix):
+    """nanoT5 saves its model's flat state dict through Accelerate, as pytorch_model.bin in a directory."""
+    model, other = tiny_t5(0, tied=False), tiny_t5(1, tied=False)
+    weights = {prefix + name: tensor for name, tensor in model.state_dict().items()}
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    for source in (tmp_path, tmp_path / "pytorch_model.bin"):
+        load_weights(other, source)
+        assert torch.equal(logits(other), logits(model))
+        assert read_old_training_state(source) == {}
+
+
+def test_names_of_tied_weights_may_be_absent(tmp_path):
+    model, other = tiny_t5(0), tiny_t5(1)
+    weights = {name: tensor for name, tensor in model.state_dict().items() if "embed_tokens" not in name}
+    del weights["lm_head.weight"]
+    torch.save({"model_state_dict": weights}, tmp_path / "m.pth")
+    assert load_weights(other, tmp_path / "m.pth").missing == []
+    assert torch.equal(logits(other), logits(model))
+
+
+def test_obsolete_key_of_old_transformers_is_not_unexpected(tmp_path):
+    model = tiny_t5(0)
+    obsolete = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    torch.save({"model_state_dict": model.state_dict() | {obsolete: torch.zeros(32, 2)}}, tmp_path / "m.pth")
+    assert load_weights(tiny_t5(1), tmp_path / "m.pth").unexpected == []
+
+
+class Payload:
+    """Unpickling this creates a file: proof that code ran."""
+
+    def __init__(self, target: Path):
+        self.target = target
+
+    def __reduce__(self):
+        return (Path.touch, (self.target,))
+
+
+@pytest.mark.parametrize("where", ["metrics", "model_state_dict", "top"])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_code_in_a_pickle_does_not_run(tmp_path, where, zipped):
+    proof = tmp_path / "executed"
+    content = {"model_state_dict": {"w": torch.zeros(1)}, "metrics": {}}
+    if where == "top":
+        content = Payload(proof)
+    else:
+        content[where]["x"] = Payload(proof)
+    file = tmp_path / "m.pth"
+    torch.save(content, file, _use_new_zipfile_serialization=zipped)
+    for read in (lambda: read_old_training_state(file), lambda: load_weights(torch.nn.Linear(1, 1), file)):
+        with pytest.raises(UserError, match=r"could run code.*--allow_pickle"):
+            read()
+    assert not proof.exists()
+    read_pickle(file, allow_pickle=True)
+    assert proof.exists(), "the payload is no payload"
+
+
+def test_object_arrays_are_not_built(tmp_path):
+    torch.save({"model_state_dict": {}, "metrics": {"x": np.array([{}], dtype=object)}}, tmp_path / "m.pth")
+    with pytest.raises(UserError, match="could run code"):
+        read_old_training_state(tmp_path / "m.pth")
+
+
+@pytest.mark.parametrize("fraction", [0, 0.01, 0.5, 0.99])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_truncated_file_is_one_sentence(tmp_path, fraction, zipped):
+    file = tmp_path / "m.pth"
+    torch.save({"model_state_dict": tiny_t5(0).state_dict()}, file, _use_new_zipfile_serialization=zipped)
+    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * fraction)])
+    with pytest.raises(UserError, match=r"m\.pth cannot be read \(.*truncated") as error:
+        load_weights(tiny_t5(1), file)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"hello", b"\x80\x02garbage", b"PK\x03\x04" + b"\0" * 40])
+def test_garbage_is_one_sentence(tmp_path, content):
+    (tmp_path / "m.pth").write_bytes(content)
+    with pytest.raises(UserError, match=r"m\.pth") as error:
+        load_weights(tiny_t5(1), tmp_path / "m.pth")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [[1, 2], {}, {"optimizer": {}}, {"model_state_dict": {"a": 1}}, torch.zeros(2)])
+def test_file_without_weights_is_told(tmp_path, content):
+    torch.save(content, tmp_path / "m.pth")
+    with pytest.raises(UserError, match="no model weights"):
+        load_weights(tiny_t5(1), tmp_path / "m.pth")

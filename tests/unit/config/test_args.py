@@ -1,0 +1,204 @@
+"""Arguments: what is refused and in which words, and the numbers that follow from others."""
+
+import dataclasses
+import math
+
+import pytest
+
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+from lm_experiments_tools.config.training import PrecisionArgs, TrainerArgs, help_groups
+from lm_experiments_tools.errors import UserError
+
+
+def t5_args(**changes) -> T5PretrainingArgs:
+    return T5PretrainingArgs(**({"data_path": ("tokens",), "model_cfg": "t5-small", "lr": 1e-3} | changes))
+
+
+VALID = {"valid_data_path": "valid"}
+RUN = {"model_path": "runs/a"}
+CONFLICTS = [
+    # (arguments that a user might give, words that the sentence must hold)
+    ({"fp16": True, "bf16": True}, ["--fp16", "--bf16"]),
+    ({"clip_grad_norm": 1.0, "clip_grad_value": 1.0}, ["--clip_grad_norm", "--clip_grad_value"]),
+    ({"use_lr_drop": True, "lr_scheduler": "linear"} | VALID, ["--use_lr_drop", "--lr_scheduler"]),
+    ({"use_lr_drop": True}, ["--use_lr_drop", "--valid_data_path"]),
+    ({"save_best": True} | RUN, ["--save_best", "--valid_data_path"]),
+    ({"early_stopping_patience": 3}, ["--early_stopping_patience", "--valid_data_path"]),
+    ({"valid_interval": 5}, ["--valid_interval", "--valid_data_path"]),
+    ({"validate_only": True}, ["--validate_only", "--valid_data_path"]),
+    ({"use_generate_on_valid": True}, ["--use_generate_on_valid", "--valid_data_path"]),
+    ({"apex_opt_lvl": "O1"}, ["--apex_opt_lvl", "--fp16"]),
+    ({"min_loss_scale": 1.0}, ["--min_loss_scale", "--fp16"]),
+    ({"max_loss_scale": 2.0}, ["--max_loss_scale", "--fp16"]),
+    ({"fp16": True, "min_loss_scale": 8.0, "max_loss_scale": 4.0}, ["--min_loss_scale 8", "--max_loss_scale 4"]),
+    ({"optimizer": "Adafactor", "warmup_init": True}, ["--warmup_init", "--relative_step"]),
+    ({"optimizer": "Adafactor", "relative_step": True}, ["--relative_step", "--lr"]),
+    ({"optimizer": "Adafactor", "relative_step": True, "lr": None, "lr_scheduler": "linear"}, ["--lr_scheduler"]),
+    ({"relative_step": True, "lr": None}, ["--relative_step", "Adafactor", "AdamW"]),
+    ({"scale_parameter": True}, ["--scale_parameter", "Adafactor"]),
+    ({"resume": "runs/b", "init_checkpoint": "runs/c"}, ["--resume runs/b", "--init_checkpoint runs/c"]),
+    ({"reset_lr": True}, ["--reset_lr", "--init_checkpoint"]),
+    ({"resume": "runs/b", "reset_optimizer": True}, ["--reset_optimizer", "--init_checkpoint", "--resume"]),
+    ({"skip_used_data": True}, ["--skip_used_data", "--init_checkpoint"]),
+    ({"num_warmup_steps": 5}, ["--num_warmup_steps", "--lr_scheduler"]),
+    ({"lr_min_ratio": 0.1}, ["--lr_min_ratio", "--lr_scheduler"]),
+    (
+        {"lr_scheduler": "linear", "num_warmup_steps": 9, "num_training_steps": 8},
+        ["--num_warmup_steps 9", "--num_training_steps 8"],
+    ),
+    ({"lr_drop_factor": 0.5}, ["--lr_drop_factor", "--use_lr_drop"]),
+    ({"fp16_allreduce": True, "backend": "local"}, ["--fp16_allreduce", "--backend"]),
+    ({"optimize_mode": "max"}, ["--optimize_mode", "--optimize_metric"]),
+    ({"save_interval": 10}, ["--save_interval", "--model_path"]),
+    ({"report": True}, ["--report", "--model_path"]),
+    ({"model_cfg": None}, ["--model_cfg", "--base_model"]),
+    ({"base_model": "t5-base"}, ["--model_cfg", "--base_model"]),
+    ({"model_cls": "T5ForConditionalGeneration"}, ["--model_cls", "module:Class"]),
+    ({"lr": None}, ["--lr", "AdamW"]),
+    ({"task": "ul3"}, ["--task ul3", "span_corruption"]),
+    # what the objective does not read
+    ({"task": "mlm", "target_seq_len": 64}, ["--target_seq_len", "--task mlm"]),
+    ({"task": "causal_lm", "target_seq_len": 64}, ["--target_seq_len", "--task causal_lm"]),
+    ({"task": "prefix_lm", "noise_density": 0.3}, ["--noise_density", "--task prefix_lm"]),
+    ({"task": "ul2", "mean_noise_span_length": 8.0}, ["--mean_noise_span_length", "--task ul2"]),
+    ({"denoisers": ("R:3:0.15",)}, ["--denoisers", "--task span_corruption", "ul2"]),
+    ({"task": "prefix_lm", "mode_tokens": False}, ["--mode_tokens", "ul2"]),
+    ({"mlm_probability": 0.3}, ["--mlm_probability", "mlm"]),
+    ({"data_weights": (2.0,)}, ["--data_weights", "--data_path"]),
+    ({"data_blending": "megatron"}, ["--data_blending", "--data_path"]),
+    ({"task": "causal_lm", "bucket_rows": 8}, ["--bucket_rows", "prefix_lm, ul2"]),
+    ({"task": "prefix_lm", "data_pipeline": "seqio", "bucket_rows": 8}, ["--bucket_rows", "--data_pipeline native"]),
+    ({"task": "causal_lm", "use_generate_on_valid": True} | VALID, ["--use_generate_on_valid", "causal_lm"]),
+    ({"task": "mlm", "report": True} | VALID | RUN, ["--report", "--task mlm"]),
+    # denoisers
+    ({"task": "ul2", "denoisers": ()}, ["--denoisers", "empty"]),
+    *[
+        ({"task": "ul2", "denoisers": (text,)}, ["--denoisers", repr(text), "X:64:0.5"])
+        for text in ("Q:3:0.15", "R:3", "S:3:0.25", "R:3:-1", "R:3:0.15@", "R,3,0.15", "R:nan:0.1")
+    ],
+    ({"task": "ul2", "denoisers": ("R:3:1.0",)}, ["fraction of R:3:1.0", "below 1"]),
+    ({"task": "ul2", "denoisers": ("S:0.6",)}, ["fraction of S:0.6", "at most 0.5"]),
+    ({"task": "ul2", "denoisers": ("R:0.5:0.15",)}, ["mean span length of R:0.5:0.15", "at least 1"]),
+    ({"task": "ul2", "denoisers": ("R:3:0.15@0",)}, ["weight of R:3:0.15@0", "above 0"]),
+]
+OUT_OF_RANGE = [
+    *[
+        (name, value)
+        for name in ("iters", "batch_size", "gradient_accumulation_steps", "log_interval", "max_skipped_updates")
+        for value in (0, -1)
+    ],
+    *[(name, 0) for name in ("input_seq_len", "target_seq_len", "data_n_workers", "valid_samples")],
+    *[(name, 0) for name in ("save_interval", "keep_checkpoints", "valid_interval")],
+    *[(name, math.nan) for name in ("lr", "weight_decay", "noise_density", "mean_noise_span_length")],
+    *[(name, math.nan) for name in ("clip_grad_norm", "clip_grad_value", "lr_min_ratio", "dropout_rate")],
+    *[("lr", value) for value in (0.0, -1e-3, math.inf)],
+    *[(name, value) for name in ("noise_density", "mlm_probability") for value in (0.0, 1.0)],
+    *[(name, 0) for name in ("bucket_rows", "pad_to_multiple_of")],
+    *[("dropout_rate", value) for value in (-0.1, 1.0)],
+    ("mean_noise_span_length", 0.5),
+    ("weight_decay", -1e-5),
+    ("clip_grad_norm", -1.0),
+    ("early_stopping_patience", 0),
+    ("early_stopping_patience", -2),
+    ("max_bad_lines", -1),
+    ("seed", -1),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), CONFLICTS, ids=lambda case: "-".join(case))
+def test_conflict_is_one_sentence_naming_the_flags(changes, words):
+    with pytest.raises(UserError) as error:
+        t5_args(**changes)
+    sentence = str(error.value)
+    assert all(word in sentence for word in words), sentence
+    assert "\n" not in sentence and sentence.endswith(".")
+
+
+@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
+def test_senseless_number_is_refused_with_its_flag_and_value(name, value):
+    with pytest.raises(UserError, match=f"--{name} is {value}"):
+        t5_args(**{name: value}, **VALID, **RUN)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"clip_grad_norm": 1.0, "clip_grad_value": 0.0},
+        {"use_lr_drop": True, "lr_drop_factor": 0.5} | VALID,
+        {"fp16": True, "apex_opt_lvl": "O2", "min_loss_scale": 1.0},
+        {"optimizer": "Adafactor", "relative_step": True, "warmup_init": True, "lr": None},
+        {"optimizer": "transformers.optimization:Adafactor", "scale_parameter": True},
+        {"init_checkpoint": "runs/c", "reset_lr": True, "skip_used_data": True, "model_cfg": None},
+        # a short run of a schedule with a long warm-up
+        {"lr_scheduler": "constant_with_warmup", "num_warmup_steps": 10_000, "iters": 5},
+        {"validate_only": True, "lr": None} | VALID,
+        {"early_stopping_patience": -1, "max_bad_lines": 0},
+        {"save_interval": 10, "save_best": True} | VALID | RUN,
+        {"task": "ul2", "denoisers": ("R:3:0.15@2 X:64:.5", "S:0.25"), "mode_tokens": False, "bucket_rows": 64},
+        {"task": "mlm", "mlm_probability": 0.3},
+        {"task": "package.tasks:mine", "data_path": (), "vocab": "v.model", "target_seq_len": 64},
+    ],
+)
+def test_sensible_combinations_pass(changes):
+    t5_args(**changes)
+
+
+def test_arguments_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        t5_args().iters = 5
+
+
+def test_trainer_args_stand_alone_with_the_ancestors_defaults():
+    args = TrainerArgs()
+    assert (args.iters, args.batch_size, args.log_interval, args.seed, args.working_dir) == (100, 10, 10, 42, ".")
+    assert (args.lr_drop_factor, args.lr_drop_patience, args.lr_drop_threshold) == (0.1, 10, 1e-4)
+    assert (args.lr_drop_threshold_mode, args.lr_drop_cooldown, args.lr_drop_min_lr) == ("rel", 0, 0.0)
+    assert (args.optimize_metric, args.optimize_mode, args.early_stopping_patience) == ("loss", "min", -1)
+    assert (args.lr_drop_eps, args.gradient_accumulation_steps) == (1e-8, 1)
+
+
+def test_denoisers_are_read_from_compact_text():
+    specs = t5_args(task="ul2", denoisers=("R:3:0.15@2 X:64:.5", "S:0.25")).denoiser_specs()
+    assert [(s.mode, s.mean_noise_span_length, s.noise_density, float(s.weight)) for s in specs] == [
+        ("R", 3.0, 0.15, 2.0), ("X", 64.0, 0.5, 1.0), ("S", None, 0.25, 1.0),
+    ]  # fmt: skip
+    assert [str(spec) for spec in specs] == ["R:3:0.15", "X:64:0.5", "S:0.25"]
+
+
+def test_only_objectives_whose_examples_differ_in_length_are_trimmed():
+    assert t5_args(task="ul2").trim_to() == 8 and t5_args().trim_to() is None
+    assert t5_args(task="prefix_lm", pad_to_multiple_of=None).trim_to() is None
+    assert TrainerArgs().trim_to() is None and TrainerArgs(pad_to_multiple_of=64).trim_to() == 64
+
+
+def test_derived_numbers():
+    args = t5_args(batch_size=3, gradient_accumulation_steps=4, iters=50, log_interval=7)
+    assert args.rows_per_worker() == 12
+    assert args.global_batch_size(5) == 60
+    assert args.schedule_steps() == 50
+    assert args.effective_valid_interval() == 7
+    assert t5_args(lr_scheduler="linear", num_training_steps=80).schedule_steps() == 80
+    assert t5_args(valid_interval=9, **VALID).effective_valid_interval() == 9
+    assert [t5_args(resume=value).resume_path() for value in ("auto", "never", "runs/a")] == [None, None, "runs/a"]
+
+
+def test_precision_options_are_the_precision_groups_fields_without_horovods():
+    options = t5_args(fp16=True, min_loss_scale=2.0).precision_options()
+    assert set(options) == {field.name for field in dataclasses.fields(PrecisionArgs)} - {"fp16_allreduce"}
+    assert options["fp16"] is True and options["min_loss_scale"] == 2.0
+
+
+def test_groups_hold_every_field_once():
+    names = [name for group in help_groups(T5PretrainingArgs) for name in group.__annotations__]
+    assert sorted(names) == sorted(field.name for field in dataclasses.fields(T5PretrainingArgs))
+    assert len(names) == len(set(names))
+
+
+def test_a_script_may_change_a_default_but_the_field_stays_in_its_group():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class ShortRunArgs(T5PretrainingArgs):
+        iters: int = 7
+
+    assert help_groups(ShortRunArgs) == help_groups(T5PretrainingArgs)
+    assert ShortRunArgs(data_path="a", model_cfg="b", lr=1.0).iters == 7

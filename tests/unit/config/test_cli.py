@@ -1,0 +1,464 @@
+"""Command line and YAML: precedence, types, sentences for mistakes, speed of --help."""
+
+import dataclasses
+import random
+import resource
+import subprocess
+import sys
+import textwrap
+import typing
+from itertools import pairwise
+from typing import Literal
+
+import pytest
+import yaml
+
+import run_t5_pretraining
+from lm_experiments_tools.config import cli
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+from lm_experiments_tools.config.training import ModelArgs
+from lm_experiments_tools.errors import UserError
+
+REQUIRED = ["--data_path", "tokens", "--model_cfg", "t5-small", "--lr", "1e-3"]
+
+# Every flag of the ancestor's T5 scripts, as its users write them; a list of command lines, since some exclude others.
+ANCESTOR = [
+    """--data_path D --valid_data_path V --working_dir . --model_cfg t5.json
+       --model_cls transformers:T5ForConditionalGeneration --input_seq_len 512 --target_seq_len 192 --vocab v.model
+       --task span_corruption --optimizer Adafactor --weight_decay 1e-05 --scale_parameter --relative_step
+       --warmup_init --model_path RUN --log_interval 500 --valid_interval 100 --save_interval 100000 --save_best
+       --use_generate_on_valid --init_checkpoint RUN/model_5.pth --skip_used_data --reset_lr --reset_iteration
+       --reset_optimizer --batch_size 32 --iters 10 --gradient_accumulation_steps 2 --fp16 --fp16_allreduce
+       --apex_opt_lvl O2 --min_loss_scale 1 --max_loss_scale 65536 --clip_grad_norm 1.0 --early_stopping_patience 3
+       --optimize_metric exact_match --optimize_mode max --seed 1""",
+    """--data_path D --valid_data_path V --base_model t5-base --lr 5e-05 --clip_grad_value 5.0 --use_lr_drop
+       --lr_drop_factor 0.5 --lr_drop_patience 3 --lr_drop_threshold 1e-3 --lr_drop_threshold_mode abs
+       --lr_drop_cooldown 1 --lr_drop_min_lr 1e-6 --lr_drop_eps 1e-9""",
+    """--data_path D --model_cfg t5.json --lr 1e-3 --lr_scheduler linear --num_warmup_steps 5
+       --num_training_steps 100""",
+    "--data_path D --valid_data_path V --model_cfg t5.json --init_checkpoint RUN --validate_only",
+]
+
+
+def parse(*argv: str) -> tuple[T5PretrainingArgs, dict[str, str]]:
+    return cli.parse(T5PretrainingArgs, [*REQUIRED, *argv])
+
+
+def refusal(*argv: str, required: list[str] = REQUIRED) -> str:
+    with pytest.raises(UserError) as error:
+        cli.parse(T5PretrainingArgs, [*required, *argv])
+    sentence = str(error.value)
+    assert "\n" not in sentence and "Traceback" not in sentence and sentence.endswith((".", "?"))
+    return sentence
+
+
+@pytest.fixture
+def write_yaml(tmp_path):
+    def write(text: str, name: str = "run.yaml") -> str:
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("command", ANCESTOR)
+def test_ancestors_flags_parse(command):
+    words = command.split()
+    args, origins = cli.parse(T5PretrainingArgs, words)
+    for name in (word.removeprefix("--") for word in words if word.startswith("--")):
+        assert origins[name] == "command line"
+        assert getattr(args, name) not in (None, False)
+
+
+def test_command_line_beats_yaml_beats_default(write_yaml):
+    first = write_yaml("lr: 1e-4\niters: 20\nbatch_size: 4\n")
+    second = write_yaml("iters: 30\nseed: 7\n", "second.yaml")
+    args, origins = cli.parse(
+        T5PretrainingArgs,
+        ["--data_path", "d", "--model_cfg", "m", "--config", first, "--config", second, "--batch_size", "10"],
+    )
+    assert (args.lr, args.iters, args.seed, args.log_interval) == (1e-4, 30, 7, 10)
+    assert args.batch_size == 10, "a command line that repeats the default still beats YAML"
+    assert origins["lr"] == f"{first} line 1" and origins["iters"] == f"{second} line 1"
+    assert origins["batch_size"] == "command line" and origins["log_interval"] == "default"
+
+
+def test_command_line_turns_off_what_yaml_turned_on(write_yaml):
+    config = write_yaml("fp16: true\nclip_grad_norm: 1.0\nvocab: a.model\n")
+    args, _ = parse("--config", config, "--no_fp16", "--clip_grad_norm", "None", "--vocab", "None", "--bf16")
+    assert (args.fp16, args.bf16, args.clip_grad_norm, args.vocab) == (False, True, None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("weight_decay: 1e-4", "weight_decay", 1e-4),
+        ("weight_decay: 3", "weight_decay", 3.0),
+        ("iters: 1_000", "iters", 1000),
+        ("fp16: true", "fp16", True),
+        ("fp16: 'false'", "fp16", False),
+        ("compile: yes", "compile", True),
+        ("compile: Off", "compile", False),
+        ("clip_grad_norm: null", "clip_grad_norm", None),
+        ("clip_grad_norm: ~", "clip_grad_norm", None),
+        ("clip_grad_norm:", "clip_grad_norm", None),
+        ("valid_data_path: 2024", "valid_data_path", "2024"),
+        ("valid_data_path: 'null'", "valid_data_path", "null"),
+        ("valid_data_path: true", "valid_data_path", "true"),
+        ("valid_data_path: 'a b # c'", "valid_data_path", "a b # c"),
+        ("valid_data_path: --odd", "valid_data_path", "--odd"),
+        ("text-key: body", "text_key", "body"),
+        ("max_loss_scale: 1.6777216e+07", "max_loss_scale", 2.0**24),
+        ("early_stopping_patience: -1", "early_stopping_patience", -1),
+        ("---\nseed: 5 # five\n", "seed", 5),
+        ("", "seed", 42),
+    ],
+)
+def test_yaml_values_take_the_type_of_the_field(write_yaml, text, name, value):
+    args, _ = parse("--config", write_yaml(text))
+    assert getattr(args, name) == value and type(getattr(args, name)) is type(value)
+
+
+def test_flag_forms():
+    assert parse("--batch-size", "3")[0].batch_size == 3
+    assert parse("--batch_size=3")[0].batch_size == 3
+    assert parse("--batch_size", "3", "--batch_size", "4")[0].batch_size == 4, "the last one wins"
+    assert parse("--fp16")[0].fp16 and parse("--fp16", "true")[0].fp16 and parse("--fp16=True")[0].fp16
+    assert not parse("--fp16", "--no-fp16")[0].fp16 and not parse("--fp16", "false")[0].fp16
+    assert parse("--vocab=--odd=name")[0].vocab == "--odd=name"
+    assert parse("--early_stopping_patience", "-1")[0].early_stopping_patience == -1
+    assert parse("--keep_checkpoints", "none")[0].keep_checkpoints is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--itres", "5"], ["--itres", "did you mean --iters?"]),
+        (["--grad_acc", "5"], ["did you mean --gradient_accumulation_steps?"]),
+        (["--iter", "5"], ["unknown flag --iter:", "did you mean --iters?"]),
+        (["--learning_rate", "5"], ["--learning_rate", "--lr"]),
+        (["--no_iters", "5"], ["unknown flag --no_iters"]),
+        (["-lr", "5"], ["-lr", "--lr"]),
+        (["5"], ["'5'", "belongs to no flag"]),
+        (["--seed", "5", "6"], ["'6'", "belongs to no flag"]),
+        (["--fp16", "maybe"], ["--fp16", "true or false", "'maybe'"]),
+        (["--iters", "many"], ["--iters takes a whole number, not 'many'"]),
+        (["--iters", "1.5"], ["--iters takes a whole number, not '1.5'"]),
+        (["--clip_grad_norm", "big"], ["--clip_grad_norm takes a number or none, not 'big'"]),
+        (["--iters", "none"], ["--iters takes a whole number, not 'none'"]),
+        (["--backend", "mpi"], ["--backend takes one of auto, horovod, accelerate, local, not 'mpi'"]),
+        (["--iters"], ["--iters needs a value"]),
+        (["--iters", "--fp16"], ["--iters needs a value"]),
+        (["--iters="], ["--iters needs a value"]),
+        (["--"], ["'--'"]),
+        (["--config", "absent.yaml"], ["absent.yaml", "No such file"]),
+        (["--config", "."], ["--config .", "directory"]),
+        (["--fp16", "--bf16"], ["--fp16", "--bf16"]),
+    ],
+)
+def test_mistake_on_the_command_line_is_one_sentence(argv, words):
+    sentence = refusal(*argv)
+    assert all(word in sentence for word in words), sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("seed: 1\nitres: 5", ["run.yaml line 2", "'itres'", "did you mean iters?"]),
+        ("iters: many", ["run.yaml line 1: iters takes a whole number, not 'many'"]),
+        ("iters: null", ["run.yaml line 1: iters has no value"]),
+        ("iters: [1, 2]", ["line 1: iters is a list"]),
+        ("model:\n  lr: 1", ["line 1", "'model'"]),
+        ("vocab: {a: b}", ["line 1: vocab is a mapping"]),
+        ("fp16: maybe", ["fp16", "true or false", "run.yaml line 1"]),
+        ("lr: 1\nlr: 2", ["line 2: lr is set a second time", "line 1"]),
+        ("- lr", ["must hold lines of `name: value`", "a list"]),
+        ("lr", ["must hold lines of `name: value`"]),
+        ("lr: [1", ["is not valid YAML"]),
+        ("a: 1\nb: - c: d", ["line 2 is not valid YAML"]),
+        ("[a, b]: 1", ["name cannot be a list"]),
+        ("config: other.yaml", ["unknown setting 'config'"]),
+        ("fp16: true\nbf16: true", ["fp16 is set in", "line 1", "bf16 is set in", "line 2"]),
+        ("iters: 0", ["--iters is 0", "iters is set in"]),
+        ("no_fp16: true", ["unknown setting 'no_fp16'"]),
+    ],
+)
+def test_mistake_in_yaml_is_one_sentence_with_file_and_line(write_yaml, text, words):
+    sentence = refusal("--config", write_yaml(text))
+    assert "run.yaml" in sentence and all(word in sentence for word in words), sentence
+
+
+def test_yaml_in_another_encoding_is_refused(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_bytes("vocab: café".encode("latin-1"))
+    assert "not UTF-8" in refusal("--config", str(path))
+    path.write_bytes(b"vocab: a\x00b")
+    assert "not valid YAML" in refusal("--config", str(path))
+
+
+def test_missing_required_flag_is_named():
+    assert "--data_path is missing" in refusal(required=["--lr", "1"])
+
+
+def test_config_files_hold_lists_where_a_field_is_one(write_yaml):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class MixtureArgs:
+        """Mixtures."""
+
+        weights: tuple[float, ...] = ()
+        """Weights."""
+
+    def read(*argv):
+        return cli.parse(MixtureArgs, argv)[0].weights
+
+    assert read("--weights", "1", "1e-2") == (1.0, 0.01)
+    assert read("--config", write_yaml("weights: [1, 1e-2]")) == (1.0, 0.01)
+    assert read("--config", write_yaml("weights: 3")) == (3.0,)
+    assert read("--config", write_yaml("weights: [1, 2]"), "--weights", "5") == (5.0,)
+    with pytest.raises(UserError, match="weights takes a list, each a number, not '1 x'"):
+        read("--weights", "1", "x")
+
+
+def test_print_config_reads_back_to_equal_arguments(write_yaml, capsys):
+    changes = [
+        "--lr",
+        "3e-05",
+        "--vocab",
+        "a: b # c",
+        "--fp16",
+        "--text_key",
+        "null",
+        "--resume",
+        "1e3",
+        "--iters",
+        "9",
+    ]
+    expected, _ = parse(*changes)
+    with pytest.raises(SystemExit) as stop:
+        parse(*changes, "--print_config")
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    assert "lr: 3.0e-05  # command line" in printed and "\nseed: 42\n" in printed
+    again, origins = cli.parse(T5PretrainingArgs, ["--config", write_yaml(printed)])
+    assert again == expected and "default" not in origins.values()
+    assert set(yaml.safe_load(printed)) == {field.name for field in dataclasses.fields(T5PretrainingArgs)}
+
+
+def test_changed_default_of_a_script_is_shown_and_used(capsys):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class ShortRunArgs(T5PretrainingArgs):
+        iters: int = 7
+
+    assert cli.parse(ShortRunArgs, REQUIRED)[0].iters == 7
+    with pytest.raises(SystemExit) as stop:
+        cli.parse(ShortRunArgs, ["--help"])
+    assert stop.value.code == 0 and "(default: 7)" in capsys.readouterr().out
+
+
+HELP = """
+import sys
+from lm_experiments_tools.config import cli
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+try:
+    cli.parse(T5PretrainingArgs, ["--help"], description="Pre-train a T5.")
+finally:
+    heavy = {"torch", "transformers", "tensorflow", "numpy", "datasets", "accelerate", "horovod"} & set(sys.modules)
+    assert not heavy, heavy
+"""
+
+
+def test_help_lists_every_flag_in_groups_within_a_second():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = subprocess.run([sys.executable, "-c", HELP], text=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 0, result.stderr
+    # of processor time: what other processes do to the wall clock is not ours to answer for
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+    text = result.stdout
+    for field in dataclasses.fields(T5PretrainingArgs):
+        assert f"--{field.name}" in text
+    for group in ("data", "model", "optimizer", "run", "schedule", "batch", "precision", "validation", "checkpoint"):
+        assert f"{group} options" in text
+    assert "Pre-train a T5." in text and "(default: 1e-08)" in text
+    assert " ".join(text.replace("│", " ").split()).count(ModelArgs.__doc__) == 1
+
+
+@pytest.mark.parametrize("flags", [["--help"], [*REQUIRED, "--print_config"]])
+def test_a_reader_that_leaves_early_is_no_error(flags):
+    program = (
+        f"from lm_experiments_tools import pretraining_args as args, cli\ncli.parse(args.T5PretrainingArgs, {flags})"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()
+    assert process.wait() == 0 and process.stderr.read() == ""
+    process.stderr.close()
+
+
+def test_every_field_has_a_help_line(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")  # one column of groups, in which a flag and its help follow each other
+    with pytest.raises(SystemExit):
+        cli.parse(T5PretrainingArgs, ["--help"])
+    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for field in dataclasses.fields(T5PretrainingArgs):
+        after_flag = words.split(f"--{field.name} " if field.type is not bool else f"--no_{field.name} ", 1)[1]
+        assert "." in after_flag.split("(default", 1)[0].split("(required", 1)[0], field.name
+
+
+def test_help_fills_its_lines(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.parse(T5PretrainingArgs, ["--help"], description=run_t5_pretraining.__doc__)
+    text = capsys.readouterr().out
+    above, options = text.split("usage:")
+    assert "    horovodrun --gloo -np 2 python\n    torchrun --nproc_per_node 2\n" in above and "::" not in above
+    assert "objective (--task)." in above and "\n\n\n" not in above
+    lines = [line.strip("│").rstrip() for line in options.splitlines() if line.startswith("│")]
+    for line, following in pairwise(lines):
+        indent = len(line) - len(line.lstrip())
+        if indent == len(following) - len(following.lstrip()) > 1 and not following.lstrip().startswith(("--", "(")):
+            # the next word, with a blank and the margin, had no room
+            assert len(line) + 1 + len(following.split()[0]) > 76, (line, following)
+
+
+def test_a_docstring_is_filled_but_for_its_examples():
+    text = """First line
+    of a paragraph::
+
+        an example   of
+        two lines
+
+    2. (with brackets)
+    `and` quotes.
+    """
+    example = "    an example   of\n    two lines"
+    assert cli.wrapped(text, 80) == f"First line of a paragraph:\n\n{example}\n\n2. (with brackets) `and` quotes."
+
+
+MAIN = """
+import sys
+from lm_experiments_tools.config.cli import parse, run_main
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+from lm_experiments_tools.errors import UserError
+
+def main():
+    what = sys.argv.pop(1)
+    if what == "parse":
+        parse(T5PretrainingArgs)
+    if what == "interrupt":
+        raise KeyboardInterrupt
+    if what == "crash":
+        error = RuntimeError("first line\\nsecond line")
+        error.step = 7
+        raise error
+    if what == "disk":
+        open("/proc/nowhere/file", "w")
+    if what == "code":
+        return 5
+
+run_main(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "last_line"),
+    [
+        (["parse", "--itres", "5"], 2, "error: unknown flag --itres: did you mean --iters?"),
+        (["parse", *REQUIRED], 0, ""),
+        (["interrupt"], 130, "interrupted"),
+        (["code"], 5, ""),
+        (["disk"], 1, "error: rank 3: /proc/nowhere/file: No such file or directory"),
+        (["crash"], 1, "rank 3 step 7: RuntimeError: first line"),
+    ],
+)
+def test_run_main_exit_codes_and_last_lines(argv, code, last_line, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    result = subprocess.run([sys.executable, "-c", MAIN, *argv], text=True, capture_output=True)
+    assert result.returncode == code
+    lines = result.stderr.splitlines()
+    assert (lines[-1] if lines else "") == last_line
+    assert ("Traceback" in result.stderr) == (argv[0] == "crash")
+    assert len(lines) <= 1 or argv[0] == "crash"
+
+
+@pytest.mark.parametrize("name", ["HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"])
+def test_rank_comes_from_any_launcher(name):
+    assert cli.launcher_rank({name: "2"}) == 2
+    assert cli.launcher_rank({}) == 0
+
+
+# Fuzz
+
+
+def typo(name: str, rng: random.Random) -> str:
+    """One slip of the finger: a letter left out, doubled, replaced, or two swapped."""
+    at = rng.randrange(len(name) - 1)
+    kind = rng.randrange(4)
+    if kind == 0:
+        return name[:at] + name[at + 1 :]
+    if kind == 1:
+        return name[:at] + name[at] + name[at:]
+    if kind == 2:
+        return name[:at] + rng.choice("abcdefghijklmnopqrstuvwxyz") + name[at + 1 :]
+    return name[:at] + name[at + 1] + name[at] + name[at + 2 :]
+
+
+def wrong_value(annotation: object, rng: random.Random) -> str | None:
+    """A text that the type refuses; None if it takes every text."""
+    options = set(typing.get_args(annotation)) - {type(None)} or {annotation}
+    if str in options:
+        return None
+    if typing.get_origin(annotation) is Literal or any(typing.get_origin(option) is Literal for option in options):
+        return rng.choice(["o9", "AUTO", "-", "1"])
+    if annotation is bool:
+        return rng.choice(["maybe", "2", "tru"])
+    return rng.choice(["abc", "1.5.2", "1e", "0x1", "1,5", "[1]", "--", "1 2"])
+
+
+def test_five_hundred_random_edits_never_start_a_run_and_never_show_a_traceback(tmp_path):
+    rng = random.Random(0)
+    fields = {field.name: field.type for field in dataclasses.fields(T5PretrainingArgs)}
+    names = list(fields)
+    num_typos = num_right = 0
+    for case in range(500):
+        in_yaml = rng.random() < 0.5
+        name = rng.choice(names)
+        if rng.random() < 0.6:
+            written, value = typo(name, rng), rng.choice(["1", "x", "true"])
+            if cli._resolve(written, fields)[0] is not None:
+                continue  # the slip made another flag's name, or none at all
+            num_typos += 1
+        else:
+            written, value = name, wrong_value(fields[name], rng)
+            if value is None:
+                continue
+        if in_yaml:
+            path = tmp_path / f"{case}.yaml"
+            path.write_text(f"seed: 3\n{written}: '{value}'\n")
+            required = [word for word in REQUIRED if word not in ("--lr", "1e-3")] if name == "lr" else REQUIRED
+            sentence = refusal("--config", str(path), required=required)
+        else:
+            sentence = refusal(f"--{written}={value}")
+        if written != name:
+            num_right += sentence.endswith(f" {name}?") or sentence.endswith(f" --{name}?")
+        else:
+            assert name in sentence, sentence
+    assert num_typos > 200
+    assert num_right >= 0.95 * num_typos, f"{num_right} of {num_typos} suggestions right"
+
+
+def test_random_bytes_as_yaml_never_show_a_traceback(tmp_path):
+    rng = random.Random(1)
+    base = b"lr: 1e-4\niters: 20\nfp16: true\nvocab: 'a b'\nclip_grad_norm: null\n"
+    for _ in range(300):
+        text = bytearray(base)
+        for _ in range(rng.randrange(1, 6)):
+            text[rng.randrange(len(text))] = rng.choice(b"\x00\xff{}[]:,&*!|>'\"%@`#-? \n\tz0")
+        path = tmp_path / "run.yaml"
+        path.write_bytes(text)
+        try:
+            parse("--config", str(path))
+        except UserError as error:
+            assert "\n" not in str(error)

@@ -1,0 +1,172 @@
+"""Every flag of run_finetuning.py does what it says or is refused: kind of model by kind of task."""
+
+import json
+from dataclasses import fields
+
+import pytest
+from transformers import T5ForConditionalGeneration
+
+from lm_experiments_tools.config.finetuning import TASKS_OF, FinetuningArgs
+from lm_experiments_tools.config.training import ExperimentArgs
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models.placement import loading_options
+from tests.helpers.pretrained_toys import t5_config
+
+# Of the flags that only some tasks read, a value that is not the default.
+VALUES = {
+    "source_id": "q", "target_id": "a", "prefix": "p: ", "suffix": " A:", "text_fields": ("q",), "label_field": "l",
+    "label_names": ("a", "b"), "label_words": ("a", "b"), "target_seq_len": 77, "bucket_rows": 4, "packing": True,
+    "sni_split": "xlingual", "add_task_name": True, "add_task_definition": False, "num_pos_examples": 1,
+    "num_neg_examples": 1, "add_explanation": True, "tk_instruct": True, "max_instances_per_task": 5,
+    "max_instances_per_eval_task": 5, "show_valid_examples": 3, "num_beams": 2, "do_sample": True,
+    "no_repeat_ngram_size": 2, "repetition_penalty": 1.5, "min_new_tokens": 2, "max_new_tokens": 9,
+    "use_generate_on_valid": True,
+}  # fmt: skip
+INSTRUCTIONS = {name for name in VALUES if "add_" in name or "num_" in name or "instances" in name} - {"num_beams"} | {
+    "sni_split", "tk_instruct",
+}  # fmt: skip
+GENERATION = {
+    "num_beams", "do_sample", "no_repeat_ngram_size", "repetition_penalty", "min_new_tokens", "max_new_tokens",
+    "use_generate_on_valid",
+}  # fmt: skip
+READ = {
+    ("encoder", "classification"): {
+        "prefix", "text_fields", "label_field", "label_names", "bucket_rows", "show_valid_examples",
+    },
+    ("encoder", "regression"): {"prefix", "text_fields", "label_field", "bucket_rows", "show_valid_examples"},
+    ("encoder-decoder", "text_to_text"): GENERATION | {
+        "source_id", "target_id", "prefix", "suffix", "target_seq_len", "bucket_rows", "packing",
+        "show_valid_examples",
+    },
+    ("encoder-decoder", "classification"): GENERATION | {
+        "prefix", "suffix", "text_fields", "label_field", "label_names", "label_words", "target_seq_len",
+        "bucket_rows", "show_valid_examples",
+    },
+    ("encoder-decoder", "regression"): GENERATION | {
+        "prefix", "suffix", "text_fields", "label_field", "target_seq_len", "bucket_rows", "show_valid_examples",
+    },
+    ("encoder-decoder", "instructions"): GENERATION | INSTRUCTIONS | {
+        "target_seq_len", "bucket_rows", "packing", "show_valid_examples",
+    },
+    ("decoder", "causal_lm"): set(),
+    ("decoder", "text_to_text"): GENERATION | {
+        "source_id", "target_id", "prefix", "suffix", "target_seq_len", "bucket_rows", "packing",
+        "show_valid_examples",
+    },
+    ("decoder", "instructions"): GENERATION | INSTRUCTIONS | {
+        "target_seq_len", "bucket_rows", "packing", "show_valid_examples",
+    },
+}  # fmt: skip
+# what training of any kind reads, or what other tests are about
+EVERYWHERE = """model_type task data_path valid_data_path test_data_path max_bad_lines max_train_samples valid_samples
+    test_samples input_seq_len from_pretrained tokenizer freeze quantize device_map embeddings_on_cpu metrics epochs
+    """.split()
+BESIDE_ANOTHER = """peft lora_r lora_alpha lora_dropout lora_targets num_virtual_tokens prompt_init_text num_prompts
+    temperature top_k top_p length_penalty bleu_tokenize""".split()
+DATA = {"data_path": ("x",), "valid_data_path": "y"}
+
+
+def make(**settings):
+    args = FinetuningArgs(**{"from_pretrained": "m", **DATA, **settings})
+    args.check_used()
+    return args
+
+
+def test_every_flag_of_fine_tuning_is_looked_at_here():
+    of_every_script = {field.name for field in fields(ExperimentArgs)}
+    looked_at = {*VALUES, *EVERYWHERE, *BESIDE_ANOTHER}
+    assert {field.name for field in fields(FinetuningArgs)} - of_every_script - looked_at == set()
+
+
+@pytest.mark.parametrize(("model_type", "task"), [(kind, task) for kind in TASKS_OF for task in TASKS_OF[kind]])
+def test_a_flag_that_a_task_does_not_read_is_refused(model_type, task):
+    read = set()
+    for name, value in VALUES.items():
+        try:
+            make(model_type=model_type, task=task, **{name: value})
+            read.add(name)
+        except UserError as error:
+            assert f"--{name}" in str(error)
+    assert read == READ[model_type, task]
+
+
+@pytest.mark.parametrize("flag", ["lora_r", "num_virtual_tokens", "prompt_init_text", "num_prompts"])
+def test_a_flag_of_another_adapter_is_refused(flag):
+    kinds = {
+        "lora_r": {"lora"},
+        "num_virtual_tokens": {"prompt_tuning", "prefix_tuning", "new_tokens"},
+    }.get(flag, {"prompt_tuning"})
+    value = "words" if flag == "prompt_init_text" else 5
+    for kind in (None, "lora", "prompt_tuning", "prefix_tuning", "new_tokens"):
+        if kind in kinds:
+            make(peft=kind, **{flag: value})
+        else:
+            with pytest.raises(UserError, match=f"--{flag} is of --peft .*: add it, or leave --{flag} out"):
+                make(peft=kind, **{flag: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"min_new_tokens": 12, "max_new_tokens": 3}, "--min_new_tokens 12 is more than --max_new_tokens 3: raise"),
+        ({"min_new_tokens": 129}, "--min_new_tokens 129 is more than --target_seq_len 128"),
+        ({"task": "instructions", "num_pos_examples": 0, "add_explanation": True}, "--num_neg_examples are 0"),
+        ({"metrics": ("chrf",), "bleu_tokenize": "zh"}, "--bleu_tokenize is of --metrics bleu: add it, or leave"),
+        ({"metrics": ("none",), "show_valid_examples": 2}, "--show_valid_examples shows predictions"),
+        ({"metrics": ("none",), "num_beams": 2}, "--num_beams is about generated text, and no metric looks"),
+        ({"valid_data_path": None, "metrics": ("bleu",)}, "--metrics is about evaluation: add --valid_data_path or"),
+        ({"valid_data_path": None, "num_beams": 2}, "--num_beams is about evaluation"),
+        ({"valid_data_path": None, "eval_batch_size": 2}, "--eval_batch_size is about evaluation"),
+        (
+            {"valid_data_path": None, "test_data_path": "z", "optimize_metric": "rougeL"},
+            "--optimize_metric is about validation: give --valid_data_path",
+        ),
+        (
+            {"task": "instructions", "valid_data_path": None, "tk_instruct": True, "num_pos_examples": 1},
+            "--num_pos_examples is of evaluation's prompts where --tk_instruct",
+        ),
+        ({"keep_checkpoints": 2}, "--keep_checkpoints is about the checkpoints in --model_path"),
+        ({"resume": "never"}, "--resume is about the checkpoints in --model_path"),
+        ({"from_pretrained": None, "model_cfg": "c", "allow_pickle": True}, "none are named"),
+    ],
+)
+def test_what_other_flags_leave_without_effect_is_refused(settings, sentence):
+    with pytest.raises(UserError, match=sentence):
+        make(**settings)
+
+
+def test_a_run_can_be_validated_by_its_own_command():
+    make(validate_only=True, epochs=2.0, lr=1e-3, max_train_samples=5, save_best=True, model_path="runs/x")
+
+
+def test_generation_flags_are_for_predict_of_a_fine_tuner_too():
+    FinetuningArgs(from_pretrained="m", num_beams=4)
+
+
+@pytest.mark.parametrize(
+    ("placed", "sentence"),
+    [
+        (
+            {"nosuch": "cpu"},
+            "T5ForConditionalGeneration has no module nosuch; it has shared, encoder, decoder, lm_head",
+        ),
+        ({"": "cpu", "encoder.block.9": "cpu"}, "has no module encoder.block.9"),
+        ({"shared": "cpu", "encoder": "cpu"}, "has no device for decoder.embed_tokens.weight"),
+        ({"": "cuda:17"}, "there is no device 'cuda:17' for weights here, only cpu"),
+        ({"": 17}, "there is no device 17"),
+        ({"": "disk"}, "there is no device 'disk'"),
+    ],
+)
+def test_a_map_of_devices_that_is_not_of_this_model_or_machine_is_refused(placed, sentence, tmp_path):
+    path = tmp_path / "map.json"
+    path.write_text(json.dumps(placed))
+    with pytest.raises(UserError, match=sentence):
+        loading_options(make(device_map=str(path)), T5ForConditionalGeneration, t5_config())
+
+
+def test_a_map_of_devices_places_every_weight(tmp_path):
+    path = tmp_path / "map.json"
+    placed = {"shared": "cpu", "encoder": "cpu", "decoder": "cpu", "lm_head": "cpu"}
+    path.write_text(json.dumps(placed))
+    options = loading_options(make(device_map=str(path)), T5ForConditionalGeneration, t5_config())
+    assert options == {"device_map": placed}

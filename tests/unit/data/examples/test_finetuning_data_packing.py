@@ -1,0 +1,109 @@
+"""--packing: each example once, none sees another, and a model gives it the logits it gives it alone."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from lm_experiments_tools.data.examples.packing import first_fit
+from lm_experiments_tools.labels import IGNORED_LABEL
+from tests.helpers.finetuning_toys import pairs, read, word_tokenizer, write_json
+
+LENGTHS = {"input_seq_len": 64, "target_seq_len": 32}
+
+
+def packed(tmp_path, count=60, **flags):
+    path = write_json(tmp_path / "a.jsonl", pairs(count))
+    train = read(word_tokenizer(), data_path=(path,), packing=True, **LENGTHS, **flags).train
+    train.close()
+    return train.dataset
+
+
+def expected_pairs(count=60):
+    ids = [
+        [[int(word[1:]) + 3 for word in row[name].split()] for name in ("source", "target")] for row in pairs(count)
+    ]
+    return sorted((tuple(source), tuple(target)) for source, target in ids)
+
+
+def test_first_fit_is_the_textbook_one():
+    lengths = np.array([[5, 7, 5, 2, 4, 2, 5, 1, 6]])  # into rows of 10: the worked example of bin packing lectures
+    rows = first_fit(lengths, np.array([10]))
+    assert [rows.row(n).tolist() for n in range(len(rows))] == [[0, 2], [1, 3, 7], [4, 5], [6], [8]]
+
+
+def test_first_fit_looks_at_the_64_rows_last_opened():
+    lengths = np.array([[9] + [10] * 63 + [1]])
+    assert len(first_fit(lengths, np.array([10]))) == 64
+    lengths = np.array([[9] + [10] * 64 + [1]])
+    assert len(first_fit(lengths, np.array([10]))) == 66
+
+
+def test_an_epoch_of_an_encoder_decoder_has_each_example_once_within_the_limits(tmp_path):
+    dataset = packed(tmp_path)
+    for epoch in range(2):
+        batch = dataset.batch(np.arange(len(dataset)) + epoch * len(dataset))
+        assert batch["input_ids"].shape[1] <= 64 and batch["labels"].shape[1] <= 32
+        found = []
+        for row in range(len(dataset)):
+            segments = batch["segment_ids"][row], batch["decoder_segment_ids"][row]
+            assert (batch["attention_mask"][row] == (segments[0] > 0)).all()
+            assert (batch["labels"][row][segments[1] == 0] == IGNORED_LABEL).all()
+            assert segments[0].max() == segments[1].max() > 0
+            for number in range(1, segments[0].max() + 1):
+                source = batch["input_ids"][row][segments[0] == number].tolist()
+                target = batch["labels"][row][segments[1] == number].tolist()
+                assert source.pop() == target.pop() == 1
+                found.append((tuple(source), tuple(target)))
+        assert sorted(found) == expected_pairs()
+    assert len(dataset) < 60 / 2
+    assert f"packed in {len(dataset)} rows" in dataset.describe()
+
+
+def sequences(batch):
+    """(row, first column, ids, labels) of each example of a decoder's batch."""
+    for row, (ids, labels, places) in enumerate(
+        zip(batch["input_ids"], batch["labels"], batch["position_ids"], strict=True)
+    ):
+        bounds = [*np.flatnonzero(places == 0).tolist(), len(ids)]
+        for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+            if (labels[begin:end] != IGNORED_LABEL).any():
+                yield row, begin, ids[begin:end], labels[begin:end]
+
+
+def test_an_epoch_of_a_decoder_has_each_example_once(tmp_path):
+    dataset = packed(tmp_path, model_type="decoder")
+    batch = dataset.batch(np.arange(len(dataset)))
+    assert set(batch) == {"input_ids", "labels", "position_ids"}
+    found = []
+    for _, _, ids, labels in sequences(batch):
+        answer = labels != IGNORED_LABEL
+        assert (ids[answer] == labels[answer]).all()
+        target = ids[answer].tolist()
+        assert target.pop() == 1
+        found.append((tuple(ids[~answer].tolist()), tuple(target)))
+    assert sorted(found) == expected_pairs()
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_huggingfaces_decoders_give_a_packed_example_the_logits_it_has_alone(kind, attention, tmp_path):
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=203, n_positions=64, n_embd=16, n_layer=2, n_head=2))
+    else:
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=203, **sizes))
+    model.set_attn_implementation(attention)
+    model.eval()
+    batch = packed(tmp_path, model_type="decoder").batch(np.arange(4))
+    inputs = {name: torch.from_numpy(values) for name, values in batch.items()}
+    with torch.no_grad():
+        inputs.pop("labels")
+        logits = model(**inputs, use_cache=False).logits  # with a cache transformers does not look for packed rows
+        checked = 0
+        for row, begin, ids, _ in sequences(batch):
+            alone = model(input_ids=torch.from_numpy(ids)[None]).logits[0]
+            torch.testing.assert_close(logits[row, begin : begin + len(ids)], alone, atol=1e-5, rtol=1e-4)
+            checked += begin > 0
+    assert checked >= 4

@@ -1,0 +1,251 @@
+"""Fine-tuning data that cannot be used: one sentence with file and line; and what is left out is counted."""
+
+import json
+import logging
+
+import pytest
+
+from lm_experiments_tools.data.examples.rows import BadRows, read_rows
+from lm_experiments_tools.errors import UserError
+from tests.helpers.finetuning_toys import WORDS, pairs, read, word_tokenizer, write_json
+
+GOOD = '{"source": "w1", "target": "w2"}'
+ENCODER = {"model_type": "encoder", "optimize_metric": "loss"}
+CLASSES = {**ENCODER, "task": "classification"}
+NUMBERS = {**ENCODER, "task": "regression"}
+LABEL = '{"text": "w1", "label": "a"}'
+
+
+def write(path, text):
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "flags", "reason"),
+    [
+        ("a.jsonl", '{"source": "w1"', {}, ":2: not valid JSON"),
+        ("a.jsonl", b'{"source": "\xff", "target": "w1"}', {}, ":2: not UTF-8 at byte 12"),
+        ("a.jsonl", "[1]", {}, ":2: a JSON list, not an object"),
+        ("a.jsonl", '{"sauce": "w1", "target": "w2"}', {}, ":2: no field s, source, input, text, article (there is "
+         "'sauce', 'target'): name it by --source_id"),
+        ("a.jsonl", '{"source": "w1"}', {}, ":2: no field t, target, targets, output, summary"),
+        ("a.jsonl", '{"source": "w1", "x": "w2"}', {"target_id": "target"}, ":2: no field 'target' (there is"),
+        ("a.jsonl", '{"source": "w1", "target": " "}', {}, ":2: 'target' is empty"),
+        ("a.jsonl", '{"source": "", "target": "w1"}', {}, ":2: 'source' is empty"),
+        ("a.jsonl", '{"source": "w1", "targets": []}', {}, ":2: 'targets' is an empty list of references"),
+        ("a.jsonl", '{"source": "w1", "targets": ["w1", ""]}', {}, ":2: 'targets' is empty"),
+        ("a.jsonl", '{"source": 3, "target": "w1"}', {}, ":2: 'source' is of type int, not a string"),
+        ("a.jsonl", '{"source": "w1", "target": null}', {}, ":2: 'target' is of type NoneType, not a string"),
+        ("a.jsonl", '{"translation": "w1"}', {}, ":2: 'translation' is of type str, not an object of two texts"),
+        ("a.jsonl", '{"source": "w1\\u0000", "target": "w1"}', {}, ":2: 'source' contains a NUL character"),
+        ("a.jsonl", '{"source": "w1", "target": "\\ud800"}', {}, ":2: 'target' contains half of a surrogate pair"),
+        ("b.jsonl", '{"text": "w1", "label": ""}', CLASSES, ":2: the label is empty"),
+        ("b.jsonl", '{"text": "w1", "label": [1]}', CLASSES, ":2: the label [1] is neither a string nor an integer"),
+        ("b.jsonl", '{"text": "w1", "label": 0.5}', CLASSES, ":2: the label 0.5 is neither a string nor an integer"),
+        ("b.jsonl", '{"text": "w1"}', CLASSES, ":2: no field label, gold_label, score, is_duplicate, Quality"),
+        ("b.jsonl", '{"txt": "w1", "label": "a"}', CLASSES, ":2: no field sentence, text (there is 'txt', 'label')"),
+        ("b.jsonl", '{"text": "w1", "label": "b"}', {**CLASSES, "label_names": ("a",)}, ":2: the label 'b' is none "
+         "of a"),
+        ("b.jsonl", '{"question": "w1", "sentence": "w2", "label": "a"}', CLASSES, ":2: 2 sentences (question, "
+         "sentence), where the first row has 1"),
+        ("c.jsonl", '{"text": "w1", "label": "b"}', NUMBERS, ":2: the label 'b' is not a number"),
+        ("c.jsonl", '{"text": "w1", "label": NaN}', NUMBERS, ":2: the label nan is not finite"),
+    ],
+)  # fmt: skip
+def test_bad_row_is_a_sentence_with_its_place_and_may_be_left_out(name, bad, flags, reason, tmp_path, caplog):
+    good = {"a": GOOD, "b": LABEL, "c": '{"text": "w1", "label": 2}'}[name[0]].encode()
+    bad = bad if isinstance(bad, bytes) else bad.encode()
+    path = write(tmp_path / name, good + b"\n" + bad + b"\n" + good + b"\n")
+    with pytest.raises(UserError) as raised:
+        read(word_tokenizer(), data_path=(path,), **flags)
+    assert f"{path}{reason}" in str(raised.value) and "--max_bad_lines" in str(raised.value)
+    data = read(word_tokenizer(), data_path=(path,), max_bad_lines=1, **flags)
+    assert len(data.train.dataset) == 2
+    assert caplog.text.count(f"left out {path}{reason}") == 1
+    data.train.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("a.tsv", "source\ttarget\nw1\tw2\nw1\n", ":3: 1 columns, where the first line has 2"),
+        ("a.csv", 'source,target\nw1,"w2\nw3"\nw1,w2,w3\n', ":4: 3 columns, where the first line has 2"),
+        ("a.csv", 'source,target\nw1,"w2"w3\n', ":2: not valid csv: ',' expected after '\"'"),
+        ("a.csv", 'source,target\nw1,w2\nw1,"w2\nw3,w4\nw5,w6\n', ":3: a quotation mark opens in this record and none "
+         "closes it before the end of the file, 3 lines"),
+        ("a.csv", "source,source\nw1,w2\n", " names a column twice in its first line (source, source)"),
+        ("a.tsv", b"source\ttarget\nw1\t\xe9\n", ":2: not UTF-8 at byte 3"),
+        ("a.jsonl", '[{"source": "w1", "target": "w2"}]', ":1: a JSON list, not an object (one object on each line is "
+         "read, not a list of them)"),
+    ],
+)  # fmt: skip
+def test_bad_tables_are_sentences_with_their_place(name, text, reason, tmp_path):
+    path = write(tmp_path / name, text)
+    with pytest.raises(UserError) as raised:
+        list(read_rows(path, BadRows(0)))
+    assert str(raised.value).startswith(path + reason)
+
+
+def test_more_bad_rows_than_allowed_are_refused_with_the_first(tmp_path):
+    path = write(tmp_path / "a.jsonl", "{\n" * 3 + GOOD + "\n")
+    with pytest.raises(UserError, match=r"more than 2 bad rows, the first is .*a\.jsonl:1: not valid JSON"):
+        read(word_tokenizer(), data_path=(path,), max_bad_lines=2)
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "reason"),
+    [
+        (GOOD, {"prefix": " ".join(WORDS[:9]), "input_seq_len": 10}, "--prefix is 10 tokens long and leaves no room "
+         "for a source within 10 tokens"),
+        (GOOD, {"model_type": "decoder", "input_seq_len": 8, "target_seq_len": 8}, "--target_seq_len 8 leaves "
+         "nothing for the source"),
+        ("", {}, "there is no example in"),
+        (LABEL, {**CLASSES, "label_names": ("a", "a")}, "--label_names a, a names a label twice"),
+        (LABEL, {**CLASSES, "input_seq_len": 2}, "a source may have 2 tokens, and the tokenizer adds up to 2 to it"),
+        (LABEL, {"task": "classification", "label_words": ("yes", "no"), "optimize_metric": "loss"}, "--label_words "
+         "has 2 words, but the data has 1 labels (a)"),
+        (LABEL, {"task": "classification", "label_names": ("a", "b"), "label_words": ("no", "No"),
+                 "optimize_metric": "loss"}, "the label words no, No do not differ"),
+        (LABEL, {"task": "classification", "label_names": ("a", "b", "c"), "label_words": ("w1", "正面", "负面"),
+                 "optimize_metric": "loss"}, "the label words 正面 and 负面 are the same tokens to the model (<unk> "
+         "</s>, where <unk> is what the tokenizer does not know): give --label_words that differ."),
+        (LABEL, {"task": "classification", "label_names": ("a", "b"), "label_words": ("w1 w2", "w1 w3"),
+                 "optimize_metric": "loss", "target_seq_len": 2}, "the label words w1 w2 and w1 w3 are the same "
+         "tokens to the model (w1 </s> within --target_seq_len 2)"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_fit_the_data_are_a_sentence(content, flags, reason, tmp_path):
+    path = write(tmp_path / "a.jsonl", content)
+    with pytest.raises(UserError) as raised:
+        read(word_tokenizer(), data_path=(path,), **flags)
+    assert reason in str(raised.value)
+
+
+def test_unknown_label_of_the_validation_data_is_named(tmp_path):
+    train = write(tmp_path / "a.jsonl", LABEL)
+    valid = write(tmp_path / "b.jsonl", LABEL + '\n{"text": "w1", "label": "c"}\n')
+    with pytest.raises(UserError, match=r"b\.jsonl:2: the label 'c' is none of a"):
+        read(word_tokenizer(), data_path=(train,), valid_data_path=valid, **CLASSES)
+
+
+def test_files_of_pairs_and_of_single_sentences_do_not_go_together(tmp_path):
+    paths = (
+        write(tmp_path / "a.jsonl", LABEL),
+        write(tmp_path / "b.jsonl", '{"question": "w1", "sentence": "w2", "label": "a"}'),
+    )
+    with pytest.raises(UserError, match="some files hold pairs of sentences and some single ones"):
+        read(word_tokenizer(), data_path=paths, **CLASSES)
+
+
+def test_an_id_with_two_sources_is_named(tmp_path):
+    rows = [{"id": "x", "input": f"w{n}", "output": "w1"} for n in range(2)]
+    train, valid = write_json(tmp_path / "t.jsonl", pairs(2)), write_json(tmp_path / "v.jsonl", rows)
+    with pytest.raises(UserError, match=r"v\.jsonl:2: the id 'x' of .*v\.jsonl:1 again, with another source"):
+        read(word_tokenizer(), data_path=(train,), valid_data_path=valid)
+
+
+def test_labels_of_no_training_data_must_be_named(tmp_path):
+    valid = write(tmp_path / "b.jsonl", LABEL)
+    with pytest.raises(UserError, match="give --data_path, or --label_names"):
+        read(word_tokenizer(), valid_data_path=valid, validate_only=True, **CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("a.jsonl", "a.jsonl does not exist"),
+        ("./x/a", "./x/a does not exist"),
+        ("{tmp}", "has none of the train files"),
+    ],
+)
+def test_paths_that_are_not_there_are_sentences(path, reason, tmp_path):
+    with pytest.raises(UserError, match=reason):
+        read(word_tokenizer(), data_path=(path.format(tmp=tmp_path),))
+
+
+def test_a_file_of_another_kind_is_a_sentence(tmp_path):
+    path = write(tmp_path / "a.xml", "x")
+    with pytest.raises(UserError, match=r"a\.xml is none of \.jsonl"):
+        read(word_tokenizer(), data_path=(path,))
+
+
+def test_a_tokenizer_without_an_end_of_text_is_a_sentence(tmp_path):
+    path = write(tmp_path / "a.jsonl", GOOD)
+    with pytest.raises(UserError, match="neither an eos nor a sep token"):
+        read(word_tokenizer("none"), data_path=(path,))
+
+
+def task(**changes):
+    return {
+        "Definition": ["w1 w2"],
+        "Positive Examples": [{"input": "w3", "output": "w4", "explanation": "w5"}],
+        "Negative Examples": [],
+        "Instances": [{"id": f"i{n}", "input": f"w{n}", "output": ["w1", "w2"]} for n in range(4)],
+    } | changes
+
+
+def sni(folder, tasks, listed=None):
+    """A folder of tasks, all of which stand in both lists."""
+    for name in ("tasks", "splits/default"):
+        (folder / name).mkdir(parents=True)
+    for name, content in tasks.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / "tasks" / f"{name}.json").write_text(text)
+    for name in ("train", "test"):
+        (folder / "splits" / "default" / f"{name}_tasks.txt").write_text("\n".join(listed or tasks) + "\n")
+    return str(folder)
+
+
+INSTRUCTIONS = {"task": "instructions", "optimize_metric": "loss"}
+
+
+def test_instructions_are_read_by_their_split_and_limits(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    folder = sni(tmp_path, {"t1": task(), "t2": task()}, ["t1", "gone", "t2"])
+    flags = {"max_instances_per_task": 3, "max_instances_per_eval_task": 2, **INSTRUCTIONS}
+    data = read(word_tokenizer(), data_path=(folder,), test_data_path=folder, **flags)
+    assert len(data.train.dataset) == 6 and set(data.splits) == {"test"}
+    assert len(data.train.dataset.dataset.encoded.targets) == 12  # training draws one of the two outputs
+    found = [(example.group, example.name, example.targets) for example in data.splits["test"].examples]
+    assert found == [(group, name, ("w1", "w2")) for group in ("t1", "t2") for name in ("i0", "i1")]
+    assert "1 of the 3 tasks" in caplog.text and "(the first: gone)" in caplog.text
+    data.train.close()
+
+
+@pytest.mark.parametrize(
+    ("tasks", "listed", "flags", "reason"),
+    [
+        ({"t": task()}, ["gone", "away"], {}, "none of the 2 tasks that"),
+        ({"t": task()}, None, {"sni_split": "official"}, "(splits there: default; --sni_split names one)"),
+        ({"t": "{"}, None, {}, "t.json is no task of Super-Natural-Instructions"),
+        ({"t": "[]"}, None, {}, "t.json is no task of Super-Natural-Instructions"),
+        ({"t": {"Definition": "x"}}, None, {}, "no entry 'Instances'"),
+        ({"t": task(Instances=[])}, None, {}, "has no instance, no definition"),
+        ({"t": task(**{"Positive Examples": [{"input": 3, "output": "x"}]})}, None, {}, "an example that is no text"),
+        ({"t": task(Instances=[{"input": "w1"}])}, None, {}, "t.json, instance 1: no field 'output'"),
+        ({"t": task(Instances=[{"input": "w1", "output": [" "]}])}, None, {}, "instance 1: an output is empty"),
+        (
+            {"t": task(Instances=[{"input": 1, "output": ["w"]}])},
+            None,
+            {},
+            "instance 1: its input and outputs are not",
+        ),
+        ({"t": task(Instances=["x"])}, None, {}, "instance 1: of type str, not an object"),
+        ({"t": task()}, None, {"input_seq_len": 11}, "the prompt of t without examples and input is 13 tokens long"),
+    ],
+)
+def test_instructions_that_cannot_be_used_are_a_sentence(tasks, listed, flags, reason, tmp_path):
+    folder = sni(tmp_path, tasks, listed)
+    with pytest.raises(UserError) as raised:
+        read(word_tokenizer(), data_path=(folder,), **INSTRUCTIONS, **flags)
+    assert reason in str(raised.value)
+
+
+def test_text_for_causal_lm_that_cannot_be_used_is_a_sentence(tmp_path):
+    flags = {"model_type": "decoder", "task": "causal_lm", "optimize_metric": "loss"}
+    path = write(tmp_path / "a.jsonl", '{"txt": "w1"}\n')
+    with pytest.raises(UserError, match=r"a\.jsonl:1: no key 'text'"):
+        read(word_tokenizer(), data_path=(path,), **flags)
+    with pytest.raises(UserError, match=r"there is no text in .*\(1 bad lines\)"):
+        read(word_tokenizer(), data_path=(path,), max_bad_lines=1, **flags)

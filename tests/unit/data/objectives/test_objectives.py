@@ -1,0 +1,494 @@
+"""Objectives on one tape: literals of their docstrings, closed forms, every token once an epoch, order, buckets."""
+
+from collections import Counter
+from fractions import Fraction
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from lm_experiments_tools.config.pretraining import PAPER_DENOISERS, DenoiserSpec, T5PretrainingArgs
+from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
+from lm_experiments_tools.data.loader import TrainLoader
+from lm_experiments_tools.data.mixture import MixtureDataset
+from lm_experiments_tools.data.objectives.causal_lm import CausalLMDataset
+from lm_experiments_tools.data.objectives.denoisers import PrefixDenoiser
+from lm_experiments_tools.data.objectives.denoising import PrefixLMDataset, SpanCorruptionDataset
+from lm_experiments_tools.data.objectives.mlm import MaskedLMDataset, mask_tokens
+from lm_experiments_tools.data.objectives.ul2 import UL2Dataset, mode_ids, turn_of
+from lm_experiments_tools.data.order import epoch_shift, sample_words
+from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.recipes.objectives import mask_id, mixed_dataset, objective_dataset
+from tests.helpers.vocabulary_toys import train_vocabulary
+
+SENTINELS = np.arange(9_999, 9_899, -1)
+MODES = {"R": 9_890, "X": 9_891, "S": 9_892}
+SPECIAL = 9_890  # ids from here on, and below 10, are no text
+IDS = {"pad_id": 0, "vocab_size": 10_000}
+PAPER = [DenoiserSpec.parse(text) for text in PAPER_DENOISERS]
+
+
+def source(tokens, name="x"):
+    return SimpleNamespace(tokens=np.asarray(tokens, np.uint16), fingerprint=name)
+
+
+def text(num_tokens):
+    """Every token is its own id, 10, 11, ..., so that a token can be recognised wherever it turns up."""
+    return source(np.arange(10, 10 + num_tokens))
+
+
+def span_corruption(tokens, **options):
+    return SpanCorruptionDataset(tokens, 32, **{"sentinel_ids": SENTINELS, "eos_id": 1, **IDS, **options})
+
+
+def prefix_lm(tokens, **options):
+    return PrefixLMDataset(tokens, **{"inputs_length": 32, "targets_length": 32, "eos_id": 1, **IDS, **options})
+
+
+def ul2(tokens, **options):
+    settings = {"inputs_length": 48, "targets_length": 48, "specs": PAPER, "modes": MODES, "sentinel_ids": SENTINELS}
+    return UL2Dataset(tokens, **{**settings, "eos_id": 1, **IDS, **options})
+
+
+def causal_lm(tokens, **options):
+    return CausalLMDataset(tokens, **{"length": 32, "eos_id": 1, **IDS, **options})
+
+
+def causal_lm_of_a_decoder_of_two(tokens, **options):
+    return causal_lm(tokens, encoder_decoder=True, **options)
+
+
+def mlm(tokens, **options):
+    settings = {"length": 32, "mask_id": 9_999, "special_ids": [0, 1, *SENTINELS.tolist(), *range(2, 10)]}
+    return MaskedLMDataset(tokens, **{**settings, **IDS, **options})
+
+
+def in_buckets(tokens, seed=0, bucket_rows=4, **options):
+    return BucketedDataset(ul2(tokens, seed=seed, **options), bucket_rows, seed)
+
+
+OBJECTIVES = [span_corruption, prefix_lm, ul2, causal_lm, causal_lm_of_a_decoder_of_two, mlm, in_buckets]
+every_objective = pytest.mark.parametrize("make", OBJECTIVES)
+
+
+def tokens_of(make, batch):
+    """The text behind each row of a batch."""
+    rows = []
+    for inputs, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        if make is mlm:
+            rows.append([i if label == -100 else label for i, label in zip(inputs, labels, strict=True)])
+        elif make in (causal_lm, causal_lm_of_a_decoder_of_two):
+            rows.append(labels)
+        else:
+            rows.append([*inputs, *labels])
+    return [[token for token in row if 10 <= token < SPECIAL] for row in rows]
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all((np.asarray(first[k]) == np.asarray(second[k])).all() for k in first)
+
+
+def in_epoch_that_starts_at(dataset, token, wanted):
+    """The rows of an epoch whose tape starts at `token`, once `wanted` is among them."""
+    for epoch in range(2000):
+        if epoch_shift(dataset.seed, epoch, dataset.num_tokens) == token:
+            batch = dataset.batch(np.arange(len(dataset)) + epoch * len(dataset))
+            rows = [[values[i].tolist() for values in batch.values()] for i in range(len(dataset))]
+            if wanted in rows:
+                return rows
+    raise AssertionError(f"{wanted} never came up")
+
+
+# ---- worked examples
+
+
+@pytest.mark.parametrize("mode", [None, 98])
+def test_worked_example_of_prefix_lm(mode):
+    denoiser = PrefixDenoiser(5, 0.5, max_targets=5, eos_id=1, pad_id=0, mode_id=mode)
+    inputs, mask, labels = np.empty((1, 5 + bool(mode)), np.int64), np.empty((1, 5 + bool(mode)), np.int64), None
+    labels = np.empty((1, 5), np.int64)
+    denoiser.write(np.array([[10, 11, 12, 13, 14]]), np.array([3]), inputs, mask, labels)
+    assert inputs.tolist() == [[10, 11, 12, 1, 0] if mode is None else [98, 10, 11, 12, 1, 0]]
+    assert labels.tolist() == [[13, 14, 1, -100, -100]] and (mask == (inputs != 0)).all()
+    assert [lengths.tolist() for lengths in denoiser.lengths(np.array([3]))] == [[4 + bool(mode)], [3]]
+
+
+def test_worked_example_of_the_prefix_lm_dataset():
+    data = prefix_lm(source(range(10, 15)), inputs_length=6, targets_length=6)
+    rows = in_epoch_that_starts_at(data, 0, [[10, 11, 12, 1, 0], [1, 1, 1, 1, 0], [13, 14, 1, -100, -100]])
+    assert len(rows) == 1
+
+
+def test_worked_example_of_ul2():
+    specs = [DenoiserSpec.parse(text) for text in ("R:2:0.4", "S:0.5")]
+    modes = {"R": 90, "X": 91, "S": 92}
+    data = ul2(
+        source(range(10, 19)), inputs_length=6, targets_length=4, specs=specs, modes=modes, sentinel_ids=[99, 98]
+    )
+    rows = in_epoch_that_starts_at(data, 0, [[92, 15, 16, 1, 0, 0], [1, 1, 1, 1, 0, 0], [17, 18, 1, -100]])
+    assert [[90, 10, 11, 12, 99, 1], [1] * 6, [99, 13, 14, 1]] in rows and len(rows) == 2
+
+
+def test_worked_examples_of_causal_lm():
+    tape = source(range(10, 20))
+    first = [[13, 14, 15, 16, 17, 18], [1] * 6, [-100, 14, 15, 16, 17, 18]]
+    rows = in_epoch_that_starts_at(causal_lm(tape, length=6), 4, first)
+    assert [[18, 19, 10, 11, 12, 13], [1] * 6, [-100, 19, 10, 11, 12, 13]] in rows and len(rows) == 2
+    rows = in_epoch_that_starts_at(
+        causal_lm(tape, length=5, encoder_decoder=True), 4, [[1], [1], [14, 15, 16, 17, 18]]
+    )
+    assert [[1], [1], [19, 10, 11, 12, 13]] in rows and len(rows) == 2
+
+
+def test_worked_example_of_masked_lm():
+    words = (np.array([0.5, 0.1, 0.13, 0.14, 0.1, 0.9]) * 2**32).astype(np.uint64)
+    special = np.isin(np.arange(100), [0, 1, 99])
+    inputs, labels = mask_tokens(np.array([10, 11, 12, 13, 1, 14]), words, 0.15, 99, np.arange(10, 20), special)
+    assert inputs.tolist() == [10, 99, 16, 13, 1, 14]
+    assert labels.tolist() == [-100, 11, 12, 13, -100, -100]
+
+
+class Sized:
+    """A dataset of nothing but lengths."""
+
+    def __init__(self, lengths):
+        self.of = np.asarray(lengths)
+        self.fingerprint = "x"
+
+    def __len__(self):
+        return len(self.of)
+
+    def lengths(self, samples):
+        lengths = self.of[samples % len(self.of)]
+        return np.stack([lengths, lengths])
+
+
+def test_worked_example_of_buckets():
+    lengths = [5, 9, 2, 7, 1, 8, 3, 6]
+    orders = {tuple(BucketedDataset(Sized(lengths), 2, seed).arranged(np.arange(8)).tolist()) for seed in range(400)}
+    assert (7, 3, 4, 2, 5, 1, 6, 0) in orders and len(orders) == 24
+    pairs = {(4, 2), (6, 0), (7, 3), (5, 1)}
+    assert all(set(zip(order[::2], order[1::2], strict=True)) == pairs for order in orders)
+
+
+# ---- the tape
+
+
+@every_objective
+@pytest.mark.parametrize("num_tokens", [997, 1240])
+def test_every_token_is_read_exactly_once_an_epoch(make, num_tokens):
+    data = make(text(num_tokens))
+    for epoch in range(3):
+        batch = data.batch(np.arange(len(data)) + epoch * len(data))
+        counts = Counter(token for row in tokens_of(make, batch) for token in row)
+        assert set(counts) == set(range(10, 10 + num_tokens)) and set(counts.values()) == {1}
+
+
+@every_objective
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 20])
+def test_less_than_a_row_is_one_padded_example(make, num_tokens):
+    data = make(text(num_tokens))
+    assert len(data) == 1
+    for row in tokens_of(make, data.batch(np.arange(4))):
+        assert sorted(row) == list(range(10, 10 + num_tokens))
+
+
+@every_objective
+def test_an_example_does_not_depend_on_its_batch(make):
+    data = make(text(1000))
+    samples = np.array([5, 0, 2 * len(data) + 3, len(data) - 1, 7, 5])
+    whole = data.batch(samples)
+    for place, sample in enumerate(samples.tolist()):
+        assert same(make(text(1000)).batch(np.array([sample])), {k: v[place : place + 1] for k, v in whole.items()})
+
+
+@every_objective
+def test_masks_and_labels_say_what_is_padding(make):
+    data = make(text(1000))
+    batch = data.batch(np.arange(len(data)))
+    assert (batch["attention_mask"] == (batch["input_ids"] != 0)).all()
+    for name in ("attention_mask", "labels"):
+        used = batch[name] != -100 if name == "labels" else batch[name] == 1
+        if name == "attention_mask" or make is not mlm:
+            last = used.shape[1] - used[:, ::-1].argmax(axis=1)
+            context = make is causal_lm and name == "labels"
+            assert (used.sum(axis=1) == last - context).all()  # nothing but padding after the last token
+
+
+@every_objective
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_global_batches_are_the_same_for_any_number_of_workers(make, world_size):
+    one = TrainLoader(make(text(1000)), 8, prefetch=False)
+    ranks = [TrainLoader(make(text(1000)), 8 // world_size, r, world_size, prefetch=False) for r in range(world_size)]
+    for _ in range(2 * len(one.dataset) // 8):
+        expected, parts = next(one), [next(loader) for loader in ranks]
+        for name, values in expected.items():
+            joined = np.stack([part[name].numpy() for part in parts], axis=1).reshape(values.shape)
+            assert (joined == values.numpy()).all()
+
+
+@every_objective
+def test_seek_equals_consuming(make):
+    loader = TrainLoader(make(text(700)), 6, prefetch=False)
+    batches = [next(loader) for _ in range(12)]
+    for step in (7, 0, 11, 3):
+        loader = TrainLoader(make(text(700)), 6, consumed_samples=6 * step, prefetch=False)
+        assert same(next(loader), batches[step])
+
+
+@every_objective
+def test_epochs_and_seeds_differ(make):
+    data, other = make(text(1000)), make(text(1000), seed=1)
+    here = np.arange(len(data) - 1)
+    first = data.batch(here)
+    for changed in (data.batch(here + len(data)), other.batch(here)):
+        assert ((first["labels"] == changed["labels"]) | (first["labels"] == -100)).all(axis=1).mean() < 0.2
+
+
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        (prefix_lm, [{"inputs_length": 33}, {"targets_length": 16}, {"eos_id": 2}]),
+        (
+            ul2,
+            [
+                {"inputs_length": 49},
+                {"targets_length": 40},
+                {"specs": PAPER[:6]},
+                {"specs": PAPER[::-1]},
+                {"modes": {}},
+                {"modes": {**MODES, "S": 9_893}},
+                {"sentinel_ids": SENTINELS[:80]},
+            ],
+        ),
+        (causal_lm, [{"length": 33}, {"encoder_decoder": True}, {"eos_id": 2}]),
+        (mlm, [{"length": 33}, {"probability": 0.2}, {"mask_id": 9_998}, {"special_ids": [0, 1]}]),
+        (in_buckets, [{"bucket_rows": 8}, {"specs": PAPER[:6]}]),
+    ],
+)
+def test_fingerprint_names_data_objective_and_seed(make, changes):
+    prints = [make(text(1000), **change).fingerprint for change in [{}, {"seed": 1}, *changes]]
+    prints += [make(source(np.arange(10, 1010), "other")).fingerprint]
+    assert len(set(prints)) == len(prints) and make(text(1000)).fingerprint == prints[0]
+
+
+def test_fingerprints_differ_between_objectives():
+    assert len({make(text(1000)).fingerprint for make in OBJECTIVES}) == len(OBJECTIVES)
+
+
+# ---- closed forms
+
+
+def chi_square(counts, expected):
+    return ((np.asarray(counts) - expected) ** 2 / expected).sum()
+
+
+@pytest.mark.parametrize(("density", "room", "shortest"), [(0.5, 21, 1), (0.25, 21, 10), (0.5, 11, 11)])
+def test_prefixes_are_uniform(density, room, shortest):
+    denoiser = PrefixDenoiser(21, density, room, 1, 0)
+    prefixes = denoiser.draw(sample_words(3, np.zeros(20_000), np.arange(20_000), 1))
+    counts = np.bincount(prefixes, minlength=21)[shortest:]
+    assert prefixes.min() == shortest == denoiser.shortest and prefixes.max() == 20
+    assert chi_square(counts, 20_000 / len(counts)) < 45.3  # at most 19 degrees of freedom, p = 0.0006
+
+
+def test_masked_tokens_have_the_rates_of_bert():
+    tokens = np.random.default_rng(0).integers(10, SPECIAL, 300_000)
+    data = mlm(source(np.where(np.arange(300_000) % 50 == 7, 1, tokens)), length=100, probability=0.2)
+    batch = data.batch(np.arange(len(data)))
+    inputs, labels = batch["input_ids"], batch["labels"]
+    chosen = labels != -100
+    assert not (labels == 1).any()  # every fiftieth token is EOS
+    kinds = {"mask": inputs == 9_999, "kept": inputs == labels}
+    kinds["random"] = ~(kinds["mask"] | kinds["kept"])
+    possible = 300_000 * 49 // 50
+    for name, share in (("mask", 0.8), ("random", 0.1), ("kept", 0.1)):
+        expected = 0.2 * share
+        error = (expected * (1 - expected) / possible) ** 0.5
+        assert abs((kinds[name] & chosen).sum() / possible - expected) < 4 * error, name
+    replaced = inputs[kinds["random"] & chosen]
+    assert replaced.min() >= 10 and replaced.max() < 9_900
+    counts = np.histogram(replaced, bins=19, range=(10, 9_900))[0]
+    assert chi_square(counts, replaced.size / 19) < 44  # 18 degrees of freedom, p = 0.0006
+
+
+def test_denoisers_have_their_shares_and_their_modes():
+    data = ul2(source(np.full(60_000, 20)))
+    batch = data.batch(np.arange(len(data)))
+    counts = Counter(batch["input_ids"][:, 0].tolist())
+    assert [round(counts[mode] / len(data), 2) for mode in MODES.values()] == [0.27, 0.53, 0.2]
+    shares = np.bincount(turn_of([spec.weight for spec in PAPER])) / 15
+    np.testing.assert_allclose(shares, [2 / 15] * 6 + [3 / 15])
+
+
+@pytest.mark.parametrize(
+    ("weights", "turn"),
+    [(["1"], [0]), (["2", "2"], [0, 1]), (["1", "1", "0.5"], [0, 1, 2, 0, 1]), (["0.3", "0.1"], [0, 0, 1, 0])],
+)
+def test_a_turn_has_exact_shares(weights, turn):
+    found = turn_of([Fraction(weight) for weight in weights])
+    assert sorted(found.tolist()) == sorted(turn)
+
+
+def test_denoisers_read_as_much_as_fits():
+    """The lengths that t5 prints for 512 inputs, less one for the mode token; X:3:0.5 ends where sentinels do."""
+    data = ul2(source(np.full(60_000, 20)), inputs_length=513, targets_length=512)
+    rows = {str(spec): d.tokens_length for spec, d in zip(data.specs, data.denoisers, strict=True)}
+    assert rows == {
+        "R:3:0.15": 568, "R:8:0.15": 588, "X:3:0.5": 602, "X:8:0.5": 908, "X:64:0.15": 600, "X:64:0.5": 1006,
+        "S:0.25": 511,
+    }  # fmt: skip
+    assert max(d.counts.num_spans for d in data.denoisers[:6]) == 100
+    short = ul2(source(np.full(60_000, 20)), inputs_length=513, targets_length=114)
+    assert all(d.targets_length <= 114 for d in short.denoisers) and short.denoisers[0].tokens_length == 568
+
+
+# ---- buckets
+
+
+@pytest.mark.parametrize("bucket_rows", [1, 8, 32])
+@pytest.mark.parametrize("num_samples", [5, 100, 777])
+def test_buckets_keep_each_sample_once_an_epoch(bucket_rows, num_samples):
+    data = BucketedDataset(Sized(np.random.default_rng(0).integers(1, 99, num_samples)), bucket_rows, 0)
+    for epoch in range(3):
+        samples = data.arranged(np.arange(num_samples) + epoch * num_samples)
+        assert sorted(samples.tolist()) == list(range(epoch * num_samples, (epoch + 1) * num_samples))
+
+
+@pytest.mark.parametrize("make", [prefix_lm, ul2])
+@pytest.mark.parametrize("rows", [8, 64])
+def test_padding_stays_under_ten_percent_where_it_was_thirty(make, rows):
+    data = make(source(np.full(900_000, 20)), inputs_length=256, targets_length=256)
+    bucketed = BucketedDataset(data, rows, 0)
+    assert bucketed.padding() < 0.07 and bucketed.padding(bucketed=False) > 0.2
+    cells = tokens = 0
+    for start in range(0, len(data) - rows, rows):  # as the loop trims micro-batches
+        batch = bucketed.batch(np.arange(start, start + rows))
+        for used in (batch["attention_mask"] == 1, batch["labels"] != -100):
+            tokens += used.sum()
+            cells += used.shape[0] * min(-(-int(used.sum(axis=1).max()) // 8) * 8, used.shape[1])
+    assert 1 - tokens / cells == pytest.approx(bucketed.padding(), abs=0.015) and 1 - tokens / cells < 0.08
+
+
+def test_lengths_are_those_of_the_samples():
+    for data in (prefix_lm(text(997)), ul2(text(997)), MixtureDataset([ul2(text(997)), ul2(text(500))])):
+        samples = np.arange(2 * len(data))
+        batch = data.batch(samples)
+        lengths = np.stack([batch["attention_mask"].sum(axis=1), (batch["labels"] != -100).sum(axis=1)])
+        np.testing.assert_array_equal(data.lengths(samples), lengths)
+
+
+@pytest.mark.parametrize("task", ["prefix_lm", "ul2"])
+def test_a_step_holds_the_same_samples_however_it_is_split(tmp_path, task):
+    words = vocabulary(tmp_path)
+    step = {}
+    for batch_size, accumulation, world_size in ((32, 1, 1), (16, 2, 1), (8, 1, 4), (4, 4, 2)):
+        args = T5PretrainingArgs(
+            data_path=("x",), task=task, input_seq_len=64, model_cfg="x", lr=1.0, batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+        )  # fmt: skip
+        data = objective_dataset(args, source(np.full(9000, 20)), words, seed=0, world_size=world_size)
+        loaders = [TrainLoader(data, batch_size * accumulation, rank, world_size) for rank in range(world_size)]
+        step[batch_size] = torch.stack([next(loader)["labels"] for loader in loaders], 1).flatten(0, 1)
+        for loader in loaders:
+            loader.close()
+    assert all(torch.equal(step[32], other) for other in step.values())
+
+
+@pytest.mark.parametrize("bucket_rows", [1, 8, 32])
+def test_padding_is_counted_over_the_rows_that_are_padded_alike(bucket_rows):
+    data = prefix_lm(source(np.full(300_000, 20)), inputs_length=128, targets_length=128)
+    bucketed = BucketedDataset(data, bucket_rows, 0, micro_rows=32)
+    cells = tokens = 0
+    for start in range(0, len(data) - 32, 32):
+        batch = bucketed.batch(np.arange(start, start + 32))
+        for used in (batch["attention_mask"] == 1, batch["labels"] != -100):
+            tokens += used.sum()
+            cells += 32 * min(-(-int(used.sum(axis=1).max()) // 8) * 8, used.shape[1])
+    assert 1 - tokens / cells == pytest.approx(bucketed.padding(), abs=0.015)
+
+
+def test_samples_to_validate_on_are_a_random_choice_and_do_not_depend_on_the_batch():
+    data = prefix_lm(source(np.full(300_000, 20)), inputs_length=128, targets_length=128)
+    chosen = SortedSamples(data, 64)
+    found = (chosen.batch(np.arange(64))["labels"] != -100).sum(axis=1)
+    expected = np.sort(data.lengths(np.arange(64))[1])[::-1]  # what needs most memory comes first
+    np.testing.assert_array_equal(found, expected)
+    assert len(set(found.tolist())) > 25 and len(SortedSamples(data)) == len(data)
+
+
+# ---- ids out of the vocabulary
+
+
+def vocabulary(folder, *pieces, extra_ids=100):
+    lines = [f"word{i} number{i * 7 % 101}" for i in range(300)]
+    model = train_vocabulary(folder / "v.model", lines, 80, user_defined_symbols=list(pieces))
+    return Vocabulary.load(model, extra_ids)
+
+
+def test_mode_tokens_and_mask_are_pieces_of_the_vocabulary_where_it_has_them(tmp_path):
+    words = vocabulary(tmp_path, "[NLU]", "[NLG]", "[S2S]", "<mask>")
+    assert [words.piece(index) for index in mode_ids(words).values()] == ["[NLU]", "[NLG]", "[S2S]"]
+    assert words.piece(mask_id(words)) == "<mask>"
+
+
+def test_else_they_are_sentinels_the_modes_from_the_last_one_down(tmp_path):
+    words = vocabulary(tmp_path, "[NLU]", "[NLG]")  # not all three
+    assert [words.piece(i) for i in mode_ids(words).values()] == [f"<extra_id_{k}>" for k in (99, 98, 97)]
+    assert words.piece(mask_id(words)) == "<extra_id_0>"
+    args = T5PretrainingArgs(data_path=("x",), task="ul2", input_seq_len=64, model_cfg="x", lr=1.0)
+    data = objective_dataset(args, source(np.full(9000, 20)), words, seed=0).dataset
+    assert data.sentinel_ids.tolist() == words.sentinel_ids[:97].tolist()
+    ids = data.batch(np.arange(len(data)))
+    assert set(ids["input_ids"][:, 0].tolist()) == set(mode_ids(words).values())
+    assert not np.isin(ids["input_ids"][:, 1:], list(mode_ids(words).values())).any()
+
+
+def test_a_vocabulary_without_room_for_them_is_refused(tmp_path):
+    with pytest.raises(UserError, match="has neither the pieces .* more than 3 sentinels .it has 3."):
+        mode_ids(vocabulary(tmp_path, extra_ids=3))
+    with pytest.raises(UserError, match="neither .MASK. nor <mask> nor a sentinel"):
+        mask_id(vocabulary(tmp_path, extra_ids=0))
+
+
+@pytest.mark.parametrize("task", ["span_corruption", "prefix_lm", "ul2", "causal_lm", "mlm"])
+def test_a_task_is_its_dataset_and_says_what_it_does(tmp_path, task):
+    args = T5PretrainingArgs(data_path=("x",), task=task, input_seq_len=64, model_cfg="t5-micro", lr=1.0)
+    tokens = [source(np.full(9000, 20)), source(np.full(4000, 21), "y")]
+    for data in (
+        objective_dataset(args, tokens, vocabulary(tmp_path), seed=0, world_size=2),
+        mixed_dataset(args, tokens, vocabulary(tmp_path), seed=0, world_size=2),
+    ):
+        assert {"input_ids", "attention_mask", "labels"} == set(data.batch(np.arange(4)))
+        assert task.split("_")[0][:4] in data.describe().replace("masked LM", "mlm")
+        assert ("buckets of 20 rows" in data.describe()) == (task in ("prefix_lm", "ul2"))
+    assert objective_dataset(args, tokens, vocabulary(tmp_path), seed=0).fingerprint != data.fingerprint
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "sentence"),
+    [
+        (prefix_lm, {"inputs_length": 2}, "no room for a token and EOS"),
+        (prefix_lm, {"targets_length": 1}, "no room for a token and EOS"),
+        (ul2, {"inputs_length": 3}, "no room for a token and EOS on either side: they need 4 and 2"),
+        (ul2, {"inputs_length": 8, "targets_length": 2}, "denoiser R:3:0.15 has no room"),
+        (ul2, {"specs": [DenoiserSpec.parse("R:3:0.15@0.0001"), DenoiserSpec.parse("S:0.5@7")]}, "rounder"),
+        (causal_lm, {"length": 1}, "at least 2 tokens"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(make, options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        make(text(1000), **options)
+
+
+@every_objective
+def test_no_tokens_and_foreign_tokens_are_refused(make):
+    with pytest.raises(UserError, match="empty"):
+        make(text(0))
+    with pytest.raises(UserError, match="id 60000, but the vocabulary has ids 0 to 9999"):
+        make(source([60_000] * 50))

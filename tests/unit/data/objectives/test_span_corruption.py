@@ -1,0 +1,198 @@
+"""Span corruption against literals, t5's published lengths, and the closed forms of its distribution."""
+
+from math import comb
+
+import numpy as np
+import pytest
+
+from lm_experiments_tools.data.objectives.span_corruption import (
+    corrupt,
+    count_spans,
+    plan_spans,
+    random_span_lengths,
+    random_spans_lengths,
+)
+from lm_experiments_tools.data.order import sample_words
+from lm_experiments_tools.errors import UserError
+
+SENTINELS = np.arange(99, 89, -1)
+
+
+def draw(counts, num_rows, key=1):
+    rows = np.arange(num_rows)
+    return random_span_lengths(counts, sample_words(key, np.zeros(num_rows), rows, counts.words_per_sample))
+
+
+def noise_masks(spans):
+    return np.repeat(np.arange(spans.size) % 2 == 1, spans.reshape(-1)).reshape(len(spans), -1)
+
+
+def test_worked_example_of_the_docstring():
+    tokens = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
+    spans = [[3, 2], [4, 1]]
+    assert noise_masks(np.array([spans])).astype(int).tolist() == [[0, 0, 0, 1, 1, 0, 0, 0, 0, 1]]
+    inputs, targets = corrupt(np.array([tokens]), np.array([spans]), SENTINELS, eos_id=1)
+    assert inputs.tolist() == [[10, 11, 12, 99, 15, 16, 17, 18, 98, 1]]
+    assert targets.tolist() == [[99, 13, 14, 98, 19, 1]]
+
+
+def test_rows_of_a_batch_are_corrupted_independently():
+    counts = count_spans(60, 0.3, 3.0)
+    spans = draw(counts, 50)
+    tokens = np.random.default_rng(0).integers(200, 300, (50, 60))
+    inputs, targets = corrupt(tokens, spans, SENTINELS, 1)
+    assert inputs.shape == (50, counts.inputs_length) and targets.shape == (50, counts.targets_length)
+    for row in range(50):
+        alone = corrupt(tokens[row : row + 1], spans[row : row + 1], SENTINELS, 1)
+        np.testing.assert_array_equal(inputs[row], alone[0][0])
+        np.testing.assert_array_equal(targets[row], alone[1][0])
+
+
+def test_inputs_and_targets_together_hold_every_token_in_order():
+    counts = count_spans(60, 0.3, 3.0)
+    tokens = np.random.default_rng(0).integers(200, 300, (20, 60))
+    for row, inputs, targets in zip(tokens, *corrupt(tokens, draw(counts, 20), SENTINELS, 1), strict=True):
+        pieces = {}
+        for token in targets[:-1].tolist():
+            if token < 200:
+                pieces[token] = span = []
+            else:
+                span.append(token)
+        restored = [t for token in inputs[:-1].tolist() for t in pieces.get(token, [token])]
+        assert restored == row.tolist()
+
+
+@pytest.mark.parametrize(
+    ("inputs_length", "noise_density", "mean_length", "expected"),
+    [  # printed by t5 0.9.4
+        (512, 0.15, 3.0, (568, 114, 28)),
+        (512, 0.15, 8.0, (588, 100, 11)),
+        (512, 0.15, 32.0, (598, 94, 3)),
+        (512, 0.15, 64.0, (600, 92, 1)),
+        (512, 0.5, 3.0, (766, 512, 128)),
+        (512, 0.5, 8.0, (908, 512, 57)),
+        (512, 0.5, 64.0, (1006, 512, 8)),
+        (1024, 0.15, 3.0, (1137, 229, 57)),
+        (2048, 0.15, 3.0, (2274, 456, 114)),
+        (4096, 0.15, 3.0, (4550, 910, 227)),
+    ],
+)
+def test_segment_lengths_are_those_of_t5(inputs_length, noise_density, mean_length, expected):
+    assert random_spans_lengths(inputs_length, noise_density, mean_length) == expected
+
+
+def test_number_of_noise_tokens_rounds_in_float32():
+    # 0.15 is a little more than 0.15 in float32: 350 x 0.15 = 52.500002 rounds up, where float64 rounds 52.5 to even.
+    assert round(350 * 0.15) == 52
+    assert count_spans(350, 0.15, 3.0).num_noise_tokens == 53
+
+
+@pytest.mark.parametrize("mean_length", [1.5, 2.5, 3.0, 10.0])
+@pytest.mark.parametrize("noise_density", [0.1, 0.15, 0.3, 0.5])
+def test_planned_segments_always_fit_and_never_waste_more_than_one_place(noise_density, mean_length):
+    for inputs_length in range(8, 700):
+        counts = plan_spans(inputs_length, noise_density, mean_length, num_sentinels=10_000)
+        assert inputs_length - 1 <= counts.inputs_length <= inputs_length
+
+
+def test_spans_have_the_promised_counts():
+    for length in [2, 3, 7, 14, 50, 568]:
+        counts = count_spans(length, 0.15, 3.0)
+        spans = draw(counts, 100)
+        assert spans.shape == (100, counts.num_spans, 2) and spans.min() >= 1
+        assert (spans.sum(axis=1) == [counts.num_nonnoise_tokens, counts.num_noise_tokens]).all()
+
+
+def test_a_lone_token_is_kept_before_an_empty_span():
+    counts = count_spans(1, 0.15, 3.0)
+    inputs, targets = corrupt(np.array([[7], [8]]), draw(counts, 2), SENTINELS, 1)
+    assert inputs.tolist() == [[7, 99, 1], [8, 99, 1]] and targets.tolist() == [[99, 1], [99, 1]]
+    assert (counts.inputs_length, counts.targets_length) == (3, 2)
+
+
+def test_every_composition_is_equally_likely():
+    counts = count_spans(10, 0.4, 2.0)  # 4 noise tokens in 2 spans, 6 others in 2: 3 x 5 masks
+    assert (counts.num_noise_tokens, counts.num_spans) == (4, 2)
+    num_rows = 30_000
+    _, seen = np.unique(draw(counts, num_rows), axis=0, return_counts=True)
+    expected = num_rows / (comb(3, 1) * comb(5, 1))
+    assert seen.size == 15
+    assert ((seen - expected) ** 2 / expected).sum() < 36.1  # chi-square, 14 degrees of freedom, p = 0.001
+
+
+def test_span_lengths_follow_the_closed_form():
+    """P(a span of k) = C(n-k-1, s-2) / C(n-1, s-1) in a random composition of n into s positive parts."""
+    counts, num_rows = count_spans(568, 0.15, 3.0), 4000
+    lengths = draw(counts, num_rows)
+    s = counts.num_spans
+    for total, spans in ((counts.num_noise_tokens, lengths[..., 1]), (counts.num_nonnoise_tokens, lengths[..., 0])):
+        assert spans.shape == (num_rows, s) and (spans.sum(axis=1) == total).all()
+        for k in range(1, 9):
+            exact = comb(total - k - 1, s - 2) / comb(total - 1, s - 1)
+            # Parts of one row are exchangeable and negatively correlated, so that independent errors bound the spread.
+            error = (exact * (1 - exact) / spans.size) ** 0.5
+            assert abs((spans == k).mean() - exact) < 4.5 * error, k
+        for place in (0, s // 2, s - 1):  # first, middle and last spans are alike
+            exact = comb(total - 2, s - 2) / comb(total - 1, s - 1)
+            assert abs((spans[:, place] == 1).mean() - exact) < 4.5 * (exact * (1 - exact) / num_rows) ** 0.5
+
+
+def noise_rate(position, counts):
+    """P(token is noise), summed over how many noise tokens come before it and which noise span it lies in."""
+    n, m, s = counts.num_noise_tokens, counts.num_nonnoise_tokens, counts.num_spans
+    ways, favourable = comb(n - 1, s - 1) * comb(m - 1, s - 1), 0
+    for before in range(position + 1):  # noise tokens among the first `position`
+        others = position - before  # non-noise tokens among them
+        if before >= n or others > m:
+            continue
+        for span in range(1, s + 1):  # the token lies in noise span `span`: `span` non-noise spans are over
+            # the first `span` non-noise parts sum to `others`, the rest to m - others
+            nonnoise = compositions(others, span) * compositions(m - others, s - span)
+            # noise part boundaries: exactly span - 1 cuts at or before `before`, the rest after it
+            cuts = comb(before, span - 1) * comb(n - 1 - before, s - span)
+            favourable += nonnoise * cuts
+    return favourable / ways
+
+
+def compositions(total, parts):
+    if parts == 0:
+        return int(total == 0)
+    return comb(total - 1, parts - 1) if total >= parts else 0
+
+
+def test_rate_of_noise_at_each_position_follows_the_closed_form():
+    counts, num_rows = count_spans(40, 0.3, 3.0), 20_000
+    exact = np.array([noise_rate(position, counts) for position in range(40)])
+    assert exact[0] == 0 and exact[-1] == 1 and exact.sum() == pytest.approx(counts.num_noise_tokens)
+    inner = slice(1, -1)
+    error = np.sqrt(exact * (1 - exact) / num_rows)[inner]
+    z = (noise_masks(draw(counts, num_rows)).mean(axis=0) - exact)[inner] / error
+    assert np.abs(z).max() < 4.5 and 0.7 < np.sqrt((z**2).mean()) < 1.4
+
+
+def test_more_spans_than_sentinels_is_refused_with_the_numbers():
+    assert plan_spans(1024, 0.15, 3.0, num_sentinels=100).num_spans == 57
+    with pytest.raises(UserError, match=r"2048 inputs hold 114 noise spans .* 100 sentinels.* at least 114"):
+        plan_spans(2048, 0.15, 3.0, num_sentinels=100)
+    with pytest.raises(UserError, match="128 noise spans"):
+        plan_spans(512, 0.5, 3.0, num_sentinels=100)
+    with pytest.raises(UserError, match="11 noise spans were asked for but there are only 10 sentinels"):
+        corrupt(np.full((1, 22), 200), np.ones((1, 11, 2), int), SENTINELS, 1)
+
+
+def test_settings_that_make_no_sense_are_refused():
+    with pytest.raises(UserError, match="cannot be kept apart"):
+        random_spans_lengths(512, 0.6, 1.0)
+    for density in (0.0, 1.0, -0.1, 15.0, float("nan")):
+        with pytest.raises(UserError, match="noise_density"):
+            random_spans_lengths(512, density, 3.0)
+    with pytest.raises(UserError, match="mean_noise_span_length"):
+        random_spans_lengths(512, 0.15, 0.5)
+    with pytest.raises(UserError, match="inputs_length"):
+        random_spans_lengths(2, 0.15, 3.0)
+
+
+def test_spans_that_do_not_fit_the_rows_are_refused():
+    for spans in ([[[3, 1]], [[2, 2]]], [[[3, 2]], [[3, 2]]]):
+        with pytest.raises(ValueError, match="rows of 4 tokens"):
+            corrupt(np.full((2, 4), 200), np.array(spans), SENTINELS, 1)

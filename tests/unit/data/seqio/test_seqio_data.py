@@ -1,0 +1,368 @@
+"""The training side of seqio: rows, positions, failures and ends, with a worker process that needs no TensorFlow.
+
+The process is the real one (`seqio_worker.main`), except that what makes the examples is replaced by a few lines of
+numpy: example g is [g, g + 1] -> [g]. What TensorFlow makes of real tasks is tested in tests/parity and
+tests/distributed.
+"""
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from lm_experiments_tools.backends import get_backend
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+from lm_experiments_tools.data.seqio import client as module
+from lm_experiments_tools.data.seqio import worker as seqio_worker
+from lm_experiments_tools.data.seqio.client import SeqioLoader, WorkerProcess, seqio_data, to_batch
+from lm_experiments_tools.data.seqio.worker import Job
+from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.recipes import t5_data as pretraining
+from tests.distributed.launch import environment
+from tests.helpers.vocabulary_toys import numbered_words_vocabulary
+
+LENGTHS = (4, 2)
+FAKE = """
+import sys, types
+import numpy as np
+from lm_experiments_tools.data.seqio import worker as seqio_worker
+from lm_experiments_tools.errors import UserError
+
+class TaskExamples:
+    title = "numbers"
+
+    def __init__(self, job, log):
+        print("what a library prints")
+        self.job = job
+        if job.task == "tasks:refused":
+            raise UserError("no such task")
+        if job.task == "tasks:crashes":
+            raise KeyError("boom")
+
+    def fingerprint(self):
+        return f"seed {self.job.seed}"
+
+    def rows(self, numbers):
+        rows = np.full((len(numbers), self.job.inputs_length + self.job.targets_length), -100, np.int32)
+        rows[:, 0], rows[:, 1], rows[:, self.job.inputs_length] = numbers, numbers + 1, numbers
+        return rows
+
+    def batches(self, start, rows):
+        for first in range(start, sys.maxsize, rows):
+            if first > 1000 and self.job.task == "tasks:ends":
+                raise UserError("more than 3 bad lines")
+            yield self.rows(np.arange(first, first + rows))
+
+    def validation(self):
+        yield self.rows(np.arange(4))
+        yield self.rows(np.arange(4, self.job.valid_samples or 7))
+
+tasks = types.ModuleType("lm_experiments_tools.data.seqio.tasks")
+tasks.TaskExamples, tasks.limit_threads = TaskExamples, lambda threads: None
+sys.modules[tasks.__name__] = tasks
+seqio_worker.main()
+"""
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Start a fake worker; all are ended after the test."""
+    (tmp_path / "fake.py").write_text(FAKE)
+    monkeypatch.setattr(module, "_COMMAND", (sys.executable, str(tmp_path / "fake.py")))
+    started = []
+
+    def start(**changed):
+        (tmp_path / f"worker_{len(started)}").mkdir()
+        job = Job(
+            task="tasks:numbers", data_path=[], text_key="text", max_bad_lines=0, quarantine="", vocab_path="",
+            inputs_length=LENGTHS[0], targets_length=LENGTHS[1], noise_density=0.15, mean_noise_span_length=3.0,
+            seed=1, validation=False, valid_samples=None, threads=1, clients=1,
+            folder=str(tmp_path / f"worker_{len(started)}"), parent=os.getpid(),
+        )  # fmt: skip
+        started.append(WorkerProcess(replace(job, **changed), tmp_path / "worker.log"))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        worker.close()
+
+
+def loaders(worker, world_size, rows=3):
+    """One for each training process; the first owns the worker."""
+    return [
+        SeqioLoader(worker.job.folder, "f", LENGTHS, 0, rows, rank, world_size, worker=worker if rank == 0 else None)
+        for rank in range(world_size)
+    ]
+
+
+def global_batches(sources, number):
+    """Example numbers of global batches; the workers of one machine are served in step, so each has a thread."""
+    with ThreadPoolExecutor(len(sources)) as pool:
+        for _ in range(number):
+            parts = [batch["labels"][:, 0].numpy() for batch in pool.map(next, sources)]
+            yield np.stack(parts, axis=1).reshape(-1)  # row k of rank r is row k * world_size + r
+
+
+def test_a_row_of_the_worker_becomes_a_row_of_the_model():
+    rows = np.array([[7, 0, 1, -100, 9, -100], [-100, -100, -100, -100, 0, 1]], np.int32)
+    batch = to_batch(rows, 4, pad_id=0)
+    assert batch["input_ids"].tolist() == [[7, 0, 1, 0], [0, 0, 0, 0]]  # a real id 0 is no padding
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [0, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[9, -100], [0, 1]]
+    assert {values.dtype for values in batch.values()} == {np.dtype(np.int64)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_global_batches_are_the_same_for_any_number_of_workers(start, world_size):
+    sources = loaders(start(clients=world_size), world_size, rows=12 // world_size)
+    stream = np.concatenate(list(global_batches(sources, 20)))
+    np.testing.assert_array_equal(stream, np.arange(240))
+    assert {source.consumed_samples for source in sources} == {240}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_seek_is_as_if_all_before_had_been_yielded(start, world_size):
+    sources = loaders(start(clients=world_size), world_size)
+    rows = 3 * world_size
+    for position in (0, 100, 7, 7):
+        for source in sources:
+            source.seek(position)
+        found = np.concatenate(list(global_batches(sources, 5)))
+        np.testing.assert_array_equal(found, position + np.arange(5 * rows))
+        assert sources[0].consumed_samples == position + 5 * rows
+    with pytest.raises(ValueError, match="negative"):
+        sources[0].seek(-1)
+
+
+def test_workers_of_one_machine_must_ask_for_the_same(start):
+    sources = loaders(start(clients=2), 2)
+    sources[1].seek(6)
+    with pytest.raises(RunError, match="ask for different batches"):
+        list(global_batches(sources, 1))
+
+
+def test_signals_to_the_whole_job_leave_the_worker_to_its_parent(start):
+    worker = start()
+    (source,) = loaders(worker, 1)
+    next(source)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(worker._process.pid, number)
+    assert len(list(islice(source, 300))) == 300
+
+
+def test_a_killed_worker_is_a_sentence_on_each_process(start, tmp_path):
+    worker = start(clients=2)
+    sources = loaders(worker, 2)
+    list(global_batches(sources, 1))
+    os.kill(worker._process.pid, signal.SIGKILL)
+    with pytest.raises(RunError, match="killed by SIGKILL.*memory.*worker.log"):
+        list(islice(sources[0], 10_000))
+    with pytest.raises(RunError, match="the process that started it says why"):
+        list(islice(sources[1], 10_000))
+
+
+@pytest.mark.parametrize(
+    ("task", "error", "sentence"),
+    [
+        ("tasks:refused", UserError, "^no such task$"),
+        ("tasks:crashes", RunError, "KeyError: 'boom'; .*worker.log has the traceback"),
+    ],
+)
+def test_what_the_worker_cannot_do_is_a_sentence(start, tmp_path, task, error, sentence):
+    with pytest.raises(error, match=sentence) as caught:
+        start(task=task)
+    assert "\n" not in str(caught.value)
+    assert "what a library prints" in (tmp_path / "worker.log").read_text()
+
+
+def test_an_error_within_the_stream_reaches_every_process(start):
+    sources = loaders(start(task="tasks:ends", clients=2), 2, rows=10)
+    with pytest.raises(UserError, match="more than 3 bad lines"), ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda source: list(islice(source, 200)), sources))
+    for source in sources:
+        source.seek(0)
+        with pytest.raises((UserError, RunError)):
+            next(source)
+
+
+def test_the_worker_dies_with_its_parent(start, tmp_path):
+    """Even where a forked child of the parent lives on, which holds the pipe open."""
+    script = f"""
+import os, sys, time
+sys.path.insert(0, {str(tmp_path)!r})
+from lm_experiments_tools.data.seqio import client as module
+from lm_experiments_tools.data.seqio.worker import Job
+module._COMMAND = (sys.executable, {str(tmp_path / "fake.py")!r})
+fields = dict.fromkeys(Job.__dataclass_fields__, 1) | dict(task="tasks:numbers", validation=False,
+              folder={str(tmp_path / "own")!r}, parent=os.getpid())
+os.mkdir(fields["folder"])
+worker = module.WorkerProcess(Job(**fields), module.Path({str(tmp_path / "own.log")!r}))
+if os.fork() == 0:
+    time.sleep(5)
+    os._exit(0)
+print(worker._process.pid, flush=True)
+time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment())
+    pid = int(parent.stdout.readline())
+    assert psutil.pid_exists(pid) and (tmp_path / "own").exists()
+    parent.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(4)
+    assert not psutil.pid_exists(pid) and not (tmp_path / "own").exists()
+    parent.wait()
+    parent.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def vocab(tmp_path_factory):
+    return numbered_words_vocabulary(tmp_path_factory.mktemp("vocab"))
+
+
+def arguments(vocabulary, **changed):
+    settings = {
+        "task": "tasks:numbers", "vocab": str(vocabulary), "model_cfg": "tiny.json", "lr": 1.0, "input_seq_len": 4,
+        "target_seq_len": 2, "batch_size": 3, "backend": "local", "iters": 5, **changed,
+    }  # fmt: skip
+    return T5PretrainingArgs(**settings)
+
+
+def sources_of(args, vocab):
+    return seqio_data(args, get_backend(args), Vocabulary.load(vocab), Path(vocab))
+
+
+def test_a_run_gets_its_loaders_and_is_told_the_memory(start, vocab, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO")
+    train, valid, objective = sources_of(arguments(vocab, valid_interval=2, seed=9), vocab)
+    assert objective == "numbers, 4 inputs + 2 targets" and train.fingerprint == "seed 9"
+    assert train.samples_per_epoch is None and next(train)["labels"][:, 0].tolist() == [0, 1, 2]
+    for _ in range(2):  # the same at every pass
+        assert [batch["labels"][:, 0].tolist() for batch in valid] == [[0, 1, 2], [3, 4, 5], [6]]
+    folder = train._worker.job.folder
+    next(train)
+    train.close()
+    assert "seqio worker: " in caplog.text and " MiB" in caplog.text
+    assert not os.path.exists(folder) and not psutil.pid_exists(train._worker._process.pid)
+
+
+def test_validation_is_made_only_where_it_is_asked_for(start, vocab, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for flags, expected in (({}, None), ({"valid_samples": 5}, 5)):
+        train, valid, _ = sources_of(arguments(vocab, **flags), vocab)
+        train.close()
+        assert (valid and valid.num_samples) == expected
+
+
+@pytest.mark.parametrize("package", ["tensorflow", "seqio", "t5"])
+def test_a_missing_package_is_a_sentence(vocab, monkeypatch, package):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
+    args = arguments(vocab, task="span_corruption", data_path=("text.txt",), data_pipeline="seqio")
+    with pytest.raises(UserError, match=rf"package {package}, .*pip install .*\[seqio\].*--data_pipeline native"):
+        sources_of(args, vocab)
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("tensorflow", "seqio", "t5")),
+    reason="without seqio its absence is what is said",
+)
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"data_path": ("./none.jsonl",)}, r"\./none\.jsonl does not exist"),
+        ({"data_path": ("empty.jsonl",)}, r"there is no text in empty\.jsonl: 1 files, all of them empty"),
+        ({"data_path": ("half",)}, r"half\.bin is there without half\.idx"),
+        ({"task": "nowhere.tasks:lines"}, r"nowhere\.tasks cannot be imported \(No module named 'nowhere'\)"),
+        ({"task": "my_tasks:"}, "names no task: write module:name"),
+        ({"task": ":lines"}, "names no task: write module:name"),
+        ({"task": "my-tasks:lines"}, "names no task: write module:name"),
+    ],
+)
+def test_what_needs_no_tensorflow_is_said_before_it_starts(vocab, tmp_path, monkeypatch, settings, sentence):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "WorkerProcess", lambda *_: pytest.fail("the worker was started"))
+    monkeypatch.setattr(pretraining, "open_tokens", lambda *_: pytest.fail("validation text was tokenized"))
+    for name in ("empty.jsonl", "half.bin", "my_tasks.py"):
+        Path(name).touch()
+    of_text = {"task": "prefix_lm", "data_pipeline": "seqio", "valid_data_path": "v.jsonl", "target_seq_len": 3}
+    args = arguments(vocab, **(of_text if "data_path" in settings else {}), **settings)
+    with pytest.raises(UserError, match=sentence):
+        pretraining.pretraining_data(args, get_backend(args))
+    module.check_module("my_tasks:a.b_1:#")
+
+
+@pytest.mark.parametrize("error", ["OSError('libcuda.so.1 is missing')", "ImportError('built for another python')"])
+def test_a_broken_triton_does_not_end_the_worker(tmp_path, monkeypatch, capsys, error):
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text(f"raise {error}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    seqio_worker.import_triton()
+    assert f"triton is not loaded: {error.split('(')[0]}: " in capsys.readouterr().err
+
+
+def test_tokens_are_not_text(vocab, tmp_path):
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"tokens{suffix}").touch()
+    args = arguments(vocab, task="prefix_lm", data_path=(str(tmp_path / "tokens"),), data_pipeline="seqio")
+    with pytest.raises(UserError, match="tokens holds tokens, and seqio reads text"):
+        sources_of(args, vocab)
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("tensorflow", "seqio", "t5")),
+    reason="these settings are looked at when seqio is installed",
+)
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"input_seq_len": 64, "target_seq_len": 13}, "--target_seq_len 13 would cut the targets.*set it to 14"),
+        ({"task": "prefix_lm", "input_seq_len": 64, "target_seq_len": 62}, "--target_seq_len 62 would cut.*to 63"),
+        ({"task": "prefix_lm", "input_seq_len": 2}, "prefix_lm needs 2 tokens and EOS"),
+        ({"input_seq_len": 2048, "target_seq_len": 512}, "114 noise spans .* 100 sentinels"),
+    ],
+)
+def test_settings_that_t5_would_treat_wrongly_in_silence(vocab, settings, sentence):
+    args = arguments(vocab, **{"task": "span_corruption", "data_path": ("x",), "data_pipeline": "seqio", **settings})
+    with pytest.raises(UserError, match=sentence):
+        sources_of(args, vocab)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"data_path": ("text.txt",)}, "--data_path is not read"),
+        ({"valid_data_path": "text.txt"}, "--valid_data_path is not read"),
+        ({"data_pipeline": "native"}, "--data_pipeline native reads text by itself"),
+        ({"streaming": True}, "--streaming reads text by itself"),
+        ({"vocab": None}, "needs --vocab"),
+        ({"report": True, "model_path": "run"}, "--report"),
+        ({"task": "span_corruption"}, "--data_path is missing"),
+        ({"task": "ul2", "data_path": ("a",), "data_pipeline": "seqio"}, "--data_pipeline seqio has no --task ul2"),
+        (
+            {"task": "prefix_lm", "data_path": ("a",), "data_pipeline": "seqio", "streaming": True},
+            "--streaming is of --data_pipeline native",
+        ),
+    ],
+)
+def test_flags_in_conflict(vocab, settings, sentence):
+    with pytest.raises(UserError, match=sentence):
+        arguments(vocab, **settings)
+
+
+def test_a_registered_task_may_be_validated_on_its_own_split(vocab):
+    assert arguments(vocab, valid_interval=2).needs_validation()
+    with pytest.raises(UserError, match="--valid_interval needs validation data"):
+        arguments(vocab, task="span_corruption", data_path=("a",), valid_interval=2)

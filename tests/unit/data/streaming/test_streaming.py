@@ -1,0 +1,587 @@
+"""--streaming: each document once a pass, one order for any number of workers and any speed, resume at any sample."""
+
+import json
+import logging
+import random
+import shutil
+import threading
+import time
+from collections import Counter
+from contextlib import nullcontext
+from itertools import chain, takewhile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lm_experiments_tools import files
+from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+from lm_experiments_tools.data.streaming import chunks as stream_chunks
+from lm_experiments_tools.data.streaming import stream as streaming
+from lm_experiments_tools.data.streaming import text as stream_text
+from lm_experiments_tools.data.streaming import worker as streaming_worker
+from lm_experiments_tools.data.streaming.stream import streaming_data, streams_of
+from lm_experiments_tools.data.streaming.text import Position, StreamPlan, StreamText, StreamTokens
+from lm_experiments_tools.data.streaming.worker import ChunkMaker, ChunkRequest
+from lm_experiments_tools.data.text import hf_datasets
+from lm_experiments_tools.data.text.documents import Document, plan_pieces, read_piece
+from lm_experiments_tools.data.text.encoding import Encoding
+from lm_experiments_tools.data.text.train_vocabulary import train_vocab
+from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
+from lm_experiments_tools.errors import RunError, UserError
+from tests.unit.data.tokens.test_tokenize import make_texts, write_jsonl
+
+TEXTS = make_texts(4000)
+FIRST_CHUNK = 5000
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """The texts as JSON lines in two files, as Parquet in six, and their vocabulary."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text").mkdir()
+    write_jsonl(folder / "text" / "a.jsonl", TEXTS[:2500])
+    write_jsonl(folder / "text" / "b.jsonl", TEXTS[2500:])
+    train_vocab([str(folder / "text" / "b.jsonl")], 190, folder / "v.model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def parquet(data):
+    """The name of a local Hugging Face dataset of six shards; the datasets package streams it from disk."""
+    pytest.importorskip("datasets")
+    write_table = pytest.importorskip("pyarrow.parquet").write_table
+    from_pylist = pytest.importorskip("pyarrow").Table.from_pylist
+    (data / "parquet").mkdir()
+    for number in range(6):
+        rows = [{"id": i, "text": text} for i, text in enumerate(TEXTS[number::6])]
+        write_table(from_pylist(rows), data / "parquet" / f"train-{number:05d}-of-00006.parquet", row_group_size=100)
+    return str(data / "parquet")
+
+
+class InProcess:
+    """Stands for a worker process: the same work in the thread that asks, after `before(request)`."""
+
+    before = staticmethod(lambda request: None)
+
+    def __init__(self, _module):
+        self.stdin = nullcontext()
+        self.stdin.close = lambda: None
+        self.maker = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def ask(self, message):
+        if "plan" in message:
+            settings = (message["folder"], Encoding(**message["encoding"]), message["max_bad_lines"])
+            self.maker = ChunkMaker(StreamPlan.from_dict(message["plan"]), *settings)
+            return None
+        self.before(ChunkRequest(**message))
+        return json.loads(json.dumps(self.maker.make(ChunkRequest(**message))))
+
+
+class OneOfMany(LocalBackend):
+    """A worker of several that meets the others nowhere: each takes itself for the first."""
+
+    is_main = True
+
+    def __init__(self, rank, world_size):
+        super().__init__()
+        self.rank, self.world_size = rank, world_size
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Workers in threads, and small chunks."""
+    monkeypatch.setattr(streaming_worker, "FIRST_CHUNK", FIRST_CHUNK)
+    monkeypatch.setattr(streaming_worker, "LARGEST_CHUNK", 4 * FIRST_CHUNK)
+    monkeypatch.setattr(stream_chunks, "start_worker", InProcess)
+    monkeypatch.setattr(stream_chunks, "ask", lambda process, message: process.ask(message))
+    return monkeypatch
+
+
+@pytest.fixture
+def start(data, tmp_path, monkeypatch):
+    """start(rank, world_size, cache=..., **changes of arguments) -> loader; all are closed at the end."""
+    loaders = []
+
+    def start(rank=0, world_size=1, cache="cache", **changes):
+        (tmp_path / cache).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / cache)
+        settings = {
+            "data_path": (str(data / "text"),), "vocab": str(data / "v.model"), "streaming": True, "streams": 4,
+            "input_seq_len": 128, "target_seq_len": 128, "batch_size": 8 // world_size, "lr": 1e-3, "iters": 1,
+            "model_cfg": "t5-micro", "data_n_workers": 2,
+        }  # fmt: skip
+        args = T5PretrainingArgs(**(settings | changes))
+        backend = OneOfMany(rank, world_size)
+        loader, _ = streaming_data(args, backend, Vocabulary.load(args.vocab), args.vocab)
+        loaders.append(loader)
+        return loader
+
+    yield start
+    for loader in loaders:
+        loader.close()
+
+
+def take(loader, count):
+    """`count` batches as one, rows in order."""
+    batches = [next(loader) for _ in range(count)]
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def interleaved(parts):
+    """Global rows of the rows that each worker has."""
+    return {name: torch.stack([part[name] for part in parts], 1).flatten(0, 1) for name in parts[0]}
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+
+
+# ---- the text ----
+
+
+def documents_of_pass(plan, stream, passes):
+    """Texts of a stream in one pass, and the pieces they are from."""
+    text, found = StreamText(plan, stream, Position(passes=passes), "text", 0), []
+    for document in text:
+        if text.position.passes > passes:
+            break
+        found.append((document.text, plan.pieces_of(stream, passes)[text.position.piece]))
+    return found
+
+
+@pytest.mark.parametrize("source", ["text", "parquet"])
+def test_each_pass_has_each_document_once_in_an_order_of_its_own(data, source, request):
+    name = request.getfixturevalue("parquet") if source == "parquet" else str(data / "text")
+    plan = StreamPlan.make([name], 3, seed=1)
+    assert plan.num_streams == 3
+    orders = []
+    for passes in range(2):
+        streams = [documents_of_pass(plan, stream, passes) for stream in range(3)]
+        assert Counter(text for text, _ in chain(*streams)) == Counter(TEXTS)
+        pieces = [{piece for _, piece in stream} for stream in streams]
+        assert not pieces[0] & pieces[1] and not pieces[0] & pieces[2] and not pieces[1] & pieces[2]
+        sizes = [len(stream) for stream in streams]
+        assert max(sizes) < 1.2 * min(sizes)
+        orders.append([text for text, _ in chain(*streams)])
+    assert orders[0] != orders[1]
+    assert orders[0] != [text for text, _ in documents_of_pass(StreamPlan.make([name], 1, seed=1), 0, 0)]
+
+
+def test_any_position_is_found_again(data):
+    plan = StreamPlan.make([str(data / "text")], 4, seed=0)
+    vocabulary = Vocabulary.load(data / "v.model")
+    encoding = Encoding(str(data / "v.model"), vocabulary.sha256)
+
+    def tokens(position):
+        return StreamTokens(plan, 2, position, vocabulary, encoding, 0)
+
+    stream, positions, ids = tokens(Position()), [Position()], []
+    for _ in range(1500):  # more than a pass
+        ids.append(stream.next_document()[0].tolist())
+        positions.append(stream.position)
+    assert positions[-1].passes == 1
+    assert sum(map(len, ids)) > 10_000
+    for number in [0, 1, 250, 999, 1100]:
+        again = tokens(positions[number])
+        assert [again.next_document()[0].tolist() for _ in range(20)] == ids[number : number + 20]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "num_streams"),
+    [
+        ([1] * 1024, 16, 16), ([1] * 100, 16, 15), ([1] * 17, 16, 9), ([1] * 5, 16, 5), ([1] * 3, 2, 1),
+        ([8, 1, 1], 3, 1), ([4, 2, 2], 3, 2),
+    ],
+)  # fmt: skip
+def test_as_many_streams_as_come_out_even(monkeypatch, sizes, most, num_streams):
+    pieces = [stream_text.Piece("x", "json", 100 * i, 100 * i + size) for i, size in enumerate(sizes)]
+    monkeypatch.setattr(stream_text, "plan_pieces", lambda *_: pieces)
+    assert StreamPlan.make(["x"], most, 0).num_streams == num_streams
+
+
+def documents_of(plan, passes, begin=None):
+    """(position, document) of the passes that are left from `begin` on."""
+    text = StreamText(plan, 0, begin or Position(), "text", 10)
+    return list(takewhile(lambda found: found[0].passes < passes, ((text.position, item) for item in text)))
+
+
+@pytest.mark.parametrize("number", [1, 40])  # of one piece and of several
+def test_a_tiny_text_is_read_once_however_many_passes_a_chunk_takes(tmp_path, monkeypatch, number):
+    lines = [json.dumps({"text": text}) for text in make_texts(number)] + ["broken"]
+    (tmp_path / "tiny.jsonl").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(stream_text, "_SMALLEST_PIECE", 1 << 10)
+    plan = StreamPlan.make([str(tmp_path / "tiny.jsonl")], 1, seed=3)
+    assert (len(plan.pieces) == 1) == (number == 1)
+    reads = []
+    monkeypatch.setattr(stream_text, "read_piece", lambda *args, **more: reads.append(1) or read_piece(*args, **more))
+    passes = 3000 if number == 1 else 20
+    began = time.process_time()
+    kept = documents_of(plan, passes)
+    assert len(reads) == len(plan.pieces) and len(kept) == passes * number
+    if number == 1:  # each pass drew a permutation of one piece, which took 5 ms
+        assert time.process_time() - began < 3.0
+    middle = kept[len(kept) // 2][0]
+    assert documents_of(plan, passes, middle) == kept[len(kept) // 2 + 1 :]
+    monkeypatch.setattr(stream_text, "_KEPT_BYTES", 0)
+    assert documents_of(plan, min(passes, 50)) == [found for found in kept if found[0].passes < 50]
+    assert len(reads) > 2 * len(plan.pieces) + 40
+
+
+def test_a_broken_connection_is_taken_up_where_it_broke(parquet, monkeypatch):
+    breaks = iter([3, 0, 600, 0, 1])
+    monkeypatch.setattr(stream_text, "_WAITS", (0.0, 0.0))
+
+    def breaking(piece, text_key, skip):
+        for number, item in enumerate(read_piece(piece, text_key, skip=skip)):
+            if number == next_break[0]:
+                next_break[0] = next(breaks, None)
+                raise ConnectionError("Server Disconnected")
+            yield item
+
+    next_break = [next(breaks)]
+    monkeypatch.setattr(stream_text, "read_piece", breaking)
+    plan = StreamPlan.make([parquet], 1, seed=0)
+    assert Counter(text for text, _ in documents_of_pass(plan, 0, 0)) == Counter(TEXTS)
+    assert next_break == [None]
+    next_break[0] = 0
+    monkeypatch.setattr(stream_text, "read_piece", lambda *_, **__: (_ for _ in ()).throw(TimeoutError("timed out")))
+    with pytest.raises(
+        OSError, match=r"shard \d of .*parquet, after 0 documents: timed out; 2 more tries did not help"
+    ):
+        next(iter(StreamText(plan, 0, Position(), "text", 0)))
+
+
+# ---- batches ----
+
+
+def test_two_or_three_workers_have_the_rows_of_one(start, in_process):
+    expected = take(start(cache="one"), 30)
+    assert len(torch.unique(expected["input_ids"], dim=0)) > 230  # words come together by chance, rows do not
+    for world_size in (2, 4):
+        loaders = [start(rank, world_size, cache=f"{rank} of {world_size}") for rank in range(world_size)]
+        assert_equal(interleaved([take(loader, 30) for loader in loaders]), expected)
+        read = [
+            {path.name for path in Path(f"../{r} of {world_size}").rglob("stream-*.jsonl")} for r in range(world_size)
+        ]
+        assert sum(map(len, read)) == 4 == len(set().union(*read))  # nothing is read twice
+    loaders = [start(rank, 3, cache="shared", batch_size=4) for rank in range(3)]  # all read all, in one cache
+    parts = interleaved([take(loader, 20) for loader in loaders])
+    assert_equal(parts, {name: rows[:240] for name, rows in expected.items()})
+
+
+def test_speed_of_the_source_and_number_of_processes_change_nothing(start, in_process):
+    expected = take(start(cache="fast", data_n_workers=1), 60)
+    in_process.setattr(InProcess, "before", staticmethod(lambda _: time.sleep(random.random() * 0.1)))
+    for number in range(2):
+        assert_equal(take(start(cache=f"slow {number}", data_n_workers=4), 60), expected)
+
+
+def test_tokens_of_a_chunk_are_in_its_examples_each_once(start, in_process, data):
+    loader = start(streams=1, data_n_workers=1)
+    folder = next(Path(".cache/streams").iterdir()) / "stream-00000"
+    batch = take(loader, 10)
+    chunks = [IndexedDataset(folder / f"{number:08d}") for number in range(2)]
+    assert [chunk.num_tokens // FIRST_CHUNK for chunk in chunks] == [1, 2]
+    rows = json.loads(folder.with_suffix(".jsonl").read_text().splitlines()[0])["num_samples"]
+    vocabulary = Vocabulary.load(data / "v.model")
+    special = [vocabulary.pad_id, vocabulary.eos_id, -100, *vocabulary.sentinel_ids.tolist()]
+    kept = [part[:rows].numpy().ravel() for part in (batch["input_ids"], batch["labels"])]
+    kept = np.concatenate([part[~np.isin(part, special)] for part in kept])
+    assert sorted(kept.tolist()) == sorted(np.asarray(chunks[0].tokens).tolist())
+
+
+@pytest.mark.parametrize("left", ["all", "index", "part of the index", "nothing"])
+def test_resumed_is_uninterrupted(start, in_process, left):
+    whole = start(streams=2)
+    take(whole, 50)
+    expected = take(whole, 20)
+    whole.close()
+    folder = next(Path(".cache/streams").iterdir())
+    chunks = [path for path in folder.iterdir() if path.is_dir()]
+    assert len(chunks) == 2 and all(len(list(path.glob("*.idx"))) >= 4 for path in chunks)
+    if left == "nothing":
+        shutil.rmtree(folder)
+    elif left != "all":
+        for path in chunks:
+            shutil.rmtree(path)
+    if left == "part of the index":  # killed in the middle of a line
+        index = folder / "stream-00001.jsonl"
+        index.write_text(index.read_text()[:150])
+    again = start(streams=2)
+    again.seek(50 * 8)
+    assert_equal(take(again, 20), expected)
+    assert again.consumed_samples == 70 * 8
+    if left == "index":  # the chunks in use were made again and those after them, not those before
+        for path in chunks:
+            records = map(json.loads, path.with_suffix(".jsonl").read_text().splitlines())
+            num_samples = {record["chunk"]: record["num_samples"] for record in records}
+            ends = np.cumsum([num_samples[chunk] for chunk in sorted(num_samples)])
+            in_use = np.searchsorted(ends, 50 * 8 // 2, side="right")
+            assert min(int(index.stem) for index in path.glob("*.idx")) == in_use > 0
+    # a seek while batches are being made, and back
+    again.seek(0)
+    next(again)
+    again.seek(50 * 8)
+    assert_equal(take(again, 20), expected)
+    again.close()
+    index = (folder / "stream-00001.jsonl").read_bytes()
+    once_more = start(streams=2)
+    once_more.seek(50 * 8)
+    assert_equal(take(once_more, 20), expected)
+    assert (folder / "stream-00001.jsonl").read_bytes().startswith(index)
+
+
+def test_an_index_with_a_gap_is_good_up_to_the_gap(start, in_process):
+    whole = start(streams=1, data_n_workers=1)
+    expected = take(whole, 60)
+    whole.close()
+    index = next(Path(".cache/streams").iterdir()) / "stream-00000.jsonl"
+    lines = index.read_text().splitlines(keepends=True)
+    assert len(lines) > 4
+    index.write_text("".join([*lines[:2], lines[2][:40] + lines[2], *lines[3:]]))  # a full disk, then a restart
+    assert_equal(take(start(streams=1, data_n_workers=1), 60), expected)
+
+
+def test_resumed_by_another_number_of_workers(start, in_process):
+    whole = start()
+    take(whole, 30)
+    expected = take(whole, 20)
+    loaders = [start(rank, 2) for rank in range(2)]
+    assert {loader.fingerprint for loader in loaders} == {whole.fingerprint}
+    for loader in loaders:
+        loader.seek(30 * 8)
+    assert_equal(interleaved([take(loader, 20) for loader in loaders]), expected)
+
+
+def test_old_chunks_are_removed_and_made_again_alone(start, in_process, monkeypatch):
+    monkeypatch.setattr(stream_chunks, "KEPT_CHUNKS", 1)
+    loader = start(streams=1, data_n_workers=1)
+    expected = take(loader, 10)
+    take(loader, 100)
+    folder = next(Path(".cache/streams").iterdir()) / "stream-00000"
+    numbers = sorted(int(path.stem) for path in folder.glob("*.idx"))
+    assert numbers[0] >= 2 and len(numbers) <= 4
+    loader.seek(0)
+    assert_equal(take(loader, 10), expected)
+
+
+@pytest.mark.parametrize("task", ["prefix_lm", "ul2"])
+def test_rows_of_a_batch_are_of_like_length_for_any_number_of_workers(start, in_process, task):
+    settings = {"task": task}
+    expected = take(start(cache="one", **settings), 32)
+    loaders = [start(rank, 2, cache=f"{rank}", **settings) for rank in range(2)]
+    assert_equal(interleaved([take(loader, 32) for loader in loaders]), expected)
+    lengths = (expected["labels"] != -100).sum(1).reshape(32, 8).float()
+    width = expected["labels"].shape[1]
+    shuffled = lengths.flatten()[torch.randperm(256, generator=torch.Generator().manual_seed(0))].reshape(32, 8)
+    padding = [float(1 - rows.sum() / (rows.max(1).values * 8).sum()) for rows in (lengths, shuffled)]
+    assert padding[0] < 0.5 * padding[1] and width >= lengths.max()
+
+
+def test_the_first_batch_waits_for_the_first_chunks_alone(start, in_process, tmp_path, monkeypatch):
+    """However much text there is, no more of it is read than they hold."""
+    read, may_go_on = Counter(), threading.Event()
+
+    def counting(piece, text_key, skip):
+        for item in read_piece(piece, text_key, skip=skip):
+            read[name] += 1
+            yield item
+
+    monkeypatch.setattr(stream_text, "read_piece", counting)
+    in_process.setattr(InProcess, "before", staticmethod(lambda request: request.number and may_go_on.wait()))
+    for name, copies in (("small", 1), ("large", 8)):
+        (tmp_path / name).mkdir()
+        for number in range(copies):
+            write_jsonl(tmp_path / name / f"{number}.jsonl", TEXTS)
+        loader = start(cache=f"cache of {name}", data_path=(str(tmp_path / name),), data_n_workers=4)
+        next(loader)
+    may_go_on.set()
+    assert abs(read["large"] - read["small"]) < 0.1 * read["small"] and read["large"] < 0.2 * 8 * 4000
+
+
+# ---- what can go wrong ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), [({}, "targets are "), ({"task": "ul2", "denoisers": ("R:1:0.5",)}, "denoiser R:1:0.5 ")]
+)
+def test_settings_are_said_once_and_other_lines_are_not_lost(start, in_process, caplog, changes, message):
+    caplog.set_level(logging.INFO)
+
+    def open_and_log(prefix):  # stands for another thread, at any moment of the work on a chunk
+        logging.getLogger("lm_experiments_tools.data.loader").info("a line of the training")
+        return IndexedDataset(prefix)
+
+    in_process.setattr(streaming, "IndexedDataset", open_and_log)
+    loader = start(input_seq_len=512, target_seq_len=512, **changes)
+    take(loader, 30)
+    folder = next(Path(".cache/streams").iterdir())
+    loader.close()
+    assert len([text for text in caplog.messages if text.startswith(message)]) == 1
+    assert caplog.messages.count("a line of the training") >= len(list(folder.rglob("*.idx"))) > 4
+
+
+def test_a_real_worker_process_and_its_death(start, monkeypatch):
+    expected_error = r"the streamed text stopped: the process that tokenizes ended with exit code -9 \(-9: killed"
+    loader = start()
+    take(loader, 3)
+    processes = loader.dataset.feed._processes
+    assert len(processes) == 2
+    modules = Path(f"/proc/{processes[0].pid}/maps").read_text() if Path("/proc").is_dir() else ""
+    assert "libtorch" not in modules and "tensorflow" not in modules
+    processes[0].kill()
+    with pytest.raises(RunError, match=expected_error):
+        take(loader, 10_000)
+    loader.close()
+    assert [process.poll() is not None for process in processes] == [True, True]
+
+
+def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(start, in_process, tmp_path):
+    lines = [json.dumps({"text": text}) for text in make_texts(600)]
+    lines[5] = lines[400] = '{"text": 5}'
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines) + "\n")
+    settings = {"data_path": (str(tmp_path / "bad.jsonl"),), "streams": 1, "data_n_workers": 1}
+    loader = start(max_bad_lines=2, **settings)
+    take(loader, 100)
+    stream = loader.dataset.feed.streams[0]
+    assert stream._records[-1].end["passes"] >= 2 and stream.bad_lines == 2
+    loader.close()
+    listed = next(Path(".cache/streams").iterdir()) / "bad_lines.jsonl"
+    listed = [json.loads(line) for line in listed.read_text().splitlines()]
+    assert [line["content"] for line in listed] == ['{"text": 5}'] * 2
+    assert {(line["file"], line["line"]) for line in listed} == {(settings["data_path"][0], n) for n in (6, 401)}
+    in_process.setattr(stream_text, "_COUNTED_BYTES", 0)  # the file before a piece is too long to count its lines
+    loader = start(max_bad_lines=2, cache="bytes", **settings)
+    take(loader, 100)
+    loader.close()
+    listed = next(Path(".cache/streams").iterdir()) / "bad_lines.jsonl"
+    listed = [json.loads(line) for line in listed.read_text().splitlines()]
+    assert {line["line"] for line in listed if line["file"].endswith("bad.jsonl")} == {6}
+    (from_byte,) = [line for line in listed if ", from byte " in line["file"]]
+    start_byte = int(from_byte["file"].split(", from byte ")[1].split()[0])
+    assert (tmp_path / "bad.jsonl").read_bytes()[start_byte:].splitlines()[from_byte["line"] - 1] == b'{"text": 5}'
+    with pytest.raises(UserError, match=r"more than 1 bad lines.*--max_bad_lines"):
+        take(start(max_bad_lines=1, cache="again", **settings), 40)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data_path": ("nobody/nothing",)}, "nobody/nothing is neither a file nor a folder here"),
+        ({"data_path": ("./nothing.jsonl",)}, r"\./nothing\.jsonl does not exist"),
+        ({"data_path": ("BLANK",)}, r"no document in .*blank\.jsonl"),
+        (
+            {"data_path": ("NUMBERS",)},
+            r"stream \d has more than 100 bad lines, the first is .*numbers.jsonl:\d+: .*not a string; they are",
+        ),
+        ({"data_path": ("NUMBERS",), "text_key": "id"}, r"stream \d has more than 100 bad lines.*no key 'id'"),
+        (
+            {"data_path": ("NUMBERS",), "text_key": "id", "max_bad_lines": 1000},
+            r"no document in .*numbers\.jsonl: \d+ bad lines and nothing else \(the first: .*numbers\.jsonl:\d+: "
+            r"no key 'id' \(there is 'text'\); all are listed in .*bad_lines\.jsonl\): name .* by --text_key",
+        ),
+        ({"data_path": ("HALF",)}, r"half\.idx is there without .*half\.bin"),
+        ({"data_path": ("TOKENS",)}, "is tokenized already: leave out --streaming"),
+        (
+            {"data_path": ("BLANK", "NUMBERS"), "data_weights": (1.0, 2.0)},
+            "--data_weights cannot be had with --streaming",
+        ),
+        ({"noise_density": 0.9, "mean_noise_span_length": 1.0}, "noise_density|spans"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_training(start, in_process, tmp_path, changes, message):
+    (tmp_path / "blank.jsonl").write_text("\n" * 10)
+    (tmp_path / "numbers.jsonl").write_text('{"text": 5}\n' * 1000)
+    with IndexedDatasetWriter(tmp_path / "tokens", np.uint16) as writer:
+        writer.end_document()
+    (tmp_path / "half.idx").write_bytes((tmp_path / "tokens.idx").read_bytes())
+    names = {name.upper(): str(tmp_path / name) for name in ("tokens", "half", "blank.jsonl", "numbers.jsonl")}
+    names = {name.removesuffix(".JSONL"): path for name, path in names.items()}
+    if "data_path" in changes:
+        changes = changes | {"data_path": tuple(names.get(path, path) for path in changes["data_path"])}
+    with pytest.raises(UserError, match=message):
+        start(**changes)
+
+
+def test_a_full_disk_is_one_sentence(start, in_process):
+    loader = start(data_n_workers=1)
+
+    def write(writer, content):
+        raise OSError(28, "No space left on device", str(writer.bin_path))
+
+    in_process.setattr(IndexedDatasetWriter, "_write_tokens", write)
+    with pytest.raises(RunError, match=r"the streamed text stopped: .*\.bin: No space left on device: free some"):
+        take(loader, 1000)
+
+
+def test_text_that_changed_under_a_run_is_noticed(start, in_process, tmp_path):
+    texts = make_texts(3000)
+    in_process.setattr(files, "SAMPLED_BYTES", 100)  # the edit is not seen by the fingerprint
+    settings = {"data_path": (write_jsonl(tmp_path / "d.jsonl", texts),), "streams": 1, "data_n_workers": 1}
+    loader = start(**settings)
+    take(loader, 30)
+    loader.close()
+    folder = next(Path(".cache/streams").iterdir())
+    shutil.rmtree(folder / "stream-00000")
+    write_jsonl(
+        tmp_path / "d.jsonl",
+        [text.replace(" ", "", 1) + " " if 5 < i < 2990 else text for i, text in enumerate(texts)],
+    )
+    loader = start(**settings)
+    loader.seek(30 * 8)
+    with pytest.raises(UserError, match="the text has changed since"):
+        take(loader, 1)
+
+
+def test_edited_text_of_the_same_size_is_other_text(start, in_process, tmp_path):
+    path = write_jsonl(tmp_path / "d.jsonl", ["one word after the other"] * 300)
+    first = start(data_path=(path,)).fingerprint
+    write_jsonl(tmp_path / "d.jsonl", ["one word after one other"] * 300)
+    assert start(data_path=(path,)).fingerprint != first
+
+
+def test_the_fingerprint_names_text_objective_and_seed_but_not_where_it_lies(start, in_process, data, tmp_path):
+    shutil.copytree(data / "text", tmp_path / "copy" / "text")
+    first = start().fingerprint
+    assert start(data_path=(str(tmp_path / "copy" / "text"),), cache="copy").fingerprint == first
+    changes = [
+        {"seed": 2}, {"streams": 2}, {"input_seq_len": 64}, {"noise_density": 0.2}, {"task": "prefix_lm"},
+        {"data_path": (str(data / "text" / "a.jsonl"),)},
+    ]  # fmt: skip
+    prints = [start(**change).fingerprint for change in changes]
+    assert len({first, *prints}) == len(changes) + 1
+
+
+def test_a_dataset_is_known_by_its_files(parquet):
+    assert [entry.split(":")[0] for entry in hf_datasets.identity(parquet)] == [
+        f"train-{number:05d}-of-00006.parquet" for number in range(6)
+    ]
+    assert hf_datasets.split_name("a/b") == ("a/b", None, "train")
+    assert hf_datasets.split_name("a/b:en:test") == ("a/b", "en", "test")
+    pieces = plan_pieces([f"{parquet}::train"])
+    assert len(pieces) == 6
+    rows = list(read_piece(pieces[3], skip=600))
+    assert [row.text for row in rows] == TEXTS[3::6][600:] and isinstance(rows[0], Document)
+
+
+def test_streams_of_workers():
+    assert [list(streams_of(rank, 2, 4)) for rank in range(2)] == [[0, 2], [1, 3]]
+    assert [list(streams_of(rank, 3, 4)) for rank in range(3)] == [[0, 1, 2, 3]] * 3
+    assert [list(streams_of(rank, 8, 4)) for rank in range(8)] == [[rank % 4] for rank in range(8)]
+    for world_size in range(1, 12):
+        for num_streams in range(1, 12):
+            for rank in range(world_size):
+                rows = {g % num_streams for g in range(rank, rank + 200 * world_size, world_size)}
+                assert rows == set(streams_of(rank, world_size, num_streams))

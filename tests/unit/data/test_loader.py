@@ -1,0 +1,306 @@
+"""Dataset and loaders: every token once an epoch, one order for any number of workers, exact resume."""
+
+import logging
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
+from lm_experiments_tools.data.objectives.denoising import SpanCorruptionDataset
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
+from lm_experiments_tools.errors import UserError
+
+SENTINELS = np.arange(9_999, 9_899, -1)
+
+
+def source(tokens, name="x"):
+    return SimpleNamespace(tokens=np.asarray(tokens, np.uint16), fingerprint=name)
+
+
+def dataset(num_tokens=1000, inputs_length=32, tokens=None, **changes):
+    """Every token is its own id, 10, 11, ..., so that a token can be recognised wherever it turns up."""
+    tokens = source(np.arange(10, 10 + num_tokens)) if tokens is None else tokens
+    settings = {"sentinel_ids": SENTINELS, "eos_id": 1, "pad_id": 0, "vocab_size": 10_000, "seed": 0} | changes
+    return SpanCorruptionDataset(tokens, inputs_length, **settings)
+
+
+def restore(inputs, labels):
+    """The segment an example was made of: noise spans put back in the place of their sentinels."""
+    spans = {}
+    for token in labels:
+        if token >= 9_900:
+            spans[token] = span = []
+        elif token >= 10:
+            span.append(token)
+    return [t for token in inputs if token >= 10 for t in spans.get(token, [token])]
+
+
+def segments(batch):
+    return [restore(*row) for row in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)]
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def take(loader, count):
+    return [next(loader) for _ in range(count)]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 33, 34, 35, 68, 500, 1000])
+def test_an_epoch_reads_every_token_once(num_tokens):
+    data = dataset(num_tokens)
+    for epoch in range(3):
+        batch = data.batch(np.arange(len(data)) + epoch * len(data))
+        tokens = Counter(token for segment in segments(batch) for token in segment)
+        assert tokens == Counter(range(10, 10 + num_tokens))
+
+
+def test_segments_are_consecutive_and_cut_elsewhere_in_each_epoch():
+    data = dataset(1000)
+    cuts = []
+    for epoch in range(4):
+        rows = segments(data.batch(np.arange(len(data)) + epoch * len(data)))
+        starts = {row[0] for row in rows}
+        assert sum(len(row) == data.tokens_length for row in rows) == len(data) - 1
+        for row in rows:
+            assert row == [10 + (row[0] - 10 + k) % 1000 for k in range(len(row))]
+        cuts.append(starts)
+    assert len(set.union(*cuts)) > 3 * len(data)
+
+
+def test_an_example_does_not_depend_on_its_batch():
+    data = dataset(1000)
+    numbers = np.array([5, 999_999, 31, 29, 30, 5])
+    batch = data.batch(numbers)
+    for row, number in enumerate(numbers):
+        alone = data.batch(np.array([number]))
+        for name in batch:
+            np.testing.assert_array_equal(batch[name][row], alone[name][0])
+    large = data.batch(np.arange(200))
+    np.testing.assert_array_equal(large["labels"][150:], data.batch(np.arange(150, 200))["labels"])
+
+
+def test_noise_and_order_change_with_epoch_and_seed():
+    data, other = dataset(34 * 30), dataset(34 * 30, seed=1)
+    first, second, third = (data.batch(np.arange(30)), data.batch(np.arange(30, 60)), other.batch(np.arange(30)))
+    for changed in (second, third):
+        equal = (first["input_ids"] == changed["input_ids"]).all(axis=1)
+        assert not equal.any()
+
+
+def test_noise_of_a_row_is_fresh_in_each_epoch():
+    data = dataset(9000, inputs_length=128)
+    epochs = [data.batch(np.arange(len(data)) + epoch * len(data))["input_ids"] >= 9_900 for epoch in range(3)]
+    patterns = [{row.tobytes() for row in epoch} for epoch in epochs]  # where the sentinels stand
+    assert sum(map(len, patterns)) == 3 * len(data)
+    assert len(set.union(*patterns)) == 3 * len(data)
+
+
+def test_full_rows_have_no_padding_and_masks_match():
+    data = dataset(1000)
+    batch = data.batch(np.arange(len(data)))
+    full = np.array([len(segment) == data.tokens_length for segment in segments(batch)])
+    assert (batch["attention_mask"] == (batch["input_ids"] != 0)).all()
+    assert batch["attention_mask"][full].all() and (batch["labels"][full] != -100).all()
+    short = np.flatnonzero(~full)
+    assert len(short) == 1
+    for name, pad in (("input_ids", 0), ("labels", -100)):
+        row = batch[name][short[0]]
+        assert row[row != pad][-1] == 1 and (row != pad).sum() == np.flatnonzero(row == 1)[0] + 1
+
+
+def test_targets_length_is_a_cap_that_is_trimmed_or_padded(caplog):
+    exact = dataset(5000, 512)
+    assert (exact.tokens_length, exact.targets_length) == (568, 114)
+    with caplog.at_level(logging.INFO):
+        assert dataset(5000, 512, targets_length=192).targets_length == 114
+    assert "114 tokens long, not 192" in caplog.text
+    padded = dataset(5000, 512, targets_length=192, trim_targets=False).batch(np.arange(3))
+    assert padded["labels"].shape == (3, 192) and (padded["labels"][:, 114:] == -100).all()
+    np.testing.assert_array_equal(padded["labels"][:, :114], exact.batch(np.arange(3))["labels"])
+    with pytest.raises(UserError, match="targets_length 113 .--target_seq_len. would cut the targets, 114 long"):
+        dataset(5000, 512, targets_length=113)
+
+
+def test_several_sources_are_read_as_one():
+    whole = dataset(1000)
+    pieces = np.split(np.arange(10, 1010), [1, 1, 340, 341, 990])
+    parts = dataset(tokens=[source(piece, str(k)) for k, piece in enumerate(pieces)])
+    numbers = np.arange(3 * len(whole))
+    for name, values in whole.batch(numbers).items():
+        np.testing.assert_array_equal(parts.batch(numbers)[name], values)
+
+
+def test_reads_token_files(tmp_path):
+    writer = IndexedDatasetWriter(tmp_path / "data", np.uint16)
+    for start in range(10, 1010, 50):
+        writer.add_sequence(range(start, start + 50))
+        writer.end_document()
+    writer.finalize()
+    files = dataset(tokens=IndexedDataset(tmp_path / "data"))
+    numbers = np.arange(len(files))
+    for name, values in dataset(1000).batch(numbers).items():
+        np.testing.assert_array_equal(files.batch(numbers)[name], values)
+
+
+def test_less_than_a_segment_is_one_padded_example(caplog):
+    data = dataset(20)
+    assert len(data) == 1 and "20 tokens, fewer than one segment of" in caplog.text
+    batch = data.batch(np.array([0, 1, 2]))
+    assert batch["input_ids"].shape == (3, 32)
+    assert all(sorted(segment) == list(range(10, 30)) for segment in segments(batch))
+
+
+def test_no_tokens_and_foreign_tokens_are_refused():
+    with pytest.raises(UserError, match="empty"):
+        dataset(0)
+    with pytest.raises(UserError, match="empty"):
+        dataset(tokens=[])
+    with pytest.raises(UserError, match="id 1009, but the vocabulary has ids 0 to 499"):
+        dataset(1000, vocab_size=500)
+    tokens = np.full((1 << 20) + 500, 20)
+    tokens[-1] = 10_000
+    data = dataset(tokens=source(tokens))  # too far in to be seen at the start
+    with pytest.raises(UserError, match="id 10000"):
+        for start in range(0, len(data), 1000):
+            data.batch(np.arange(start, min(start + 1000, len(data))))
+    negative = SimpleNamespace(tokens=np.array([5, -1], np.int32), fingerprint="x")
+    with pytest.raises(UserError, match="id -1"):
+        dataset(tokens=negative)
+
+
+def test_too_few_sentinels_are_refused():
+    with pytest.raises(UserError, match="28 noise spans .* 20 sentinels"):
+        dataset(5000, 512, sentinel_ids=SENTINELS[:20])
+
+
+def test_fingerprint_names_data_objective_and_seed():
+    changes = [
+        {},
+        {"seed": 1},
+        {"inputs_length": 33},
+        {"noise_density": 0.3},
+        {"mean_noise_span_length": 4.0},
+        {"sentinel_ids": SENTINELS[:50]},
+        {"eos_id": 2},
+        {"tokens": source(np.arange(10, 1010), "y")},
+        {"targets_length": 60, "trim_targets": False},
+    ]
+    prints = [dataset(**change).fingerprint for change in changes]
+    assert len(set(prints)) == len(prints)
+    assert dataset().fingerprint == prints[0] == TrainLoader(dataset(), 4).fingerprint
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_global_batches_are_the_same_for_any_number_of_workers(world_size):
+    one = take(TrainLoader(dataset(), 8), 15)  # more than three epochs of 30
+    ranks = [TrainLoader(dataset(), 8 // world_size, rank, world_size) for rank in range(world_size)]
+    for expected in one:
+        parts = [next(loader) for loader in ranks]
+        for name, values in expected.items():
+            # row k of rank r is global row k * world_size + r
+            joined = torch.stack([part[name] for part in parts], dim=1).flatten(0, 1)
+            assert torch.equal(joined, values)
+
+
+def test_micro_batches_hold_the_same_samples_for_any_split():
+    """8 x 1, 4 x 2 and 2 workers x (2 x 2): the same step, and the same micro-batches where their sizes agree."""
+    whole = next(TrainLoader(dataset(), 8))["input_ids"]
+    two = [next(TrainLoader(dataset(), 4, rank, 2))["input_ids"] for rank in range(2)]
+    for micro in range(2):
+        expected = {tuple(row) for row in whole[4 * micro : 4 * micro + 4].tolist()}
+        shared = {tuple(row) for part in two for row in part[2 * micro : 2 * micro + 2].tolist()}
+        assert shared == expected
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_seek_equals_consuming(prefetch):
+    batches = take(TrainLoader(dataset(), 6, 1, 2, prefetch=False), 12)
+    loader = TrainLoader(dataset(), 6, 1, 2, prefetch=prefetch)
+    for step in (5, 0, 11, 3, 4, 4):
+        loader.seek(12 * step)
+        assert loader.consumed_samples == 12 * step
+        assert same(next(loader), batches[step])
+        assert loader.consumed_samples == 12 * (step + 1)
+    started = TrainLoader(dataset(), 6, 1, 2, consumed_samples=24, prefetch=prefetch)
+    assert all(same(*pair) for pair in zip(take(started, 10), batches[2:], strict=True))
+
+
+def test_resume_on_another_number_of_workers_replays_and_skips_nothing():
+    expected = take(TrainLoader(dataset(), 8), 9)
+    first = take(TrainLoader(dataset(), 8), 4)
+    ranks = [TrainLoader(dataset(), 2, rank, 4, consumed_samples=32) for rank in range(4)]
+    rest = [torch.stack([next(r)["labels"] for r in ranks], dim=1).flatten(0, 1) for _ in range(5)]
+    actual = [batch["labels"] for batch in first] + rest
+    assert all(torch.equal(a, b["labels"]) for a, b in zip(actual, expected, strict=True))
+
+
+def test_prefetch_changes_nothing_and_can_be_stopped():
+    plain, ahead = TrainLoader(dataset(), 5, prefetch=False), TrainLoader(dataset(), 5, prefetch=True)
+    for step in range(20):
+        assert plain.consumed_samples == ahead.consumed_samples == 5 * step
+        assert same(next(plain), next(ahead))
+    ahead.close()
+    assert same(next(plain), next(ahead))
+
+
+def test_an_error_in_the_background_reaches_the_caller():
+    tokens = np.full((1 << 20) + 100, 20)
+    tokens[-100:] = 10_000
+    loader = TrainLoader(dataset(tokens=source(tokens)), 1000)
+    with pytest.raises(UserError, match="id 10000"):
+        take(loader, 40)
+
+
+def test_batches_have_torch_int64_tensors_of_fixed_shape():
+    loader = TrainLoader(dataset(), 7)
+    assert iter(loader) is loader and loader.samples_per_epoch == 30 and loader.global_batch == 7
+    for batch in take(loader, 10):
+        assert set(batch) == {"input_ids", "attention_mask", "labels"}
+        assert all(value.dtype == torch.int64 for value in batch.values())
+        assert batch["input_ids"].shape == batch["attention_mask"].shape == (7, 32)
+        assert batch["labels"].shape == (7, loader.dataset.targets_length)
+
+
+def test_a_batch_larger_than_the_data_spans_epochs():
+    batch = next(TrainLoader(dataset(), 100))
+    counts = Counter(token for segment in segments(batch)[:90] for token in segment)
+    assert set(counts.values()) == {3}
+
+
+def test_bad_loader_settings_are_refused():
+    with pytest.raises(UserError, match="at least 1"):
+        TrainLoader(dataset(), 0)
+    with pytest.raises(UserError, match="at least 1"):
+        ValidLoader(dataset(), 4, num_samples=0)
+    with pytest.raises(ValueError, match="rank 2"):
+        TrainLoader(dataset(), 4, 2, 2)
+    with pytest.raises(ValueError, match="negative"):
+        TrainLoader(dataset(), 4).seek(-1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("rows", "num_samples"), [(4, None), (7, None), (30, None), (4, 13), (8, 1), (4, 10_000)])
+def test_validation_reads_each_sample_once_on_any_number_of_workers(world_size, rows, num_samples):
+    data = dataset()
+    loaders = [ValidLoader(data, rows, rank, world_size, num_samples) for rank in range(world_size)]
+    batches = [list(loader) for loader in loaders]
+    assert {len(part) for part in batches} == {len(loader) for loader in loaders} == {len(batches[0])}
+    seen = Counter()
+    for batch in (batch for part in batches for batch in part):
+        assert batch["input_ids"].shape[1] == 32 and batch["attention_mask"].any(dim=1).all()
+        real = (batch["labels"] != -100).any(dim=1)
+        assert real.all() or (len(real) == 1 and not real.any())  # filler is never mixed with samples
+        seen.update(map(tuple, torch.cat([batch["input_ids"], batch["labels"]], dim=1)[real].tolist()))
+    chosen = data.batch(np.arange(min(num_samples or 30, 30)))
+    expected = Counter(map(tuple, np.concatenate([chosen["input_ids"], chosen["labels"]], axis=1).tolist()))
+    assert seen == expected and set(seen.values()) == {1}
+
+
+def test_validation_noise_is_the_same_at_every_pass():
+    loader = ValidLoader(dataset(), 8, 1, 2)
+    assert all(same(*pair) for pair in zip(list(loader), list(loader), strict=True))

@@ -1,0 +1,300 @@
+"""Readers of raw text: what a document is, what a bad line is, that neither is lost, that pieces tile a file."""
+
+import gzip
+import json
+import random
+import re
+import sys
+import time
+
+import pytest
+
+from lm_experiments_tools.data.text import documents
+from lm_experiments_tools.data.text.documents import (
+    BadLine,
+    Document,
+    iter_documents,
+    plan_pieces,
+    read_piece,
+)
+from lm_experiments_tools.data.text.hf_datasets import load_streaming
+from lm_experiments_tools.errors import UserError
+
+# (line of a .jsonl file, the reason it is bad; None: its text is "fine")
+LINES = [
+    (b'{"text": "fine"}', None),
+    (b'{"id": 3, "text": "fine", "meta": {"text": 1}}', None),
+    (b'  {"text": "fine"}\r', None),
+    (b'{"text": "fine"', "not valid JSON"),
+    (b'{"text": "fine"} {"text": "fine"}', "not valid JSON"),
+    (b"{\"text\": 'fine'}", "not valid JSON"),
+    (b"[" * 100_000, "nested too deeply|not valid JSON"),
+    (b'{"text": 1%s}' % (b"0" * 5000), "not valid JSON"),
+    (b'["fine"]', "a JSON list, not an object"),
+    (b'"fine"', "a JSON str, not an object"),
+    (b"null", "a JSON NoneType, not an object"),
+    (b'{"content": "fine", "id": 1}', r"no key 'text' \(there is 'content', 'id'\)"),
+    (b"{}", "there is none"),
+    (b'{"text": null}', "of type NoneType"),
+    (b'{"text": 12}', "of type int"),
+    (b'{"text": ["fine"]}', "of type list"),
+    (b'{"text": ""}', "is empty"),
+    (b'{"text": " \\n "}', "is empty"),
+    (b'{"text": "a\\u0000b"}', "NUL"),
+    (b'{"text": "a\\ud800b"}', "surrogate"),
+    (b'{"text": "caf\xe9"}', "not UTF-8 at byte 13"),
+    ('{"text": "fine"}'.encode("utf-16"), "not UTF-8 at byte 0"),
+    (b"\x00\x01\x02", "not valid JSON"),
+]
+
+
+def read(tmp_path, inputs, **options):
+    options = {"max_bad_lines": None, "quarantine": tmp_path / "bad.jsonl", **options}
+    return list(iter_documents([str(item) for item in inputs], **options))
+
+
+def quarantined(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_every_kind_of_line_is_kept_or_quarantined_with_file_line_and_reason(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_bytes(b"\n".join(line for line, _ in LINES) + b"\n")
+    documents = read(tmp_path, [data])
+    assert [d.text for d in documents] == ["fine"] * 3
+    assert [d.source for d in documents] == [f"{data}:{n}" for n in (1, 2, 3)]
+    bad = quarantined(tmp_path)
+    assert [entry["line"] for entry in bad] == list(range(4, len(LINES) + 1))
+    for entry, (_, reason) in zip(bad, LINES[3:], strict=True):
+        assert re.search(reason, entry["reason"]), entry
+        assert entry["file"] == str(data)
+    assert bad[0]["content"] == '{"text": "fine"'
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_data(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"text": "two"}')
+    assert [d.text for d in read(tmp_path, [data])] == ["one", "two"]
+    assert not (tmp_path / "bad.jsonl").exists()
+
+
+def test_unicode_line_separators_do_not_break_lines(tmp_path):
+    data = tmp_path / "data.jsonl"
+    text = "a\u2028b\u0085c\x0bd"
+    data.write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
+    # a raw vertical tab is not allowed in JSON, an escaped one is
+    data.write_bytes(data.read_bytes().replace(b"\x0b", b"\\u000b"))
+    assert [d.text for d in read(tmp_path, [data])] == [text]
+
+
+def test_documents_of_a_text_file_are_separated_by_blank_lines(tmp_path):
+    data = tmp_path / "data.txt"
+    data.write_bytes(b"\n\nfirst\r\nof two lines\n \t\nsecond\n\n\nca\xe9 bad\nthird")
+    documents = read(tmp_path, [data])
+    assert [d.text for d in documents] == ["first\nof two lines", "second", "third"]
+    assert [d.source for d in documents] == [f"{data}:{n}" for n in (3, 6, 10)]
+    assert [(b["line"], b["reason"]) for b in quarantined(tmp_path)] == [(9, "not UTF-8 at byte 2")]
+
+
+def test_compressed_files_and_folders_in_sorted_order(tmp_path):
+    folder = tmp_path / "in"
+    (folder / "sub").mkdir(parents=True)
+    (folder / ".cache").mkdir()
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "b"}\n'))
+    (folder / "c.json").write_bytes(b'{"text": "c"}\n')
+    (folder / "sub" / "d.txt.gz").write_bytes(gzip.compress(b"d1\n\nd2\n"))
+    (folder / "a.txt").write_bytes(b"a\n")
+    (folder / "ignored.csv").write_bytes(b"x")
+    (folder / ".hidden.txt").write_bytes(b"x")
+    (folder / ".cache" / "x.txt").write_bytes(b"x")
+    assert [d.text for d in read(tmp_path, [folder])] == ["a", "b", "c", "d1", "d2"]
+
+
+def test_another_text_key(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"content": "yes"}\n{"text": "no"}\n')
+    assert [d.text for d in read(tmp_path, [data], text_key="content")] == ["yes"]
+
+
+def test_more_bad_lines_than_allowed_is_one_sentence_with_the_first_reason(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "ok"}\n{"text": 1}\n{"text": 2}\n')
+    assert len(read(tmp_path, [data], max_bad_lines=2)) == 1
+    with pytest.raises(
+        UserError, match=r"more than 1 bad lines: 2 .*data\.jsonl:2: 'text' is of type int.*bad\.jsonl"
+    ):
+        read(tmp_path, [data], max_bad_lines=1)
+    assert len(quarantined(tmp_path)) == 2
+
+
+def test_a_later_clean_run_removes_the_quarantine_file(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "ok"}\n{"text": 1}\n')
+    read(tmp_path, [data])
+    data.write_text('{"text": "ok"}\n')
+    read(tmp_path, [data])
+    assert not (tmp_path / "bad.jsonl").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n \n", b'{"text": ""}\n'])
+def test_input_without_documents_is_an_error_at_once(tmp_path, content):
+    data = tmp_path / "empty.jsonl"
+    data.write_bytes(content)
+    start = time.perf_counter()
+    with pytest.raises(UserError, match=r"empty\.jsonl"):
+        read(tmp_path, [data])
+    assert time.perf_counter() - start < 1
+
+
+def test_inputs_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "data.csv").write_text("x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "x.csv").write_text("x")
+    for item, message in [
+        ("data.csv", r"data\.csv is none of \.jsonl"),
+        ("folder", r"folder .*folder has no \.jsonl.* \(1 others\)"),
+        ("nothing.jsonl", r"nothing\.jsonl does not exist"),
+        ("no/such/path", r"no/such/path does not exist"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            read(tmp_path, [tmp_path / item])
+    with pytest.raises(UserError, match="an empty list of inputs"):
+        read(tmp_path, [])
+
+
+def test_a_damaged_gzip_file_is_named_with_the_line(tmp_path):
+    lines = b"".join(b'{"text": "%d"}\n' % random.Random(i).getrandbits(200) for i in range(2000))
+    good = gzip.compress(lines)
+    data = tmp_path / "data.jsonl.gz"
+    for content, first in [(good[: len(good) // 2], r"[1-9]\d*"), (lines, "0")]:
+        data.write_bytes(content)
+        with pytest.raises(UserError, match=rf"data\.jsonl\.gz is damaged after line {first} "):
+            read(tmp_path, [data])
+
+
+@pytest.fixture
+def no_dataset_remembered():
+    load_streaming.cache_clear()
+    yield
+    load_streaming.cache_clear()
+
+
+@pytest.mark.usefixtures("no_dataset_remembered")
+def test_hugging_face_datasets_by_name_config_and_split(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(name, config, *, split, streaming):
+        asked.append((name, config, split, streaming))
+        rows = [{"text": f"row {i}"} for i in range(5)] + [{"text": None}]
+        return datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.chdir(tmp_path)
+    assert [d.text for d in read(tmp_path, ["owner/name:config:test"])] == [f"row {i}" for i in range(5)]
+    assert set(asked) == {("owner/name", "config", "test", True)}
+    assert "NoneType" in quarantined(tmp_path)[0]["reason"]
+    read(tmp_path, ["name"])
+    assert asked[-1] == ("name", None, "train", True)
+
+
+@pytest.mark.usefixtures("no_dataset_remembered")
+def test_hugging_face_datasets_that_cannot_be_loaded_are_one_sentence(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def offline(*_, **__):
+        raise ConnectionError("Couldn't reach 'name' on the Hub (LocalEntryNotFoundError)\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(UserError, match=r"name is neither a file nor a folder.*Couldn't reach 'name'"):
+        read(tmp_path, ["name"])
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="pip install datasets"):
+        read(tmp_path, ["name"])
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
+def test_pieces_tile_a_file_whatever_their_size(tmp_path, suffix):
+    rng = random.Random(0)
+    data = tmp_path / f"data{suffix}"
+    with open(data, "w", encoding="utf-8", newline="\n") as file:
+        file.write("\ufeff")
+        for i in range(200):
+            text = f"{i} " + "wörd " * rng.randrange(20)
+            bad = rng.random() < 0.1
+            if suffix == ".jsonl":
+                file.write((json.dumps({"text": text}) if not bad else "{") + "\n" * rng.randrange(1, 3))
+            else:
+                file.write(
+                    text + "\n" + ("bad\0\n" if bad else "") + "more\n" * rng.randrange(3) + "\n" * rng.randrange(1, 3)
+                )
+    whole = read(tmp_path, [data])
+    bad = len(quarantined(tmp_path))
+    assert len(whole) > 100 and bad > 5
+    for piece_bytes in (1, 7, 100, 1000, 5000, 1 << 20):
+        pieces = plan_pieces([str(data)], piece_bytes)
+        assert [piece.start for piece in pieces[1:]] == [piece.end for piece in pieces[:-1]]
+        assert (pieces[0].start, pieces[-1].end) == (0, data.stat().st_size)
+        items = [item for piece in pieces for item in read_piece(piece)]
+        assert [item.text for item in items if isinstance(item, Document)] == [d.text for d in whole]
+        assert sum(isinstance(item, BadLine) for item in items) == bad
+    assert len(plan_pieces([str(data)], 1000)) > 5
+
+
+def _reference_text(line):
+    """The text of a line by a parser of the test's own; None where it is bad."""
+    try:
+        record = json.loads(line.decode())
+        text = record["text"] if type(record) is dict else None
+        usable = type(text) is str and text.strip() and "\0" not in text and text.encode()
+    except (ValueError, KeyError, RecursionError):
+        return None
+    return text if usable else None
+
+
+def test_ten_thousand_mutated_lines_are_kept_or_quarantined_and_nothing_else(tmp_path):
+    rng = random.Random(1)
+    lines = []
+    for _ in range(10_000):
+        line = bytearray(rng.choice(LINES)[0][:200])
+        for _ in range(rng.randrange(3)):
+            line[rng.randrange(len(line))] = rng.randrange(256)
+        lines.append(bytes(line).replace(b"\n", b" "))
+    data = tmp_path / "data.jsonl"
+    data.write_bytes(b"\n".join(lines))
+    expected = {n: _reference_text(line) for n, line in enumerate(lines, 1) if line.strip()}
+    documents = read(tmp_path, [data])
+    kept = {int(d.source.rpartition(":")[2]): d.text for d in documents}
+    assert kept == {n: text for n, text in expected.items() if text is not None}
+    assert [entry["line"] for entry in quarantined(tmp_path)] == [n for n, text in expected.items() if text is None]
+    assert len(kept) > 500
+
+
+def test_a_document_larger_than_memory_is_a_bad_line_of_which_only_the_beginning_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 40)
+    long, longest = json.dumps({"text": "x" * 25}), json.dumps({"text": "y" * 5000})
+    lines = ['{"text": "a"}', longest, long, '{"text": "b"}', longest]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    (piece,) = plan_pieces([str(tmp_path / "data.jsonl")])
+    assert max(len(line) for _, line in documents.read_lines(piece)) == 41
+    blocks = ["one\ntwo", "three " * 5 + "\nfour\nfive\nsix", "z" * 5000 + "\nseven", "eight"]
+    (tmp_path / "data.txt").write_text("\n\n".join(blocks))
+    assert [d.text for d in read(tmp_path, [tmp_path / "data.jsonl"])] == ["a", "x" * 25, "b"]
+    bad = quarantined(tmp_path)
+    assert [entry["line"] for entry in bad] == [2, 5] and {entry["reason"] for entry in bad} == {
+        "a document of more than 40 B: cut it into several"
+    }
+    assert [d.text for d in read(tmp_path, [tmp_path / "data.txt"])] == ["one\ntwo", "eight"]
+    assert [entry["line"] for entry in quarantined(tmp_path)] == [4, 9]
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 100, 10**9])
+def test_pieces_of_files_with_long_lines_hold_every_line_once(tmp_path, monkeypatch, piece_bytes):
+    monkeypatch.setattr(documents, "_SKIP_BYTES", 4)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in (1, 50, 3, 200, 2)))
+    (tmp_path / "b.txt").write_text("\n\n".join(["one", "x" * 100 + "\n" + " " * 20 + "y", "two\nthree", "z" * 50]))
+    pieces = plan_pieces([str(tmp_path)], piece_bytes)
+    found = [item.text for piece in pieces for item in read_piece(piece)]
+    whole = [item.text for piece in plan_pieces([str(tmp_path)], 10**9) for item in read_piece(piece)]
+    assert found == whole and len(whole) == 9

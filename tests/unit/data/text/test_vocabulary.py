@@ -1,0 +1,138 @@
+"""Both kinds of vocabulary against the facts of T5's own and against what transformers makes of the saved files."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.errors import UserError
+from tests.helpers.real_data import DATA, lacking
+
+T5_32K = DATA / "vocabs" / "t5_32k" / "sentencepiece.model"
+CORPUS = DATA / "corpus" / "validation.jsonl"
+
+needs_t5_32k = pytest.mark.skipif(not T5_32K.is_file(), reason=lacking(T5_32K) or "")
+
+
+def sentences(count):
+    if reason := lacking(CORPUS):
+        pytest.skip(reason)
+    found = []
+    with open(CORPUS, encoding="utf-8") as file:
+        for line in file:
+            found += [part for part in json.loads(line)["text"].splitlines() if 20 < len(part) < 400][:3]
+    return found[:count]
+
+
+@pytest.fixture(scope="session")
+def own_model(tmp_path_factory):
+    """A vocabulary as `lmtools vocab` makes them: 400 ids, the last 100 are sentinels."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    folder = tmp_path_factory.mktemp("vocab")
+    text = [f"The {word} is a thing of beauty and number {i}." for i, word in enumerate(dir(np) * 3)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(text), model_prefix=str(folder / "bare"), vocab_size=300, minloglevel=2,
+        pad_id=0, eos_id=1, unk_id=2, bos_id=-1,
+    )  # fmt: skip
+    model = sentencepiece_model_pb2.ModelProto.FromString((folder / "bare.model").read_bytes())
+    for k in reversed(range(100)):
+        model.pieces.add(piece=f"<extra_id_{k}>", score=0.0, type=4)
+    (folder / "own.model").write_bytes(model.SerializeToString())
+    return folder / "own.model"
+
+
+@pytest.fixture(params=["google", "own"])
+def vocabulary(request, own_model):
+    if request.param == "google" and not T5_32K.is_file():
+        pytest.skip(lacking(T5_32K))
+    return Vocabulary.load(T5_32K if request.param == "google" else own_model)
+
+
+@needs_t5_32k
+def test_googles_vocabulary_has_the_published_ids():
+    vocabulary = Vocabulary.load(T5_32K)
+    assert (vocabulary.size, vocabulary.num_pieces, vocabulary.num_sentinels) == (32100, 32000, 100)
+    assert (vocabulary.pad_id, vocabulary.eos_id, vocabulary.unk_id) == (0, 1, 2)
+    assert vocabulary.sentinel_ids.tolist() == list(range(32099, 31999, -1))
+    assert vocabulary.encode("Hello, world!") == [8774, 6, 296, 55]
+
+
+def test_own_vocabulary_has_its_sentinels_inside(own_model):
+    vocabulary = Vocabulary.load(own_model)
+    assert (vocabulary.size, vocabulary.num_pieces, vocabulary.num_sentinels) == (400, 400, 100)
+    assert vocabulary.sentinel_ids.tolist() == list(range(399, 299, -1))
+    # the file itself does know its sentinels, so the next test is not empty
+    assert 399 in sentencepiece.SentencePieceProcessor(model_file=str(own_model)).encode("a <extra_id_0> b")
+
+
+def test_text_cannot_forge_a_sentinel(vocabulary):
+    ids = vocabulary.encode("The <extra_id_0> and<extra_id_99> </s> <pad>")
+    assert not np.isin(ids, vocabulary.sentinel_ids).any()
+    assert 0 not in ids and 1 not in ids
+    assert vocabulary.encode_batch(["The number", ""]) == [vocabulary.encode("The number"), []]
+
+
+def test_decode_shows_sentinels_and_drops_padding(vocabulary):
+    s = vocabulary.sentinel_ids
+    ids = [*vocabulary.encode("The thing"), s[0], *vocabulary.encode("beauty"), s[1], vocabulary.eos_id, 0, 0]
+    assert vocabulary.decode(ids) == "The thing <extra_id_0> beauty <extra_id_1>"
+    assert vocabulary.decode(np.array([s[0], s[99]])) == "<extra_id_0> <extra_id_99>"
+    assert vocabulary.decode([]) == ""
+    assert vocabulary.decode([vocabulary.size, vocabulary.size + 7]).split() == ["⁇", "⁇"]  # of a padded embedding
+    assert vocabulary.decode(vocabulary.encode("The number is 12.")) == "The number is 12."
+
+
+def test_saved_tokenizer_gives_the_same_ids_in_transformers(vocabulary, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    vocabulary.save_tokenizer(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    texts = sentences(100)
+    assert len(texts) == 100
+    for text in texts:
+        assert tokenizer(text).input_ids == [*vocabulary.encode(text), vocabulary.eos_id]
+    assert len(tokenizer) == vocabulary.size
+    names = [f"<extra_id_{k}>" for k in range(vocabulary.num_sentinels)]
+    assert tokenizer.convert_tokens_to_ids(names) == vocabulary.sentinel_ids.tolist()
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
+    again = Vocabulary.load(tmp_path)
+    assert again.size == vocabulary.size and again.encode(texts[0]) == vocabulary.encode(texts[0])
+
+
+def test_saving_over_another_tokenizer_replaces_it(own_model, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    if T5_32K.is_file():
+        Vocabulary.load(T5_32K).save_tokenizer(tmp_path)
+    Vocabulary.load(own_model).save_tokenizer(tmp_path)
+    assert len(transformers.AutoTokenizer.from_pretrained(str(tmp_path))) == 400
+
+
+def test_pickle_and_hash(vocabulary):
+    import hashlib
+
+    assert vocabulary.sha256 == hashlib.sha256(vocabulary.path.read_bytes()).hexdigest()
+    copy = pickle.loads(pickle.dumps(vocabulary))
+    assert copy.encode("The thing 12") == vocabulary.encode("The thing 12") and copy.size == vocabulary.size
+
+
+def test_bad_files_are_one_sentence(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        Vocabulary.load(tmp_path / "none.model")
+    with pytest.raises(UserError, match="neither spiece.model nor"):
+        Vocabulary.load(tmp_path)
+    for content in (b"", b"not a model at all", b"\x00" * 100):
+        (tmp_path / "bad.model").write_bytes(content)
+        with pytest.raises(UserError, match="is not a SentencePiece model"):
+            Vocabulary.load(tmp_path / "bad.model")
+
+
+def test_vocabulary_without_padding_is_refused(tmp_path):
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["some words here"] * 50), model_prefix=str(tmp_path / "x"), vocab_size=20,
+        minloglevel=2, hard_vocab_limit=False,
+    )  # fmt: skip
+    with pytest.raises(UserError, match="no padding piece '<pad>'"):
+        Vocabulary.load(tmp_path / "x.model")

@@ -1,0 +1,211 @@
+"""The .bin/.idx writer and reader: the documented example byte for byte, round trips, and every kind of damage."""
+
+import itertools
+import pickle
+import struct
+
+import numpy as np
+import pytest
+
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, dataset_exists, token_dtype
+from lm_experiments_tools.errors import UserError
+
+EXAMPLE = [[[5, 6], [7]], [[8, 9]]]
+
+
+def write(prefix, documents, dtype=np.uint16, meta=None):
+    writer = IndexedDatasetWriter(prefix, dtype)
+    for document in documents:
+        for sequence in document:
+            writer.add_sequence(sequence)
+        writer.end_document()
+    writer.finalize(meta)
+    return prefix
+
+
+def read(prefix):
+    dataset = IndexedDataset(prefix)
+    sequences = [dataset[i].tolist() for i in range(len(dataset))]
+    bounds = dataset.document_indices.tolist()
+    return [sequences[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+def test_documented_example_byte_for_byte(tmp_path):
+    write(tmp_path / "x", EXAMPLE)
+    assert (tmp_path / "x.bin").read_bytes() == struct.pack("<5H", 5, 6, 7, 8, 9)
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ3i3q3q", 1, 8, 3, 3, 2, 1, 2, 0, 4, 6, 0, 2, 3)
+    assert (tmp_path / "x.idx").read_bytes() == index
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+
+
+def test_attributes_and_meta(tmp_path):
+    dataset = IndexedDataset(write(tmp_path / "x", EXAMPLE, meta={"vocab_size": 10}))
+    assert dataset.tokens.tolist() == [5, 6, 7, 8, 9]
+    assert (len(dataset), dataset.num_tokens, dataset.num_documents) == (3, 5, 2)
+    assert dataset.dtype == np.uint16 and dataset.meta == {"vocab_size": 10}
+    assert dataset[-1].tolist() == [8, 9]
+    with pytest.raises(IndexError):
+        dataset[3]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64])
+def test_round_trip_of_random_documents(tmp_path, dtype):
+    rng = np.random.default_rng(0)
+    limit = min(np.iinfo(dtype).max, 1 << 40)
+    documents = [
+        [rng.integers(0, limit, rng.integers(0, 9), endpoint=True).tolist() for _ in range(rng.integers(0, 4))]
+        for _ in range(50)
+    ]
+    assert read(write(tmp_path / "x", documents, dtype)) == documents
+
+
+def test_add_dataset_equals_writing_at_once(tmp_path):
+    first, second = [[[1], [2, 3]], []], [[[4, 5, 6]]]
+    write(tmp_path / "a", first)
+    write(tmp_path / "b", second)
+    write(tmp_path / "whole", first + second)
+    with IndexedDatasetWriter(tmp_path / "merged", np.uint16) as writer:
+        writer.add_dataset(IndexedDataset(tmp_path / "a"))
+        writer.add_dataset(IndexedDataset(tmp_path / "b"))
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"merged{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+
+
+def test_adding_whole_documents_equals_adding_their_sequences(tmp_path):
+    documents = [[[1], [2, 3]], [], [[], [4, 5, 6]]]
+    write(tmp_path / "one_by_one", documents * 2)
+    with IndexedDatasetWriter(tmp_path / "at_once", np.uint16) as writer:
+        for _ in range(2):
+            writer.add_documents(np.arange(1, 7), np.array([1, 2, 0, 3]), np.array([2, 0, 2]))
+        writer.add_documents(*(np.empty(0, np.int64) for _ in range(3)))
+        with pytest.raises(ValueError, match="3 ids, sequences of 2; 1 sequences, documents of 1"):
+            writer.add_documents(np.arange(3), np.array([2]), np.array([1]))
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"at_once{suffix}").read_bytes() == (tmp_path / f"one_by_one{suffix}").read_bytes()
+
+
+def test_a_sidecar_of_other_files_is_refused(tmp_path):
+    for key, value, actual in (("dtype", "int16", "uint16"), ("num_documents", 3, 2), ("num_tokens", 6, 5)):
+        write(tmp_path / "x", EXAMPLE, meta={key: value})
+        with pytest.raises(UserError, match=rf"x\.json records {key} {value}, but .*x\.idx has {actual}"):
+            IndexedDataset(tmp_path / "x")
+    write(tmp_path / "x", EXAMPLE, meta={"dtype": "uint16", "num_documents": 2, "num_tokens": 5})
+    assert len(IndexedDataset(tmp_path / "x")) == 3
+
+
+def test_empty_dataset_opens(tmp_path):
+    dataset = IndexedDataset(write(tmp_path / "x", []))
+    assert (len(dataset), dataset.num_tokens, dataset.num_documents) == (0, 0, 0)
+
+
+def test_nothing_is_visible_before_finalize_or_after_an_exception(tmp_path):
+    with pytest.raises(RuntimeError, match="stop"), IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+        writer.add_sequence([1])
+        writer.end_document()
+        assert not dataset_exists(tmp_path / "x")
+        raise RuntimeError("stop")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ids_that_do_not_fit_are_refused(tmp_path):
+    writer = IndexedDatasetWriter(tmp_path / "x", np.uint16)
+    for bad in ([65536], [-1], [0.5], [[1, 2]]):
+        with pytest.raises(ValueError, match="fit|flat list"):
+            writer.add_sequence(bad)
+    writer.add_sequence([65535])
+    with pytest.raises(ValueError, match="end_document"):
+        writer.finalize()
+
+
+def test_dtype_by_vocabulary_size():
+    assert token_dtype(65535) == np.uint16
+    assert token_dtype(65536) == np.int32
+
+
+def test_fingerprint_follows_content_not_name(tmp_path):
+    first = IndexedDataset(write(tmp_path / "a", EXAMPLE)).fingerprint
+    assert IndexedDataset(write(tmp_path / "b", EXAMPLE)).fingerprint == first
+    assert IndexedDataset(write(tmp_path / "c", EXAMPLE[::-1])).fingerprint != first
+
+
+def test_pickle_carries_the_path_not_the_tokens(tmp_path):
+    dataset = IndexedDataset(write(tmp_path / "x", [[list(range(5000))]]))
+    content = pickle.dumps(dataset)
+    assert len(content) < 500
+    assert pickle.loads(content)[0].tolist() == list(range(5000))
+
+
+def _index(code=8, version=1, magic=b"MMIDIDX\x00\x00", lengths=(2, 1), pointers=(0, 4), documents=(0, 1, 2), n=None):
+    n = len(lengths) if n is None else n
+    header = magic + struct.pack("<QBQQ", version, code, n, len(documents))
+    return header + np.array(lengths, "<i4").tobytes() + np.array([*pointers, *documents], "<i8").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("index", "tokens", "message"),
+    [
+        (b"", b"123456", "not a Megatron index"),
+        (b"MMIDIDX\x00\x00\x01", b"123456", "header has 10 of 34 bytes"),
+        (_index(magic=b"TNTIDX\x00\x00\x00"), b"123456", "not a Megatron index"),
+        (_index(version=2), b"123456", "version 2"),
+        (_index(code=7), b"123456", "dtype code 7"),
+        (_index(code=99), b"123456", "dtype code 99"),
+        (_index(n=1 << 60), b"123456", "announces"),
+        (_index()[:-1], b"123456", "announces"),
+        (_index(lengths=(-2, 1)), b"123456", "sequence 0 has a negative length"),
+        (_index(pointers=(0, 2)), b"123456", "sequence 1 should start at byte 4, its pointer says 2"),
+        (_index(documents=()), b"123456", "document bounds"),
+        (_index(documents=(0, 1)), b"123456", "document bounds"),
+        (_index(documents=(0, 2, 1, 2)), b"123456", "decrease"),
+        (_index(), b"12345", "has 5 bytes but .* describes 6"),
+        (_index(), b"", "has 0 bytes but .* describes 6"),
+    ],
+)
+def test_damage_is_one_sentence(tmp_path, index, tokens, message):
+    (tmp_path / "x.idx").write_bytes(index)
+    (tmp_path / "x.bin").write_bytes(tokens)
+    with pytest.raises(UserError, match=message):
+        IndexedDataset(tmp_path / "x")
+
+
+def test_the_undamaged_index_of_the_damage_test_opens(tmp_path):
+    (tmp_path / "x.bin").write_bytes(b"123456")
+    for modes in (b"", b"\x00\x00"):  # the second: Megatron's multimodal index
+        (tmp_path / "x.idx").write_bytes(_index() + modes)
+        assert len(IndexedDataset(tmp_path / "x")) == 2
+
+
+def test_random_headers_never_crash(tmp_path):
+    rng = np.random.default_rng(1)
+    good = bytearray(_index())
+    (tmp_path / "x.bin").write_bytes(b"123456")
+    refused = 0
+    for _ in range(1000):
+        bad = bytearray(good)
+        for _ in range(rng.integers(1, 4)):
+            bad[rng.integers(len(bad))] = rng.integers(256)
+        (tmp_path / "x.idx").write_bytes(bytes(bad[: rng.integers(len(bad)) + 1] if rng.random() < 0.2 else bad))
+        try:
+            dataset = IndexedDataset(tmp_path / "x")
+            assert sum(len(dataset[i]) for i in range(len(dataset))) * dataset.dtype.itemsize == 6
+        except UserError:
+            refused += 1
+    assert refused > 800
+
+
+def test_missing_files_and_bad_sidecar_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"nothing\.idx does not exist"):
+        IndexedDataset(tmp_path / "nothing")
+    write(tmp_path / "x", EXAMPLE)
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(UserError, match=r"x\.json is not valid JSON"):
+        IndexedDataset(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [{"vocab_sha256": 5}, {"vocab_file": [1]}, {"num_bytes": "x"}, {"shard": 3}, {"bad_lines": None, "shard": []}],
+)
+def test_a_sidecar_with_a_value_of_another_kind_is_named(tmp_path, meta):
+    with pytest.raises(UserError, match=r"x\.json records \w+ .*, which is no (int|str|dict)"):
+        IndexedDataset(write(tmp_path / "x", EXAMPLE, meta=meta))

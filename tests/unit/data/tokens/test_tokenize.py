@@ -1,0 +1,420 @@
+"""Tokenization: ids against sentencepiece itself; the same bytes for any number of workers and any interruption."""
+
+import gzip
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from lm_experiments_tools.data.text.documents import plan_pieces
+from lm_experiments_tools.data.text.train_vocabulary import train_vocab
+from lm_experiments_tools.data.tokens import tokenize as module
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, dataset_exists
+from lm_experiments_tools.data.tokens.tokenize import ensure_tokenized, tokenize_corpus
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tools.main import main
+from tests.helpers import ROOT
+
+WORDS = (
+    "the a of model token language memory buffer returns value when number is zero lines text and file open".split()
+)
+
+
+def make_texts(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        "\n".join(" ".join(rng.choice(WORDS, rng.integers(1, 12))) + f" {i}." for _ in range(rng.integers(1, 6)))
+        for i in range(count)
+    ]
+
+
+def write_jsonl(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def vocab(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vocab")
+    train_vocab([write_jsonl(folder / "v.jsonl", make_texts(500))], 190, folder / "v.model")
+    return str(folder / "v.model")
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Cut even a small file into pieces (in this process, which makes the plan)."""
+    monkeypatch.setattr(module, "plan_pieces", lambda inputs: plan_pieces(inputs, 20_000))
+
+
+def files(prefix):
+    return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx", ".json")]
+
+
+def sequences(prefix):
+    dataset = IndexedDataset(prefix)
+    assert dataset.document_indices.tolist() == list(range(len(dataset) + 1))
+    return [dataset[i].tolist() for i in range(len(dataset))]
+
+
+def test_ids_are_those_of_sentencepiece(tmp_path, vocab):
+    texts = make_texts(300)
+    data = write_jsonl(tmp_path / "d.jsonl", texts)
+    processor = sentencepiece.SentencePieceProcessor(model_file=vocab)
+    by_line = [[i for line in text.split("\n") for i in processor.encode(line)] for text in texts]
+    whole = [processor.encode(text) for text in texts]
+    for encode_by, expected in (("line", by_line), ("document", whole)):
+        for append_eos in (False, True):
+            meta = tokenize_corpus(
+                [data], vocab, tmp_path / "t", workers=1, encode_by=encode_by, append_eos=append_eos
+            )
+            assert sequences(tmp_path / "t") == [ids + [1] * append_eos for ids in expected]
+            assert meta["num_tokens"] == sum(map(len, expected)) + append_eos * len(texts)
+            assert meta == IndexedDataset(tmp_path / "t").meta
+    assert meta["num_documents"] == 300 and meta["num_bytes"] == sum(len(text.encode()) for text in texts)
+    assert (meta["dtype"], meta["vocab_size"], meta["bad_lines"]) == ("uint16", 190, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.jsonl", "t.bin", "t.idx", "t.json"]
+
+
+def test_text_cannot_put_sentinels_into_the_tokens(tmp_path, vocab):
+    data = write_jsonl(tmp_path / "d.jsonl", ["the <extra_id_0> token <extra_id_99></s><pad> text"])
+    tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
+    tokens = IndexedDataset(tmp_path / "t").tokens
+    assert tokens.max() < 90 and tokens.min() > 1
+
+
+def test_same_bytes_for_any_number_of_workers_and_cutting(tmp_path, vocab, monkeypatch):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", make_texts(900, 1))
+    (folder / "b.txt").write_text("\n\n".join(make_texts(900, 2)))
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a model of memory"}\n' * 50))
+    results = []
+    for workers, piece_bytes in ((1, 1 << 30), (1, 5000), (2, 20_000), (3, 7777)):
+        monkeypatch.setattr(module, "plan_pieces", lambda inputs, size=piece_bytes: plan_pieces(inputs, size))
+        tokenize_corpus([str(folder)], vocab, tmp_path / "t", workers=workers)
+        results.append(files(tmp_path / "t"))
+    assert results[1:] == results[:1] * 3
+    assert len(results[0][0]) > 20_000
+
+
+def test_finished_pieces_survive_a_kill_and_are_not_done_again(tmp_path, vocab, small_pieces, monkeypatch):
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(1500))
+    tokenize_corpus([data], vocab, tmp_path / "whole", workers=1)
+    done = []
+    real = module.tokenize_piece
+
+    def stop_after(limit):
+        def tokenize_piece(piece, prefix, *rest):
+            if len(done) >= limit:
+                raise KeyboardInterrupt
+            done.append(piece.start)
+            return real(piece, prefix, *rest)
+
+        monkeypatch.setattr(module, "tokenize_piece", tokenize_piece)
+
+    num_pieces = len(plan_pieces([data], 20_000))
+    assert num_pieces >= 4
+    for limit in (2, 3):
+        stop_after(limit)
+        with pytest.raises(KeyboardInterrupt):
+            tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
+        assert not dataset_exists(tmp_path / "t")
+    # a piece that was damaged meanwhile is made again
+    damaged = tmp_path / "t.pieces" / "000001.bin"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    stop_after(10**6)
+    tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
+    assert len(done) == num_pieces + 1 and done.count(done[1]) == 2
+    assert files(tmp_path / "t") == files(tmp_path / "whole")
+    assert not (tmp_path / "t.pieces").exists()
+
+
+def test_pieces_of_another_plan_are_not_used(tmp_path, vocab, small_pieces, monkeypatch):
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(1500))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_join", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
+    tokenize_corpus([data], vocab, tmp_path / "t", workers=1, append_eos=True)
+    assert all(ids[-1] == 1 for ids in sequences(tmp_path / "t"))
+
+
+def test_a_folder_of_someone_else_is_left_alone(tmp_path, vocab):
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(3))
+    (tmp_path / "t.pieces").mkdir()
+    (tmp_path / "t.pieces" / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"t\.pieces holds files that are not ours"):
+        tokenize_corpus([data], vocab, tmp_path / "t")
+    assert (tmp_path / "t.pieces" / "thesis.txt").read_text() == "mine"
+
+
+SCRIPT = """
+import sys
+from lm_experiments_tools.data.tokens import tokenize as module
+from lm_experiments_tools.data.text.documents import plan_pieces
+module.plan_pieces = lambda inputs: plan_pieces(inputs, 20_000)
+data, vocab, prefix = sys.argv[1:]
+module.tokenize_corpus([data], vocab, prefix, workers=2)
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+
+
+def start(tmp_path, data, vocab, prefix):
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, data, vocab, str(prefix)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def group_members(group):
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if os.getpgid(int(entry.name)) == group and (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for left-over processes in /proc")
+def test_sigkill_leaves_no_worker_behind_and_the_next_run_gives_the_same_bytes(tmp_path, vocab):
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(20_000))
+    tokenize_corpus([data], vocab, tmp_path / "whole", workers=1)
+    process = start(tmp_path, data, vocab, tmp_path / "t")
+    while not list((tmp_path / "t.pieces").glob("*.idx")):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 20
+    while group_members(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert group_members(process.pid) == []
+    finished = len(list((tmp_path / "t.pieces").glob("*.idx")))
+    assert 0 < finished < len(plan_pieces([data], 20_000))
+    process = start(tmp_path, data, vocab, tmp_path / "t")
+    assert process.wait() == 0, process.stderr.read()
+    assert files(tmp_path / "t") == files(tmp_path / "whole")
+
+
+def test_a_dead_worker_is_one_sentence(tmp_path, vocab, small_pieces, monkeypatch):
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(3000))
+    real = module._start_worker
+
+    def start_and_kill():
+        process = real()
+        process.kill()
+        process.wait()
+        return process
+
+    monkeypatch.setattr(module, "_start_worker", start_and_kill)
+    with pytest.raises(UserError, match=r"exit code -9 .*fewer workers"):
+        tokenize_corpus([data], vocab, tmp_path / "t", workers=2)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_lines_of_all_pieces_are_listed_with_their_line_in_the_file(tmp_path, vocab, small_pieces, workers):
+    texts = make_texts(1500)
+    lines = [json.dumps({"text": text}) for text in texts]
+    bad = [0, 700, 701, 1499]
+    for number in bad:
+        lines[number] = '{"text": 5}'
+    data = tmp_path / "d.jsonl"
+    data.write_text("\n".join(lines) + "\n")
+    meta = tokenize_corpus([str(data)], vocab, tmp_path / "t", workers=workers, max_bad_lines=4)
+    assert meta["bad_lines"] == 4 and meta["num_documents"] == 1496
+    listed = [json.loads(line) for line in (tmp_path / "t.bad_lines.jsonl").read_text().splitlines()]
+    assert [(entry["file"], entry["line"]) for entry in listed] == [(str(data), number + 1) for number in bad]
+    with pytest.raises(UserError, match=r"more than 3 bad lines: 4 .*d\.jsonl:1: 'text' is of type int"):
+        tokenize_corpus([str(data)], vocab, tmp_path / "u", workers=workers, max_bad_lines=3)
+    assert not dataset_exists(tmp_path / "u") and (tmp_path / "u.bad_lines.jsonl").is_file()
+    tokenize_corpus([str(data)], vocab, tmp_path / "u", workers=workers, max_bad_lines=None)
+    assert files(tmp_path / "u") == files(tmp_path / "t")
+
+
+def test_empty_input_and_bad_arguments_are_one_sentence(tmp_path, vocab):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(3))
+    for inputs, options, message in [
+        ("empty.jsonl", {}, r"no text in .*empty\.jsonl"),
+        ("blank.jsonl", {}, r"no document in .*blank\.jsonl"),
+        ("d.jsonl", {"encode_by": "word"}, "encode_by is 'word'"),
+        ("d.jsonl", {"workers": 0}, "workers is 0"),
+        ("d.jsonl", {"text_key": "body"}, "no document in|bad lines"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            tokenize_corpus([str(tmp_path / inputs)], vocab, tmp_path / "t", **options)
+    with pytest.raises(UserError, match=r"none\.model does not exist"):
+        tokenize_corpus([data], tmp_path / "none.model", tmp_path / "t")
+
+
+def test_tokens_of_other_text_or_another_vocabulary_are_not_written_over(tmp_path, vocab, capsys):
+    one, two = (write_jsonl(tmp_path / f"{name}.jsonl", make_texts(90, name)) for name in (1, 2))
+    train_vocab([one], 150, tmp_path / "other.model")
+    prefix = tmp_path / "t"
+    tokenize_corpus([one], vocab, prefix, workers=1)
+    before = files(prefix)
+    command = ["tokenize", "--output", str(prefix), "--workers", "1", "--input"]
+    for arguments in ([two, "--vocab", vocab], [one, "--vocab", str(tmp_path / "other.model")]):
+        assert main([*command, *arguments]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"error: {prefix}.bin and .idx are there already, tokens of {one} with the vocabulary")
+        assert error.endswith("or give --overwrite") and files(prefix) == before
+    assert main([*command, one, "--vocab", vocab]) == 0 and files(prefix) == before
+    assert main([*command, two, "--vocab", vocab, "--overwrite"]) == 0 and files(prefix) != before
+    for record in (None, "{", "{}"):  # nothing says whose tokens they are
+        Path(f"{prefix}.json").unlink() if record is None else Path(f"{prefix}.json").write_text(record)
+        with pytest.raises(UserError, match=r"tokens of unknown text with the vocabulary unknown .*--overwrite"):
+            tokenize_corpus([two], vocab, prefix, workers=1)
+
+
+@pytest.mark.parametrize("count", [9, 300])
+def test_a_key_that_no_line_has_is_named_with_those_there_are_and_leaves_no_pieces(tmp_path, vocab, count, capsys):
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(count))
+    command = ["tokenize", "--input", data, "--vocab", vocab, "--output", str(tmp_path / "t"), "--workers", "1"]
+    assert main([*command, "--text_key", "absent"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    found = "9 bad lines and nothing else" if count == 9 else "more than 100 bad lines: 101 so far"
+    assert found in error and "d.jsonl:1: no key 'absent' (there is 'text')" in error
+    assert re.search(r"name the key (of|that holds) the text", error)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.jsonl", "t.bad_lines.jsonl"]
+
+
+def test_too_many_bad_lines_leave_the_finished_pieces_to_a_run_with_a_higher_limit(
+    tmp_path, vocab, small_pieces, monkeypatch
+):
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(1500))
+    with open(data, "a") as file:
+        file.write("{}\n{}\n")
+    tokenize_corpus([data], vocab, tmp_path / "whole", workers=1)
+    with pytest.raises(UserError, match="more than 1 bad lines"):
+        tokenize_corpus([data], vocab, tmp_path / "t", workers=1, max_bad_lines=1)
+    done, real = [], module.tokenize_piece
+    monkeypatch.setattr(module, "tokenize_piece", lambda piece, *rest: done.append(piece) or real(piece, *rest))
+    tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
+    assert len(done) == 1 and files(tmp_path / "t") == files(tmp_path / "whole")
+    assert not (tmp_path / "t.pieces").exists()
+
+
+def test_ensure_tokenized_reuses_its_cache_until_text_or_options_change(tmp_path, vocab, monkeypatch):
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(20))
+    cache = tmp_path / "cache"
+    first = ensure_tokenized(data, vocab, cache, workers=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "tokenize_corpus", lambda *_, **__: pytest.fail("tokenized twice"))
+        assert ensure_tokenized(data, vocab, cache, workers=1) == first
+    assert ensure_tokenized(data, vocab, cache, append_eos=True) != first
+    write_jsonl(tmp_path / "d.jsonl", make_texts(21))
+    changed = ensure_tokenized(data, vocab, cache)
+    assert changed != first and len(IndexedDataset(changed)) == 21
+    assert {path.suffix for path in cache.iterdir()} == {".bin", ".idx", ".json"}
+
+
+def test_tokens_of_a_dataset_are_not_those_of_its_former_files(tmp_path, vocab):
+    pytest.importorskip("datasets")
+    write_table = pytest.importorskip("pyarrow.parquet").write_table
+    table = pytest.importorskip("pyarrow").table
+    folder, cache = tmp_path / "parquet", tmp_path / "cache"
+    folder.mkdir()
+    found, sources = [], []
+    for texts in (["the a of model"], ["the a of token"], ["model token language memory"] * 3):
+        write_table(table({"text": texts}), folder / "train-00000-of-00001.parquet", compression="none")
+        found.append(sequences(ensure_tokenized(str(folder), vocab, cache, workers=1)))
+        origin = tokenize_corpus([str(folder)], vocab, tmp_path / "t", workers=1, shard=(0, 2))
+        sources.append(origin["shard"]["source"])
+    assert len(found[0]) == len(found[1]) == 1 and found[0] != found[1] and len(found[2]) == 3
+    assert sources[2] not in sources[:2]
+
+
+def test_ensure_tokenized_takes_a_prefix_as_it_is_and_checks_its_vocabulary(tmp_path, vocab, caplog):
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(20))
+    prefix = str(tmp_path / "t")
+    tokenize_corpus([data], vocab, prefix, workers=1)
+    for path in (prefix, f"{prefix}.bin", f"{prefix}.idx"):
+        assert ensure_tokenized(path, vocab, tmp_path / "cache") == prefix
+    other = tmp_path / "other.model"
+    train_vocab([data], 150, other)
+    with pytest.raises(UserError, match=r"made with the vocabulary .*v\.model .*not with .*other\.model"):
+        ensure_tokenized(prefix, other, tmp_path / "cache")
+    assert not caplog.records
+    Path(f"{prefix}.json").unlink()  # tokens of another program say nothing about their vocabulary
+    for _ in range(2):
+        assert ensure_tokenized(prefix, other, tmp_path / "cache") == prefix
+    assert len(caplog.records) == 1 and caplog.messages[0].startswith(f"{prefix}.json does not exist, so that nothing")
+
+
+WITHOUT_TORCH = """
+import sys
+
+class NoTorch:
+    def find_spec(self, name, *_):
+        if name in ("torch", "transformers"):
+            sys.exit(f"{name} was imported")
+
+sys.meta_path.insert(0, NoTorch())
+from lm_experiments_tools.config.cli import run_main
+from run_t5_pretraining import main
+run_main(main)
+"""
+
+
+def test_a_run_with_another_vocabulary_is_refused_before_torch_is_imported(tmp_path, vocab):
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(90))
+    tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
+    train_vocab([data], 150, tmp_path / "other.model")
+    flags = ["--model_cfg", "t5-small", "--lr", "1", "--working_dir", str(tmp_path), "--vocab", "other.model"]
+    for paths in (
+        ["--data_path", "t"],
+        ["--data_path", data, "t.idx"],
+        ["--data_path", data, "--valid_data_path", "t"],
+    ):
+        process = subprocess.run(
+            [sys.executable, "-c", WITHOUT_TORCH, *flags, *paths],
+            cwd=ROOT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert process.returncode == 2 and process.stderr.startswith(
+            f"error: the tokens {tmp_path}/t were made with the vocabulary {vocab} (sha256 "
+        )
+
+
+def test_ranks_that_ask_at_once_share_one_tokenization(tmp_path, vocab, monkeypatch):
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(200))
+    calls = []
+    real = tokenize_corpus
+
+    def slow(*args, **options):
+        calls.append(1)
+        time.sleep(0.3)
+        return real(*args, **options)
+
+    monkeypatch.setattr(module, "tokenize_corpus", slow)
+    prefixes = []
+    threads = [
+        threading.Thread(target=lambda: prefixes.append(ensure_tokenized(data, vocab, tmp_path / "cache", workers=1)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1 and len(prefixes) == 4 and len(set(prefixes)) == 1
+
+
+def test_progress_bar_only_where_asked_or_on_a_terminal(tmp_path, vocab, capsys):
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(50))
+    tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
+    assert capsys.readouterr().err == ""
+    tokenize_corpus([data], vocab, tmp_path / "t", workers=1, show_progress=True)
+    assert "100%" in capsys.readouterr().err

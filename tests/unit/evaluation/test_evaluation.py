@@ -1,0 +1,317 @@
+"""Predictions of an evaluation: what is kept, counted, written, shown and refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import tracemalloc
+
+import pytest
+import torch
+
+from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.config.finetuning import FinetuningArgs
+from lm_experiments_tools.data.examples.examples import Example
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.evaluation.answers import LabelWords, number_in
+from lm_experiments_tools.evaluation.classes import UNKNOWN, class_metrics
+from lm_experiments_tools.evaluation.predictions import PIECE_BYTES, Predictions, TextDecoder
+from lm_experiments_tools.files import replacing
+
+WORDS = ["<pad>", "</s>", "<unk>", "cats", "dogs", "sleep", "run", "yes", "no", "positive", "0.5", "the"]
+PAD, END = 0, 1
+
+
+def args_of(**changes) -> FinetuningArgs:
+    return FinetuningArgs(**({"data_path": ("x",), "valid_data_path": "y", "model_cfg": "t5-small"} | changes))
+
+
+@pytest.fixture(scope="module")
+def decode() -> TextDecoder:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    model = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return TextDecoder(
+        PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    )
+
+
+def generated(*texts: str, filler: int = PAD) -> dict[str, torch.Tensor]:
+    """What T5's `generate` returns: start token, words, end, padding."""
+    rows = [[PAD, *map(WORDS.index, text.split()), END] for text in texts]
+    width = max(map(len, rows))
+    return {"generation_outputs": torch.tensor([row + [filler] * (width - len(row)) for row in rows])}
+
+
+def indices(*numbers: int) -> dict[str, torch.Tensor]:
+    return {"example": torch.tensor(numbers)}
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+TEXTS = [
+    Example("what do cats do", ("cats sleep", "sleep"), name="q1"),
+    Example("what do dogs do", ("dogs run",), name="q2"),
+    Example("cats or dogs", ("cats",), name="q3"),
+]
+
+
+# ---- text
+def test_predictions_stand_beside_references_in_the_order_of_the_examples(tmp_path, decode):
+    collector = Predictions(args_of(metrics=("exact_match", "gen_len")), "valid", TEXTS, decode, (), tmp_path / "new")
+    collector.add(indices(2, 0), generated("dogs", "the cats sleep"))
+    collector.add(indices(1), generated("dogs run"))
+    values = collector.reduce(LocalBackend())
+    assert values == {"exact_match": pytest.approx(200 / 3), "gen_len": (2 + 4 + 3) / 3}  # the end counts, padding not
+    assert lines_of(tmp_path / "new" / "valid.jsonl") == [
+        {
+            "id": "q1",
+            "source": "what do cats do",
+            "prediction": "the cats sleep",
+            "references": ["cats sleep", "sleep"],
+        },
+        {"id": "q2", "source": "what do dogs do", "prediction": "dogs run", "references": ["dogs run"]},
+        {"id": "q3", "source": "cats or dogs", "prediction": "dogs", "references": ["cats"]},
+    ]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["valid.jsonl"]
+
+
+def test_a_repeated_example_is_counted_once(tmp_path, decode):
+    collector = Predictions(args_of(metrics=("exact_match",)), "valid", TEXTS[:2], decode, (), tmp_path)
+    collector.add(indices(0, 1, 1, 1), generated("sleep", "cats", "dogs run", "dogs run"))
+    assert collector.reduce(LocalBackend()) == {"exact_match": 50.0}
+    assert len(lines_of(tmp_path / "valid.jsonl")) == 2
+
+
+def test_an_example_without_prediction_is_not_passed_over(decode):
+    collector = Predictions(args_of(metrics=("exact_match",)), "valid", TEXTS, decode)
+    collector.add(indices(0, 2), generated("sleep", "cats"))
+    with pytest.raises(RuntimeError, match="1 of 3 examples of valid were not predicted, the first is q2"):
+        collector.reduce(LocalBackend())
+
+
+def test_a_later_evaluation_replaces_the_file(tmp_path, decode):
+    for answer in ("dogs", "cats"):
+        collector = Predictions(args_of(metrics=("exact_match",)), "test", TEXTS[2:], decode, (), tmp_path)
+        collector.add(indices(0), generated(answer))
+        collector.reduce(LocalBackend())
+    assert [line["prediction"] for line in lines_of(tmp_path / "test.jsonl")] == ["cats"]
+
+
+def test_without_a_folder_there_are_metrics_and_no_files(tmp_path, decode, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    collector = Predictions(args_of(metrics=("f1_tokens",)), "valid", TEXTS[2:], decode)
+    collector.add(indices(0), generated("cats run"))
+    assert collector.reduce(LocalBackend()) == {"f1_tokens": pytest.approx(200 / 3)}
+    assert not list(tmp_path.iterdir())
+
+
+def test_padding_of_any_kind_never_reaches_the_tokenizer(decode):
+    """Rust's tokenizers fail on negative numbers."""
+    outputs = generated("cats sleep", "dogs", filler=-100)["generation_outputs"]
+    with pytest.raises(OverflowError):
+        decode.tokenizer.batch_decode(outputs)
+    assert decode(outputs) == ["cats sleep", "dogs"]
+    assert decode.lengths(outputs) == [3, 2]
+
+
+def test_a_tokenizer_without_padding_is_padded_with_its_end(decode):
+    class Gpt:
+        pad_token_id, eos_token_id = None, END
+
+    assert TextDecoder(Gpt()).lengths(torch.tensor([[5, 6, END, END], [5, 5, 5, END]])) == [2, 3]
+
+
+def test_scrolls_predictions_are_one_json_object(tmp_path, decode):
+    pytest.importorskip("rouge_score")
+    collector = Predictions(args_of(metrics=("scrolls",)), "test", TEXTS[:2], decode, (), tmp_path)
+    collector.add(indices(1, 0), generated("dogs run", "cats"))
+    values = collector.reduce(LocalBackend())
+    assert json.loads((tmp_path / "test.json").read_text()) == {"q1": "cats", "q2": "dogs run"}
+    assert set(values) == set(args_of(metrics=("scrolls",)).metric_values()) - {"loss"}
+
+
+def test_instructions_are_measured_for_each_task(tmp_path, decode):
+    pytest.importorskip("rouge_score")
+    examples = [Example("a", ("cats",), name=str(n), group=f"task{n // 2}") for n in range(4)]
+    collector = Predictions(args_of(task="instructions", valid_data_path=None), "test", examples, decode, (), tmp_path)
+    collector.add(indices(0, 1, 2, 3), generated("cats", "cats", "cats", "dogs"))
+    values = collector.reduce(LocalBackend())
+    assert (values["rougeL"], values["rougeL/task0"], values["exact_match/task1"]) == (75.0, 100.0, 50.0)
+    assert lines_of(tmp_path / "test.jsonl")[3]["group"] == "task1"
+
+
+def test_memory_does_not_grow_with_the_number_of_examples(decode):
+    """200 batches of logits of 4 MB each: neither they nor the lines may stay in memory."""
+    examples = [TEXTS[0]] * 20_000
+    collector = Predictions(args_of(metrics=("exact_match",)), "valid", examples, decode)
+    outputs = generated(*["cats sleep run"] * 100) | {"logits": torch.zeros(100, 10_000)}
+    peaks = []
+    tracemalloc.start()
+    for batch in range(200):
+        collector.add({"example": torch.arange(100) + 100 * batch}, outputs)
+        peaks.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert peaks[-1] - peaks[20] < 20_000  # 18,000 lines have been added, of 24 bytes and more
+
+
+def test_texts_stay_on_disk_at_the_end_too(decode, tmp_path):
+    """4,000 predictions of 2 KB."""
+    examples = [TEXTS[0]] * 4000
+    collector = Predictions(args_of(metrics=("exact_match", "gen_len")), "valid", examples, decode, (), tmp_path)
+    for first in range(0, 4000, 100):
+        collector.add({"example": torch.arange(first, first + 100)}, generated(*["cats sleep run " * 140] * 100))
+    tracemalloc.start()
+    values = collector.reduce(LocalBackend())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5 * PIECE_BYTES and values == {"exact_match": 0.0, "gen_len": 421.0}
+
+
+# ---- labels and numbers
+def sentences(*labels, pair=None):
+    return [Example(f"sentence {n}", pair=pair, label=label, name=str(n)) for n, label in enumerate(labels)]
+
+
+def test_labels_of_an_encoder(tmp_path):
+    args = args_of(model_type="encoder", task="classification", metrics=("accuracy", "f1"))
+    collector = Predictions(args, "valid", sentences(1, 0, 1, pair="b"), None, ("no", "yes"), tmp_path)
+    collector.add(indices(2, 1), {"logits": torch.tensor([[2.0, 1.0], [3.0, -1.0]], dtype=torch.bfloat16)})
+    collector.add(indices(0), {"logits": torch.tensor([[0.0, 1.0]])})
+    assert collector.reduce(LocalBackend()) == {"accuracy": pytest.approx(2 / 3), "f1": pytest.approx(2 / 3)}
+    records = lines_of(tmp_path / "valid.jsonl")
+    assert [(r["pair"], r["prediction"], r["references"]) for r in records] == [
+        ("b", "yes", ["yes"]), ("b", "no", ["no"]), ("b", "no", ["yes"])
+    ]  # fmt: skip
+
+
+def test_answers_that_are_no_label_are_wrong_and_counted(tmp_path, decode):
+    args = args_of(task="classification", metrics=("accuracy", "precision"), label_words=("No.", "yes"))
+    collector = Predictions(args, "valid", sentences(0, 0, 1, 1), decode, ("bad", "good"), tmp_path)
+    collector.add(indices(0, 1, 2, 3), generated("no", "cats", "the yes", "yes"))
+    values = collector.reduce(LocalBackend())
+    # an unknown answer where "bad" was right counts as "good": precision falls too
+    assert values == {"accuracy": 0.75, "precision": pytest.approx(2 / 3), "unknown_answers": 0.25}
+    records = lines_of(tmp_path / "valid.jsonl")
+    assert [r["prediction"] for r in records] == ["bad", None, "good", "good"]
+    assert [r["text"] for r in records] == ["no", "cats", "the yes", "yes"]
+
+
+def test_unknown_answers_are_there_where_there_are_none(decode):
+    args = args_of(task="classification", metrics=("accuracy",), optimize_metric="unknown_answers")
+    assert args.resolved().optimize_mode == "min"
+    collector = Predictions(args, "valid", sentences(0, 1), decode, ("no", "yes"))
+    collector.add(indices(0, 1), generated("no", "no"))
+    assert collector.reduce(LocalBackend()) == {"accuracy": 0.5, "unknown_answers": 0.0}
+    encoder = args_of(model_type="encoder", task="classification")
+    assert "unknown_answers" not in encoder.metric_values() + args_of().metric_values()
+
+
+def test_label_words_are_told_apart_as_long_as_they_differ():
+    label_of = LabelWords(["A", "B", "the B", "+", "-"])
+    assert [label_of(answer) for answer in ("A", "a.", "B", "The b", "+", "-", "", "the", "c")] == [
+        0, 0, 1, 2, 3, 4, UNKNOWN, UNKNOWN, UNKNOWN
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="'yes' stands for several labels"):
+        LabelWords(["yes", "no", " yes"])
+
+
+def test_labels_never_met_are_not_part_of_the_mean():
+    assert class_metrics(("f1", "mcc"), [0, 2], [0, 2], 5) == {"f1": 1.0, "mcc": 1.0}
+    assert class_metrics(("f1", "mcc"), [1, 1], [1, 1], 2) == {"f1": 1.0, "mcc": 0.0}  # one class: as scikit-learn
+    assert class_metrics(("f1", "precision"), [0, 0], [0, 0], 2) == {"f1": 0.0, "precision": 0.0}
+
+
+def test_numbers_of_an_encoder_and_of_text(tmp_path, decode):
+    args = args_of(model_type="encoder", task="regression", metrics=("mse",))
+    collector = Predictions(args, "valid", sentences(1.0, 2.5), None, (), tmp_path)
+    collector.add(indices(1, 0), {"logits": torch.tensor([[2.0], [1.0]])})
+    assert collector.reduce(LocalBackend()) == {"mse": 0.125}
+    assert [r["prediction"] for r in lines_of(tmp_path / "valid.jsonl")] == [1.0, 2.0]
+
+    collector = Predictions(args_of(task="regression", metrics=("mse",)), "valid", sentences(0.5, 1.0), decode)
+    collector.add(indices(0, 1), generated("0.5", "cats"))
+    assert collector.reduce(LocalBackend()) == {"mse": 2.0, "unknown_answers": 0.5}  # (1 - -1)^2 / 2
+    assert [number_in(answer) for answer in (" 3.0 ", "-1e2", "nan", "inf", "three", "")] == [3, -100] + [None] * 4
+
+
+# ---- input that cannot be measured
+def test_examples_without_references_are_predicted_and_only_their_length_is_measured(tmp_path, decode):
+    collector = Predictions(args_of(), "test", [Example("a", name="1")], decode, (), tmp_path)
+    collector.add(indices(0), generated("cats"))
+    assert collector.reduce(LocalBackend()) == {"gen_len": 2.0}
+    assert lines_of(tmp_path / "test.jsonl") == [{"id": "1", "source": "a", "prediction": "cats", "references": []}]
+    collector = Predictions(args_of(metrics=("bleu",)), "test", [Example("a", name="1")], decode)
+    collector.add(indices(0), generated("cats"))
+    assert collector.reduce(LocalBackend()) == {}
+
+
+def test_references_that_only_some_have_are_refused(decode):
+    with pytest.raises(UserError, match="1 of 4 examples of the valid data have no reference, the first is 7"):
+        Predictions(args_of(), "valid", [*TEXTS, Example("a", name="7")], decode)
+    with pytest.raises(UserError, match="1 of 2 examples"):
+        Predictions(
+            args_of(model_type="encoder", task="classification"), "valid", sentences(0, None), None, ("a", "b")
+        )
+
+
+@pytest.mark.parametrize(
+    "metrics", [("rouge", "scrolls"), ("instructions", "exact_match"), ("scrolls", "instructions")]
+)
+def test_metrics_that_give_one_value_by_two_rules_are_refused(metrics, decode):
+    args = args_of(task="instructions", valid_data_path=None, metrics=metrics)
+    with pytest.raises(UserError, match="by different rules: choose one"):
+        Predictions(args, "valid", TEXTS, decode)
+
+
+@pytest.mark.parametrize(
+    ("metric", "module", "package"),
+    [("bleu", "sacrebleu", "sacrebleu"), ("chrf", "sacrebleu", "sacrebleu"), ("rouge", "rouge_score", "rouge-score")],
+)
+def test_a_missing_package_is_named_before_anything_is_generated(metric, module, package, decode, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=f"--metrics {metric} is computed by {package}.*: pip install {package}"):
+        Predictions(args_of(metrics=(metric,)), "valid", TEXTS, decode)
+
+
+def test_a_tokenizer_that_needs_a_package_is_named_before_anything_is_generated(decode, monkeypatch):
+    sacrebleu = pytest.importorskip("sacrebleu")
+
+    def without_mecab(tokenize):
+        raise RuntimeError("Japanese tokenization requires extra dependencies")
+
+    monkeypatch.setattr(sacrebleu, "BLEU", without_mecab)
+    with pytest.raises(UserError, match=r"--bleu_tokenize ja-mecab needs .*: pip install 'sacrebleu\[ja\]', or"):
+        Predictions(args_of(metrics=("bleu",), bleu_tokenize="ja-mecab"), "valid", TEXTS, decode)
+
+
+# ---- for people
+def test_the_same_examples_are_shown_each_time(decode, caplog):
+    caplog.set_level(logging.INFO)
+    examples = [Example("long " * 500, ("cats", "dogs"), name=f"q{n}") for n in range(10)]
+    for _ in range(2):
+        collector = Predictions(args_of(metrics=("exact_match",), show_valid_examples=2), "valid", examples, decode)
+        collector.add(indices(*range(10)), generated(*["cats"] * 10))
+        collector.reduce(LocalBackend())
+    shown = [record.getMessage() for record in caplog.records]
+    assert shown[:2] == shown[2:] and len(shown) == 4
+    lines = shown[1].splitlines()
+    assert lines[0] == "valid example q5" and lines[2:] == [
+        "  prediction cats", "  reference  cats", "  reference  dogs"
+    ]  # fmt: skip
+    assert lines[1].startswith("  source     long") and len(lines[1]) < 330
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path):
+    (tmp_path / "a").write_text("old")
+    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "a") as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+    assert (tmp_path / "a").read_text() == "old" and len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,541 @@
+"""preprocess_data.py against the ancestor's rules written out, its command line, and everything that can go wrong."""
+
+import gzip
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lm_experiments_tools.config.cli import parse
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import locked
+from megatron import preprocess_data as module
+from megatron.preprocess_data import PreprocessArgs, preprocess
+from megatron.sentences import SentenceSplitter
+from megatron.tokenizers import build_tokenizer
+from tests.helpers import ROOT
+from tests.helpers.real_data import DATA, lacking
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{c}" for c in LETTERS), *"!'(),-.:;?\""]
+SEP = 3
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "vocab.txt").write_text("\n".join(PIECES))
+    (tmp_path / "in").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def tokenizer(folder):
+    return build_tokenizer("BertWordPieceLowerCase", vocab_file=folder)
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def arguments(folder, *flags, source=None):
+    command = ["--input", str(source or folder / "in"), "--output-prefix", str(folder / "out" / "x")]
+    command += ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(folder / "vocab.txt")]
+    return parse(PreprocessArgs, [*command, *map(str, flags)])[0]
+
+
+def run(folder, *flags, **options):
+    return preprocess(arguments(folder, *flags, **options))
+
+
+def documents(prefix):
+    dataset = IndexedDataset(prefix)
+    return [
+        [dataset[index].tolist() for index in range(start, end)]
+        for start, end in pairwise(dataset.document_indices.tolist())
+    ]
+
+
+def ancestor(records, key, tokenizer, split, *, split_sentences, split_tokens, append_eod):
+    """Megatron's rules for one key, one document at a time."""
+    kept = []
+    for record in records:
+        value = record[key]
+        if isinstance(value, list):
+            sentences = value if split_sentences else ["".join(value)]
+        else:
+            sentences = split(value) if split_sentences else [value]
+        document = []
+        for sentence in sentences:
+            ids = tokenizer.tokenize(sentence)
+            if ids:
+                document += [[index] for index in ids] if split_tokens else [ids]
+        if document:
+            if append_eod:
+                document[-1] = [*document[-1], SEP]
+            kept.append(document)
+    return kept
+
+
+RECORDS = [
+    {"text": "One is here. Two\nis there!\n\nAnd three.", "title": "a"},
+    {"text": ["split already.", "", "twice. or more"], "title": ""},
+    {"text": "", "title": "b c. d"},
+    {"text": "No end", "title": ["e", "f g"]},
+    {"text": [], "title": "h"},
+    {"text": " \u3000 \n", "title": "i\x1c"},
+]
+
+
+@pytest.mark.parametrize("append_eod", [False, True])
+@pytest.mark.parametrize("split_tokens", [False, True])
+@pytest.mark.parametrize("split_sentences", [False, True])
+def test_each_document_is_what_the_ancestor_makes_of_it(folder, tokenizer, split_sentences, split_tokens, append_eod):
+    write_lines(folder / "in" / "data.jsonl", RECORDS)
+    options = {"split_sentences": split_sentences, "split_tokens": split_tokens, "append_eod": append_eod}
+    flags = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
+    metas = run(folder, "--json-keys", "text", "title", *flags)
+    level = "sentence" if split_sentences else "document"
+    for key in ("text", "title"):
+        prefix = f"{folder}/out/x_{key}_{level}"
+        expected = ancestor(RECORDS, key, tokenizer, SentenceSplitter(), **options)
+        assert documents(prefix) == expected
+        meta = IndexedDataset(prefix).meta
+        assert meta == metas[prefix] and meta["vocab_sha256"] == tokenizer.fingerprint
+        assert meta["num_documents"] == len(expected) and meta["empty_documents"] == len(RECORDS) - len(expected)
+        assert meta["num_sequences"] == sum(map(len, expected)) and meta["dtype"] == "uint16"
+    assert len(expected) == 5 and not (folder / "out" / "x.bad_lines.jsonl").exists()
+
+
+def test_worked_example(folder, tokenizer):
+    write_lines(folder / "in" / "data.json", [{"text": "Ab. C"}, {"text": ["d"]}])
+    run(folder, "--split-sentences", "--append-eod")
+    a, b, c, d, stop = (PIECES.index(piece) for piece in ("a", "##b", "c", "d", "."))
+    # a sequence a sentence, a document a line, [SEP] after the last sentence of each
+    assert documents(f"{folder}/out/x_text_sentence") == [[[a, b, stop], [c, SEP]], [[d, SEP]]]
+
+
+def test_files_of_a_folder_in_sorted_order_and_compressed(folder, tokenizer, caplog):
+    (folder / "in" / "b").mkdir()
+    write_lines(folder / "in" / "b" / "c.jsonl", [{"text": "third"}])
+    (folder / "in" / "a.json.gz").write_bytes(gzip.compress(b'\xef\xbb\xbf{"text": "first"}\r\n\n'))
+    write_lines(folder / "in" / "b.json", [{"text": "second"}])
+    write_lines(folder / "in" / "z.jsonl", [{"text": "last"}])
+    (folder / "in" / "notes.txt").write_text("text too\nof two lines\n\n\nand another\n")
+    caplog.set_level("INFO")
+    run(folder)
+    texts = [tokenizer.decode(document[0]) for document in documents(f"{folder}/out/x_text_document")]
+    assert texts == ["first", "second", "third", "text too of two lines", "and another", "last"]
+    assert "1 text files in" in caplog.text and "no sentence pairs" in caplog.text
+
+
+@pytest.mark.parametrize("splitter", ["nupunkt", "sentencex"])
+def test_files_do_not_depend_on_the_number_of_workers(folder, splitter, monkeypatch):
+    monkeypatch.setattr(module, "_BATCH_BYTES", 400)
+    text = 'Mr. Smith went. He said, "no!"\nThen (at 5 p.m.) she left.\n\nIt is over... Is it?'
+    for name in "ab":
+        records = [{"text": f"{text} {name * (n % 7)}" if n % 5 else 0} for n in range(60)]
+        write_lines(folder / "in" / f"{name}.jsonl", records)
+    outputs = []
+    for workers in (1, 3):
+        run(folder, "--split-sentences", "--sentence-splitter", splitter, "--workers", workers)
+        outputs.append({path.name: path.read_bytes() for path in (folder / "out").iterdir()})
+    assert outputs[0] == outputs[1] and len(outputs[0]) == 4
+    bad = [json.loads(line) for line in outputs[0]["x.bad_lines.jsonl"].splitlines()]
+    assert [(entry["file"][-7:], entry["line"]) for entry in bad] == [
+        (f"{name}.jsonl", n + 1) for name in "ab" for n in range(0, 60, 5)
+    ]
+
+
+# (line, the reason it is bad; None: it is good)
+LINES = [
+    (b'{"text": "fine"}', None),
+    (b'{"text": ["fine", "fine"], "other": 1}', None),
+    (b'{"text": "fine"', "not valid JSON"),
+    (b'[{"text": "fine"}]', "a JSON list, not an object"),
+    (b'{"content": "fine"}', r"no key 'text' .there is 'content'."),
+    (b'{"text": null}', "of type NoneType, not a string or a list of strings"),
+    (b'{"text": ["fine", 3]}', "a list with a int in it"),
+    (b'{"text": [["fine"]]}', "a list with a list in it"),
+    (b'{"text": {"a": "b"}}', "of type dict"),
+    (b'{"text": ["fine", "a\\u0000b"]}', "contains a NUL character"),
+    (b'{"text": "a\\ud800b"}', "half of a surrogate pair"),
+    (b'{"text": "caf\xe9"}', "not UTF-8 at byte 13"),
+    (b'{"text": "%s"}' % (b"x" * (1 << 20)), "a document of more than 1.0 MiB"),
+    (b'{"text": "fine"}', None),
+]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_bad_line_is_quarantined_and_every_good_one_kept(folder, tokenizer, workers):
+    (folder / "in" / "data.jsonl").write_bytes(b"\n".join(line for line, _ in LINES))
+    flags = ("--max-document-mb", 1, "--workers", workers, "--split-sentences")
+    run(folder, *flags)
+    fine = tokenizer.tokenize("fine")
+    assert documents(f"{folder}/out/x_text_sentence") == [[fine], [fine, fine], [fine]]
+    bad = [json.loads(line) for line in (folder / "out" / "x.bad_lines.jsonl").read_text().splitlines()]
+    assert [entry["line"] for entry in bad] == [n for n, (_, reason) in enumerate(LINES, 1) if reason]
+    for entry in bad:
+        assert re.search(LINES[entry["line"] - 1][1], entry["reason"]), entry
+    with pytest.raises(UserError, match=r"more than 10 bad lines: 11 so far, the first is .*data.jsonl:3: not valid"):
+        run(folder, *flags, "--max-bad-lines", 10)
+
+
+def test_a_refused_run_leaves_the_earlier_files_as_they_were_and_nothing_else(folder):
+    write_lines(folder / "in" / "data.jsonl", [{"text": "one"}])
+    run(folder)
+    before = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
+    write_lines(folder / "in" / "data.jsonl", [{"text": "two"}] * 200 + [{"text": 1}] * 3)
+    with pytest.raises(UserError, match="more than 2 bad lines"):
+        run(folder, "--max-bad-lines", 2)
+    after = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
+    assert after.pop("x.bad_lines.jsonl") and after == before
+
+
+def test_files_that_are_replaced_are_named(folder, caplog):
+    write_lines(folder / "in" / "data.jsonl", [{"text": "one"}])
+    run(folder)
+    assert "are there already" not in caplog.text
+    run(folder)
+    assert f"{folder}/out/x_text_document.bin and .idx are there already" in caplog.text
+
+
+def test_input_without_any_text_is_one_sentence(folder):
+    data = folder / "in" / "data.jsonl"
+    for records, flags, message in [
+        ([{"text": 1}], (), "there is no document in .*: 1 bad lines"),
+        ([{"text": ""}, {"text": []}], (), "all 2 documents of .* are empty under the key 'text'"),
+        ([{"text": "a", "title": ""}], ("--json-keys", "text", "title"), "empty under the key 'title'"),
+        ([], (), "there is no text in .*: 1 files, all of them empty"),
+    ]:
+        write_lines(data, records)
+        with pytest.raises(UserError, match=message):
+            run(folder, *flags)
+    data.rename(folder / "in" / "data.csv")
+    (folder / "in" / "data.csv").write_text("text")
+    for source, message in [
+        (folder / "none.jsonl", "--input .*none.jsonl does not exist"),
+        (folder / "in", r"has no .jsonl, .json, .jsonl.gz, .json.gz, .txt, .txt.gz file"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            run(folder, source=source)
+
+
+def test_flags_that_contradict_each_other_are_one_sentence(folder):
+    write_lines(folder / "in" / "data.jsonl", [{"text": "a"}])
+    hugging_face = ("--tokenizer-type", "HFTokenizer")
+    for flags, message in [
+        (("--dataset-impl", "lazy"), "--dataset-impl lazy is fairseq's old format"),
+        (("--dataset-impl", "cached"), "--dataset-impl cached"),
+        (("--merge-file", "m.txt"), "--merge-file belongs to GPT2BPETokenizer"),
+        (("--tokenizer-type", "GPT2BPETokenizer"), r"GPT2BPETokenizer has no \[CLS\]"),
+        (hugging_face, "--vocab-file belongs to BertWordPiece"),
+        (("--tokenizer-name-or-path", "x"), "--tokenizer-name-or-path belongs to HFTokenizer"),
+        (("--json-keys", "a", "a"), "--json-keys 'a' cannot name a file"),
+        (("--json-keys", "../a"), "--json-keys '../a' cannot name a file"),
+        (("--output-prefix", "x.bin"), "--output-prefix x.bin must be a prefix"),
+        (("--workers", 0), "--workers is 0: it must be at least 1"),
+        (("--log-interval", 0), "--log.interval is 0"),
+        (("--max-bad-lines", -1), "--max.bad.lines is -1"),
+        (("--vocab-file", folder / "none.txt"), "none.txt does not exist"),
+        (("--sentence-splitter", "punkt"), "--sentence-splitter punkt does not exist; it can be nupunkt, sentencex"),
+        (("--tokenizer-typ", "x"), "did you mean --tokenizer_type"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            run(folder, *flags)
+    assert not (folder / "out").exists()
+
+
+def test_large_vocabularies_are_stored_as_int32(folder):
+    filler = [f"zz{n}" for n in range(65536 - len(PIECES))]
+    write_lines(folder / "in" / "data.jsonl", [{"text": "a b"}])
+    (folder / "vocab.txt").write_text("\n".join(PIECES + filler[:-1]))
+    run(folder)
+    assert IndexedDataset(f"{folder}/out/x_text_document").dtype == "uint16"
+    (folder / "vocab.txt").write_text("\n".join(filler + PIECES))
+    run(folder)
+    dataset = IndexedDataset(f"{folder}/out/x_text_document")
+    assert dataset.dtype == "int32" and dataset[0].tolist() == [len(filler) + PIECES.index(piece) for piece in "ab"]
+
+
+# Sentence splitters
+
+
+def upper(text):
+    return [text.upper()]
+
+
+def drops_the_end(text):
+    return [text.split()[0]]
+
+
+def words(text):
+    return text.split()
+
+
+def numbers(text):
+    return [1]
+
+
+@pytest.mark.parametrize("name", ["nupunkt", "sentencex", "sentencex:de", "newline", f"{__name__}:words"])
+def test_sentences_cover_the_text_whatever_the_splitter(name):
+    strip, keep = SentenceSplitter(name), SentenceSplitter(name, keep_newlines=True)
+    texts = [
+        "",
+        " \n ",
+        "One. Two\ngoes on.\n\nThree",
+        "\n\n a\r\n\r\nb ",
+        "Dr. No? \u201cYes!\u201d\u3000Oui.\n",
+        "x",
+    ]
+    for text in texts * 2:  # twice: a splitter remembers nothing
+        spans = keep.spans(text)
+        if not text.strip():
+            assert spans == [] and strip(text) == keep(text) == []
+            continue
+        assert [start for start, _ in spans] == [0, *(end for _, end in spans[:-1])] and spans[-1][1] == len(text)
+        assert "".join(keep(text)) == text and [part.strip() for part in keep(text)] == strip(text)
+        assert all(strip(text))
+
+
+def test_newlines_are_kept_with_the_sentence_they_follow_or_nowhere():
+    text = "One. Two\ngoes on.\n\nThree"
+    assert SentenceSplitter()(text) == ["One.", "Two\ngoes on.", "Three"]
+    assert SentenceSplitter(keep_newlines=True)(text) == ["One. ", "Two\ngoes on.\n\n", "Three"]
+    assert SentenceSplitter("newline")(text) == ["One. Two", "goes on.", "Three"]
+    assert SentenceSplitter("newline", keep_newlines=True)("\na\n\nb\n") == ["\na\n\n", "b\n"]
+
+
+def test_abbreviations_end_no_sentence():
+    text = "Dr. Smith paid $3.50 to Acme Inc. in Washington. It was 5 p.m. on Monday. Why? He left."
+    assert SentenceSplitter()(text) == [
+        "Dr. Smith paid $3.50 to Acme Inc. in Washington.",
+        "It was 5 p.m. on Monday.",
+        "Why?",
+        "He left.",
+    ]
+
+
+def test_a_splitter_that_does_not_exist_or_changes_the_text_is_one_sentence(folder):
+    for name, message in [
+        ("punkt", "does not exist; it can be nupunkt, sentencex, newline, or module:callable"),
+        ("no_such_module:f", "cannot be imported: No module named 'no_such_module'"),
+        (f"{__name__}:f", "cannot be imported: .* has no attribute 'f'"),
+        (f"{__name__}:PIECES", "is a list, which cannot be called"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            SentenceSplitter(name)
+    for function, message in [
+        (upper, "changed the text: its sentence 1, 'ONE TWO', does not follow ''"),
+        (drops_the_end, "lost the end of a text: 'two'"),
+        (numbers, "returned a int as sentence 1, not a string"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            SentenceSplitter(f"{__name__}:{function.__name__}")("one two")
+
+
+def test_a_text_on_which_the_splitter_fails_is_a_bad_line(folder, tokenizer, monkeypatch):
+    write_lines(folder / "in" / "data.jsonl", [{"text": "FINE"}, {"text": "changed"}])
+    run(folder, "--split-sentences", "--sentence-splitter", f"{__name__}:upper")
+    assert documents(f"{folder}/out/x_text_sentence") == [[tokenizer.tokenize("fine")]]
+    (bad,) = [json.loads(line) for line in (folder / "out" / "x.bad_lines.jsonl").read_text().splitlines()]
+    assert bad["line"] == 2 and "changed the text" in bad["reason"]
+
+    class PanicException(BaseException):
+        pass
+
+    def panics(language, text):
+        raise PanicException("byte index 30 is not a char boundary")
+
+    monkeypatch.setattr("sentencex.segment", panics)
+    with pytest.raises(UserError, match="sentencex fails on the text: byte index 30"):
+        SentenceSplitter("sentencex")("text")
+
+
+@pytest.mark.parametrize("package", ["nupunkt", "sentencex"])
+def test_a_splitter_that_is_not_installed_is_one_sentence(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=f"needs the {package} package: pip install {package}"):
+        SentenceSplitter(package)
+
+
+# As programs
+
+
+def command(folder, *flags, module_form=False):
+    program = ["-m", "megatron.preprocess_data"] if module_form else [str(ROOT / "megatron" / "preprocess_data.py")]
+    rest = ["--input", folder / "in", "--output-prefix", folder / "out" / "x", "--split-sentences", "--vocab-file"]
+    rest += [folder / "vocab.txt", "--tokenizer-type", "BertWordPieceLowerCase", *flags]
+    return [sys.executable, *program, *map(str, rest)]
+
+
+def start(arguments, cwd, **options):
+    environment = {**os.environ, "PYTHONPATH": ""}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(arguments, cwd=cwd, env=environment, **pipes, **options)
+
+
+def test_script_and_module_run_from_anywhere_and_count_what_they_did(folder):
+    write_lines(folder / "in" / "data.jsonl", [{"text": "One here. Two."}, {"text": ""}, {"text": 3}] * 2)
+    for cwd, module_form in ((ROOT / "megatron", False), (ROOT, True)):
+        process = start(command(folder, "--log-interval", 2, "--workers", 2, module_form=module_form), cwd)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert "x_text_sentence: 2 documents, 4 sequences, " in out and "2 empty, 2 bad lines" in out
+        assert "Processed 6 documents (" in err and "MB/s)" in err
+        assert "2 bad lines left out (the first: " in err
+    process = start(command(folder, "--json-keys", "title"), ROOT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2 and "no key 'title' (there is 'text')" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_leaves_nothing_behind(folder, number, code):
+    record = json.dumps({"text": "A sentence.\n" * 2000}) + "\n"
+    (folder / "in" / "data.jsonl").write_text(record * 600)
+    flags = ("--workers", 2, "--log-interval", 1, "--sentence-splitter", "newline")
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  a shell's background jobs ignore it
+    process = start(command(folder, *flags), ROOT, start_new_session=True, preexec_fn=heard)
+    for line in process.stderr:
+        if "Processed" in line:
+            break
+    workers = psutil.Process(process.pid).children()
+    assert len(workers) == 2 and len(list((folder / "out").iterdir())) == 2  # tokens so far, and the lock
+    os.killpg(process.pid, number)  # as a terminal does
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code and "Traceback" not in err, err
+    assert list((folder / "out").iterdir()) == []
+    assert psutil.wait_procs(workers, timeout=10)[1] == []
+
+
+@pytest.mark.parametrize("num_lines", [3, 300])  # fewer and more than --max-bad-lines
+def test_a_key_that_no_line_has_is_named_with_those_there_are(folder, monkeypatch, num_lines):
+    monkeypatch.setattr(module, "_BATCH_BYTES", 2000)
+    write_lines(folder / "in" / "data.jsonl", [{"content": "a", "url": n} for n in range(num_lines)])
+    with pytest.raises(UserError, match=r"data.jsonl:1: no key 'text' \(there is 'content', 'url'\): name the keys"):
+        run(folder)
+    assert list((folder / "out").iterdir()) == []
+    with pytest.raises(UserError, match=r"--json-keys content text names; .* no key 'text'"):
+        run(folder, "--json-keys", "content", "text")
+    assert list((folder / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_text_files_give_what_the_same_documents_give_as_json(folder, workers):
+    texts = ["One here. Two\nthere.", 'caf\u00e9 \\ "three".']
+    (folder / "in" / "data.txt").write_bytes(
+        b"\n\n".join([texts[0].encode(), b"bad \xff", texts[1].encode(), b"nul \0"])
+    )
+    run(folder, "--split-sentences", "--json-keys", "body", "--workers", workers)
+    write_lines(folder / "data.jsonl", [{"body": text} for text in texts])
+    run(
+        folder,
+        "--split-sentences",
+        "--json-keys",
+        "body",
+        "--output-prefix",
+        folder / "j",
+        source=folder / "data.jsonl",
+    )
+    assert documents(f"{folder}/out/x_body_sentence") == documents(f"{folder}/j_body_sentence")
+    bad = [json.loads(line) for line in (folder / "out" / "x.bad_lines.jsonl").read_text().splitlines()]
+    assert [(entry["line"], entry["reason"]) for entry in bad] == [
+        (4, "not UTF-8 at byte 4"),
+        (8, "contains a NUL character"),
+    ]
+    with pytest.raises(
+        UserError, match=r"data.txt has one text a document, but --json-keys a b names 2: name one key"
+    ):
+        run(folder, "--json-keys", "a", "b")
+
+
+def test_a_key_that_some_lines_lack_leaves_these_out(folder, tokenizer):
+    records = [{"text": "fine"}] + [{"content": "a"}] * 150
+    write_lines(folder / "in" / "data.jsonl", records)
+    with pytest.raises(UserError, match="more than 100 bad lines: 101 so far, the first is .*no key 'text'"):
+        run(folder)
+    run(folder, "--max-bad-lines", 150)
+    assert documents(f"{folder}/out/x_text_document") == [[tokenizer.tokenize("fine")]]
+    bad = (folder / "out" / "x.bad_lines.jsonl").read_text().splitlines()
+    assert [json.loads(line)["line"] for line in bad] == list(range(2, 152))
+
+
+def test_a_killed_run_starts_over_and_leaves_nothing(folder):
+    record = json.dumps({"text": "A sentence.\n" * 2000}) + "\n"
+    (folder / "in" / "data.jsonl").write_text(record * 600)
+    flags = ("--log-interval", 1, "--sentence-splitter", "newline")
+    process = start(command(folder, *flags), ROOT)
+    for line in process.stderr:
+        if "Processed" in line:
+            break
+    process.kill()
+    process.communicate(timeout=60)
+    left = [path.name for path in (folder / "out").iterdir()]
+    assert any(".tmp" in name for name in left) and "x.lock" in left
+    stranger = folder / "out" / "x_text_sentence.bin.tmpl"  # not a name that a writer gives
+    stranger.touch()
+    write_lines(folder / "in" / "data.jsonl", [{"text": "One. Two."}])
+    run(folder, "--split-sentences")
+    names = {f"x_text_sentence.{kind}" for kind in ("bin", "idx", "json")} | {stranger.name}
+    assert {path.name for path in (folder / "out").iterdir()} == names
+
+
+def test_runs_to_one_prefix_wait_for_each_other(folder, tokenizer):
+    write_lines(folder / "in" / "data.jsonl", [{"text": "fine"}])
+    with locked(folder / "out" / "x.lock"):
+        process = start(command(folder), ROOT)
+        assert any("waiting for another process, which holds" in line for line in process.stderr)
+        assert [path.name for path in (folder / "out").iterdir()] == ["x.lock"]  # nothing written yet
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert documents(f"{folder}/out/x_text_sentence") == [[tokenizer.tokenize("fine")]]
+
+
+def test_a_worker_that_dies_is_one_sentence(folder, monkeypatch):
+    write_lines(folder / "in" / "data.jsonl", [{"text": "a"}])
+    monkeypatch.setattr(sys, "path", [str(folder)])  # there is no megatron package, so workers end at once
+    with pytest.raises(
+        UserError, match=r"a process of --workers 2 ended with exit code 1 .*data.jsonl from line 1 on"
+    ):
+        run(folder, "--workers", 2)
+    assert list((folder / "out").iterdir()) == []
+
+
+def test_megatrons_own_package_and_ours_are_imported_side_by_side():
+    if not any((Path(path) / "megatron" / "core").is_dir() for path in sys.path):
+        pytest.skip("megatron-core is not installed")
+    # found, not imported: megatron.core loads thousands of modules
+    find = "importlib.util.find_spec('megatron.{}').origin"
+    script = f"import importlib.util; print({find.format('core')}, {find.format('sentences')})"
+    process = start([sys.executable, "-c", script], ROOT)
+    out, err = process.communicate(timeout=60)
+    core, ours = out.split()
+    assert "site-packages" in core and Path(ours) == ROOT / "megatron" / "sentences.py", err
+
+
+def test_real_corpus_equals_the_ancestors_rules(folder):
+    source, vocab = DATA / "corpus" / "wikitext2_test.jsonl", DATA / "vocabs" / "bert-base-uncased" / "vocab.txt"
+    if reason := lacking(source, vocab):
+        pytest.skip(reason)
+    records = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()[:3]]
+    write_lines(folder / "in" / "data.jsonl", records)
+    run(folder, "--split-sentences", "--vocab-file", vocab)
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=vocab)
+    options = {"split_sentences": True, "split_tokens": False, "append_eod": False}
+    expected = ancestor(records, "text", tokenizer, SentenceSplitter(), **options)
+    assert documents(f"{folder}/out/x_text_sentence") == expected and sum(map(len, expected)) > 100
+
+
+def test_what_an_earlier_run_wrote_into_the_folder_is_not_read_as_text(folder):
+    write_lines(folder / "in" / "data.jsonl", [{"text": "fine"}, {"content": "bad"}])
+    flags = ("--output-prefix", folder / "in" / "x")
+    first, second = (run(folder, *flags) for _ in range(2))
+    assert first == second and first[f"{folder}/in/x_text_document"]["bad_lines"] == 1

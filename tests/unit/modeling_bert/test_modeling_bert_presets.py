@@ -1,0 +1,73 @@
+"""Every shipped BERT configuration with our own class: built, saved, loaded and trained."""
+
+import pytest
+import torch
+import transformers
+
+from lm_experiments_tools.models.build import build_model, list_presets, load_model_config, num_parameters
+from modeling_bert import BertConfig, BertForPreTraining
+
+SHIPPED = sorted(name for name, path in list_presets().items() if path.parent.name == "bert_configs")
+OURS = [name for name in SHIPPED if name != "bigbird"]  # that one is for transformers' BigBird
+VARIANTS = ["bert_base_uncased-4L_preln_rel", "bert_base_uncased-4L_preln_sparse_rope", "bert_base_uncased-bigbird"]
+
+
+def small(preset):
+    """The preset with as many heads and the same variants, small enough to train."""
+    values = load_model_config(preset, BertConfig).to_dict()
+    sizes = {"hidden_size": 8 * values["num_attention_heads"], "intermediate_size": 32, "num_hidden_layers": 2}
+    values |= {**sizes, "vocab_size": 99, "max_position_embeddings": 64, "rotary_dim": values["rotary_dim"] and 4}
+    if values["sparse_attention"]:
+        values["sparse_attention"] = {**values["sparse_attention"], "block": 8}
+    return BertConfig(**values)
+
+
+@pytest.mark.parametrize("preset", OURS)
+def test_preset_is_built_and_its_configuration_is_saved_whole(preset, tmp_path):
+    config = load_model_config(preset, BertConfig)
+    with torch.device("meta"):
+        model = build_model(BertForPreTraining, config, seed=0)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    config.save_pretrained(tmp_path)
+    assert BertConfig.from_pretrained(tmp_path).to_diff_dict() == config.to_diff_dict()
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(read, BertConfig) == config.is_variant
+    written = {key: value for key, value in config.to_diff_dict().items() if key != "model_type"}
+    assert {key: getattr(read, key) for key in written} == written
+
+
+def test_variants_have_the_parameters_that_their_keys_say():
+    with torch.device("meta"):
+        totals = {
+            name: num_parameters(build_model(BertForPreTraining, load_model_config(name, BertConfig), seed=0)).total
+            for name in ("bert_base_uncased-4L", *VARIANTS)
+        }
+        base = num_parameters(transformers.BertForPreTraining(transformers.BertConfig())).total
+    positions, norm = 512 * 768, 2 * 768
+    four_layers = totals["bert_base_uncased-4L"]
+    assert totals["bert_base_uncased-4L_preln_rel"] == four_layers - positions + norm + 32 * 12
+    assert totals["bert_base_uncased-4L_preln_sparse_rope"] == four_layers - positions + norm
+    assert totals["bert_base_uncased-bigbird"] == base + 7 * positions  # 4,096 instead of 512
+
+
+@pytest.mark.parametrize("preset", OURS)
+def test_preset_trains_and_survives_save_and_load(preset, tmp_path):
+    model = build_model(BertForPreTraining, small(preset), seed=0).train()
+    ids = torch.randint(1, 99, (2, 64), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids.masked_fill(ids > 30, -100), "next_sentence_label": torch.tensor([0, 1])}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    losses = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert all(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    model.save_pretrained(tmp_path)
+    loaded, report = BertForPreTraining.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert torch.equal(loaded.eval()(**batch).loss, model.eval()(**batch).loss)

@@ -1,0 +1,211 @@
+"""BERT of our own is trained, stopped, saved, checkpointed, adapted and compiled like any model of transformers."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import modeling_bert
+from lm_experiments_tools.attention import attend, block_sparse_attention
+from modeling_bert import BertConfig
+from run_bert_pretraining import main
+from tests.helpers.bert_toys import TINY, make_bert_data
+
+BIGBIRD = {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 8}}
+VARIANTS = {
+    "base": {},
+    "pre-norm, T5 bias": {"pre_layer_norm": True, "position_embedding_type": "relative_attention_bias"},
+    "pre-norm without last": {"pre_layer_norm": True, "last_layer_norm": False},
+    "rotary, sparse": {"pre_layer_norm": True, "position_embedding_type": "rotary", "rotary_dim": 4, **BIGBIRD},
+    "T5 bias, sparse": {"position_embedding_type": "relative_attention_bias", **BIGBIRD},
+    "relative_key_query": {"position_embedding_type": "relative_key_query"},
+    "alibi": {"position_embedding_type": "alibi"},
+}
+SIZES = {
+    "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 37,
+    "max_position_embeddings": 40, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def sparse_is_sparse(monkeypatch):
+    """Inputs as short as here take SDPA by themselves, which is not what serves long ones."""
+    gather = functools.partial(block_sparse_attention, backend="gather")
+    monkeypatch.setattr(attend, "block_sparse_attention", gather)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_bert_data(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(data, name, model_cls, iters=4, cfg=None, **flags):
+    words = {
+        "data_path": data / "train", "vocab_file": data / "vocab.txt", "model_path": name, "input_seq_len": 48,
+        "model_cfg": cfg or data / "tiny.json", "batch_size": 8, "lr": 1e-3, "iters": iters, "log_interval": 1,
+        "backend": "local", "model_cls": model_cls, "optimizer": "AdamW", **flags,
+    }  # fmt: skip
+    main([word for key, value in words.items() for word in (f"--{key}", str(value))])
+    lines = map(json.loads, Path(name, "metrics.jsonl").read_text().splitlines())
+    return [{name: line[name] for name in line["metrics"]} for line in lines if line["split"] == "train"]
+
+
+def model_of(variant, cls=modeling_bert.BertForPreTraining, **more):
+    torch.manual_seed(0)
+    return cls(BertConfig(**SIZES, **VARIANTS[variant], **more))
+
+
+def batch(rows=2, length=20):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 99, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, length - 3 :] = 0
+    return {
+        "input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(ids > 30, -100),
+        "next_sentence_label": torch.arange(rows) % 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_cls", "use_nsp"), [("modeling_bert", 1), ("modeling_bert.modeling_bert", 0)])
+def test_a_run_logs_what_it_logs_with_transformers_class(data, work, model_cls, use_nsp):
+    """Initial values included: the same seed draws the same weights."""
+    ours, theirs = (
+        run(data, name, f"{name}:BertForPreTraining", use_nsp=use_nsp) for name in (model_cls, "transformers")
+    )
+    assert len(ours) == 4 and "loss_mlm" in ours[0]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    loaded = transformers.BertForPreTraining.from_pretrained(f"{model_cls}/last").state_dict()
+    expected = transformers.BertForPreTraining.from_pretrained("transformers/last").state_dict()
+    for name, value in loaded.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["pre-norm, T5 bias", "rotary, sparse"])
+def test_a_variant_is_trained_and_resumed_by_the_run_script(data, work, variant):
+    (work / "variant.json").write_text(json.dumps({**TINY, **VARIANTS[variant], "hidden_dropout_prob": 0.1}))
+    cls = "modeling_bert:BertForPreTraining"
+    whole = run(data, "whole", cls, iters=3, cfg="variant.json")
+    run(data, "parts", cls, iters=2, cfg="variant.json")
+    assert run(data, "parts", cls, iters=3, cfg="variant.json") == whole
+    first, second = (modeling_bert.BertForPreTraining.from_pretrained(f"{name}/last") for name in ("whole", "parts"))
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, second.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_has_a_gradient_and_the_loss_falls(variant):
+    model = model_of(variant)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(12):
+        loss = model(**batch()).loss
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        if not losses:
+            still = [name for name, parameter in model.named_parameters() if not parameter.grad.any()]
+            assert still == []
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_survives_save_and_load(variant, tmp_path):
+    model = model_of(variant).eval()
+    model.save_pretrained(tmp_path)
+    loaded, report = modeling_bert.BertForPreTraining.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert loaded.config.to_diff_dict() == model.config.to_diff_dict()
+    assert torch.equal(loaded.eval()(**batch()).loss, model(**batch()).loss)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradient_checkpointing_changes_no_gradient(variant, reentrant):
+    gradients = []
+    for checkpointing in (False, True):
+        model = model_of(variant).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            assert model.is_gradient_checkpointing
+        torch.manual_seed(7)  # of dropout
+        model(**batch()).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_autocast_to_bfloat16_is_near_and_trains(variant):
+    model = model_of(variant).eval()
+    expected = model(**batch()).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch()).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=2e-2, atol=0)
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_half_precision_weights_give_finite_gradients(variant):
+    model = model_of(variant).bfloat16().train()
+    model(**batch()).loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_adapters_are_trained_and_merged():
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(r=2, target_modules=["query", "value"], lora_dropout=0.0)
+    model = peft.get_peft_model(model_of("pre-norm, T5 bias"), adapters).eval()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    before = model(**batch()).loss
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(**batch()).loss.backward()
+        optimizer.step()
+    trained = model(**batch()).loss
+    assert trained < before - 1e-3
+    torch.testing.assert_close(model.merge_and_unload()(**batch()).loss, trained)
+
+
+def test_prompts_are_tuned():
+    peft = pytest.importorskip("peft")
+    prompts = peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=5)
+    model = model_of("rotary, sparse", modeling_bert.BertForSequenceClassification, num_labels=2)
+    model = peft.get_peft_model(model, prompts).train()
+    inputs = {name: batch()[name] for name in ("input_ids", "attention_mask")}
+    loss = model(**inputs, labels=torch.tensor([0, 1])).loss
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert any("prompt" in name for name in gradients) and all(g is not None and g.any() for g in gradients.values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("options", [{}, {"fullgraph": True, "backend": "aot_eager"}], ids=["compiled", "one graph"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_compiled_model_computes_the_same(variant, options):
+    if options and "sparse" in variant:
+        pytest.skip("the graph ends at block-sparse attention")
+    torch.compiler.reset()  # or the graphs of other models count against how often one may be made anew
+    model = model_of(variant).eval()
+    expected = model(**batch()).loss
+    expected.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    loss = torch.compile(model, **options)(**batch()).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-5, msg=name)

@@ -1,0 +1,297 @@
+"""Classes by name, presets against the published sizes, and the output layer that transformers ties by force."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models.build import (
+    build_model,
+    check_vocabulary,
+    list_presets,
+    load_model_config,
+    num_parameters,
+)
+from lm_experiments_tools.modules.user_classes import get_cls_by_name
+
+transformers = pytest.importorskip("transformers")
+T5 = transformers.T5ForConditionalGeneration
+
+# T5: "60 million, 220 million, 770 million, 3 billion, 11 billion" (arXiv 1910.10683, section 3.7; exact: the
+# checkpoints t5-* on the Hub). v1.1: released_checkpoints.md of google-research/
+# text-to-text-transfer-transformer (77M, 250M, 800M, 3B, 11B; exact: the checkpoints google/t5-v1_1-* on the Hub).
+PUBLISHED = {
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
+    "t5-3b": 2_851_598_336,
+    "t5-11b": 11_307_321_344,
+    "t5-v1_1-small": 76_961_152,
+    "t5-v1_1-base": 247_577_856,
+    "t5-v1_1-large": 783_150_080,
+    "t5-v1_1-xl": 2_849_757_184,
+    "t5-v1_1-xxl": 11_135_332_352,
+}
+
+
+def closed_form_size(config) -> int:
+    """Parameters of a T5 from its configuration alone."""
+    inner = config.num_heads * config.d_kv
+    attention = 4 * config.d_model * inner
+    feed_forward = (3 if "gated" in config.feed_forward_proj else 2) * config.d_model * config.d_ff
+    encoder = config.num_layers * (attention + feed_forward + 2 * config.d_model)
+    decoder = config.num_decoder_layers * (2 * attention + feed_forward + 3 * config.d_model)
+    biases = 2 * config.relative_attention_num_buckets * config.num_heads
+    tables = config.vocab_size * config.d_model * (1 if config.tie_word_embeddings else 2)
+    return encoder + decoder + biases + 2 * config.d_model + tables
+
+
+@pytest.mark.parametrize("preset", sorted(set(list_presets()) & {*PUBLISHED, "t5-micro"}))
+def test_preset_has_the_published_number_of_parameters(preset):
+    config = load_model_config(preset, T5.config_class)
+    with torch.device("meta"):
+        model = build_model(T5, config, seed=0)
+    count = num_parameters(model)
+    assert count.total == count.trainable == closed_form_size(config)
+    assert count.total == PUBLISHED.get(preset, count.total)
+    untied = preset.startswith("t5-v1_1")
+    assert (model.lm_head.weight is not model.shared.weight) == untied
+    assert model.config.scale_decoder_outputs is not untied
+    assert count.embedding == config.vocab_size * config.d_model * (1 + untied)
+    assert model.encoder.embed_tokens.weight is model.shared.weight
+    assert model.decoder.embed_tokens.weight is model.shared.weight
+
+
+def test_block_sparse_preset_is_its_base_with_a_layout():
+    with torch.device("meta"):
+        model = build_model(T5, load_model_config("t5-small-bigbird", T5.config_class), seed=0)
+    assert num_parameters(model).total == PUBLISHED["t5-small"]
+    assert model.config._attn_implementation == "block_sparse"
+    assert {"num_heads": 8, "block": 64, "num_random_blocks": 3}.items() <= model.config.sparse_attention.items()
+
+
+def test_every_published_preset_is_shipped():
+    assert {*PUBLISHED, "t5-micro"} <= set(list_presets())
+
+
+def write(path, **values):
+    path.write_text(json.dumps(values))
+    return path
+
+
+SMALL = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+
+
+@pytest.fixture
+def tiny_v1_1(tmp_path):
+    path = write(tmp_path / "tiny.json", base="t5-v1_1-small", vocab_size=100, **SMALL)
+    return build_model(T5, load_model_config(path), seed=3).eval()
+
+
+def logits(model):
+    ids = torch.arange(2, 12).view(2, 5)
+    with torch.no_grad():
+        return model(input_ids=ids, labels=ids.flip(0)).logits
+
+
+def test_untied_model_survives_two_rounds_of_save_and_from_pretrained(tiny_v1_1, tmp_path):
+    """What a plain Hugging Face user gets: twice, because T5Config forgets tie_word_embeddings=False on loading."""
+    before = tiny_v1_1
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        before.save_pretrained(folder)
+        after = T5.from_pretrained(folder).eval()
+        assert after.lm_head.weight is not after.shared.weight
+        assert after.encoder.embed_tokens.weight is after.shared.weight
+        assert after.decoder.embed_tokens.weight is after.shared.weight
+        assert num_parameters(after) == num_parameters(tiny_v1_1)
+        assert torch.equal(logits(after), logits(tiny_v1_1))
+        before = after
+    saved = json.loads((tmp_path / "first" / "config.json").read_text())
+    assert saved["tie_word_embeddings"] is False
+    reread = load_model_config(tmp_path / "first" / "config.json")
+    assert reread.tie_word_embeddings is False and reread.scale_decoder_outputs is False
+
+
+def test_untied_output_gets_its_own_gradient_and_is_not_scaled(tiny_v1_1):
+    ids = torch.arange(2, 12).view(2, 5)
+    tiny_v1_1(input_ids=ids, labels=ids).loss.backward()
+    shared, head = tiny_v1_1.shared.weight.grad, tiny_v1_1.lm_head.weight.grad
+    assert not torch.equal(shared, head)
+    assert (
+        shared[50:].abs().max() == 0 and head[50:].abs().max() > 0
+    )  # the softmax touches every row, a lookup does not
+    seen = []
+    tiny_v1_1.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    out = tiny_v1_1(input_ids=ids, labels=ids, output_hidden_states=True)
+    assert torch.equal(seen[0], out.decoder_hidden_states[-1])
+
+
+def test_untied_model_stays_untied_through_resize_and_tie_weights(tiny_v1_1):
+    tiny_v1_1.resize_token_embeddings(120)
+    tiny_v1_1.tie_weights()
+    assert tiny_v1_1.lm_head.weight is not tiny_v1_1.shared.weight
+    assert tiny_v1_1.encoder.embed_tokens.weight is tiny_v1_1.shared.weight
+    assert tiny_v1_1.lm_head.weight.shape == tiny_v1_1.shared.weight.shape == (120, 16)
+
+
+def test_tied_model_stays_tied_and_scaled(tmp_path):
+    config = load_model_config(write(tmp_path / "tied.json", base="t5-small", vocab_size=100, **SMALL))
+    model = build_model(T5, config, seed=0)
+    assert model.lm_head.weight is model.shared.weight and model.config.scale_decoder_outputs
+
+
+def test_untied_encoder_without_an_output_layer_keeps_its_ties(tmp_path):
+    config = load_model_config(write(tmp_path / "tiny.json", base="t5-v1_1-small", vocab_size=100, **SMALL))
+    model = build_model(transformers.T5EncoderModel, config, seed=0)
+    assert model.encoder.embed_tokens.weight is model.shared.weight
+
+
+def test_weights_depend_on_the_seed_alone_and_leave_the_random_state(tmp_path):
+    config = load_model_config(write(tmp_path / "tied.json", base="t5-small", vocab_size=100, **SMALL))
+    torch.manual_seed(5)
+    first = build_model(T5, config, seed=1)
+    drawn = torch.rand(3)
+    torch.rand(17)
+    again, other = build_model(T5, config, seed=1), build_model(T5, config, seed=2)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(3))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(first.shared.weight, other.shared.weight)
+
+
+def test_variant_states_only_what_differs_from_its_base(tmp_path):
+    write(tmp_path / "a.json", base="t5-base", d_ff=4096)
+    config = load_model_config(write(tmp_path / "b.json", base="a.json", num_heads=8))
+    assert (config.d_model, config.d_ff, config.num_heads) == (768, 4096, 8)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"d_modle": 3}, "did you mean 'd_model'"),
+        ({"d_model": "wide"}, "refused by T5Config.*d_model"),
+        ({"feed_forward_proj": "gated-gelu-relu"}, "feed_forward_proj"),
+        ({"base": "t5-smal"}, "neither a file beside it nor a preset"),
+        ({"base": 3}, "'base' must be a file name"),
+        ({"base": "self.json"}, "circle: self.json -> self.json"),
+        ({"model_type": "t6"}, "no model_type 't6'"),
+        ({"model_type": "bert"}, "describes a 'bert' model"),
+    ],
+)
+def test_bad_configuration_is_one_sentence(tmp_path, values, message):
+    path = write(tmp_path / "self.json", **{"model_type": "t5", **values})
+    config_cls = None if values.get("model_type") == "t6" else transformers.T5Config
+    with pytest.raises(UserError, match=message):
+        load_model_config(path, config_cls)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, "sdpa"),
+        ({"attn_implementation": "eager"}, "eager"),
+        ({"attn_implementation": "block_sparse"}, "block_sparse"),
+        ({"sparse_config_cls": "deepspeed.ops.sparse_attention:BigBirdSparsityConfig"}, "block_sparse"),
+        ({"sparse_config_cls": "BigBird", "attn_implementation": "block_sparse"}, "block_sparse"),
+    ],
+)
+def test_attention_that_a_configuration_names_is_what_the_model_gets(tmp_path, values, expected):
+    path = write(tmp_path / "tiny.json", base="t5-small", vocab_size=100, **SMALL, **values)
+    config = build_model(T5, load_model_config(path, T5.config_class), seed=0).config
+    assert config._attn_implementation == expected
+    if "sparse_config_cls" in values:
+        assert config.sparse_config_cls == "BigBirdSparsityConfig" and config.sparse_attention["num_heads"] == 4
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"attn_implementation": "block_spars"},
+            'attn_implementation "block_spars"; there are block_sparse, eager,',
+        ),
+        ({"attn_implementation": 3}, 'no attn_implementation "3"'),
+        ({"attn_implementation": "flash_attention_2"}, "T5ForConditionalGeneration refuses this T5Config"),
+        ({"attn_implementation": "sdpa", "sparse_config_cls": "BigBird"}, 'sdpa" would ignore sparse_config_cls'),
+        ({"sparse_config_cls": "BigBrd"}, "no sparsity configuration 'BigBrd': did you mean BigBirdSparsityConfig"),
+        ({"sparse_config_cls": 5}, "sparse_config_cls=5 must be the name"),
+        ({"sparse_config_cls": "BigBird", "sparse_attention": [4]}, r"sparse_attention=\[4\] an object"),
+        ({"sparse_config_cls": "BigBird", "sparse_attention": {"blok": 4}}, "no setting 'blok': did you mean 'block'"),
+        ({"sparse_config_cls": "BigBird", "sparse_attention": {"num_heads": 3}}, "for 3 heads, but T5.* has 4"),
+        ({"sparse_attention": {"block": 4}}, "given without sparse_config_cls"),
+    ],
+)
+def test_attention_that_cannot_be_had_is_one_sentence(tmp_path, values, message):
+    path = write(tmp_path / "tiny.json", base="t5-small", vocab_size=100, **SMALL, **values)
+    with pytest.raises(UserError, match=message) as error:
+        build_model(T5, load_model_config(path, T5.config_class), seed=0)
+    assert "\n" not in str(error.value)
+
+
+def test_a_class_that_reads_the_layout_itself_is_left_alone():
+    model_cls = get_cls_by_name("modeling_bert:BertForPreTraining")
+    config = load_model_config("bert_base_uncased-4L_preln_sparse_rope", model_cls.config_class)
+    for _ in range(2):  # transformers writes its choice for other layers into the configuration
+        with torch.device("meta"):
+            assert build_model(model_cls, config, seed=0).config._attn_implementation != "block_sparse"
+
+
+def test_unknown_preset_broken_json_and_missing_type_are_named(tmp_path):
+    with pytest.raises(UserError, match="did you mean 't5-small'"):
+        load_model_config("models_configs/t5_configs/t5-smal.json")
+    (tmp_path / "broken.json").write_text('{"d_model": }')
+    with pytest.raises(UserError, match="broken.json is not valid JSON"):
+        load_model_config(tmp_path / "broken.json")
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(UserError, match="not an object"):
+        load_model_config(tmp_path / "list.json")
+    with pytest.raises(UserError, match="no 'model_type'"):
+        load_model_config(write(tmp_path / "bare.json", d_model=8))
+
+
+def test_configuration_of_a_saved_checkpoint_is_accepted(tmp_path):
+    """A config.json as transformers writes it, and the inert keys of the Hub's old T5 files."""
+    transformers.T5Config(d_model=96, decoder_start_token_id=0).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text()) | {"n_positions": 512, "output_past": True, "task_specific_params": {}}
+    assert load_model_config(write(path, **values)).d_model == 96
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("transformers.T5Model", "write module:Class"),
+        ("transformers:", "write module:Class"),
+        ("a:b:c", "write module:Class"),
+        ("no_such_module:T5", "cannot be imported.*no_such_module"),
+        ("transformers:T5ForConditionalGenerations", "did you mean 'T5ForConditionalGeneration'"),
+        ("transformers:T5Config", "not a subclass of torch.nn"),
+        ("math:pi", "not a subclass"),
+    ],
+)
+def test_class_name_that_leads_nowhere_is_explained(name, message):
+    with pytest.raises(UserError, match=message):
+        get_cls_by_name(name)
+
+
+def test_class_is_found_by_name():
+    assert get_cls_by_name("transformers:T5ForConditionalGeneration") is T5
+    assert get_cls_by_name("torch.nn:Linear") is nn.Linear
+
+
+def test_vocabulary_larger_than_the_embedding_is_refused():
+    config = load_model_config("t5-small")
+    assert check_vocabulary(config, 32_100) == 28
+    assert check_vocabulary(config, 32_128) == 0
+    with pytest.raises(UserError, match="32129 ids.*32128 rows.*32256"):
+        check_vocabulary(config, 32_129)
+
+
+def test_parameters_are_counted_once_and_frozen_ones_apart(tmp_path):
+    config = load_model_config(write(tmp_path / "tied.json", base="t5-small", vocab_size=100, **SMALL))
+    model = build_model(T5, config, seed=0)
+    model.shared.weight.requires_grad_(False)
+    count = num_parameters(model)
+    assert count.total - count.trainable == count.embedding == 1600

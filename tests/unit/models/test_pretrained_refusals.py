@@ -1,0 +1,157 @@
+"""Flags that a model, a head or an adapter contradicts are refused in a sentence, not ignored."""
+
+import json
+
+import pytest
+import torch
+from transformers import BartConfig, BertForSequenceClassification, LlamaConfig
+
+from lm_experiments_tools.checkpoint.source import find_source
+from lm_experiments_tools.checkpoint.writer import save_model
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models.build import check_positions, set_dropout
+from lm_experiments_tools.models.pretrained import load_tokenizer, pretrained_model, whole_model
+from tests.helpers.pretrained_toys import save_toy, toy_args, toy_batch, toy_tokenizer
+
+T5_CLASSIFIER = "modeling_t5:T5EncoderForSequenceClassification"
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    found = {kind: save_toy(kind, folder / kind) for kind in ("encoder", "encoder-decoder", "decoder")}
+    model = made(toy_args(found["encoder"], "encoder"), ("good", "not good"))
+    return found | {"classifier": save_toy("", folder / "classifier", model)}
+
+
+@pytest.fixture(scope="module")
+def adapters(bases, tmp_path_factory):
+    """flags of an adapter -> its folder."""
+    kinds = {
+        "lora": ("encoder-decoder", dict(peft="lora", lora_r=4)),
+        "prompts": ("encoder-decoder", dict(peft="prompt_tuning", num_virtual_tokens=3, num_prompts=2)),
+        "classifier": ("encoder", dict(peft="lora")),
+        "classifiers": ("encoder", dict(peft="prompt_tuning", num_virtual_tokens=3, num_prompts=2)),
+    }
+    found = {}
+    for name, (kind, flags) in kinds.items():
+        found[name] = tmp_path_factory.mktemp(name)
+        save_model(found[name], made(toy_args(bases[kind], kind, **flags), ("good", "bad")))
+        toy_tokenizer().save_pretrained(found[name])
+    return found
+
+
+def made(args, labels=("no", "yes")):
+    return pretrained_model(args, load_tokenizer(args), labels)
+
+
+def test_labels_of_a_trained_head_keep_their_order(bases, adapters, tmp_path, caplog):
+    """Otherwise the classes would only change their names, and accuracy would be its complement."""
+    args = toy_args(bases["classifier"], "encoder")
+    batch = toy_batch("encoder")
+    oracle = BertForSequenceClassification.from_pretrained(bases["classifier"]).eval()
+    assert torch.equal(made(args, ("good", "not good")).eval()(**batch).logits, oracle(**batch).logits)
+    sentence = "the order good, not good, this run in the order not good, good: give --label_names good 'not good'"
+    with pytest.raises(UserError, match=sentence):
+        made(args, ("not good", "good"))
+    with pytest.raises(UserError, match=sentence):
+        made(toy_args(None, "encoder", init_checkpoint=str(bases["classifier"])), ("not good", "good"))
+    made(args, ("a", "b"))
+    assert "was trained for the labels good, not good" in caplog.text
+    for name in ("classifier", "classifiers"):
+        assert made(toy_args(adapters[name], "encoder"), ("good", "bad")).config.id2label == {0: "good", 1: "bad"}
+        with pytest.raises(UserError, match="in the order good, bad, this run .*: give --label_names good bad"):
+            made(toy_args(adapters[name], "encoder"), ("bad", "good"))
+    assert whole_model(find_source(str(adapters["classifier"]))).config.id2label == {0: "good", 1: "bad"}
+    config = bases["classifier"] / "config.json"
+    unnamed = json.loads(config.read_text()) | {"id2label": {"0": "LABEL_0", "1": "LABEL_1"}}
+    save_toy("", tmp_path, oracle)
+    (tmp_path / "config.json").write_text(json.dumps(unnamed))
+    made(toy_args(tmp_path, "encoder"), ("not good", "good"))
+    made(toy_args(bases["classifier"], "encoder"), ("not good", "so so", "good"))  # a new head
+
+
+def test_an_adapter_on_weights_that_lie_nowhere_is_refused(bases, adapters):
+    config, words = str(bases["encoder-decoder"] / "config.json"), str(bases["encoder-decoder"])
+    with pytest.raises(UserError, match="--peft lora saves the adapter without the random weights of --model_cfg"):
+        made(toy_args(None, model_cfg=config, tokenizer=words, peft="lora"))
+    with pytest.raises(UserError, match="--peft lora saves the adapter without the weights of --init_checkpoint"):
+        made(toy_args(None, init_checkpoint=words, peft="lora"))
+    for name in ("lora", "prompts"):
+        with pytest.raises(UserError, match="--init_checkpoint .* holds an adapter: name it by --from_pretrained"):
+            made(toy_args(None, init_checkpoint=str(adapters[name]), base_model=words, tokenizer=words))
+
+
+def test_a_random_head_is_not_validated_unless_a_checkpoint_fills_it(bases, tmp_path):
+    flags = dict(validate_only=True, model_path=str(tmp_path))
+    with pytest.raises(UserError, match="--validate_only: .* has no head for --task classification"):
+        made(toy_args(bases["encoder"], "encoder", **flags))
+    made(toy_args(bases["classifier"], "encoder", **flags), ("good", "not good"))
+    (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
+    made(toy_args(bases["encoder"], "encoder", **flags))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "flags", "sentence"),
+    [
+        ("lora", dict(freeze=("encoder",)), "--freeze: everything under the adapter .* is frozen already"),
+        ("lora", dict(peft="lora", lora_r=16, lora_dropout=0.3), r"--lora_r \(4 there\), --lora_dropout \(0.0 there"),
+        ("lora", dict(peft="lora", lora_targets=("q",)), r"--lora_targets \(\('q', 'v'\) there\) cannot change"),
+        ("prompts", dict(peft="prompt_tuning", num_virtual_tokens=4), r"--num_virtual_tokens \(3 there\)"),
+        ("prompts", dict(peft="prompt_tuning", num_prompts=3), r"--num_prompts \(2 there\)"),
+        ("prompts", dict(peft="prompt_tuning", prompt_init_text="w1"), "--prompt_init_text"),
+        ("lora", dict(peft="lora", lora_r=4, lora_targets=("v", "q")), None),
+        ("prompts", dict(peft="prompt_tuning", num_virtual_tokens=3, num_prompts=2), None),
+    ],
+)
+def test_settings_that_a_saved_adapter_has_not_are_refused(adapter, flags, sentence, adapters):
+    if sentence is None:
+        made(toy_args(adapters[adapter], **flags))
+        return
+    with pytest.raises(UserError, match=sentence):
+        made(toy_args(adapters[adapter], **flags))
+
+
+def test_a_class_that_is_named_decides_what_kind_of_model_it_is(bases):
+    model = made(toy_args(bases["encoder-decoder"], "encoder", model_cls=T5_CLASSIFIER))
+    assert model(**toy_batch("encoder")).logits.shape == (4, 2)
+    with pytest.raises(UserError, match="--model_type encoder does not fit the weights"):
+        made(toy_args(bases["encoder-decoder"], "encoder", model_cls="transformers:T5ForConditionalGeneration"))
+
+
+def test_every_dropout_that_there_is_is_set():
+    config = BartConfig(classifier_dropout=0.5, activation_dropout=0.5)
+    set_dropout(config, 0.0)
+    assert (config.dropout, config.activation_dropout, config.classifier_dropout) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "sentence"),
+    [
+        ("encoder", dict(input_seq_len=65), "--input_seq_len 65 is more than the 64 positions"),
+        (
+            "encoder",
+            dict(input_seq_len=60, peft="prompt_tuning", num_virtual_tokens=5),
+            "--input_seq_len 60 with the 5 tokens of the prompt is more than the 64 positions",
+        ),
+        (
+            "encoder",
+            dict(input_seq_len=60, peft="prompt_tuning", num_virtual_tokens=5, num_prompts=2),
+            "with the 5 tokens of the prompt",
+        ),
+        ("decoder", dict(max_new_tokens=49), "16 tokens of a source and 49 to be generated .--max_new_tokens. is"),
+        ("encoder", dict(input_seq_len=60, peft="prompt_tuning", num_virtual_tokens=4), None),
+        ("decoder", dict(max_new_tokens=48), None),
+        ("encoder-decoder", dict(input_seq_len=4096), None),
+    ],
+)
+def test_inputs_are_within_the_positions(kind, flags, sentence, bases):
+    if sentence is None:
+        made(toy_args(bases[kind], kind, **flags))
+        return
+    with pytest.raises(UserError, match=sentence):
+        made(toy_args(bases[kind], kind, **flags))
+
+
+def test_rotary_positions_have_no_end():
+    check_positions(LlamaConfig(max_position_embeddings=64), 65, "a text")

@@ -1,0 +1,213 @@
+"""A checkpoint that transformers' class would compute otherwise is not taken for its own; a plain one still is."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from unittest import mock
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+import modeling_bert
+import modeling_t5
+from lm_experiments_tools.models.build import load_model_config
+from lm_experiments_tools.tools.attention_maps.maps import attention_maps
+
+BERT = {
+    "vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+T5 = {"vocab_size": 50, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+SPARSE = {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 4}}
+PLAIN = {
+    "bert": (modeling_bert.BertModel, BERT),
+    "t5": (modeling_t5.T5Model, {**T5, "z_loss": 1e-4, "fp32_residual": True, "cross_entropy_chunk_size": 4}),
+}
+VARIANTS = {
+    "rotary bert": (modeling_bert.BertModel, {**BERT, "position_embedding_type": "rotary"}),
+    "pre-norm bert": (modeling_bert.BertModel, {**BERT, "pre_layer_norm": True}),
+    "sparse bert": (modeling_bert.BertModel, {**BERT, **SPARSE}),
+    "alibi t5": (modeling_t5.T5Model, {**T5, "position_embedding_type": "alibi"}),
+    "bias per layer t5": (modeling_t5.T5Model, {**T5, "relative_attention_bias_per_layer": True}),
+    "memory t5": (modeling_t5.T5EncoderModel, {**T5, "num_memory_tokens": 2}),
+    "cdQ t5": (
+        modeling_t5.T5EncoderModel,
+        {**T5, "encoder_self_attention_layer": "modeling_t5:T5CDQAttention", "num_cdq_heads": 1},
+    ),
+    "sparse t5": (modeling_t5.T5Model, {**T5, **SPARSE}),
+}
+AUTO = {modeling_t5.T5EncoderModel: transformers.AutoModelForTextEncoding}
+BERT_HEADS = {
+    "AutoModel": "BertModel",
+    "AutoModelForPreTraining": "BertForPreTraining",
+    "AutoModelForMaskedLM": "BertForMaskedLM",
+    "AutoModelForSequenceClassification": "BertForSequenceClassification",
+    "AutoModelForTokenClassification": "BertForTokenClassification",
+    "AutoModelForQuestionAnswering": "BertForQuestionAnswering",
+}
+T5_HEADS = {
+    "AutoModel": "T5Model",
+    "AutoModelForPreTraining": "T5ForConditionalGeneration",
+    "AutoModelForSeq2SeqLM": "T5ForConditionalGeneration",
+    "AutoModelForSequenceClassification": "T5ForSequenceClassification",
+    "AutoModelForTextEncoding": "T5EncoderModel",
+}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_plain_checkpoint_is_one_of_transformers(kind, tmp_path):
+    cls, settings = PLAIN[kind]
+    cls(cls.config_class(**settings)).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == kind
+    assert type(transformers.AutoModel.from_pretrained(tmp_path)) is getattr(transformers, cls.__name__)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_is_read_by_its_own_class_and_by_automodel(name, tmp_path):
+    cls, settings = VARIANTS[name]
+    model = cls(cls.config_class(**settings)).eval()
+    model.save_pretrained(tmp_path)
+    kind = name.split()[-1]
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == f"lm_experiments_{kind}"
+    with mock.patch("transformers.configuration_utils.logger.warning") as warning:
+        own = cls.from_pretrained(tmp_path)
+        found = AUTO.get(cls, transformers.AutoModel).from_pretrained(tmp_path)
+    warning.assert_not_called()
+    for loaded in (own, found):
+        assert type(loaded) is cls and type(loaded.config) is cls.config_class
+        assert loaded.config.model_type == loaded.config.to_dict()["model_type"] == kind
+        torch.testing.assert_close(dict(loaded.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+    for again in (
+        load_model_config(tmp_path / "config.json", cls.config_class),
+        transformers.AutoConfig.from_pretrained(tmp_path),
+    ):
+        assert type(again) is cls.config_class and {key: getattr(again, key) for key in settings} == settings
+
+
+def test_every_auto_class_has_its_model_and_transformers_keep_theirs(tmp_path):
+    for config, home, heads in (
+        (modeling_bert.BertConfig(**VARIANTS["rotary bert"][1]), "modeling_bert", BERT_HEADS),
+        (modeling_t5.T5Config(**VARIANTS["alibi t5"][1]), "modeling_t5", T5_HEADS),
+        (transformers.BertConfig(**BERT), "transformers.models.bert", BERT_HEADS),
+        (transformers.T5Config(**T5), "transformers.models.t5", T5_HEADS),
+    ):
+        config.save_pretrained(tmp_path)
+        read = transformers.AutoConfig.from_pretrained(tmp_path)
+        assert {**read.to_dict(), "_name_or_path": ""} == config.to_dict()
+        for auto, head in heads.items():
+            with torch.device("meta"):
+                made = getattr(transformers, auto).from_config(read)
+            assert type(made).__name__ == head and type(made).__module__.startswith(home)
+
+
+def test_transformers_alone_refuses_a_variant(tmp_path):
+    for kind in ("rotary bert", "alibi t5"):
+        cls, settings = VARIANTS[kind]
+        cls.config_class(**settings).save_pretrained(tmp_path / kind.split()[-1])
+    code = """
+        import sys, transformers
+        for kind in ("bert", "t5"):
+            try:
+                print("read", transformers.AutoConfig.from_pretrained(f"{sys.argv[1]}/{kind}"))
+            except ValueError as error:
+                print(error)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": ""})
+    assert [f"type `lm_experiments_{kind}`" in said.stdout for kind in ("bert", "t5")] == [True, True]
+    assert "read" not in said.stdout.split()
+
+
+def test_automodel_refuses_a_class_of_someone_elses(tmp_path):
+    """Whose keys and methods it would drop."""
+
+    class MyT5(modeling_t5.T5Model):
+        pass
+
+    MyT5(modeling_t5.T5Config(**VARIANTS["alibi t5"][1])).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="one of MyT5, a class derived from those of modeling_t5: read it with that"):
+        transformers.AutoModel.from_pretrained(tmp_path)
+    assert isinstance(MyT5.from_pretrained(tmp_path), MyT5)
+
+
+def test_peft_finds_the_model_of_its_adapter(tmp_path):
+    peft = pytest.importorskip("peft")
+    cls, settings = VARIANTS["rotary bert"]
+    base = modeling_bert.BertForSequenceClassification(cls.config_class(**settings))
+    base.save_pretrained(tmp_path / "base")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=2, init_lora_weights=False)).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "adapter").eval()
+    assert type(loaded.base_model.model) is modeling_bert.BertForSequenceClassification
+    ids = torch.arange(1, 9)[None]
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["memory t5", "cdQ t5", "sparse t5", "sparse bert"])
+def test_attention_maps_of_a_variant(name, tmp_path):
+    """Those that a forward pass gives; memory tokens are columns and rows as well."""
+    cls, settings = VARIANTS[name]
+    if cls is not modeling_bert.BertModel:
+        cls = modeling_t5.T5ForConditionalGeneration
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**settings, **({"decoder_start_token_id": 0} if "t5" in name else {}))).eval()
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{number}": number for number in range(50)}, "w2"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="w0", model_input_names=["input_ids", "attention_mask"]
+    )
+    text = " ".join(f"w{number}" for number in range(3, 33))
+    maps = attention_maps(model, tokenizer, text, target="w5 w6" if "t5" in name else None)
+    inputs = {"labels": torch.tensor([[5, 6]])} if "t5" in name else {}
+    model.set_attn_implementation("eager")
+    outputs = model(torch.arange(3, 33)[None], output_attentions=True, **inputs)
+    expected = outputs.attentions if "bert" in name else outputs.encoder_attentions
+    memory = [f"<memory {number}>" for number in range(settings.get("num_memory_tokens", 0))]
+    for head, weights in enumerate(expected[0][0]):
+        torch.testing.assert_close(torch.from_numpy(maps[head].weights), weights.detach())
+        assert maps[head].keys == maps[head].queries == [*memory, *text.split()]
+    assert maps[0].kind == "self" or maps[-1].keys == [*memory, *text.split()]
+
+
+class WindowConfig(modeling_t5.T5Config):
+    window: int = 3
+    decoder_self_attention_layer: str = f"{__name__}:WindowAttention"
+
+
+class WindowAttention(modeling_t5.T5Attention):
+    pass
+
+
+class WindowT5(modeling_t5.T5ForConditionalGeneration):
+    config_class = WindowConfig
+
+
+class RotaryBertConfig(modeling_bert.BertConfig):
+    position_embedding_type: str = "rotary"
+
+
+class RotaryBert(modeling_bert.BertForMaskedLM):
+    config_class = RotaryBertConfig
+
+
+@pytest.mark.parametrize(("cls", "sizes"), [(WindowT5, T5), (RotaryBert, BERT)])
+def test_a_class_derived_from_ours_is_read_by_itself_alone(cls, sizes, tmp_path):
+    """Though all of its keys are at its own defaults."""
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**sizes)).eval()
+    model.save_pretrained(tmp_path)
+    auto = transformers.AutoModelForSeq2SeqLM if cls is WindowT5 else transformers.AutoModelForMaskedLM
+    with pytest.raises(ValueError, match=f"one of {cls.__name__}, a class derived from those of modeling_"):
+        auto.from_pretrained(tmp_path)
+    again = cls.from_pretrained(tmp_path).eval()
+    inputs = {"input_ids": torch.arange(2, 12)[None]}
+    if cls is WindowT5:
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+        assert again.config.window == 3
+    with torch.no_grad():
+        assert torch.equal(again(**inputs).logits, model(**inputs).logits)

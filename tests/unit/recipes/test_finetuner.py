@@ -1,0 +1,338 @@
+"""FineTuner: what run_finetuning.py does, from Python."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from tokenizers import processors
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from lm_experiments_tools import FineTuner, UserError
+from lm_experiments_tools.recipes import finetuning_data as data_module
+from tests.helpers import ROOT
+from tests.helpers.finetuning_toys import pairs, write_json
+from tests.helpers.pretrained_toys import save_toy, t5_config, toy_tokenizer
+
+LENGTHS = {"input_seq_len": 32, "target_seq_len": 16}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finetuner")
+    save_toy("encoder-decoder", folder / "t5")
+    save_toy("encoder", folder / "bert")
+    save_toy("decoder", folder / "gpt")
+    with_end = toy_tokenizer()
+    with_end._tokenizer.post_processor = processors.TemplateProcessing("$A </s>", "$A </s> $B </s>", [("</s>", 1)])
+    with_end.save_pretrained(folder / "gpt")
+    (folder / "t5.json").write_text(json.dumps({**t5_config().to_diff_dict(), "model_type": "t5"}))
+    write_json(folder / "train.jsonl", pairs(24))
+    write_json(folder / "valid.jsonl", pairs(7))
+    labelled = [f"w{i % 40} w{i % 7}\t{'good' if i % 2 else 'bad'}" for i in range(40)]
+    (folder / "labels.tsv").write_text("\n".join(["sentence\tlabel", *labelled]) + "\n")
+    paired = [f"w{i % 40} w{i % 7}\tw{i % 11} w3 w4\t{i % 2}" for i in range(40)]
+    (folder / "pairs.tsv").write_text("\n".join(["question1\tquestion2\tis_duplicate", *paired]) + "\n")
+    return folder
+
+
+@pytest.fixture
+def sets(folder):
+    return {"data_path": folder / "train.jsonl", "valid_data_path": str(folder / "valid.jsonl")}
+
+
+def by_script(path, **flags):
+    words = [
+        str(part)
+        for name, value in flags.items()
+        for part in ([f"--{name}"] if value is True else [f"--{name}", value])
+    ]
+    command = [sys.executable, ROOT / "run_finetuning.py", *words, "--model_path", path]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    return json.loads((path / "metrics.json").read_text())
+
+
+def test_training_is_that_of_the_script(folder, sets, tmp_path):
+    """With test data, and with valid values of the best checkpoint where the rate makes the last one worse."""
+    flags = {
+        "batch_size": 4, "iters": 4, "lr": 0.3, "valid_interval": 1, "metrics": "exact_match", "save_best": True,
+        "test_data_path": folder / "train.jsonl", **LENGTHS,
+    }  # fmt: skip
+    of_script = by_script(tmp_path / "script", from_pretrained=folder / "t5", **sets, **flags)
+    tuner = FineTuner(folder / "t5", **sets, **{**flags, "iters": 1, "save_best": False})
+    metrics = tuner.train(iters=4, model_path=str(tmp_path / "run"), save_best=True)
+    assert set(metrics) == {"train", "valid", "test"}
+    assert metrics == {split: pytest.approx(values, rel=1e-5) for split, values in of_script.items()}
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    during = {line["step"]: line["loss"] for line in lines if line["split"] == "valid" and "loss" in line}
+    assert metrics["valid"]["loss"] == pytest.approx(min(during.values()), rel=1e-5) and len(during) == 4
+    assert tuner.evaluate() == pytest.approx(metrics["valid"], rel=1e-5)
+    assert tuner.evaluate("test") == pytest.approx(metrics["test"], rel=1e-5)
+
+
+def test_generation_is_that_of_transformers(folder, tmp_path):
+    tuner = FineTuner(folder / "t5", prefix="w1 ", num_beams=2, **LENGTHS)
+    tuner.save(tmp_path / "saved")
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "saved")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    texts = ["w5 w6 w7", "w8", "w20 w21"]
+    for text, ours in zip(texts, tuner.predict(texts, batch_size=2), strict=True):
+        ids = model.generate(**tokenizer(f"w1 {text}", return_tensors="pt"), num_beams=2, max_new_tokens=16)
+        assert ours == tokenizer.decode(ids[0], skip_special_tokens=True) == tuner.generate_single(text)
+    torch.manual_seed(0)
+    drawn = tuner.generate_diverse("w5 w6 w7", num_texts=3)
+    assert len(set(drawn)) == 3
+
+
+def test_summary_and_freezing_count_parameters(folder):
+    tuner = FineTuner(folder / "t5", **LENGTHS)
+    total = sum(p.numel() for p in tuner.model.parameters())
+    encoder = [p for n, p in tuner.model.encoder.named_parameters() if not n.startswith("embed_tokens")]
+    assert f"{total:,}" in str(tuner.summary())
+    assert tuner.freeze("encoder") == sum(p.numel() for p in encoder)
+    assert tuner.summary().all.trainable == total - sum(p.numel() for p in encoder)
+    with pytest.raises(UserError, match="--freeze nonsense"):
+        tuner.freeze("nonsense")
+
+
+def test_added_tokens_have_rows_and_are_read(folder, sets):
+    tuner = FineTuner(folder / "t5", **sets, **LENGTHS)
+    rows = tuner.model.get_input_embeddings().weight.shape[0]
+    assert tuner.add_tokens([f"new{i}" for i in range(rows)]) == rows
+    assert tuner.add_tokens(["new0"]) == 0
+    assert tuner.model.get_input_embeddings().weight.shape[0] >= len(tuner.tokenizer)
+    assert tuner.tokenizer("new3")["input_ids"] != [tuner.tokenizer.unk_token_id]
+    assert isinstance(tuner.generate_single("new3 w1"), str)
+
+
+def test_an_encoder_predicts_labels_by_name(folder):
+    tuner = FineTuner(
+        folder / "bert", model_type="encoder", task="classification", data_path=folder / "labels.tsv",
+        valid_data_path=str(folder / "labels.tsv"), batch_size=8, iters=120, log_interval=60, lr=1e-2,
+        input_seq_len=32,
+    )  # fmt: skip
+    assert tuner.label_names == ("bad", "good")
+    tuner.train()
+    assert tuner.evaluate()["accuracy"] > 0.9
+    assert tuner.predict(["w1 w1", "w2 w2"]) == ["good", "bad"]
+    assert tuner.model.config.id2label == {0: "bad", 1: "good"}
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"learning_rate": 1}, "'learning_rate': here it is called lr"),
+        ({"task": "causal_lm"}, "--task causal_lm is not for --model_type encoder-decoder"),
+        ({"from_pretrained": "no/such/folder"}, "no such file or folder"),
+    ],
+)
+def test_impossible_settings_are_sentences(folder, settings, words):
+    with pytest.raises(UserError, match=words):
+        FineTuner(**{"from_pretrained": folder / "t5", **settings})
+
+
+def test_what_needs_data_says_so(folder):
+    tuner = FineTuner(folder / "t5")
+    with pytest.raises(UserError, match="--data_path is missing"):
+        tuner.train()
+
+
+def weights_of(tuner):
+    return {name: tensor.clone() for name, tensor in tuner.model.state_dict().items()}
+
+
+def unchanged(tuner, weights):
+    return all(torch.equal(tensor, weights[name]) for name, tensor in tuner.model.state_dict().items())
+
+
+def test_evaluation_leaves_the_weights_as_they_are(folder, sets, tmp_path):
+    """Also where settings name a checkpoint, or files to be written."""
+    flags = {**sets, **LENGTHS, "metrics": "exact_match", "batch_size": 8, "lr": 1e-2, "iters": 4}
+    saving = {"save_interval": 2, "profile_after": 1, "log_interval": 2, "early_stopping_patience": 9}
+    tuner = FineTuner(folder / "t5", **flags, **saving, model_path=str(tmp_path / "run"))
+    tuner.evaluate()  # before the folder is there
+    metrics = tuner.train()
+    resuming = FineTuner(folder / "t5", **flags, resume=str(tmp_path / "run"))
+    from_nothing = FineTuner(model_cfg=str(folder / "t5.json"), tokenizer=str(folder / "t5"), **flags)
+    for one in (tuner, resuming, from_nothing):
+        last = one.train(iters=6)["valid"] if one is not tuner else metrics["valid"]
+        weights = weights_of(one)
+        assert one.evaluate() == pytest.approx(last, rel=1e-5) and unchanged(one, weights)
+        one.model.train()
+        one.evaluate()
+        assert one.model.training
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"peft": "lora"}, {"dropout_rate": 0.5}, {"freeze": "encoder"}, {"gradient_checkpointing": True},
+        {"device_map": "auto"}, {"model_cfg": "t5-small"}, {"from_pretrained": "t5-small"}, {"compile": True},
+        {"bf16": True}, {"fp16": True}, {"model_type": "decoder"}, {"peft": "lora", "quantize": "int8"},
+    ],
+    ids=lambda settings: list(settings)[-1],
+)  # fmt: skip
+def test_what_the_model_is_made_of_is_no_setting_of_train(folder, sets, settings):
+    tuner = FineTuner(folder / "t5", **sets, **LENGTHS, iters=1, metrics="none")
+    before = tuner.args
+    with pytest.raises(UserError, match=f"{next(iter(settings))}=.* comes too late.*FineTuner\\("):
+        tuner.train(**settings)
+    assert tuner.args is before
+
+
+def test_other_labels_are_no_setting_of_train(folder):
+    path = str(folder / "labels.tsv")
+    tuner = FineTuner(folder / "bert", model_type="encoder", task="classification", data_path=path, input_seq_len=32)
+    with pytest.raises(UserError, match="made for the labels bad, good, and this data has good, bad"):
+        tuner.train(label_names=("good", "bad"))
+    assert tuner.data.label_names == ("bad", "good")
+
+
+def test_training_goes_on_from_the_present_weights_with_another_pass(folder, sets):
+    tuner = FineTuner(folder / "t5", **sets, **LENGTHS, batch_size=4, metrics="none", lr=1e-2, epochs=1)
+    read: list[list[list[int]]] = []
+    forward = tuner.model.forward
+    passes = []
+    for _ in range(2):
+        read.clear()
+        start = weights_of(tuner)
+
+        def seen(start=start, **inputs):
+            if tuner.model.training:
+                if not read:
+                    assert unchanged(tuner, start)
+                read.append(
+                    [
+                        ids[mask > 0].tolist()
+                        for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+                    ]
+                )
+            return forward(**inputs)
+
+        tuner.model.forward = seen
+        tuner.train()
+        assert not unchanged(tuner, start)
+        passes.append([row for batch in read for row in batch])
+    assert len(passes[0]) == 24 and sorted(passes[0]) == sorted(passes[1]) and passes[0] != passes[1]
+
+
+def test_a_folder_is_trained_in_once(folder, sets, tmp_path):
+    """A second training there would load its checkpoint over the model; a new tuner continues the run."""
+    flags = {**sets, **LENGTHS, "metrics": "none", "lr": 1e-2, "iters": 2}
+    tuner = FineTuner(folder / "t5", **flags, model_path=str(tmp_path / "a"))
+    tuner.train()
+    with torch.no_grad():
+        tuner.model.shared.weight.zero_()
+    weights = weights_of(tuner)
+    with pytest.raises(UserError, match="has trained in .*/a, where .*choose another model_path"):
+        tuner.train(iters=4)
+    assert unchanged(tuner, weights)
+    tuner.train(iters=1, lr=1e-6, model_path=str(tmp_path / "b"))
+    assert tuner.model.shared.weight.abs().max() < 1e-4
+    again = FineTuner(folder / "t5", **{**flags, "iters": 5}, model_path=str(tmp_path / "a"))
+    again.train()
+    assert "step_000005" in str((tmp_path / "a" / "last").resolve())
+    with pytest.raises(UserError, match="--resume never would mix two runs"):
+        FineTuner(folder / "t5", **flags, model_path=str(tmp_path / "a"), resume="never").train()
+
+
+def columns(path):
+    """Rows of a table or of JSON lines: what stands before the last field."""
+    if path.suffix == ".jsonl":
+        return [json.loads(line)["source"] for line in path.read_text().splitlines()]
+    rows = [tuple(line.split("\t")[:-1]) for line in path.read_text().splitlines()[1:]]
+    return [row[0] if len(row) == 1 else row for row in rows]
+
+
+SAME_AS_SCRIPT = {
+    "encoder": ("bert", "labels.tsv", {"model_type": "encoder", "task": "classification"}),
+    "encoder, pairs": ("bert", "pairs.tsv", {"model_type": "encoder", "task": "classification"}),
+    "labels as text": ("t5", "labels.tsv", {"task": "classification", "label_words": ("w5", "w6"), "prefix": "w9 "}),
+    "labels as text, pairs": (
+        "t5", "pairs.tsv", {"task": "classification", "label_words": ("w5", "w6"), "iters": 60, "lr": 1e-2},
+    ),
+    "text": ("t5", "train.jsonl", {"prefix": "w9 ", "num_beams": 2}),
+    "decoder": ("gpt", "train.jsonl", {"model_type": "decoder", "prefix": "w9 "}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME_AS_SCRIPT)
+def test_predictions_are_those_of_evaluation(folder, tmp_path, name):
+    """`predict` on the texts of a file is what validation wrote to predictions/valid.jsonl."""
+    model, file, flags = SAME_AS_SCRIPT[name]
+    path = folder / file
+    settings = {"iters": 1, "lr": 1e-4, "metrics": "accuracy" if "task" in flags else "exact_match", **flags}
+    tuner = FineTuner(
+        folder / model, **settings, data_path=path, valid_data_path=path, batch_size=8, valid_interval=60,
+        input_seq_len=24, model_path=tmp_path / "run", **({} if model == "bert" else {"target_seq_len": 8}),
+    )  # fmt: skip
+    tuner.train()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "predictions" / "valid.jsonl").read_text().splitlines()]
+    wanted = [line.get("text", line["prediction"]) for line in lines]
+    assert len(set(wanted)) > 1
+    assert tuner.predict(columns(path)) == wanted
+
+
+def prompts_of(tuner, monkeypatch):
+    """Lists that the rows of ids which `generate` reads are put into, without padding."""
+    read: list[list[int]] = []
+
+    def generate(input_ids, attention_mask, **options):
+        read.extend(ids[mask > 0].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True))
+        return input_ids
+
+    monkeypatch.setattr(tuner.model, "generate", generate)
+    return read
+
+
+@pytest.mark.parametrize("name", list(SAME_AS_SCRIPT)[2:])
+def test_what_predict_reads_is_what_evaluation_reads(folder, monkeypatch, caplog, name):
+    model, file, flags = SAME_AS_SCRIPT[name]
+    path = folder / file
+    tuner = FineTuner(
+        folder / model, **flags, data_path=path, valid_data_path=str(path), input_seq_len=24, target_seq_len=8,
+    )  # fmt: skip
+    evaluated = {}
+    for batch in tuner.data.splits["valid"].loader:
+        kind = ("prompt_ids", "prompt_mask") if "prompt_ids" in batch else ("input_ids", "attention_mask")
+        for number, ids, mask in zip(batch["example"].tolist(), *(batch[key] for key in kind), strict=True):
+            evaluated[number] = ids[mask > 0].tolist()
+    read = prompts_of(tuner, monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        caplog.clear()
+        tuner.predict(columns(path))
+    assert read == [evaluated[number] for number in range(len(evaluated))]
+    assert ("longer than" in caplog.text) == (file == "train.jsonl" and model == "gpt")
+
+
+def test_texts_that_the_task_has_not_are_refused(folder):
+    plain = FineTuner(folder / "t5", **LENGTHS)
+    classes = FineTuner(folder / "t5", task="classification", label_names=("0", "1"), **LENGTHS)
+    named = FineTuner(folder / "t5", task="classification", label_names=("0", "1"), text_fields=("a", "b"), **LENGTHS)
+    for tuner, texts, words in (
+        (plain, ["w1", ("w1", "w2")], "text 1 .* has 2 parts, not 1"),
+        (plain, ["w1", " "], "text 1 .* is empty"),
+        (classes, ["w1"], "give text_fields"),
+        (named, ["w1"], "text 0 .* has 1 parts, not 2"),
+    ):
+        with pytest.raises(UserError, match=words):
+            tuner.predict(texts)
+    assert plain.predict([]) == []
+
+
+def test_data_is_read_once(folder, monkeypatch):
+    reads = []
+    read = data_module._Reader.read
+    monkeypatch.setattr(data_module._Reader, "read", lambda self: reads.append(1) or read(self))
+    path = str(folder / "labels.tsv")
+    tuner = FineTuner(
+        folder / "bert", model_type="encoder", task="classification", data_path=path, valid_data_path=path,
+        input_seq_len=32,
+    )  # fmt: skip
+    tuner.train(iters=1, log_interval=1, weight_decay=0.1)
+    tuner.evaluate()
+    assert len(reads) == 1
+    tuner.train(iters=1, batch_size=4)
+    assert len(reads) == 2

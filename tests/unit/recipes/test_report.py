@@ -1,0 +1,56 @@
+"""The closing report: which words are hidden, and how a generated target is read."""
+
+import numpy as np
+import torch
+
+from lm_experiments_tools.data.tokens import indexed
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
+from lm_experiments_tools.recipes import report
+from lm_experiments_tools.recipes.report import hide_words, read_guesses
+
+
+class Words:
+    """A vocabulary of whole words: id 3 + i is the i-th; 90 and 89 are the sentinels."""
+
+    words = ("the", "cat", ",", "sat", "on", "a", "mat", ".")
+    sentinel_ids = np.array([90, 89])
+    eos_id, pad_id = 1, 0
+
+    def starts_word(self, index):
+        return True
+
+    def decode(self, ids):
+        return " ".join(self.words[i - 3] for i in map(int, ids))
+
+
+def test_whole_words_near_a_third_and_two_thirds_are_hidden():
+    window = np.array([3, 4, 5, 6, 7, 8, 9, 10])  # the cat , sat on a mat .
+    inputs, spans = hide_words(window, Words())
+    assert [span.tolist() for span in spans] == [[6], [9]]  # "sat" and "mat": not the comma, not the one-letter "a"
+    assert inputs.tolist() == [3, 4, 5, 90, 7, 8, 89, 10]
+
+
+def test_windows_begin_long_documents_evenly_whatever_the_blocks(tmp_path, monkeypatch):
+    lengths = np.random.default_rng(0).integers(0, 2 * report.WINDOW, 200)
+    with IndexedDatasetWriter(tmp_path / "t", np.uint16) as writer:
+        for number, length in enumerate(lengths):
+            for part in np.array_split(np.full(length, number), 3):  # sentences
+                writer.add_sequence(part)
+            writer.end_document()
+    tokens = IndexedDataset(tmp_path / "t")
+    long = np.flatnonzero(lengths >= report.WINDOW)
+    expected = [[number] * report.WINDOW for number in (long[0], long[(len(long) - 1) // 2], long[-1])]
+    for block in (7, 1 << 20):
+        monkeypatch.setattr(indexed, "_CHECK_BLOCK", block)
+        assert [window.tolist() for window in report._windows(tokens)] == expected
+    with IndexedDatasetWriter(tmp_path / "short", np.uint16) as writer:
+        writer.add_sequence([1])
+        writer.end_document()
+    assert report._windows(IndexedDataset(tmp_path / "short")) == []
+
+
+def test_guesses_are_read_between_sentinels_up_to_eos():
+    scores = [torch.zeros(1, 91) for _ in range(6)]
+    scores[1][0, [6, 3, 4, 7]] = torch.tensor([4.0, 3.0, 2.0, 1.0])
+    guesses = read_guesses([0, 90, 6, 3, 89, 1, 7], scores, Words())
+    assert guesses == {0: "sat the (or: the | cat | on)", 1: "(nothing)"}

@@ -1,0 +1,135 @@
+"""What docs/finetuning.md and examples/ tell people to type is understood, and the notebooks run."""
+
+import ast
+import importlib
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lm_experiments_tools import FineTuner
+from lm_experiments_tools.config import cli
+from lm_experiments_tools.config.finetuning import ALLOWED_METRICS, DEFAULT_METRICS, LEARNING_RATES, FinetuningArgs
+from lm_experiments_tools.evaluation import text
+from tests.helpers import ROOT
+
+PAGE = (ROOT / "docs" / "finetuning.md").read_text(encoding="utf-8")
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+YAML_FILES = sorted((ROOT / "examples").glob("finetune_*.yaml"))
+FLAGS = {field.name for field in fields(FinetuningArgs)}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.M | re.S)
+
+
+def commands() -> list[list[str]]:
+    lines = "".join(blocks("bash")).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+
+
+def calls(source: str) -> list[ast.Call]:
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+
+
+def settings_of(source: str) -> list[set[str]]:
+    """Keywords of each call of FineTuner and of its `train`."""
+    found = []
+    for call in calls(source):
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        if name in ("FineTuner", "train"):
+            found.append({keyword.arg for keyword in call.keywords if keyword.arg})
+    return found
+
+
+def notebook_code(path: Path) -> str:
+    nbformat = pytest.importorskip("nbformat")
+    return "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
+
+
+def test_there_is_something_to_check():
+    assert len(commands()) >= 12 and len(blocks("python")) >= 3
+    assert len(NOTEBOOKS) >= 2 and len(YAML_FILES) >= 4
+
+
+@pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words)[:60])
+def test_command_of_the_page_parses(words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:.*## ", (ROOT / "Makefile").read_text(), flags=re.M)
+    elif words[0] == "lmtools":
+        tool = importlib.import_module(f"lm_experiments_tools.tools.{words[1]}")
+        cli.parse(getattr(tool, f"{words[1].capitalize()}Args"), words[2:])
+    else:
+        args, origins = cli.parse(FinetuningArgs, words[words.index("run_finetuning.py") + 1 :])
+        args.resolved().without_epochs_beside_iters(origins)
+        for word in words[: words.index("run_finetuning.py")]:
+            assert not word.endswith(".yaml") or (ROOT / word).is_file()
+
+
+@pytest.mark.parametrize("path", YAML_FILES, ids=lambda path: path.stem)
+def test_example_parses_and_says_nothing_twice(path):
+    args, origins = cli.parse(FinetuningArgs, ["--config", str(path)])
+    assert set(yaml.safe_load(path.read_text())) == {name for name, origin in origins.items() if origin != "default"}
+    assert args.resolved().lr is not None
+
+
+@pytest.mark.parametrize("source", [*blocks("python"), *NOTEBOOKS], ids=lambda s: getattr(s, "stem", "block"))
+def test_python_of_page_and_notebooks_names_settings_and_methods_that_exist(source):
+    source = notebook_code(source) if isinstance(source, Path) else source
+    for names in settings_of(source):
+        assert names <= FLAGS
+    for call in calls(source):
+        if isinstance(call.func, ast.Attribute) and getattr(call.func.value, "id", "") == "tuner":
+            assert hasattr(FineTuner, call.func.attr)
+
+
+def test_every_flag_that_the_page_names_exists():
+    """In the text too; the flags of launchers and tools stand in code blocks alone."""
+    prose = re.sub(r"^```.*?^```", "", PAGE, flags=re.M | re.S)
+    named = set(re.findall(r"--([a-z][a-z_0-9]+)", prose))
+    assert len(named) > 50
+    assert named <= FLAGS
+
+
+def test_tables_of_the_page_are_those_of_the_code():
+    for task, metrics in ALLOWED_METRICS.items():
+        for metric in metrics:
+            assert re.search(rf"^\|.*`{metric}`.*\|.*(the same|{task}).* \|$", PAGE, flags=re.M), (task, metric)
+    starred = {m for m in re.findall(r"`(\w+)` \*", PAGE)}
+    assert starred == {metric for metrics in DEFAULT_METRICS.values() for metric in metrics}
+    assert set(text.METRICS) <= {name for metrics in ALLOWED_METRICS.values() for name in metrics}
+    for kind in ("lora", "prompt_tuning", "prefix_tuning", "new_tokens"):
+        (rate,) = re.findall(rf"^\| `{kind}` \|.*\| (\S+) \|$", PAGE, flags=re.M)
+        assert float(rate) == LEARNING_RATES[kind]
+    whole = re.search(r"^\| none \|.*\| (\S+) for encoder-decoders, (\S+) for encoders and decoders \|$", PAGE, re.M)
+    assert float(whole[1]) == LEARNING_RATES["encoder-decoder"]
+    assert float(whole[2]) == LEARNING_RATES["encoder"] == LEARNING_RATES["decoder"]
+
+
+def test_links_of_the_page_lead_somewhere():
+    for link in re.findall(r"\]\(([^)#:]+)\)", PAGE):
+        assert (ROOT / "docs" / link).exists(), link
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_holds_no_outputs(path):
+    nbformat = pytest.importorskip("nbformat")
+    for cell in nbformat.read(path, as_version=4).cells:
+        assert not cell.get("outputs") and cell.get("execution_count") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path, tmp_path):
+    for package in ("nbclient", "ipykernel", "peft", "bitsandbytes"):
+        pytest.importorskip(package)
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert not list(tmp_path.iterdir())  # what it writes goes to a temporary folder of its own

@@ -1,0 +1,209 @@
+"""Who may import what, read from the source; and what importing the package really loads."""
+
+import ast
+import importlib
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lm_experiments_tools
+from tests.helpers import ROOT
+
+ACCELERATE_FILES = ("lm_experiments_tools/backends/accelerate.py", "lm_experiments_tools/backends/launch.py")
+SEQIO_FILES = ("lm_experiments_tools/data/seqio/tasks.py", "lm_experiments_tools/data/seqio/worker.py")
+
+# package -> the only files that may import it
+ONLY_IN = {
+    "horovod": ("lm_experiments_tools/backends/horovod.py",),
+    "accelerate": ACCELERATE_FILES,
+    "deepspeed": ACCELERATE_FILES,
+    "tensorflow": SEQIO_FILES,
+    "tensorflow_datasets": SEQIO_FILES,
+    "t5": SEQIO_FILES,
+    "seqio": SEQIO_FILES,
+    # the seqio worker only loads it, before TensorFlow does: after it, triton aborts the process
+    "triton": (
+        "lm_experiments_tools/attention/kernels/triton_kernels.py",
+        "lm_experiments_tools/data/seqio/worker.py",
+    ),
+}
+# What setup.py requires for every user, by import name; only these may be imported at the top of a module.
+CORE = {
+    "google",  # protobuf, which sentencepiece's model files are
+    "huggingface_hub",
+    "numpy",
+    "psutil",
+    "safetensors",
+    "sentencepiece",
+    "tensorboard",
+    "tokenizers",
+    "torch",
+    "tqdm",
+    "transformers",
+    "tyro",
+    "yaml",
+}
+# What an extra of setup.py brings; imported where it is used.
+EXTRAS = {
+    "apex", "bitsandbytes", "datasets", "matplotlib", "megatron", "nupunkt", "onnxruntime", "peft", "rouge_score",
+    "sacrebleu", "sentencex",
+}  # fmt: skip
+OURS = {"lm_experiments_tools", "modeling_t5", "modeling_bert", "megatron"}
+# The command line answers before anything heavy is loaded.
+INSTANT = {
+    "lm_experiments_tools/__init__.py": set(),
+    "lm_experiments_tools/errors.py": set(),
+    "lm_experiments_tools/config/training.py": set(),
+    "lm_experiments_tools/config/pretraining.py": set(),
+    "lm_experiments_tools/config/bert.py": set(),
+    "lm_experiments_tools/config/cli.py": {"tyro", "yaml"},
+}
+
+
+def sources() -> list[Path]:
+    folders = ("lm_experiments_tools", "modeling_t5", "modeling_bert", "megatron")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return sorted(found) + sorted(ROOT.glob("run_*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports_of(source: str) -> list[tuple[str, bool]]:
+    """(module, at the top of the file) for each import, the string given to import_module included."""
+    tree = ast.parse(source)
+    later, under_type_checking = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            under_type_checking |= {inner for statement in node.body for inner in ast.walk(statement)}
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            later |= set(ast.walk(node))
+    found = []
+    for node in set(ast.walk(tree)) - under_type_checking:
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node not in later) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found += [(f"{node.module}.{alias.name}", node not in later) for alias in node.names]
+        elif (
+            isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module"
+        ):
+            names = [word.value for word in node.args[:1] if isinstance(word, ast.Constant)]
+            found += [(name, node not in later) for name in names]
+    return sorted(found)
+
+
+def violations(path: str, source: str) -> list[str]:
+    found = []
+    for module, at_top in imports_of(source):
+        package = module.partition(".")[0]
+        if package.startswith("run_"):
+            found.append(f"{path} imports the script {package}")
+        elif package in ONLY_IN:
+            if path not in ONLY_IN[package]:
+                found.append(f"{path} imports {package}, which only {' and '.join(ONLY_IN[package])} may")
+        elif package not in sys.stdlib_module_names and package not in OURS:
+            if package not in CORE | EXTRAS:
+                found.append(f"{path} imports {package}, which setup.py does not name")
+            elif at_top and package not in CORE and not path.startswith("megatron/"):
+                found.append(f"{path} imports {package} at its top: it is optional, so import it where it is used")
+        words = module.split(".")
+        if words[:2] == ["transformers", "models"] and any(word.startswith("modeling_") for word in words[2:]):
+            found.append(f"{path} imports {module}, which is private to transformers")
+        if path.startswith("modeling_") and package == "lm_experiments_tools" and words[1:2] != ["attention"]:
+            found.append(f"{path} imports {module}: models take nothing of ours but lm_experiments_tools.attention")
+        if path in INSTANT and package not in sys.stdlib_module_names | INSTANT[path] | {"lm_experiments_tools"}:
+            found.append(f"{path} imports {package}: --help must be instant")
+    return found
+
+
+def test_there_is_something_to_check():
+    names = [name_of(path) for path in sources()]
+    assert {"lm_experiments_tools/training/trainer.py", "run_t5_pretraining.py", *INSTANT} <= set(names)
+
+
+@pytest.mark.parametrize("path", sources(), ids=name_of)
+def test_file_imports_only_what_it_may(path):
+    assert violations(name_of(path), path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("lm_experiments_tools/training/trainer.py", "import horovod.torch as hvd"),
+        ("lm_experiments_tools/training/trainer.py", "def f():\n    from accelerate import Accelerator"),
+        ("lm_experiments_tools/backends/horovod.py", "import deepspeed"),
+        ("lm_experiments_tools/recipes/report.py", "import matplotlib.pyplot as plt"),
+        ("lm_experiments_tools/recipes/report.py", "def f():\n    import leftpad"),
+        ("lm_experiments_tools/data/loader.py", 'import importlib\nimportlib.import_module("tensorflow")'),
+        ("lm_experiments_tools/training/trainer.py", "import run_t5_pretraining"),
+        ("lm_experiments_tools/config/training.py", "import torch"),
+        ("modeling_t5/modeling_t5.py", "from lm_experiments_tools import trainer"),
+        ("modeling_t5/modeling_t5.py", "from transformers.models.t5.modeling_t5 import T5Attention"),
+        ("modeling_t5/modeling_t5.py", "from transformers.models.t5 import modeling_t5"),
+    ],
+)
+def test_each_rule_can_be_broken(path, source):
+    assert len(violations(path, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("lm_experiments_tools/backends/horovod.py", "import horovod.torch as hvd"),
+        ("lm_experiments_tools/recipes/report.py", "def f():\n    import matplotlib"),
+        ("modeling_t5/modeling_t5.py", "from lm_experiments_tools.attention import layouts"),
+        (
+            "lm_experiments_tools/config/training.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
+        ),
+    ],
+)
+def test_rules_allow_what_they_should(path, source):
+    assert violations(path, source) == []
+
+
+def test_megatron_is_a_namespace_so_that_nvidias_can_stand_beside_it():
+    assert not (ROOT / "megatron" / "__init__.py").exists()
+
+
+def modules_after(statements: str) -> tuple[set[str], float]:
+    """Top-level packages that a fresh interpreter holds after `statements`, and its processor time in seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    script = f"import sys, json\n{statements}\nprint(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
+    result = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return set(json.loads(result.stdout.splitlines()[-1])), seconds
+
+
+def test_importing_the_package_loads_nothing_heavy_and_takes_no_time():
+    nothing, baseline = modules_after("")
+    loaded, seconds = modules_after("import lm_experiments_tools")
+    assert loaded - nothing - set(sys.stdlib_module_names) == {"lm_experiments_tools"}
+    assert seconds - baseline < 0.1
+
+
+def test_importing_the_loop_and_the_data_loads_no_backend_and_no_tensorflow():
+    core = [name_of(path) for path in sources() if name_of(path).startswith("lm_experiments_tools/")]
+    optional = {path for paths in ONLY_IN.values() for path in paths}
+    modules = [
+        path.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for path in core if path not in optional
+    ]
+    loaded, _ = modules_after("\n".join(f"import {module}" for module in modules))
+    # transformers imports accelerate and datasets by itself where they are installed
+    assert not loaded & {"horovod", "deepspeed", "tensorflow", "t5", "seqio", "apex", "matplotlib"}
+
+
+def test_every_public_name_resolves_and_an_unknown_one_is_an_attribute_error():
+    for name in lm_experiments_tools.__all__:
+        assert getattr(lm_experiments_tools, name) is not None
+        assert name in dir(lm_experiments_tools)
+    with pytest.raises(AttributeError, match="Trianer"):
+        _ = lm_experiments_tools.Trianer
+    assert lm_experiments_tools.Trainer is importlib.import_module("lm_experiments_tools.trainer").Trainer

@@ -1,0 +1,392 @@
+"""The wheel, the requirements, the Makefile, and the script that builds Horovod."""
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from lm_experiments_tools.config import cli
+from lm_experiments_tools.config.bert import BertPretrainingArgs
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+from tests.helpers import ROOT
+
+PACKAGES = ("lm_experiments_tools", "modeling_t5", "modeling_bert", "megatron")
+
+
+def tracked_files() -> list[str]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout: what belongs in the wheel is read from git")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, text=True, capture_output=True, check=True).stdout
+    return [name for name in listed.split("\0") if name and (ROOT / name).exists()]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a copy of the tracked files, so that nothing else can slip in and no build folder stays behind."""
+    source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in tracked_files():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", output]
+    built = subprocess.run([*command, source], text=True, capture_output=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return next(output.glob("*.whl"))
+
+
+def test_wheel_holds_the_packages_the_presets_and_nothing_else(wheel):
+    files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    expected = {
+        name
+        for name in tracked_files()
+        if (name.endswith(".py") and name.startswith(tuple(f"{package}/" for package in PACKAGES)))
+        or (name.endswith(".json") and name.startswith("models_configs/"))
+    }
+    assert files == expected
+    assert "lm_experiments_tools/training/trainer.py" in files and "models_configs/t5_configs/t5-small.json" in files
+
+
+def test_wheel_metadata(wheel):
+    archive = zipfile.ZipFile(wheel)
+    info = next(name.partition("/")[0] for name in archive.namelist() if ".dist-info/" in name)
+    metadata = archive.read(f"{info}/METADATA").decode()
+    extras = re.findall(r"^Provides-Extra: (.+)$", metadata, flags=re.M)
+    assert sorted(extras) == "accelerate all bert deepspeed dev horovod metrics onnx peft plots quantize seqio".split()
+    assert "Requires-Python: >=3.10" in metadata and "License-Expression: Apache-2.0" in metadata
+    assert "lmtools = lm_experiments_tools.tools.main:main" in archive.read(f"{info}/entry_points.txt").decode()
+    assert "Apache License" in archive.read(f"{info}/licenses/LICENSE").decode()
+    everything = {line for line in metadata.splitlines() if "Requires-Dist" in line and 'extra == "all"' in line}
+    assert len(everything) == len({line.split(";")[0] for line in metadata.splitlines() if "extra ==" in line})
+
+
+def test_installed_wheel_works_away_from_the_sources(wheel, tmp_path):
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", tmp_path / "site", wheel]
+    subprocess.run(command, check=True, capture_output=True)
+    question = (
+        "names = 'megatron.preprocess_data', 'megatron.core'; "
+        "import lm_experiments_tools, lm_experiments_tools.models.build as m; "
+        "print(lm_experiments_tools.__file__, 't5-small' in m.list_presets());"
+        # found, not imported: megatron.core loads thousands of modules
+        "import importlib.util as u; [print(s.origin) for s in map(u.find_spec, names) if s]"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    answer = subprocess.run(
+        [sys.executable, "-c", question], env=environment, cwd=tmp_path, text=True, capture_output=True, check=True
+    )
+    where, has_presets, bert_data, *others = answer.stdout.split()
+    assert Path(where).is_relative_to(tmp_path / "site") and has_presets == "True"
+    assert Path(bert_data).is_relative_to(tmp_path / "site")
+    assert all("site-packages" in Path(path).parts for path in others)  # NVIDIA's, where it is installed
+    assert (tmp_path / "site" / "bin" / "lmtools").exists()
+
+
+def requirements(name: str) -> dict[str, Requirement]:
+    lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
+    found = [Requirement(line) for line in lines if line and not line.startswith("-")]
+    included = [line.split()[1] for line in lines if line.startswith("-r ")]
+    here = {r.name.lower(): r for r in found if r.marker is None or r.marker.evaluate()}
+    return {key: r for file in included for key, r in requirements(file).items()} | here
+
+
+def setup_requirements() -> dict[str, list[Requirement]]:
+    """Extra -> requirements of setup.py, "" for the core ones."""
+    calls: list[dict] = []
+    fake = type(sys)("setuptools")
+    fake.setup = lambda **keywords: calls.append(keywords)
+    fake.find_namespace_packages = lambda **_: []
+    saved, sys.modules["setuptools"] = sys.modules.get("setuptools"), fake
+    try:
+        spec = importlib.util.spec_from_file_location("setup_script", ROOT / "setup.py")
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    finally:
+        if saved is None:
+            del sys.modules["setuptools"]
+        else:
+            sys.modules["setuptools"] = saved
+    (keywords,) = calls
+    return {
+        extra: [Requirement(line) for line in lines]
+        for extra, lines in {"": keywords["install_requires"], **keywords["extras_require"]}.items()
+    }
+
+
+def test_requirements_cover_setup_and_pins_lie_in_its_ranges():
+    declared, pretrain, everything = (
+        setup_requirements(),
+        requirements("requirements-pretrain.txt"),
+        requirements("requirements.txt"),
+    )
+    for extra, lines in declared.items():
+        pinned = pretrain if extra in ("", "horovod", "accelerate", "plots") else everything
+        for requirement in lines:
+            pin = pinned.get(requirement.name.lower())
+            assert pin is not None, f"{requirement.name} of [{extra}] is in no requirements file"
+            lowest = [spec.version.rstrip(".*") for spec in pin.specifier if spec.operator in ("==", ">=")]
+            assert all(requirement.specifier.contains(version) for version in lowest), (extra, pin, requirement)
+
+
+def test_requirements_name_nothing_that_pip_cannot_install_or_that_is_another_program():
+    assert not {"apex", "horovod", "nvidia-apex"} & set(requirements("requirements.txt"))
+    assert not {"tensorflow", "t5", "seqio", "deepspeed"} & set(requirements("requirements-pretrain.txt"))
+
+
+@pytest.mark.parametrize("name", sorted(requirements("requirements.txt")))
+def test_installed_version_is_one_we_pin(name):
+    requirement = requirements("requirements.txt")[name]
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{name} is not installed (make env-full installs it)")
+    assert requirement.specifier.contains(version, prereleases=True)
+
+
+def test_shipped_settings_parse():
+    for path in sorted((ROOT / "examples").glob("pretrain*.yaml")):
+        args_class = BertPretrainingArgs if "bert" in path.stem else T5PretrainingArgs
+        args, origins = cli.parse(args_class, ["--config", str(path)])
+        assert set(yaml.safe_load(path.read_text())) == {n for n, origin in origins.items() if origin != "default"}
+        assert args.iters > 0
+
+
+def make(*targets: str, **environment: str) -> subprocess.CompletedProcess:
+    if not shutil.which("make"):
+        pytest.skip("make is not installed")
+    command = ["make", "-C", str(ROOT), "--no-print-directory", *targets]
+    return subprocess.run(command, env={**os.environ, **environment}, text=True, capture_output=True)
+
+
+def test_make_help_lists_every_target():
+    listed = make("help").stdout
+    targets = "env env-full horovod data pretrain finetune test test-all lint bench clean"
+    for target in targets.split():
+        assert re.search(rf"^  make {target} ", listed, flags=re.M)
+
+
+def test_make_refuses_an_old_python_in_one_sentence(tmp_path):
+    old = tmp_path / "python3"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    result = make("env", f"PYTHON={old}", f"VENV={tmp_path / 'venv'}")
+    assert result.returncode != 0 and "is not Python 3.10 or newer" in result.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_make_pretrain_builds_data_before_it_trains_and_survives_a_failing_horovod(tmp_path):
+    plan = make("-n", "pretrain", f"VENV={tmp_path / 'venv'}", f"DATA={tmp_path / 'data'}", "ARGS=--iters 3").stdout
+    order = [plan.index(words) for words in ("-m venv", "install -r", "build_horovod", "corpus --output")]
+    order += [plan.index(words) for words in ("lmtools vocab", "lmtools tokenize", "run_t5_pretraining.py")]
+    order += [plan.index("--config examples/pretrain_cpu.yaml --iters 3")]
+    assert order == sorted(order)
+    assert re.search(r"build_horovod.*\|\| echo", plan.replace("\\\n", ""))
+
+
+def test_ci_runs_the_tests_last():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", script], check=True)
+    lines = script.read_text().splitlines()
+    assert "set -euo pipefail" in lines and lines[-1].startswith("make test")
+
+
+# scripts/build_horovod.py
+
+
+@pytest.fixture
+def script(monkeypatch, tmp_path):
+    """The build script as a module, with an empty cache and none of the user's settings."""
+    spec = importlib.util.spec_from_file_location("build_horovod", ROOT / "scripts" / "build_horovod.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("CXX", "HOROVOD_CMAKE", "HOROVOD_NCCL_HOME", "NCCL_HOME", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["build_horovod.py"])
+    return module
+
+
+@pytest.fixture
+def tools(monkeypatch, tmp_path):
+    """A PATH that holds only the programs put there; a program is the text of a shell script."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+
+    def put(name: str, text: str) -> Path:
+        path = folder / name
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+        return path
+
+    return put
+
+
+def run_main(script, capsys) -> str:
+    """main()'s sentence on stderr; it must have refused, in one line."""
+    assert script.main() == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("Horovod is not available: ")
+    return lines[0]
+
+
+def test_build_without_a_compiler_says_so(script, tools, capsys):
+    assert "no C++ compiler on PATH" in run_main(script, capsys)
+
+
+def test_build_with_an_absent_cxx_names_it(script, tools, capsys, monkeypatch):
+    monkeypatch.setenv("CXX", "/no/such/g++")
+    assert "CXX names /no/such/g++, which is not there" in run_main(script, capsys)
+
+
+def test_build_with_an_old_compiler_says_which_is_needed(script, tools, capsys):
+    tools("g++", "exit 1")
+    assert "g++ does not know C++20: install g++ 10 or newer" in run_main(script, capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("echo cmake version 4.1.2", "the only CMake is 4.1 at"),
+        ("echo cmake version 3.20.1", "the only CMake is 3.20 at"),
+        ("exit 1", "a broken one at"),
+        (None, "there is no CMake"),
+    ],
+)
+def test_build_with_an_unfit_cmake_says_what_it_found(script, tools, capsys, monkeypatch, tmp_path, text, words):
+    tools("g++", "exit 0")
+    tools("make", "exit 0")
+    if text:
+        tools("cmake", text)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "elsewhere" / "python"))
+    sentence = run_main(script, capsys)
+    assert words in sentence and "pip install 'cmake<4'" in sentence
+
+
+def test_build_prefers_a_fit_cmake_to_an_unfit_one(script, tools, monkeypatch, tmp_path):
+    tools("cmake", "echo cmake version 4.0.0")
+    fit = tmp_path / "elsewhere" / "cmake"
+    fit.parent.mkdir()
+    fit.write_text("#!/bin/bash\necho cmake version 3.31.10\n")
+    fit.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fit.parent / "python"))
+    assert script.find_cmake() == str(fit)
+
+
+def test_build_without_python_headers_says_so(script, tools, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert "Python.h is not in" in run_main(script, capsys)
+
+
+def test_build_without_torch_says_so(script, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "torch is not installed" in run_main(script, capsys)
+
+
+def test_build_without_a_network_says_so(script, monkeypatch, tmp_path):
+    environment = {
+        **os.environ,
+        "CXX": "g++",
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": "",
+        "PIP_CONFIG_FILE": os.devnull,
+    }
+    with pytest.raises(script.CannotBuild, match="could not be downloaded"):
+        script.build(tmp_path, environment, tmp_path / "build.log")
+    assert "No matching distribution" in (tmp_path / "build.log").read_text()
+
+
+def test_failed_compilation_shows_its_first_error_and_the_log(script, monkeypatch, tmp_path):
+    def compiler_output(command, environment, log):
+        print("a.cc:3: error: no matching function\nb.cc:4: error: another", file=log, flush=True)
+        return int("wheel" in command)
+
+    monkeypatch.setattr(script, "run_logged", compiler_output)
+    with pytest.raises(
+        script.CannotBuild, match=r"did not compile, first error: a.cc:3: error: no matching.*build.log"
+    ):
+        script.build(tmp_path, {"CXX": "g++"}, tmp_path / "build.log")
+
+
+def test_build_folder_that_horovods_cmake_files_trip_over_is_refused(script, tmp_path):
+    scratch = tmp_path / "torch2.13.0+cpu"
+    scratch.mkdir()
+    with pytest.raises(script.CannotBuild, match="set TMPDIR"):
+        script.build(scratch, {"CXX": "g++"}, tmp_path / "build.log")
+
+
+def test_wheel_without_the_library_for_torch_is_not_taken(script, monkeypatch, tmp_path):
+    def pip_that_builds_an_empty_wheel(command, environment, log):
+        zipfile.ZipFile(tmp_path / "horovod-0.28.1-any.whl", "w").close()
+        return 0
+
+    monkeypatch.setattr(script, "run_logged", pip_that_builds_an_empty_wheel)
+    with pytest.raises(script.CannotBuild, match="left out the library for torch"):
+        script.build(tmp_path, {"CXX": "g++"}, tmp_path / "build.log")
+
+
+def test_compiler_wrapper_asks_for_cxx20_whatever_it_is_told(script, tmp_path):
+    wrapper = tmp_path / "c++20"
+    wrapper.write_text(script.COMPILER_WRAPPER.format(compiler="printf '%s\\n'"))
+    wrapper.chmod(0o755)
+    given = ["-O2", "-std=c++14", "-std=gnu++17", "-std=c11", "-DX=a b"]
+    told = subprocess.run([wrapper, *given], text=True, capture_output=True, check=True).stdout.splitlines()
+    assert told == ["-O2", "-std=c++20", "-std=c++20", "-std=c11", "-DX=a b"]
+
+
+def test_cached_wheel_is_used_unless_torch_or_features_differ(script, monkeypatch, capsys):
+    monkeypatch.setattr(script, "find_features", lambda: ["gloo"])
+    folder = script.cache_folder(importlib.metadata.version("torch"), ["gloo"])
+    folder.mkdir(parents=True)
+    (folder / "horovod-0.28.1-any.whl").touch()
+    assert script.find_or_build_wheel(rebuild=False) == folder / "horovod-0.28.1-any.whl"
+    assert len({folder, script.cache_folder("9.9", ["gloo"]), script.cache_folder("9.9", ["gloo", "mpi"])}) == 3
+    monkeypatch.setattr(script, "build_environment", lambda features: pytest.fail("built", pytrace=False))
+    for features in (["gloo", "mpi"], ["gloo", "nccl"]):
+        monkeypatch.setattr(script, "find_features", lambda features=features: features)
+        with pytest.raises(pytest.fail.Exception, match="built"):
+            script.find_or_build_wheel(rebuild=False)
+
+
+def test_damaged_cached_wheel_says_how_to_build_anew(script, capsys, tmp_path):
+    damaged = tmp_path / f"horovod-0.28.1-cp{sys.version_info.major}{sys.version_info.minor}-none-any.whl"
+    damaged.write_bytes(b"not a zip")
+    with pytest.raises(script.CannotBuild, match="--rebuild"):
+        script.install(damaged)
+
+
+def test_mpi_is_built_where_mpicxx_is(script, tools):
+    assert script.find_features() == ["gloo"]
+    tools("mpicxx", "exit 0")
+    assert script.find_features() == ["gloo", "mpi"]
+
+
+def test_check_without_horovod_says_what_builds_it(script, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["build_horovod.py", "--check"])
+    assert "scripts/build_horovod.py builds it" in run_main(script, capsys)
+
+
+@pytest.mark.distributed
+def test_check_reduces_between_two_processes_and_notices_a_wrong_sum(script, capsys, monkeypatch):
+    pytest.importorskip("horovod", reason="Horovod is not built (make horovod)")
+    script.check()
+    monkeypatch.setattr(script, "ALL_REDUCE", script.ALL_REDUCE.replace("* 3)", "* 4)"))
+    with pytest.raises(script.CannotBuild, match="could not all-reduce: .*AssertionError"):
+        script.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_horovod_builds_from_source(script):
+    wheel = script.find_or_build_wheel(rebuild=True)
+    names = zipfile.ZipFile(wheel).namelist()
+    assert any(name.startswith("horovod/torch/mpi_lib") and name.endswith(".so") for name in names)
+    assert sorted(path.name for path in wheel.parent.iterdir()) == sorted(["build.log", wheel.name])

@@ -1,0 +1,316 @@
+"""run_bert_pretraining.py in this process: what it logs is exact, what it saves loads, bad input is a sentence."""
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForPreTraining, BertForSequenceClassification
+
+from lm_experiments_tools.backends import fsdp
+from lm_experiments_tools.config.bert import BertPretrainingArgs
+from lm_experiments_tools.config.cli import parse
+from lm_experiments_tools.data.loader import ValidLoader
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.recipes.bert_data import bert_datasets, bert_metrics
+from megatron.bert_dataset import BertDataset
+from megatron.tokenizers import build_tokenizer
+from run_bert_pretraining import main
+from tests.helpers.bert_toys import TINY, make_bert_data
+
+METRICS = ["accuracy_mlm", "accuracy_nsp", "loss", "loss_mlm", "loss_nsp"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_bert_data(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def start(data, **changed):
+    flags = {
+        "data_path": data / "train", "vocab_file": data / "vocab.txt", "model_path": "run", "input_seq_len": 48,
+        "model_cfg": data / "tiny.json", "batch_size": 8, "lr": 1e-3, "iters": 3, "log_interval": 1,
+        "backend": "local", **changed,
+    }  # fmt: skip
+    words = []
+    for name, value in flags.items():
+        words += [] if value is None else [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
+    main(words)
+
+
+def refused(data, sentence, **changed):
+    with pytest.raises(UserError, match=sentence) as error:
+        start(data, **changed)
+    assert "\n" not in str(error.value)
+
+
+def records(split="train", run="run"):
+    lines = map(json.loads, Path(run, "metrics.jsonl").read_text().splitlines())
+    return [
+        {name: line[name] for name in line["metrics"]} for line in lines if line["split"] == split and line["metrics"]
+    ]
+
+
+def test_the_logs_do_not_depend_on_the_split_into_micro_batches(data, work):
+    start(data, model_path="whole", batch_size=8)
+    start(data, model_path="split", batch_size=2, gradient_accumulation_steps=4)
+    whole, split = records(run="whole"), records(run="split")
+    assert [sorted(values) for values in whole] == [METRICS] * 3
+    for one, other in zip(whole, split, strict=True):
+        assert other == pytest.approx(one, rel=1e-5)
+        assert one["loss"] == pytest.approx(one["loss_mlm"] + one["loss_nsp"], rel=1e-9)
+
+
+def expected_validation(data, model, tokenizer, use_nsp=True):
+    """All validation samples in one batch, by transformers' model and plain sums."""
+    options = {"max_seq_length": 48, "binary_head": use_nsp, "seed": 42}
+    dataset = BertDataset(IndexedDataset(data / "valid"), tokenizer, **options)
+    batch = {name: torch.from_numpy(values) for name, values in dataset.batch(np.arange(len(dataset))).items()}
+    with torch.no_grad():
+        outputs = model(**{k: v for k, v in batch.items() if k not in ("labels", "next_sentence_label")})
+    logits, labels = outputs.get("prediction_logits", outputs.get("logits")), batch["labels"]
+    masked = labels != -100
+    right = logits.argmax(-1)[masked] == labels[masked]
+    found = {"loss_mlm": cross_entropy(logits[masked], labels[masked]), "accuracy_mlm": right.double().mean()}
+    if use_nsp:
+        pairs, label = outputs["seq_relationship_logits"], batch["next_sentence_label"]
+        found["loss_nsp"] = cross_entropy(pairs, label)
+        found["accuracy_nsp"] = (pairs.argmax(-1) == label).double().mean()
+    found["loss"] = found["loss_mlm"] + found.get("loss_nsp", 0)
+    return {name: value.item() for name, value in found.items()}
+
+
+def test_workers_validate_each_pair_and_each_masked_token_once(data):
+    """The second of two workers has no sample in the last batch, and gets a row without labels."""
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=data / "vocab.txt")
+    dataset = BertDataset(IndexedDataset(data / "valid"), tokenizer, max_seq_length=48, seed=1)
+    number = len(dataset) // 4 * 4 - 3  # one more than fills all rows: rank 1 has none in the last batch
+    alone, *both = (list(ValidLoader(dataset, 2, *where, number)) for where in ((0, 1), (0, 2), (1, 2)))
+    for name in ("labels", "next_sentence_label"):
+        once = sum((batch[name] != -100).sum().item() for batch in alone)
+        assert sum((batch[name] != -100).sum().item() for part in both for batch in part) == once
+
+
+@pytest.mark.parametrize(
+    "model_cls, use_nsp", [(BertForPreTraining, True), (BertForPreTraining, False), (BertForMaskedLM, False)]
+)
+def test_validation_is_that_of_the_checkpoint_as_transformers_loads_it(data, work, model_cls, use_nsp):
+    """Batches of 7 do not divide the samples; the tokenizer of the checkpoint makes the ids of the data."""
+    start(
+        data, valid_data_path=data / "valid", valid_interval=3, batch_size=7, use_nsp=int(use_nsp),
+        model_cls=f"transformers:{model_cls.__name__}",
+    )  # fmt: skip
+    model = model_cls.from_pretrained("run/last").eval()
+    tokenizer = build_tokenizer("HFTokenizer", name_or_path="run/last")
+    expected = expected_validation(data, model, tokenizer, use_nsp)
+    assert sorted(expected) == (METRICS if use_nsp else ["accuracy_mlm", "loss", "loss_mlm"])
+    assert records("valid")[-1] == pytest.approx(expected, rel=1e-5)
+    ours = build_tokenizer("BertWordPieceLowerCase", vocab_file=data / "vocab.txt")
+    text = "The class statement defines a class object."
+    assert AutoTokenizer.from_pretrained("run/last")(text, add_special_tokens=False).input_ids == ours.tokenize(text)
+
+
+def test_a_run_stopped_in_the_middle_of_an_epoch_goes_on_as_if_it_had_not_been(data, work):
+    drawn = {"dropout_rate": 0.2, "data_path": (data / "train", data / "other"), "data_weights": (1, 2.5)}
+    start(data, model_path="whole", iters=5, **drawn)
+    start(data, model_path="parts", iters=2, **drawn)
+    start(data, model_path="parts", iters=5, **drawn)
+    assert records(run="parts") == records(run="whole")
+    whole, parts = (BertForPreTraining.from_pretrained(f"{run}/last").state_dict() for run in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_the_report_fills_in_masked_words_of_held_out_text(data, work):
+    start(data, valid_data_path=data / "valid", valid_samples=8, valid_at_start=True, report=True)
+    report = (work / "run" / "report.txt").read_text()
+    assert report.count("[1]") == 9 and report.count("(or: ") == 6
+    assert (work / "run" / "loss.png").exists()
+
+
+def test_the_ancestors_command_line_is_understood(caplog, data, work):
+    """The flags of its scripts, and of its own argument parser."""
+    argv = (
+        "--data_path a b --valid_data_path c --tokenizer ./vocabs/bert-base-uncased/ --model_cfg bert_base_uncased "
+        "--model_cls transformers:BertForPreTraining --model_path run --batch_size 16 --gradient_accumulation_steps 2 "
+        "--data_n_epochs 1 --data_n_samples 9 --data_impl mmap --data_name wiki --data_skip_warmup --data_n_workers 2 "
+        "--save_best --iters 100 --log_interval 25 --save_interval 25 --valid_interval 25 --input_seq_len 128 "
+        "--mlm_prob 0.15 --short_seq_prob 0.1 --use_nsp 0 --optimizer AdamW --lr 1e-4 --weight_decay 0.01 --seed 42 "
+        "--working_dir . --lr_scheduler constant_with_warmup --num_warmup_steps 10 --clip_grad_norm 1.0"
+    )
+    args, _ = parse(BertPretrainingArgs, argv.split())
+    assert args.data_path == ("a", "b") and args.use_nsp is False and args.data_name == "wiki"
+    defaults = BertPretrainingArgs(data_path=("a",), tokenizer="t", model_cfg="m", lr=1.0)
+    chosen = ("input_seq_len", "mlm_prob", "short_seq_prob", "use_nsp", "optimizer", "weight_decay", "model_cls")
+    assert [getattr(defaults, name) for name in chosen] == [
+        128, 0.15, 0.1, True, "AdamW", 0.0, "transformers:BertForPreTraining",
+    ]  # fmt: skip
+    caplog.set_level("INFO")
+    start(data, data_skip_warmup=True, data_n_workers=4, data_name="wiki", iters=1)
+    assert caplog.text.count("--data_skip_warmup, --data_n_workers: accepted, and without effect here") == 1
+    assert list((work / ".cache" / "bert_samples" / "wiki").glob("train*.npy"))
+
+
+@pytest.mark.parametrize(
+    "changed, sentence",
+    [
+        ({"data_impl": "lazy"}, "--data_impl lazy does not exist any more"),
+        ({"vocab_file": None}, "no tokenizer is named: .*--vocab_file"),
+        ({"tokenizer": "here"}, "--tokenizer and --vocab_file exclude each other"),
+        (
+            {"vocab_file": None, "tokenizer": "t", "lower_case": False},
+            "--no_lower_case says that --vocab_file is cased",
+        ),
+        ({"data_weights": (1, 2)}, "--data_weights has 2 numbers for 1"),
+        ({"use_nsp": 2}, "--use_nsp is true or false, not '2'"),
+        ({"use_nsp": 0, "nsp": "random"}, "--nsp random is about pairs"),
+        ({"mlm_prob": 15}, "--mlm_prob is 15"),
+        ({"short_seq_prob": -0.1}, "--short_seq_prob is -0.1"),
+        ({"input_seq_len": 4}, "--input_seq_len is 4"),
+        ({"max_sentence_length": 0}, "--max_sentence_length is 0: it must be at least 1, or none"),
+        ({"max_unread": 75}, "--max_unread is 75.0: it is a part"),
+        ({"report": True}, "--report shows masked words.*--valid_data_path"),
+        ({"save_best": True}, "--save_best needs validation data"),
+        ({"use_generate_on_valid": True}, "--use_generate_on_valid: BERT"),
+        ({"model_cfg": None}, "no model is named: .*bert_base_uncased"),
+        # what only the files tell
+        ({"lower_case": False}, r"in lower case .* is to be read as cased here: leave out --no_lower_case, or run"),
+        (
+            {"data_path": "nowhere.jsonl"},
+            r"nowhere.jsonl does not exist: .*megatron.preprocess_data .*--split-sentences",
+        ),
+        ({"input_seq_len": 65}, "--input_seq_len 65 is more than the model's 64 positions"),
+        ({"model_cls": "transformers:BertForMaskedLM"}, "does not judge pairs.*--use_nsp 0"),
+        (
+            {"model_cls": "transformers:BertModel", "use_nsp": 0},
+            "gives no loss; choose.*transformers:BertForPreTraining",
+        ),
+        ({"model_cfg": "bert_base_uncased-4L_preln_rel"}, "'pre_layer_norm', which --model_cls modeling_bert"),
+        ({"data_path": "nowhere"}, "nowhere"),
+        ({"vocab_file": "nowhere.txt"}, "nowhere.txt does not exist"),
+    ],
+)
+def test_bad_input_is_one_sentence(data, work, changed, sentence):
+    refused(data, sentence, **changed)
+
+
+@pytest.mark.parametrize(
+    "changed, sentence",
+    [
+        ({"vocab_size": 500}, "vocabulary has 600 ids but the model's embedding only 500 rows"),
+        ({"pad_token_id": 3}, "pad_token_id in the model configuration is 3.*pads with 0: set it to 0"),
+        ({"type_vocab_size": 1}, "type_vocab_size .* must be 2"),
+        ({"hidden_sise": 8}, "did you mean 'hidden_size'"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_data_is_refused(data, work, changed, sentence):
+    (work / "other.json").write_text(json.dumps({**TINY, **changed}))
+    refused(data, sentence, model_cfg="other.json")
+
+
+def test_members_of_equal_size_have_an_order_and_noise_of_their_own(data, work):
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=data / "vocab.txt")
+
+    def training_samples(*paths):
+        flags = ["--model_cfg", data / "tiny.json", "--vocab_file", data / "vocab.txt", "--data_path", *paths]
+        args, _ = parse(
+            BertPretrainingArgs, [*map(str, flags), "--short_seq_prob", "0", "--input_seq_len", "48", "--lr", "1e-3"]
+        )
+        return bert_datasets(args, tokenizer)[0]
+
+    alone = training_samples(data / "train")
+    first, second = training_samples(data / "train", data / "train").datasets
+    assert len(first) == len(second) == len(alone)
+    numbers = np.arange(len(alone))
+    inputs = [samples.batch(numbers)["input_ids"] for samples in (alone, first, second)]
+    for one, other in itertools.combinations(inputs, 2):
+        assert (one == other).all(axis=1).mean() < 0.05
+
+
+def test_validate_only_gives_the_checkpoints_numbers_and_opens_no_training_data(data, work):
+    copies = [shutil.copy(data / f"train.{kind}", work) for kind in ("bin", "idx")]
+    flags = {"data_path": "train", "valid_data_path": data / "valid", "valid_interval": 3}
+    start(data, **flags)
+    for path in (*copies, "run/metrics.json"):
+        Path(path).unlink()
+    start(data, **flags, validate_only=True)
+    (trained,) = records("valid")
+    alone = json.loads(Path("run/metrics.json").read_text())["valid"]
+    assert {name: alone[name] for name in METRICS} == pytest.approx(trained, rel=1e-6)
+
+
+def test_data_without_sentences_is_refused_for_pairs_and_fine_without(data, work):
+    writer = IndexedDatasetWriter(work / "documents", np.uint16)
+    for start_id in range(10, 40):
+        writer.add_sequence(np.arange(start_id, start_id + 100))
+        writer.end_document()
+    writer.finalize()
+    refused(data, "no sentences to pair: .*--split-sentences", data_path="documents")
+    start(data, data_path="documents", use_nsp=0, iters=1)
+
+
+def test_data_that_is_text_or_lacks_a_file_names_what_makes_it(data, work):
+    (work / "text.jsonl").write_text('{"text": "a"}\n')
+    refused(
+        data, r"text.jsonl is text; .*megatron.preprocess_data --input .*--split-sentences", data_path="text.jsonl"
+    )
+    refused(data, "data . is text; .*--split-sentences", data_path=".")
+    copy = IndexedDatasetWriter("own_text_sentence", np.uint16)
+    copy.finalize()
+    refused(data, "there is no own.idx, but own_text_sentence: give the whole prefix", data_path="own")
+    copy.bin_path.unlink()
+    refused(data, "own_text_sentence.bin is missing beside own_text_sentence.idx", data_path="own_text_sentence.idx")
+
+
+def test_data_made_cased_and_read_uncased_says_which_flag_is_wanted(data, work):
+    tokenizer = build_tokenizer("BertWordPieceCase", vocab_file=data / "vocab.txt")
+    writer = IndexedDatasetWriter("cased", np.uint16)
+    writer.add_sequence([5])
+    writer.end_document()
+    writer.finalize({"vocab_sha256": tokenizer.fingerprint})
+    refused(
+        data, r"made cased .BertWordPieceCase.*read as lower case here: give --no_lower_case, or", data_path="cased"
+    )
+
+
+def test_other_settings_of_the_same_run_are_refused(data, work):
+    start(data, iters=1)
+    refused(data, "holds a run with other settings: .*mlm_prob", mlm_prob=0.3)
+
+
+def test_accuracy_of_masked_tokens_from_logits_of_these_alone():
+    """What a class gives that computes no other logits."""
+    labels = torch.tensor([[-100, 2, -100], [1, -100, 0]])
+    every = torch.tensor([[[0.0, 1, 0], [0, 0, 1], [1, 0, 0]], [[0, 1, 0], [0, 0, 1], [0, 1, 0]]])
+    right, number = bert_metrics({"labels": labels}, {"logits": every})["accuracy_mlm"]
+    assert (right.item(), number.item()) == (2, 3)
+    right, number = bert_metrics({"labels": labels}, {"logits": every[labels != -100]})["accuracy_mlm"]
+    assert (right.item(), number.item()) == (2, 3)
+
+
+def test_fsdp_shards_tied_parameters_in_one_unit():
+    """torch refuses a parameter of two units: BERT's embedding is its output layer, whose bias has two owners."""
+    with torch.device("meta"):
+        model = BertForPreTraining(BertConfig(num_hidden_layers=2))
+    assert fsdp.unit_classes(model, ["BertEmbeddings", "BertLayer"]) == ["BertLayer"]
+    with fsdp.ends_in_one_unit(model, ["BertLayer"]):
+        assert model.get_input_embeddings() is None and model.get_output_embeddings() is None
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    with torch.device("meta"):
+        classifier = BertForSequenceClassification(BertConfig(num_hidden_layers=2))
+    units = fsdp.unit_classes(classifier, ["BertEmbeddings", "BertLayer"])
+    assert units == ["BertEmbeddings", "BertLayer"]
+    with fsdp.ends_in_one_unit(classifier, units):
+        assert classifier.get_input_embeddings() is None  # its table is in the unit of BertEmbeddings
+    with fsdp.ends_in_one_unit(classifier, ["BertLayer"]):
+        assert classifier.get_input_embeddings() is not None

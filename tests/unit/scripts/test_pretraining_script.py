@@ -1,0 +1,336 @@
+"""run_t5_pretraining.py and bad input: a sentence each, nothing lost; and a model class from the user's own file."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from lm_experiments_tools.data.objectives.causal_lm import CausalLMDataset
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.recipes import t5_data as pretraining
+from lm_experiments_tools.training.micro_batches import split_batch
+from run_t5_pretraining import main
+from tests.distributed.launch import ROOT, environment
+from tests.helpers.vocabulary_toys import numbered_words_vocabulary
+
+TINY = {
+    "base": str(ROOT / "models_configs" / "t5_configs" / "t5-small.json"), "vocab_size": 512, "d_model": 16, "d_kv": 8,
+    "d_ff": 32, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2,
+}  # fmt: skip
+
+
+GPT2 = {
+    "model_type": "gpt2", "vocab_size": 512, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "n_ctx": 64,
+    "bos_token_id": 1, "eos_token_id": 1,
+}  # fmt: skip
+BERT = {
+    "model_type": "bert", "vocab_size": 512, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 32, "max_position_embeddings": 64,
+}  # fmt: skip
+OBJECTIVES = {
+    "prefix_lm": {"task": "prefix_lm", "target_seq_len": 32},
+    "ul2": {"task": "ul2", "target_seq_len": 32, "denoisers": "R:3:0.15 X:3:0.5 S:0.25"},
+    "causal_lm": {"task": "causal_lm", "target_seq_len": None},
+    "causal_lm of a decoder": {
+        "task": "causal_lm", "target_seq_len": None, "model_cls": "transformers:GPT2LMHeadModel",
+        "model_cfg": "gpt2.json",
+    },
+    "mlm": {
+        "task": "mlm", "target_seq_len": None, "model_cls": "transformers:BertForMaskedLM", "model_cfg": "bert.json",
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def vocab(tmp_path_factory):
+    return numbered_words_vocabulary(tmp_path_factory.mktemp("vocab"))
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """A folder with text and a small model's configuration, as the current one."""
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"text": " ".join(f"word{i} token{j}" for j in range(40))}) for i in range(40)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
+    for name, config in (("tiny", TINY), ("gpt2", GPT2), ("bert", BERT)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def start(vocab, **changed):
+    flags = {
+        "data_path": "text.jsonl", "vocab": vocab, "model_path": "run", "model_cfg": "tiny.json", "input_seq_len": 32,
+        "target_seq_len": 16, "batch_size": 4, "lr": 1e-3, "iters": 2, "log_interval": 1, "data_n_workers": 1,
+        "backend": "local", "data_pipeline": "native", **changed,
+    }  # fmt: skip
+    main([f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items() if value is not None])
+
+
+def refused(vocab, sentence, **changed):
+    with pytest.raises(UserError, match=sentence) as error:
+        start(vocab, **changed)
+    assert "\n" not in str(error.value)
+
+
+def test_text_is_tokenized_once_and_trained_on(work, vocab):
+    start(vocab)
+    assert (work / "run" / "last").resolve().name == "step_000002"
+    config = json.loads((work / "run" / "config.json").read_text())
+    assert config["lr"] == 1e-3 and {"COMMIT", "ENV", "MACHINE"} <= set(config)
+    assert json.loads((work / "run" / "metrics.json").read_text())["train"]["loss"] > 0
+
+
+def test_a_vocabulary_larger_than_the_embedding(work, vocab):
+    (work / "small.json").write_text(json.dumps({**TINY, "vocab_size": 64}))
+    refused(vocab, "vocabulary has .* but the model's embedding only 64 rows", model_cfg="small.json")
+
+
+def test_an_empty_dataset(work, vocab):
+    (work / "empty.jsonl").write_text("")
+    refused(vocab, "empty.jsonl", data_path="empty.jsonl")
+
+
+def test_no_such_data(work, vocab):
+    refused(vocab, "nowhere", data_path="nowhere/at_all.jsonl")
+
+
+def test_no_vocabulary(work, vocab):
+    refused(None, "--vocab is missing")
+
+
+def test_targets_that_do_not_fit(work, vocab):
+    refused(vocab, "targets", target_seq_len=4)
+
+
+def test_other_settings_in_the_same_run_directory(work, vocab):
+    start(vocab)
+    refused(vocab, "holds a run with other settings: .*lr", lr=5e-3)
+
+
+def test_a_checkpoint_that_is_not_one(work, vocab):
+    refused(vocab, "nothing.pth", init_checkpoint="nothing.pth")
+    (work / "junk.pth").write_bytes(b"not a checkpoint")
+    refused(vocab, "junk.pth", init_checkpoint="junk.pth")
+
+
+def test_a_checkpoint_of_another_size(work, vocab):
+    start(vocab)
+    (work / "wide.json").write_text(json.dumps({**TINY, "d_model": 24}))
+    refused(vocab, "--allow_partial_checkpoint", model_cfg="wide.json", model_path="run2", init_checkpoint="run/last")
+
+
+def test_an_unknown_schedule_and_optimizer(work, vocab):
+    refused(vocab, "linear", lr_scheduler="liner", num_warmup_steps=1)
+    refused(vocab, "AdamW", optimizer="AdmW")
+
+
+def test_broken_lines_are_put_aside_by_file_and_line(work, vocab, caplog):
+    caplog.set_level("INFO")
+    good = (work / "text.jsonl").read_text()
+    (work / "mixed.jsonl").write_bytes(
+        good.encode() + b'{"text": "cut off\n{"text": 7}\n{"text": ""}\n{"text": "\xff\xfe"}\n[1]\n'
+    )
+    start(vocab, data_path="mixed.jsonl")
+    assert "5" in caplog.text and "mixed.jsonl" in caplog.text
+    refused(vocab, "mixed.jsonl", data_path="mixed.jsonl", max_bad_lines=3, model_path="run2")
+
+
+def test_a_model_class_from_the_users_own_file(work, vocab, capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "my_model", raising=False)
+    (work / "my_model.py").write_text(
+        "from transformers import T5ForConditionalGeneration\n"
+        "class MyT5(T5ForConditionalGeneration):\n"
+        "    def forward(self, *args, **kwargs):\n"
+        "        print('my own forward')\n"
+        "        return super().forward(*args, **kwargs)\n"
+    )
+    start(vocab, model_cls="my_model:MyT5")
+    assert capsys.readouterr().out.count("my own forward") == 2
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(work, vocab, caplog):
+    caplog.set_level("INFO")
+    start(vocab, iters=3, save_interval=1)
+    newest = work / "run" / "checkpoints" / "step_000003" / "model.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    caplog.clear()
+    start(vocab, iters=4, save_interval=1)
+    assert "step_000003" in caplog.text and "model.safetensors" in caplog.text
+    assert "resumed from" in caplog.text and "step 2," in caplog.text
+    assert (work / "run" / "last").resolve().name == "step_000004"
+
+
+def test_validate_only_gives_the_checkpoints_loss_and_changes_nothing(work, vocab, monkeypatch):
+    start(vocab, valid_data_path="text.jsonl", valid_interval=2)
+    trained = json.loads((work / "run" / "metrics.json").read_text())["valid"]["loss"]
+    before = sorted(p.name for p in (work / "run" / "checkpoints").iterdir())
+    os.remove(work / "run" / "metrics.json")
+    monkeypatch.setattr(pretraining, "_train_loader", pytest.fail)  # nobody reads the training data
+    start(vocab, valid_data_path="text.jsonl", valid_interval=2, validate_only=True)
+    assert json.loads((work / "run" / "metrics.json").read_text())["valid"]["loss"] == pytest.approx(trained, rel=1e-6)
+    assert sorted(p.name for p in (work / "run" / "checkpoints").iterdir()) == before
+
+
+def test_the_record_of_a_continued_run_is_whole(work, vocab):
+    """--model_path is relative here, as users write it."""
+    start(vocab, iters=2)
+    start(vocab, iters=4)
+    lines = map(json.loads, (work / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert not (work / "run" / "metrics.superseded.jsonl").exists()
+
+
+def test_a_base_may_be_a_preset_from_any_folder(work, vocab):
+    (work / "mine.json").write_text(json.dumps({**TINY, "base": "t5-small.json"}))
+    start(vocab, model_cfg="mine.json")
+
+
+def test_a_refused_start_leaves_no_trace_in_the_run_directory(work, vocab):
+    start(vocab)
+    refused(vocab, "no such checkpoint", resume="nowhere", lr=5e-3)
+    start(vocab)  # the first command still goes on
+    assert not (work / "run" / "config.2.json").exists()
+
+
+def test_the_way_out_that_a_refusal_names_works(work, vocab):
+    start(vocab)
+    with pytest.raises(UserError) as error:
+        start(vocab, lr=5e-3, iters=4)
+    way_out = str(error.value).split("--resume ")[1].split()[0]
+    start(vocab, lr=5e-3, iters=4, resume=way_out)
+    assert (work / "run" / "last").resolve().name == "step_000004"
+
+
+def test_nothing_left_to_train_is_said(work, vocab):
+    start(vocab)
+    refused(vocab, "nothing is left to train", init_checkpoint="run/last", model_path="run2")
+
+
+def test_optimizer_state_of_other_shapes_is_refused(work, vocab):
+    start(vocab)
+    (work / "wide.json").write_text(json.dumps({**TINY, "d_model": 24}))
+    changed = {"model_cfg": "wide.json", "model_path": "run2", "init_checkpoint": "run/last", "iters": 4}
+    refused(vocab, "--reset_optimizer", allow_partial_checkpoint=True, **changed)
+    start(vocab, allow_partial_checkpoint=True, reset_optimizer=True, **changed)
+
+
+def test_a_model_without_loss_is_refused(work, vocab):
+    refused(vocab, "takes no labels", model_cls="transformers:T5Model")
+
+
+def test_validating_random_weights_is_refused(work, vocab):
+    refused(vocab, "weights would be random", valid_data_path="text.jsonl", validate_only=True)
+
+
+def test_a_causal_model_that_sees_what_it_shall_predict_is_refused(work, vocab):
+    flags = {**OBJECTIVES["causal_lm of a decoder"], "model_cls": "transformers:BertLMHeadModel"}
+    refused(vocab, "sees the tokens it shall predict; set is_decoder", **{**flags, "model_cfg": "bert.json"})
+
+
+def test_a_working_directory_that_is_none(work, vocab):
+    refused(vocab, "--working_dir", working_dir="nowhere")
+
+
+def test_generation_on_validation_is_measured(work, vocab):
+    start(vocab, valid_data_path="text.jsonl", use_generate_on_valid=True, iters=1)
+    value = json.loads((work / "run" / "metrics.json").read_text())["valid"]["generation_accuracy"]
+    assert 0.0 <= value <= 1.0
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_each_objective_learns_and_resumes_exactly(work, vocab, objective):
+    flags = {**OBJECTIVES[objective], "lr": 3e-2, "save_interval": 20}
+    start(vocab, iters=9, model_path="half", **flags)
+    start(vocab, iters=20, model_path="half", **flags)
+    start(vocab, iters=20, model_path="whole", **flags)
+    losses, other = (
+        [json.loads(line)["loss"] for line in (work / run / "metrics.jsonl").open()] for run in ("whole", "half")
+    )
+    assert losses == other and len(losses) == 20
+    assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
+    weights = [(work / run / "last" / "model.safetensors").read_bytes() for run in ("whole", "half")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("objective", ["prefix_lm", "ul2", "causal_lm", "causal_lm of a decoder"])
+def test_the_report_shows_what_the_model_makes_of_held_out_text(work, vocab, objective):
+    start(vocab, **OBJECTIVES[objective], iters=1, valid_data_path="text.jsonl", report=True)
+    lines = (work / "run" / "report.txt").read_text().splitlines()
+    texts = [lines[i + 1 : i + 4] for i, line in enumerate(lines) if line.startswith("Held-out text")]
+    assert len(texts) == 3 and all(text.startswith("  word") for text, _, _ in texts)
+    for text, truth, guess in texts:
+        assert truth.startswith("  true:  ") and guess.startswith("  model: ")
+        if objective != "ul2":  # what follows, not the text over again
+            together = text + truth.removeprefix("  true:  ")
+            assert together.replace(" ", "") in (work / "text.jsonl").read_text().replace(" ", "")
+            assert text.strip() not in guess
+
+
+def test_counted_labels_of_a_decoder_are_those_its_loss_averages():
+    """Rows of unlike length: the mean over all rows is the mean of the parts, weighted by the labels that we count."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**{k: v for k, v in GPT2.items() if k not in ("model_type", "n_ctx")})).eval()
+    source = SimpleNamespace(tokens=np.arange(10, 75, dtype=np.uint16), fingerprint="x")
+    data = CausalLMDataset(source, 32, eos_id=1, pad_id=0, vocab_size=512)
+    batch = {
+        name: torch.from_numpy(values) for name, values in data.batch(np.arange(3)).items()
+    }  # 31 + 31 + 3 targets
+    parts = split_batch(batch, 1, set(batch), torch.device("cpu")).micro_batches
+    assert sorted(part.weight for part in parts) == [3, 31, 31]
+    with torch.no_grad():
+        mean = sum(model(**part.inputs).loss * part.weight for part in parts) / 65
+        torch.testing.assert_close(model(**batch).loss, mean)
+
+
+def test_buckets_of_another_size_are_named_when_a_run_is_continued(work, vocab):
+    start(vocab, **OBJECTIVES["prefix_lm"], gradient_accumulation_steps=2)
+    flags = {**OBJECTIVES["prefix_lm"], "batch_size": 16, "iters": 4}
+    refused(vocab, "buckets of 8 rows .* buckets of 16, .* --bucket_rows 8", **flags, resume="run/last")
+    start(vocab, **flags, bucket_rows=8, resume="run/last")
+
+
+def test_several_sources_are_mixed(work, vocab, caplog):
+    caplog.set_level("INFO")
+    (work / "other.jsonl").write_text((work / "text.jsonl").read_text().replace("token", "number"))
+    with pytest.raises(UserError, match="--data_weights has 1 numbers for 2 of --data_path"):
+        main(["--data_path", "text.jsonl", "other.jsonl", "--data_weights", "2", "--model_cfg", "tiny.json", "--lr=1"])
+    flags = ["--data_path", "text.jsonl", "other.jsonl", "--data_weights", "2", "1", "--task", "ul2", "--iters", "2"]
+    flags += ["--input_seq_len", "32", "--target_seq_len", "32", "--batch_size", "4", "--lr", "1e-3", "--model_cfg"]
+    main([*flags, "tiny.json", "--vocab", str(vocab), "--backend", "local", "--data_n_workers", "1"])
+    assert "proportional mixture of 2" in caplog.text and "weight 2) of ul2" in caplog.text
+    assert "buckets of 4 rows" in caplog.text
+
+
+def test_an_objective_wants_its_kind_of_model(work, vocab):
+    causal, masked = OBJECTIVES["causal_lm of a decoder"], OBJECTIVES["mlm"]
+    refused(
+        vocab,
+        "prefix_lm is for encoder-decoders, and .*GPT2LMHeadModel is a decoder",
+        **{**causal, "task": "prefix_lm"},
+    )
+    refused(vocab, "ul2 is for encoder-decoders, and .*BertForMaskedLM is an encoder", **{**masked, "task": "ul2"})
+    refused(
+        vocab,
+        "mlm is for encoders, and .*T5ForConditionalGeneration is an encoder-decoder",
+        task="mlm",
+        target_seq_len=None,
+    )
+    refused(vocab, "causal_lm is for decoders and encoder-decoders", **{**masked, "task": "causal_lm"})
+    refused(vocab, "--input_seq_len 65 is more than the 64 positions", **causal, input_seq_len=65)
+
+
+def test_exit_codes_of_the_real_process(work, vocab):
+    """One sentence on stderr, code 2, no traceback."""
+    command = [sys.executable, str(ROOT / "run_t5_pretraining.py"), "--data_path", "text.jsonl", "--itres", "5"]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert "--iters" in ended.stderr and "Traceback" not in ended.stderr and ended.stderr.count("\n") == 1

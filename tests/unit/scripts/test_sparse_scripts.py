@@ -1,0 +1,88 @@
+"""The pre-training scripts with a model of transformers whose configuration file names a layout."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BertForPreTraining, T5ForConditionalGeneration
+
+import run_bert_pretraining
+import run_t5_pretraining
+from lm_experiments_tools.attention import huggingface
+from lm_experiments_tools.models.build import list_presets
+from tests.helpers.bert_toys import TINY as TINY_BERT
+from tests.helpers.bert_toys import make_bert_data
+from tests.unit.scripts.test_pretraining_script import TINY as TINY_T5
+from tests.unit.scripts.test_pretraining_script import vocab  # noqa: F401 - a fixture
+
+LAYOUT = {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 4, "num_sliding_window_blocks": 1}}
+
+
+@pytest.fixture
+def layouts(monkeypatch) -> list[Any]:
+    """The layout of each attention call, all of which are computed by the sparse backend."""
+    seen = []
+    attend = functools.partial(huggingface.block_sparse_attention, backend="gather")
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, layout: Any, **options: Any) -> Tensor:
+        seen.append(layout)
+        return attend(q, k, v, layout, **options)
+
+    monkeypatch.setattr(huggingface, "block_sparse_attention", spy)
+    return seen
+
+
+def run(main: Any, **flags: Any) -> list[float]:
+    """The losses that were logged."""
+    flags = {"model_path": "run", "batch_size": 4, "lr": 1e-2, "log_interval": 1, "backend": "local", **flags}
+    main([f"--{name}={value}" for name, value in flags.items()])
+    with open("run/metrics.jsonl") as lines:
+        return [line["loss"] for line in map(json.loads, lines) if line["split"] == "train" and line["metrics"]]
+
+
+def assert_loads_sparse(model_cls: type, layouts: list[Any]) -> None:
+    model = model_cls.from_pretrained("run/last")
+    assert model.config._attn_implementation == "block_sparse"
+    layouts.clear()
+    ids = torch.arange(5, 45)[None]
+    sparse = model(input_ids=ids, **({"labels": ids} if model.config.is_encoder_decoder else {}))[0]
+    assert {type(layout).__name__ for layout in layouts} >= {"BigBirdSparsityConfig"}
+    model.set_attn_implementation("eager")
+    assert not torch.allclose(sparse, model(input_ids=ids, **({"labels": ids} if sparse.dim() == 0 else {}))[0])
+
+
+def test_t5_trains_block_sparsely_resumes_and_loads(tmp_path, monkeypatch, vocab, layouts):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"text": " ".join(f"word{i} token{j}" for j in range(40))}) for i in range(40)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
+    values = {**TINY_T5, "base": str(list_presets()["t5-small-bigbird"]), **LAYOUT, "dropout_rate": 0.0}
+    (tmp_path / "sparse.json").write_text(json.dumps(values))
+    flags = {
+        "data_path": "text.jsonl", "vocab": vocab, "model_cfg": "sparse.json", "input_seq_len": 64,
+        "target_seq_len": 32, "data_n_workers": 1, "data_pipeline": "native", "save_interval": 2,
+        "model_cls": "transformers:T5ForConditionalGeneration",
+    }  # fmt: skip
+    losses = run(run_t5_pretraining.main, iters=4, **flags)
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    names = [type(layout).__name__ for layout in layouts]
+    assert names == ["BigBirdSparsityConfig", "NoneType", "NoneType"] * 4  # encoder, decoder, cross-attention
+    assert run(run_t5_pretraining.main, iters=5, **flags)[:4] == losses
+    assert_loads_sparse(T5ForConditionalGeneration, layouts)
+
+
+def test_bert_trains_block_sparsely_and_loads(tmp_path, monkeypatch, layouts):
+    monkeypatch.chdir(tmp_path)
+    data = make_bert_data(tmp_path)
+    (tmp_path / "sparse.json").write_text(json.dumps({**TINY_BERT, **LAYOUT}))
+    losses = run(
+        run_bert_pretraining.main, data_path=data / "train", vocab_file=data / "vocab.txt", input_seq_len=48, iters=3,
+        model_cls="transformers:BertForPreTraining", model_cfg="sparse.json",
+    )  # fmt: skip
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    assert [type(layout).__name__ for layout in layouts] == ["BigBirdSparsityConfig"] * 6
+    assert_loads_sparse(BertForPreTraining, layouts)

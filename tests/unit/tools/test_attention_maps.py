@@ -1,0 +1,229 @@
+"""Maps are what the model attends to, the page holds them whole, and pictures show the layouts they are of."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from lm_experiments_tools.attention.huggingface import enable
+from lm_experiments_tools.attention.layouts import SPARSITY_CONFIGS, get_sparsity_config
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tools.attention import numbers
+from lm_experiments_tools.tools.attention_maps import maps as maps_module
+from lm_experiments_tools.tools.attention_maps.maps import attention_maps, write_maps
+from lm_experiments_tools.tools.attention_maps.pictures import draw_layouts, parts
+from lm_experiments_tools.tools.main import main
+from tests.helpers import ROOT
+
+DOCS = ROOT / "docs"
+WORDS = "a cat sat on the mat and a dog ran </script> $x$".split()
+TEXT = " ".join(WORDS)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {word: number for number, word in enumerate(dict.fromkeys(["<pad>", "</s>", "<unk>", *WORDS]))}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>",
+        model_input_names=["input_ids", "attention_mask"],
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def t5() -> T5ForConditionalGeneration:
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0
+    )
+    return T5ForConditionalGeneration(config).eval()
+
+
+def test_maps_are_the_weights_of_every_attention(t5, tokenizer):
+    maps = attention_maps(t5, tokenizer, TEXT, target="the dog sat", layers=[1], heads=[0, 3])
+    assert [(m.kind, m.layer, m.head) for m in maps] == [
+        (kind, 1, head) for kind in ("encoder", "decoder", "cross") for head in (0, 3)
+    ]
+    read, written = [*WORDS, "</s>"], ["<pad>", "the", "dog", "sat"]
+    assert [(m.queries, m.keys) for m in maps[::2]] == [(read, read), (written, written), (written, read)]
+    inputs = tokenizer(TEXT, return_tensors="pt")
+    labels = tokenizer("the dog sat", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        expected = t5(**inputs, labels=labels, output_attentions=True)
+    for m in maps:
+        weights = expected[f"{m.kind}_attentions"][1][0, m.head].numpy()
+        np.testing.assert_allclose(m.weights, weights, atol=1e-6)
+        np.testing.assert_allclose(m.weights.sum(1), 1, atol=1e-5)
+
+
+def test_without_a_target_the_model_writes_one(t5, tokenizer):
+    maps = attention_maps(t5, tokenizer, TEXT, layers=[0], heads=[0])
+    written = t5.generate(**tokenizer(TEXT, return_tensors="pt"), max_new_tokens=32)[0, :-1]
+    assert maps[1].queries == tokenizer.convert_ids_to_tokens(written)
+
+
+def test_maps_of_a_sparse_model_show_its_layout(tokenizer):
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16
+    )
+    layout = get_sparsity_config("LocalSlidingWindow", 2, block=4)
+    model = enable(BertModel(config), layout).eval()
+    inputs = tokenizer(TEXT, return_tensors="pt")
+    expected = model(**inputs).last_hidden_state
+    maps = attention_maps(model, tokenizer, TEXT)
+    assert [(m.kind, m.layer, m.head) for m in maps] == [("self", layer, head) for layer in (0, 1) for head in (0, 1)]
+    allowed = layout.make_layout(16)[0].repeat_interleave(4, 0).repeat_interleave(4, 1)[:13, :13].bool().numpy()
+    for m in maps:
+        assert (m.weights[allowed] > 0).all() and (m.weights[~allowed] == 0).all()
+    torch.testing.assert_close(model(**inputs).last_hidden_state, expected, rtol=0, atol=1e-5)
+
+
+def test_the_page_holds_every_weight_and_loads_nothing(t5, tokenizer, tmp_path):
+    maps = attention_maps(t5, tokenizer, TEXT, target="the dog sat")
+    page = write_maps(maps, tmp_path / "deep" / "maps.html", title=TEXT).read_text(encoding="utf-8")
+    assert not re.search(r"https?://|\bsrc=|@import|url\(", page)
+    assert page.count("</script>") == 2, "a text may not end the page's script"
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL).group(1))
+    assert data["title"] == TEXT and data["tokens"]["cross"]["keys"] == [*WORDS, "</s>"]
+    for m, stored in zip(maps, data["maps"], strict=True):
+        weights = np.frombuffer(base64.b64decode(stored["weights"]), "<u2").reshape(m.weights.shape) / 65535
+        assert (stored["kind"], stored["layer"], stored["head"]) == (m.kind, m.layer, m.head)
+        np.testing.assert_allclose(weights, m.weights, atol=1e-5)
+
+
+def test_the_command_writes_pages_and_pictures_of_a_run(t5, tokenizer, tmp_path, capsys):
+    """A run's folder has its last checkpoint under `last`, and the run's settings in its own config.json."""
+    for part in (t5, tokenizer):
+        part.save_pretrained(tmp_path / "run" / "last")
+    (tmp_path / "run" / "config.json").write_text('{"iters": 3}')
+    command = ["attention", "--model", str(tmp_path / "run"), "--text", TEXT, "--target", "the dog sat"]
+    assert main([*command, "--output", str(tmp_path / "m.html"), "--layers", "0-1", "--heads", "0,2"]) == 0
+    assert len(re.findall('"kind"', (tmp_path / "m.html").read_text())) == 3 * 2 * 2
+    assert main([*command, "--output", str(tmp_path / "m.png"), "--layers", "0", "--heads", "0"]) == 0
+    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    assert main([*command, "--output", "m.html", "--layers", "2"]) == 2
+    assert "error: --layers: there is no layer 2, the model has 0 to 1.\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "give --model and --text to see maps, or --layout"),
+        (["--model", "a", "--layout", "BigBird"], "give --model and --text to see maps, or --layout"),
+        (["--model", "a"], "--model needs a --text"),
+        (["--layout", "BigBird", "--text", "a"], "--text and --target are for --model"),
+        (["--layout", "BigBird", "--settings", "{", "--output", "x.svg"], "--settings '{' is not JSON"),
+        (["--layout", "BigBird", "--settings", "[1]", "--output", "x.svg"], "--settings '[1]' is no JSON object"),
+        (["--layout", "BigBird", "--settings", "null", "--output", "x.svg"], "--settings 'null' is no JSON object"),
+        (["--layout", "BigBird", "--settings", '{"block": 16}', "--output", "x.svg"], "as --block 16 instead"),
+        (["--layout", "BigBird", "--settings", '{"num_heads": 4}', "--output", "x.svg"], "leave out num_heads"),
+        (["--model", "a", "--text", "a", "--settings", '{"seed": 1}'], "--settings are those of a --layout"),
+        (["--model", "a", "--text", "a", "--layers", "5-3"], "--layers 5-3: 5-3 holds no number: write 3-5"),
+        (["--layout", "BigBrid", "--output", "x.svg"], "did you mean BigBirdSparsityConfig"),
+        (
+            ["--layout", "BigBird", "--length", "100", "--output", "x.svg"],
+            "length of 100 is not a positive multiple of block=64",
+        ),
+        (["--layout", "BigBird"], "--output x.html: it must end in .svg or .png"),
+        (["--model", "a", "--text", "a", "--output", "x.pdf"], "--output x.pdf: it must end in .html or .png"),
+        (["--model", "a", "--text", "a", "--heads", "first"], "--heads first: write all, or numbers"),
+        (["--model", "/nowhere/at/all", "--text", "a"], "--model /nowhere/at/all cannot be loaded"),
+    ],
+)
+def test_mistakes_are_sentences(argv, message, capsys):
+    assert main(["attention", "--output", "x.html", *argv]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+def test_a_text_beyond_the_positions_of_a_model_is_refused(tokenizer, tmp_path, capsys):
+    config = BertConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=8,
+    )  # fmt: skip
+    for part in (BertModel(config), tokenizer):
+        part.save_pretrained(tmp_path)
+    command = ["attention", "--model", str(tmp_path), "--output", str(tmp_path / "m.html"), "--text"]
+    capsys.readouterr()
+    assert main([*command, TEXT]) == 2
+    assert "--text of 13 tokens is more than the 8 positions of the model" in capsys.readouterr().err
+    assert main([*command, "a cat sat"]) == 0
+
+
+def test_a_target_beyond_the_positions_of_a_decoder_is_refused(tokenizer):
+    config = BartConfig(
+        vocab_size=32, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=8,
+    )  # fmt: skip
+    model = BartForConditionalGeneration(config)
+    with pytest.raises(UserError, match="--target of 13 tokens is more than the 8 positions of the model"):
+        attention_maps(model, tokenizer, "a cat sat", target=TEXT)
+
+
+def test_a_text_without_tokens_is_refused(t5, tokenizer):
+    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    with pytest.raises(UserError, match="--text '' has no tokens"):
+        attention_maps(t5, bare, "")
+
+
+@pytest.mark.parametrize("name", ["m.html", "m.png"])
+def test_no_maps_are_no_page(name, tmp_path):
+    with pytest.raises(UserError, match="There are no maps to write"):
+        write_maps([], tmp_path / name, title="")
+    assert not (tmp_path / name).exists()
+
+
+def test_a_page_too_large_is_refused(t5, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(maps_module, "MAX_WEIGHTS", 100)
+    with pytest.raises(UserError, match="4 maps have 676 weights, more than the 100 of a page"):
+        write_maps(attention_maps(t5, tokenizer, TEXT, layers=[0])[:4], tmp_path / "m.html", title="")
+
+
+def test_numbers_of_layers_and_heads():
+    assert numbers("all", "layers") is None
+    assert numbers("0, 3-5", "layers") == [0, 3, 4, 5]
+
+
+@pytest.mark.parametrize("name", SPARSITY_CONFIGS)
+def test_every_block_of_a_layout_is_drawn_once(name, tmp_path):
+    config = get_sparsity_config(name, 1, block=16)
+    layout = config.make_layout(512)[0].bool()
+    pieces = parts(config, 512)
+    assert torch.equal(sum(piece.int() for piece in pieces.values()), layout.int())
+    root = ElementTree.parse(draw_layouts([config], 512, tmp_path / "l.svg")).getroot()
+    drawn = torch.zeros_like(layout)
+    for path in root.iter("{http://www.w3.org/2000/svg}path"):
+        for x, y, width in re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)v", path.get("d")):
+            drawn[int(float(y)), int(float(x)) : round(float(x) + float(width))] = True
+    assert torch.equal(drawn, layout)
+
+
+@pytest.mark.parametrize("attention", ["bidirectional", "unidirectional"])
+def test_the_pictures_of_the_documentation_are_up_to_date(attention, tmp_path):
+    picture = DOCS / "images" / f"layouts_{attention}.svg"
+    command = re.search(rf"lmtools (attention .*{picture.name})", (DOCS / "attention.md").read_text()).group(1)
+    argv = re.findall(r"'([^']*)'|(\S+)", command)
+    argv = [quoted or plain for quoted, plain in argv]
+    assert main([*argv[:-1], str(tmp_path / "l.svg")]) == 0
+    assert (tmp_path / "l.svg").read_text() == picture.read_text()
+    assert picture.stat().st_size < 30_000

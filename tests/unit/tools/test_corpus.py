@@ -1,0 +1,304 @@
+"""The documentation corpus: what counts as prose, what a small installation gives, and the vocabulary made from it."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections import Counter
+
+import pytest
+import sentencepiece
+
+from lm_experiments_tools.data.text.train_vocabulary import train_vocab
+from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tools.demo_corpus import corpus as module
+from lm_experiments_tools.tools.demo_corpus.corpus import build_corpus
+from lm_experiments_tools.tools.demo_corpus.prose import is_prose, paragraphs, similarity_key
+from lm_experiments_tools.tools.main import main
+
+DOCSTRING = """Return the mean of the values, ignoring what is missing.
+
+The `values` are read **once**, so that an iterator of :class:`~collections.abc.Iterator` type
+is accepted; see [the guide](https://example.org/guide) or :ref:`the notes <stats-notes>` for more.
+
+    indented = code()
+
+Args:
+    values (`list[float]`, *optional*):
+        The numbers whose mean is wanted, in any order that you like.
+    axis: The axis along which the means are to be taken.
+    dtype : str
+
+Parameters
+----------
+weights : array_like
+    An array of weights that are associated with the values in it.
+
+.. code-block:: python
+
+    The code in this block is not a sentence that anyone reads.
+
+.. note:: The result is a float, even when all of the values are integers.
+
+>>> mean([1, 2])
+1.5
+
+For example, this is how it is used with a list of numbers::
+
+    The literal block follows the two colons and is left out of it.
+
+| a table | of things | is not prose, even though it is long. |
+
+* The first item of the list is a whole sentence,
+  which goes on in the next line.
+* short
+
+Copyright 2020 by the authors, and all of the rights are reserved.
+"""
+
+PROSE = [
+    "Return the mean of the values, ignoring what is missing.",
+    "The values are read once, so that an iterator of Iterator type is accepted; see the guide or the notes for more.",
+    "The numbers whose mean is wanted, in any order that you like.",
+    "The axis along which the means are to be taken.",
+    "An array of weights that are associated with the values in it.",
+    "The result is a float, even when all of the values are integers.",
+    "The first item of the list is a whole sentence, which goes on in the next line.",
+]
+
+
+def test_prose_of_a_docstring_and_nothing_else():
+    assert paragraphs(DOCSTRING) == PROSE
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("A sentence of ordinary words that is long enough to be kept.", True),
+        ("a sentence that begins in the middle of it is not kept at all.", False),
+        ("A sentence of ordinary words that is without an end", False),
+        ("Too short to be of use.", False),
+        ("Set FOO_BAR=1 BAZ=/x/y {a: b} and run x.y.z() to p[0] = q | r.", False),
+        ("Ein Satz in einer anderen Sprache gehört nicht in dieses Korpus.", False),
+        ("A sentence of ordinary words with a \x07 control character in it.", False),
+        ("This work is distributed under the terms of the Apache License.", False),
+    ],
+)
+def test_what_counts_as_prose(text, expected):
+    assert is_prose(text) is expected
+
+
+def test_similar_paragraphs_differ_only_in_names_and_numbers():
+    one = similarity_key("Constructs a Bart tokenizer, which is based on `SentencePiece` (version 2).")
+    assert one == similarity_key("Constructs a T5 tokenizer, which is based on `WordPiece` (version 31).")
+    assert one != similarity_key("Constructs a T5 model, which is based on `WordPiece` (version 31).")
+
+
+@pytest.fixture
+def installation(tmp_path, monkeypatch):
+    """A Python installation of a few packages; importing any of them would be noticed."""
+    stdlib, site = tmp_path / "stdlib", tmp_path / "site"
+    sentence = "The {} of number {} is a thing that is described in some words here, with {} in it."
+    nouns = ["reader", "writer", "parser", "server", "client", "window", "buffer", "editor", "folder", "module"]
+    verbs = ["asking", "giving", "taking", "making", "seeing", "hiding", "moving", "adding", "ending", "timing"]
+
+    def docs(start, count):
+        return [
+            sentence.format(nouns[i % 10], i, f"{verbs[i // 10 % 10]} {nouns[i // 100 % 10]}s")
+            for i in range(start, start + count)
+        ]
+
+    def source(start, count):
+        functions = "".join(f'def f{i}():\n    """{text}"""\n' for i, text in enumerate(docs(start, count)))
+        return f'"""{sentence.format("module", start, "import")}"""\nraise SystemError("imported")\n' + functions
+
+    def put(root, name, text):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+
+    put(stdlib, "pydoc_data/topics.py", f"topics = {{'a': {docs(0, 1)[0]!r}}}")
+    for i in range(8):
+        put(stdlib, f"mod{i}.py", source(100 * i, 60))
+    put(site, "pkg/broken.py", '"""' + "x " * 999 + '"""\ndef (:\n')
+    put(site, "pkg/latin.py", b'"""caf\xe9' + b" x" * 999 + b'"""')
+    put(site, "pkg/tests/test_x.py", source(900, 60))
+    put(site, "pkg/guide.rst", "\n\n".join(docs(960, 30)))
+    put(site, "pkg/LICENSE.txt", "\n\n".join(docs(990, 10)))
+    put(site, "pkg-1.dist-info/METADATA", "Name: pkg\nSummary: x\n\n" + "\n\n".join(docs(970, 25)))
+    paths = {"stdlib": str(stdlib), "purelib": str(site), "platlib": str(site)}
+    monkeypatch.setattr(module.sysconfig, "get_path", paths.__getitem__)
+    return tmp_path
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_corpus_of_a_small_installation(installation, tmp_path):
+    summary = build_corpus(tmp_path / "out", validation_share=0.3)
+    train, valid = read(tmp_path / "out" / "train.jsonl"), read(tmp_path / "out" / "valid.jsonl")
+    assert (summary.num_train_documents, summary.num_valid_documents) == (len(train), len(valid))
+    assert summary.num_train_bytes == sum(len(row["text"].encode()) for row in train)
+    sources = {row["source"] for row in train + valid}
+    assert {"mod0.py", "pkg/guide.rst"} <= sources
+    assert not any("test" in source or "LICENSE" in source or "broken" in source for source in sources)
+    counts = Counter(line for row in train + valid for line in row["text"].split("\n"))
+    assert set(counts.values()) == {1}
+    assert any("number 994" in line for line in counts) and not any("number 999" in line for line in counts)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["num_train_documents"] == len(train) and manifest["num_bytes_of_package"]["pkg"] > 1000
+
+
+def test_corpus_is_the_same_again_and_nothing_moves_between_the_sets(installation, tmp_path):
+    build_corpus(tmp_path / "a", validation_share=0.5)
+    build_corpus(tmp_path / "b", validation_share=0.5)
+    for name in ("train.jsonl", "valid.jsonl", "manifest.json", "README.md"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    build_corpus(tmp_path / "b", max_bytes=32_000, validation_share=0.5)  # over its own
+    whole, part = ([{r["text"] for r in read(tmp_path / x / f"{s}.jsonl")} for s in ("train", "valid")] for x in "ab")
+    assert part[0] < whole[0] and part[1] <= whole[1]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_corpus_is_the_same_for_any_number_of_workers(installation, tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(module, "_BATCH_FILES", 1)  # the files are few
+    real, processes = module._start_worker, []
+    monkeypatch.setattr(module, "_start_worker", lambda: processes.append(real()) or processes[-1])
+    for max_bytes in (20_000_000, 20_000):  # all, and where most of the files are left
+        build_corpus(tmp_path / "one", max_bytes=max_bytes, validation_share=0.5, workers=1)
+        assert not processes
+        build_corpus(tmp_path / "many", max_bytes=max_bytes, validation_share=0.5, workers=workers)
+        assert [process.returncode for process in processes] == [0] * workers
+        processes.clear()
+        for name in ("train.jsonl", "valid.jsonl", "manifest.json", "README.md"):
+            assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "many" / name).read_bytes()
+
+
+def test_a_worker_that_dies_is_one_sentence_and_its_mates_end(installation, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_BATCH_FILES", 1)
+    real, processes = module._start_worker, []
+
+    def start():
+        processes.append(real())
+        if len(processes) == 1:
+            processes[0].kill()
+        return processes[-1]
+
+    monkeypatch.setattr(module, "_start_worker", start)
+    with pytest.raises(UserError, match=r"exit code -9 .* try again with fewer workers"):
+        build_corpus(tmp_path / "out", workers=2)
+    assert [process.returncode for process in processes] == [-9, 0]
+    assert not (tmp_path / "out" / "train.jsonl").exists()
+
+
+def test_workers_import_neither_torch_nor_transformers(installation):
+    code = (
+        "import runpy, sys\nrunpy.run_module('lm_experiments_tools.tools.demo_corpus.corpus', run_name='__main__')\n"
+        "assert not {'torch', 'transformers', 'numpy', 'sentencepiece'} & set(sys.modules)"
+    )
+    request = json.dumps([str(installation / "stdlib" / "mod0.py")]) + "\n"
+    run = subprocess.run([sys.executable, "-c", code], input=request, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert len(json.loads(run.stdout)[0]) == 61
+
+
+def test_corpus_refuses_what_is_not_its_own_and_an_empty_installation(installation, tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.jsonl").write_text("precious")
+    with pytest.raises(UserError, match=r"train\.jsonl was not made by `lmtools corpus`"):
+        build_corpus(tmp_path / "mine")
+    assert (tmp_path / "mine" / "train.jsonl").read_text() == "precious"
+    with pytest.raises(UserError, match=r"validation share is 1\.5"):
+        build_corpus(tmp_path / "out", validation_share=1.5)
+    with pytest.raises(UserError, match="workers is 0"):
+        build_corpus(tmp_path / "out", workers=0)
+    (tmp_path / "none" / "pydoc_data").mkdir(parents=True)
+    (tmp_path / "none" / "pydoc_data" / "topics.py").write_text("topics = {}")
+    monkeypatch.setattr(module.sysconfig, "get_path", lambda name: str(tmp_path / "none"))
+    with pytest.raises(UserError, match="0 training and 0 validation documents"):
+        build_corpus(tmp_path / "out")
+
+
+def test_real_installation_gives_real_prose_without_network_or_imports(tmp_path, monkeypatch):
+    monkeypatch.setattr(socket, "socket", lambda *_, **__: pytest.fail("the corpus uses the network"))
+    purelib = sysconfig.get_path("stdlib")  # the standard library alone: the same on every machine, and quick
+    monkeypatch.setattr(module.sysconfig, "get_path", lambda name: purelib)
+    before = set(sys.modules)
+    summary = build_corpus(tmp_path / "out", max_bytes=600_000, workers=1)  # one: all of it here, in view
+    assert not {name for name in set(sys.modules) - before if name.startswith(("idlelib", "tkinter", "asyncio."))}
+    assert (
+        summary.num_train_bytes > 400_000 and 0.005 < summary.num_valid_documents / summary.num_train_documents < 0.1
+    )
+    text = "\n".join(row["text"] for row in read(summary.train_path))
+    assert all(line.isprintable() and is_prose(line) for line in text.split("\n"))
+    assert ">>>" not in text and "://" not in text
+    words = Counter(text.split())
+    assert 0.04 < words["the"] / words.total() < 0.1  # about 6 % in English
+
+
+def test_vocabulary_has_t5s_layout_exact_size_and_is_the_same_again(installation, tmp_path):
+    summary = build_corpus(tmp_path / "out", validation_share=0.3)
+    first = train_vocab([str(summary.train_path)], 200, tmp_path / "a.model")
+    again = train_vocab([str(summary.train_path)], 200, tmp_path / "b.model")
+    assert first.sha256 == again.sha256 and first.size == 200
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "a.model"))
+    assert len(processor) == 200
+    assert [processor.id_to_piece(i) for i in range(3)] == ["<pad>", "</s>", "<unk>"]
+    assert [processor.id_to_piece(199 - k) for k in range(100)] == [f"<extra_id_{k}>" for k in range(100)]
+    assert (processor.bos_id(), processor.eos_id(), processor.pad_id(), processor.unk_id()) == (-1, 1, 0, 2)
+    vocabulary = Vocabulary.load(tmp_path / "a.model")
+    assert vocabulary.sentinel_ids.tolist() == list(range(199, 99, -1))
+    text = "The parser of number 12 is here, with a thing in it."
+    assert vocabulary.decode(vocabulary.encode(text)) == text
+    assert vocabulary.encode("of\nnumber") == vocabulary.encode("of number")
+
+
+def test_the_corpus_says_how_far_it_is(installation, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    build_corpus(tmp_path / "quick", workers=1, validation_share=0.3)
+    lines = [record.getMessage() for record in caplog.records]
+    assert re.match(r"reading up to \d+ files", lines[1]) and len(lines) == 2
+    caplog.clear()
+    monkeypatch.setattr(module, "_SECONDS_BETWEEN_LINES", 0.0)
+    summary = build_corpus(tmp_path / "slow", workers=1, validation_share=0.3)
+    lines = [record.getMessage() for record in caplog.records][2:]
+    assert len(lines) == int(re.search(r"\d+", caplog.records[1].getMessage())[0]) > 3
+    assert lines[0] == "0 files read, 0.0 of at most 20.0 MB of text" and summary.num_train_documents
+
+
+@pytest.mark.parametrize("flags", [[], ["--type", "wordpiece"]])
+def test_a_vocabulary_of_text_under_another_key_names_the_keys_there_are(tmp_path, capsys, flags):
+    (tmp_path / "d.jsonl").write_text('{"body": "some words"}\n' * 7)
+    command = ["vocab", "--input", str(tmp_path / "d.jsonl"), "--size", "200", "--output", str(tmp_path / "v.model")]
+    assert main([*command, *flags]) == 2
+    assert capsys.readouterr().err == (
+        f"error: there is no document in {tmp_path}/d.jsonl: 7 bad lines and nothing else (the first: "
+        f"{tmp_path}/d.jsonl:1: no key 'text' (there is 'body')): name the key of the text by --text_key\n"
+    )
+
+
+def test_vocabulary_sample_is_bounded_and_long_lines_count(tmp_path):
+    data = tmp_path / "d.txt"
+    data.write_text(" ".join(f"word{i % 700} of the text" for i in range(60_000)))  # one line of a megabyte
+    summary = train_vocab([str(data)], 220, tmp_path / "v.model", sample_bytes=200_000)
+    assert 200_000 <= summary.sample_bytes < 204_000
+    assert len(Vocabulary.load(tmp_path / "v.model").encode("word of the text")) <= 8
+
+
+def test_vocabulary_that_does_not_fit_its_text_is_one_sentence(tmp_path):
+    data = tmp_path / "d.txt"
+    data.write_text("a few words of text\n" * 20)
+    for size, message in [
+        (32000, r"31900 pieces .* cannot be trained on \d+ bytes"),
+        (103, "no room"),
+        (110, "10 pieces"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            train_vocab([str(data)], size, tmp_path / "v.model")
+    data.write_text("\n\n")
+    with pytest.raises(UserError, match=r"no document in .*d\.txt"):
+        train_vocab([str(data)], 200, tmp_path / "v.model")
+    assert not (tmp_path / "v.model").exists()

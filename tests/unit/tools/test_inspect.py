@@ -1,0 +1,444 @@
+"""`lmtools inspect`: what it counts is what is there, what it shows is what the model gets."""
+
+import hashlib
+import json
+import os
+import re
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
+from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tools.main import main
+from lm_experiments_tools.tools.samples import render_ids, render_predictions, render_sample
+from lm_experiments_tools.tools.statistics import token_statistics
+from megatron.bert_dataset import BertDataset
+from megatron.tokenizers import build_tokenizer
+from tests.helpers.bert_toys import make_bert_data
+from tests.helpers.vocabulary_toys import numbered_words_vocabulary
+
+LETTERS = "abcdefghij"
+
+
+def letters(ids: list[int]) -> str:
+    return " ".join(LETTERS[i] for i in ids)
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """The worked example of `token_statistics`: documents of several sequences, one of them empty."""
+    with IndexedDatasetWriter(tmp_path / "tokens", np.uint16) as writer:
+        for document in ([[5, 6], [7]], [[5, 5]], []):
+            for sequence in document:
+                writer.add_sequence(sequence)
+            writer.end_document()
+    return IndexedDataset(tmp_path / "tokens")
+
+
+def test_counts_of_the_worked_example(tokens):
+    counts = token_statistics(tokens, vocab_size=10)
+    assert counts.document_lengths.tolist() == [3, 2, 0]
+    assert (counts.num_documents, counts.num_sequences, counts.num_tokens) == (3, 3, 5)
+    assert counts.frequencies.tolist() == [0, 0, 0, 0, 0, 3, 1, 1, 0, 0]
+    assert counts.most_frequent(2) == [(5, 3), (6, 1)] and counts.ids_in_use == 3
+    assert counts.rate(5) == 0.6 and counts.rate(-1) == 0.0
+    assert counts.length_percentiles()[50] == 2 and counts.length_percentiles()[100] == 3
+
+
+def test_percentiles_are_those_of_a_sorted_list(tmp_path):
+    lengths = np.random.default_rng(0).integers(1, 50, 200)
+    with IndexedDatasetWriter(tmp_path / "tokens", np.uint16) as writer:
+        for length in lengths:
+            writer.add_sequence(np.ones(length, np.int64))
+            writer.end_document()
+    found = token_statistics(IndexedDataset(tmp_path / "tokens"), 2).length_percentiles()
+    ordered = sorted(lengths.tolist())
+    assert found == {p: ordered[max(-(-len(ordered) * p // 100), 1) - 1] for p in found}
+
+
+def test_tokens_of_another_vocabulary_are_named(tokens):
+    with pytest.raises(UserError, match="holds id 7, but the vocabulary has ids 0 to 6"):
+        token_statistics(tokens, vocab_size=7)
+
+
+def test_render_ids_worked_example():
+    assert render_ids(np.array([0, 1, 9, 8, 8]), letters, {8: "<pad>", 9: "</s>"}) == "a b </s> <pad> x 2"
+
+
+def test_render_predictions_worked_example():
+    shown = render_predictions(np.array([4, 9, 6]), np.array([-100, 5, -100]), letters, {9: "<mask>"})
+    assert shown == "e [<mask> -> f] g"
+
+
+def test_a_sample_shows_every_entry_of_the_batch():
+    row = {
+        "input_ids": np.array([0, 1, 9, 8]), "attention_mask": np.array([1, 1, 1, 0]),
+        "labels": np.array([2, 9, -100]), "token_type_ids": np.array([0, 0, 1, 0]), "next_sentence_label": np.int64(1),
+    }  # fmt: skip
+    assert render_sample(row, letters, {8: "<pad>", 9: "</s>"}) == [
+        "input    4 tokens, 3 attended",
+        "  a b </s> <pad>",
+        "target   3 tokens, 2 of them predicted",
+        "  c </s> (ignored)",
+        "attention_mask: 1 x 3, 0 x 1",
+        "next_sentence_label: 1",
+        "token_type_ids: 0 x 2, 1 x 1, 0 x 1",
+    ]
+
+
+@pytest.fixture(scope="module")
+def vocab(tmp_path_factory):
+    return numbered_words_vocabulary(tmp_path_factory.mktemp("vocab"))
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"text": " ".join(f"word{i} token{j}" for j in range(5 + i))}) for i in range(40)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def inspect(vocab, *flags: str) -> int:
+    return main(["inspect", "--data_path", "text.jsonl", "--vocab", str(vocab), "--data_pipeline", "native", *flags])
+
+
+def test_the_command_shows_the_first_samples_of_the_run(vocab, text, capsys):
+    from lm_experiments_tools.data.objectives.denoising import SpanCorruptionDataset
+    from lm_experiments_tools.data.text.vocabulary import Vocabulary
+
+    flags = [
+        "--input_seq_len",
+        "32",
+        "--target_seq_len",
+        "16",
+        "--seed",
+        "7",
+        "--batch_size",
+        "2",
+        "--world_size",
+        "3",
+    ]
+    assert inspect(vocab, *flags, "--samples", "3", "--output", "look", "--iters", "20") == 0
+    printed = capsys.readouterr().out
+    vocabulary = Vocabulary.load(vocab)
+    (prefix,) = (text / ".cache" / "tokens").glob("*.idx")
+    dataset = SpanCorruptionDataset(
+        IndexedDataset(str(prefix).removesuffix(".idx")), 32, sentinel_ids=vocabulary.sentinel_ids, eos_id=1, pad_id=0,
+        vocab_size=vocabulary.size, seed=7,
+    )  # fmt: skip
+    for row in dataset.batch(np.arange(3))["input_ids"]:
+        assert f"{vocabulary.decode(row)} </s>" in printed
+    assert "documents  40" in printed and f"tokens     {dataset.num_tokens:,}" in printed
+    assert re.search(rf"an epoch     {len(dataset):,} examples = {len(dataset) / 6:,.1f} steps of 6 ", printed)
+    (picture,) = (text / "look").iterdir()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_settings_of_a_run_are_read_as_they_are(vocab, text, capsys):
+    (text / "run.yaml").write_text(
+        f"data_path: text.jsonl\nvocab: {vocab}\nmodel_cfg: nowhere.json\nmodel_path: run\nlr: 1e-3\n"
+        "data_pipeline: native\ninput_seq_len: 16\noptimizer: Adafactor\n"
+    )
+    assert main(["inspect", "--config", "run.yaml"]) == 0
+    assert "16 inputs" in capsys.readouterr().out
+    assert not (text / "run").exists()
+
+
+def number_of(printed: str, name: str) -> int:
+    return int(re.search(rf"{name} +([\d,]+)", printed)[1].replace(",", ""))
+
+
+@pytest.fixture
+def counted_reads(monkeypatch):
+    """How many documents are read, whoever asks for them."""
+    from lm_experiments_tools.data.text import documents
+
+    read = []
+    parse = documents.parse_json_line
+    monkeypatch.setattr(documents, "parse_json_line", lambda *args: read.append(0) or parse(*args))
+    return read
+
+
+@pytest.mark.parametrize("flags", [[], ["--streaming"], ["--data_pipeline", "auto"]])
+def test_the_first_documents_only(vocab, text, capsys, counted_reads, flags):
+    assert inspect(vocab, "--input_seq_len", "16", "--documents", "4", "--samples", "2", *flags) == 0
+    printed = capsys.readouterr().out
+    assert "documents  4" in printed and "sample 1" in printed
+    assert len(counted_reads) == 5 and not list(text.iterdir())[1:]  # one more tells that there are more; no cache
+    assert f"{number_of(printed, 'tokens'):,} training tokens" in printed
+    # the steps of all the text, from the part of its bytes that four documents are
+    lines = (text / "text.jsonl").read_bytes().splitlines(keepends=True)
+    share = sum(map(len, lines[:4])) / sum(map(len, lines))
+    from lm_experiments_tools.data.objectives.span_corruption import random_spans_lengths
+
+    examples = -(-number_of(printed, "tokens") // random_spans_lengths(16, 0.15, 3.0)[0])
+    assert f"about {round(examples / share):,} examples" in printed and "estimated from these documents" in printed
+
+
+def test_the_first_documents_of_a_token_file(vocab, text, capsys):
+    assert inspect(vocab, "--samples", "0", "--documents", "99") == 0  # there are 40: all of them
+    assert "documents  40" in capsys.readouterr().out
+    assert inspect(vocab, "--samples", "0") == 0
+    whole = capsys.readouterr().out
+    (prefix,) = (str(path).removesuffix(".idx") for path in (text / ".cache" / "tokens").glob("*.idx"))
+    assert inspect(vocab, "--data_path", prefix, "--documents", "4", "--input_seq_len", "16", "--samples", "1") == 0
+    printed = capsys.readouterr().out
+    tokens = IndexedDataset(prefix)
+    assert number_of(printed, "documents") == 4
+    assert number_of(printed, "tokens") == sum(len(tokens[i]) for i in range(4)) < number_of(whole, "tokens")
+    assert "estimated from these documents" in printed and "estimated" not in whole
+
+
+def test_the_first_documents_of_a_dataset_are_streamed(vocab, text, capsys, monkeypatch):
+    import datasets
+
+    from lm_experiments_tools.data.text import hf_datasets
+    from lm_experiments_tools.tools import inspect as command
+
+    read = []
+
+    def rows():
+        for number in range(10_000):
+            read.append(number)
+            yield {"text": f"word{number} token{number % 7} number{number} " * 4}
+
+    monkeypatch.setattr(hf_datasets, "load_streaming", lambda item: datasets.IterableDataset.from_generator(rows))
+    monkeypatch.setattr(command, "STREAMED_DOCUMENTS", 30)
+    assert inspect(vocab, "--data_path", "some/dataset", "--input_seq_len", "16") == 0
+    printed = capsys.readouterr().out
+    assert "documents  30" in printed and "sample 2" in printed and "of all the data it is not known" in printed
+    assert 30 <= len(read) < 100
+
+
+def test_text_is_tokenized_as_the_run_tokenizes_it(vocab, text, capsys):
+    """Line ends that only `str.splitlines` knows are no line ends to the run."""
+    odd = "word1 token2\x0bnumber3 word4\x85token5 number6\u2028word7\nword8 "
+    (text / "text.jsonl").write_text("".join(json.dumps({"text": odd * n}) + "\n" for n in range(1, 30)))
+    assert inspect(vocab, "--samples", "0", "--documents", "29") == 0
+    first = capsys.readouterr().out
+    assert inspect(vocab, "--samples", "0") == 0
+    assert first.splitlines()[1:] == capsys.readouterr().out.splitlines()[1:]
+
+
+@pytest.mark.parametrize("task", ["prefix_lm", "span_corruption", "mlm"])
+def test_samples_and_padding_are_those_of_the_micro_batches_of_the_run(vocab, text, capsys, task):
+    """Against loaders of every worker and the loop's own cutting."""
+    import torch
+
+    from lm_experiments_tools.config.cli import parse
+    from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+    from lm_experiments_tools.data.loader import TrainLoader
+    from lm_experiments_tools.data.text.vocabulary import Vocabulary
+    from lm_experiments_tools.recipes.objectives import mixed_dataset
+    from lm_experiments_tools.tools.samples import render_ids
+    from lm_experiments_tools.training.micro_batches import split_batch
+
+    flags = ["--task", task, "--input_seq_len", "48", "--seed", "5"]
+    flags += ["--batch_size", "3", "--gradient_accumulation_steps", "2"]
+    assert inspect(vocab, *flags, "--samples", "5", "--world_size", "4") == 0
+    printed = capsys.readouterr().out
+    (prefix,) = (str(path).removesuffix(".idx") for path in (text / ".cache" / "tokens").glob("*.idx"))
+    args, _ = parse(T5PretrainingArgs, ["--data_path", prefix, "--model_cfg", "x", "--lr", "1", *flags])
+    vocabulary = Vocabulary.load(vocab)
+    dataset = mixed_dataset(args, [IndexedDataset(prefix)], vocabulary, seed=5, world_size=4)
+    has_decoder = task != "mlm"
+    cells = {"inputs": [0, 0], "targets": [0, 0]}
+    first, passes = {}, []
+    loaders = [TrainLoader(dataset, 6, rank, 4, prefetch=False) for rank in range(4)]
+    for step in range(8):
+        own = [next(loader) for loader in loaders]
+        steps = [split_batch(b, 3, set(b), torch.device("cpu"), has_decoder, ("labels",), args.trim_to()) for b in own]
+        passes += [[worker.micro_batches[m] for worker in steps] for m in range(2)]
+        for rank in range(4 if step == 0 else 0):
+            first |= {4 * row + rank: (rank, steps[rank].micro_batches[0].batch, row) for row in range(3)}
+    wanted = min(64, -(-len(dataset) // 3))
+    for micro_batch in [m for workers in passes for m in workers][:wanted]:
+        batch = micro_batch.batch
+        for name, used in (("inputs", batch["attention_mask"]), ("targets", batch["labels"] != -100)):
+            cells[name][0] += int(used.sum())
+            cells[name][1] += used.numel()
+    inputs = 1 - cells["inputs"][0] / cells["inputs"][1]
+    assert f"padding      {inputs:.2%} of the inputs" in printed
+    if task == "mlm":
+        assert f"{cells['targets'][0] / cells['inputs'][0]:.2%} of the other tokens are to be predicted" in printed
+        return
+    assert f"{1 - cells['targets'][0] / cells['targets'][1]:.2%} of the targets" in printed
+    assert f"on {wanted} micro-batches of 3 rows" in printed
+    shown = {0: "<pad>", 1: "</s>", 2: "<unk>", -100: "(ignored)"}
+    for number in range(5):
+        rank, batch, row = first[number]
+        text = printed.split(f"sample {number} (worker {rank})\n")[1]
+        lines = text.split("\n\nsample")[0]
+        assert (
+            f"input    {batch['input_ids'].shape[1]} tokens, {int(batch['attention_mask'][row].sum())} attended"
+            in lines
+        )
+        assert render_ids(batch["input_ids"][row].numpy(), vocabulary.decode, shown) in lines
+        assert f"target   {batch['labels'].shape[1]} tokens" in lines
+        assert render_ids(batch["labels"][row].numpy(), vocabulary.decode, shown) in lines
+    if task == "prefix_lm":
+        assert inputs < 0.2 and first[0][1]["labels"].shape[1] < 48
+
+
+def test_the_epoch_of_all_the_data_worked_example(tmp_path):
+    from lm_experiments_tools.tools.look import Source, whole_epoch
+
+    sources = []
+    for name, size, share in (("a", 100, 0.1), ("b", 200, 1.0)):
+        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
+            writer.add_sequence(np.ones(size, np.int64))
+            writer.end_document()
+        sources.append(Source(name, IndexedDataset(tmp_path / name), share))
+    assert whole_epoch(30, sources, [1.0, 1.0]) == pytest.approx(120)
+    assert whole_epoch(30, sources, [2.0, 1.0]) == pytest.approx(30 * (2000 + 200) / (200 + 200))
+    assert whole_epoch(30, [Source("a", sources[0].tokens, None)], [1.0]) is None
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    return make_bert_data(tmp_path_factory.mktemp("bert"))
+
+
+def inspect_bert(bert, *flags: str) -> int:
+    data = ["--data_path", str(bert / "train"), "--vocab_file", str(bert / "vocab.txt"), "--input_seq_len", "32"]
+    return main(["inspect_bert", *data, *flags])
+
+
+def flip_a_bit(path) -> None:
+    """The lowest bit of the first id, which stays inside the vocabulary; times as before, as `rsync -t` gives them."""
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    content = path.read_bytes()
+    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    os.utime(path, ns=times)
+
+
+def test_a_flipped_bit_is_one_sentence(vocab, text, capsys):
+    tokenize_corpus(["text.jsonl"], vocab, "tokens", workers=1)
+    small = ["--data_path", "tokens", "--samples", "0"]
+    assert inspect(vocab, *small) == 0 and "content    as written (sha256)" in capsys.readouterr().out
+    flip_a_bit(text / "tokens.bin")
+    assert inspect(vocab, *small) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(r"error: tokens\.bin was changed after it was written: its sha256 is \w+, tokens\.json rec", error)
+    assert inspect(vocab, *small, "--check_gigabytes", "0") == 0
+    assert "content    not compared with its record: " in capsys.readouterr().out
+    assert inspect(vocab, *small, "--documents", "4") == 0 and "because of --documents" in capsys.readouterr().out
+
+
+def test_bert_names_a_flipped_bit(bert, tmp_path, capsys, caplog):
+    assert inspect_bert(bert, "--samples", "0") == 0
+    assert f"content    unknown: no sha256 in {bert}" in capsys.readouterr().out
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"t{suffix}").write_bytes((bert / f"train{suffix}").read_bytes())
+    recorded = hashlib.sha256((bert / "train.bin").read_bytes()).hexdigest()
+    (tmp_path / "t.json").write_text(json.dumps({"bin_sha256": recorded}))
+    flip_a_bit(tmp_path / "t.bin")
+    assert inspect_bert(bert, "--data_path", str(tmp_path / "t"), "--samples", "0") == 2
+    assert "t.bin was changed after it was written" in capsys.readouterr().err
+    assert f"{tmp_path}/t.json records no vocabulary, so that nothing tells" in caplog.text
+
+
+@pytest.mark.parametrize("record", [None, "{}"])
+@pytest.mark.parametrize("flags", [[], ["--documents", "4"]])
+def test_tokens_without_a_record_get_one_warning(vocab, text, caplog, record, flags):
+    tokenize_corpus(["text.jsonl"], vocab, "tokens", workers=1)
+    (text / "tokens.json").unlink() if record is None else (text / "tokens.json").write_text(record)
+    name = str(text / "tokens")  # a name of its own: a file is warned of once in a process
+    assert inspect(vocab, "--data_path", name, "--input_seq_len", "16", "--samples", "0", *flags) == 0
+    warnings = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
+    fact = "does not exist" if record is None else "records no vocabulary"
+    assert len(warnings) == 1 and warnings[0].startswith(f"{name}.json {fact}, so that nothing tells")
+
+
+@pytest.mark.parametrize("nsp", ["swap", "random"])
+def test_bert_shows_the_first_samples_of_the_run(bert, tmp_path, monkeypatch, capsys, nsp):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--batch_size", "4", "--world_size", "2", "--samples", "6", "--seed", "3", "--nsp", nsp]
+    assert inspect_bert(bert, *flags, "--output", "look") == 0
+    printed = capsys.readouterr().out
+    tokens = IndexedDataset(bert / "train")
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=bert / "vocab.txt")
+    dataset = BertDataset(tokens, tokenizer, max_seq_length=32, nsp=nsp, seed=3, cache_dir=tmp_path)
+    assert (number_of(printed, "documents"), number_of(printed, "sentences")) == (tokens.num_documents, len(tokens))
+    lengths = sorted(tokens.sequence_lengths.tolist())
+    assert re.search(
+        rf"min {lengths[0]} .*median {lengths[(len(lengths) - 1) // 2]} .*\(tokens of a sentence\)", printed
+    )
+    assert f"unknown {np.mean(tokens.tokens == tokenizer.unk):.4%}" in printed
+    assert re.search(rf"an epoch     {len(dataset):,} examples = {len(dataset) / 8:,.1f} steps of 8 ", printed)
+    whole = dataset.batch(np.arange(64 * 4))
+    assert f"padding      {np.mean(whole['attention_mask'] == 0):.2%} of the inputs" in printed
+    wrong = {"swap": "B comes before A", "random": "B is from another document"}[nsp]
+    for number in range(6):
+        lines = printed.split(f"sample {number} (worker {number % 2})\n")[1].split("\n\nsample")[0]
+        words = re.findall(r"\[(\S+) -> (\S+)\]", lines.partition("target ")[0])
+        labels = whole["labels"][number]
+        predicted = np.flatnonzero(labels != -100)
+        assert [word for _, word in words] == [tokenizer.decode([i]) for i in labels[predicted]]
+        inputs = whole["input_ids"][number][predicted]
+        assert [word == "MASK" for word, _ in words] == (inputs == tokenizer.mask).tolist()
+        label = whole["next_sentence_label"][number]
+        meaning = f"a wrong pair: {wrong}" if label else "a right pair: B follows A"
+        assert f"next_sentence_label: {label}, {meaning}" in lines
+        assert f"token_type_ids: 0 x {np.argmax(whole['token_type_ids'][number])}, 1 x" in lines
+    assert {0, 1} == set(whole["next_sentence_label"][:6].tolist())
+    (picture,) = (tmp_path / "look").iterdir()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bert_reads_the_settings_of_a_run(bert, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(
+        f"data_path: {bert / 'train'}\nvocab_file: {bert / 'vocab.txt'}\nmodel_cfg: nowhere.json\nmodel_path: run\n"
+        "lr: 1e-3\ninput_seq_len: 24\nuse_nsp: false\n"
+    )
+    assert main(["inspect_bert", "--config", "run.yaml", "--documents", "5"]) == 0
+    printed = capsys.readouterr().out
+    assert "single segments, of 24 tokens" in printed and "documents  5" in printed
+    assert "next_sentence_label" not in printed and "estimated from these documents" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]  # no run, and no mapping of a part
+
+
+def test_bert_shows_what_is_not_read_of_data_that_training_refuses(bert, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tokens = IndexedDataset(bert / "train")
+    with IndexedDatasetWriter("whole", tokens.dtype) as writer:  # the same documents, as one sequence each
+        for first, last in pairwise(tokens.document_indices.tolist()):
+            writer.add_sequence(np.concatenate([tokens[index] for index in range(first, last)]))
+            writer.end_document()
+        writer.finalize(tokens.meta | {"level": "document"})
+    lengths = IndexedDataset("whole").sequence_lengths
+    unread = np.maximum(lengths - 30, 0).sum() / lengths.sum()
+    assert inspect_bert(bert, "--data_path", "whole", "--use_nsp", "0") == 0
+    printed = capsys.readouterr().out
+    assert unread > 0.9 and f"no sample has room for {unread:.2%} of the tokens of whole," in printed
+    assert "more than --max_unread 0.75, so that training refuses it" in printed
+    assert inspect_bert(bert, "--input_seq_len", "48") == 0
+    assert "training refuses" not in capsys.readouterr().out
+
+
+def test_bert_with_another_tokenizer_is_one_sentence(bert, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the"]) + "\n")
+    assert inspect_bert(bert, "--vocab_file", "other.txt") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "give that tokenizer" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--data_path", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--vocab", "nowhere.model"], "nowhere.model"),
+        (["--task", "denoise"], "--task denoise"),
+        (["--documents", "0"], "--documents"),
+    ],
+)
+def test_bad_input_is_one_sentence(vocab, text, capsys, flags, sentence):
+    assert inspect(vocab, *flags) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and sentence in error and error.count("\n") == 1

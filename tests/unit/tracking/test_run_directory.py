@@ -1,0 +1,292 @@
+"""The run directory: re-runnable records, never overwritten; refusal of another run's directory; log files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tracking.run_directory import RunDirectory, config_yaml, relaunch_script, setup_logging
+from tests.helpers import ROOT
+
+ARGS = {
+    "model_path": "runs/a",
+    "lr": 1e-5,
+    "batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "iters": 100,
+    "optimizer": None,
+    "fp16": False,
+    "source_prefix": "yes: # no\n",
+    "data": [1, 2],
+}
+ORIGINS = {"lr": "command line", "iters": "run.yaml"}
+
+
+@pytest.fixture(autouse=True)
+def clean_logging():
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    for handler in [handler for handler in root.handlers if handler not in handlers]:
+        root.removeHandler(handler)
+        handler.close()
+    root.setLevel(level)
+    logging.captureWarnings(False)
+
+
+def in_use(directory: RunDirectory) -> RunDirectory:
+    directory.metrics_file.write_text("{}\n")
+    return directory
+
+
+def test_start_is_recorded(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    directory = RunDirectory(tmp_path / "a" / "b", rank=0)
+    directory.write_start(ARGS, ORIGINS, ["run.py", "--lr", "1e-5"], {"d_model": 16}, world_size=2)
+    config = json.loads((directory.path / "config.json").read_text())
+    assert {name: config[name] for name in ARGS} == ARGS
+    assert config["ENV"]["CUDA_VISIBLE_DEVICES"] == "1" and config["MACHINE"] and config["WORLD_SIZE"] == 2
+    text = (directory.path / "config.yaml").read_text()
+    assert yaml.safe_load(text) == ARGS
+    assert "lr: 1.0e-05  # command line" in text.splitlines() and "iters: 100  # run.yaml" in text.splitlines()
+    environment = json.loads((directory.path / "env.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__ and environment["python"] == sys.version
+    assert environment["cpu"]["count"] == os.cpu_count() and environment["gpus"] == []
+    assert json.loads((directory.path / "model_config.json").read_text()) == {"d_model": 16}
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    directory = RunDirectory(tmp_path, rank=1)
+    directory.write_start(ARGS, ORIGINS, ["run.py"])
+    directory.write_model_config({})
+    assert not list(tmp_path.iterdir())
+
+
+def test_second_start_never_touches_the_first(tmp_path):
+    directory = RunDirectory(tmp_path, rank=0)
+    directory.write_start(ARGS, ORIGINS, ["run.py"], {"d_model": 16})
+    first = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    second = RunDirectory(tmp_path, rank=0)
+    second.write_start({**ARGS, "iters": 200}, ORIGINS, ["run.py"])
+    second.write_model_config({"d_model": 32})
+    assert {name: (tmp_path / name).read_bytes() for name in first} == first
+    assert json.loads((tmp_path / "config.1.json").read_text())["iters"] == 200
+    assert json.loads((tmp_path / "model_config.1.json").read_text()) == {"d_model": 32}
+    assert {"config.1.yaml", "cmd.1.sh", "env.1.json"} <= {file.name for file in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(("then", "now", "differ"), [(None, 32, False), (32, None, False), (None, 16, True)])
+def test_rows_of_a_bucket_left_out_are_those_of_a_step(tmp_path, then, now, differ):
+    batch = {"batch_size": 4, "gradient_accumulation_steps": 2}
+    directory = RunDirectory(tmp_path, rank=0)
+    directory.write_start({**batch, "bucket_rows": then}, {}, ["run.py"], world_size=4)
+    directory.metrics_file.write_text("{}\n")
+    same_step = {"batch_size": 16, "gradient_accumulation_steps": 1, "bucket_rows": now}
+    found = directory.check_compatible(same_step, resume=True, world_size=2)
+    assert found == ({"bucket_rows": (32, 16)} if differ else {})
+
+
+def git(repository: Path, *arguments: str) -> None:
+    subprocess.run(
+        ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
+        cwd=repository,
+        check=True,
+        capture_output=True,
+    )
+
+
+def test_git_state_can_be_restored(tmp_path, monkeypatch):
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    git(repository, "init")
+    (repository / "code.py").write_text("a = 1\n")
+    git(repository, "add", "code.py")
+    git(repository, "commit", "-m", "first")
+    (repository / "code.py").write_text("a = 2  # é\n")
+    (repository / "new.py").write_text("")
+    monkeypatch.chdir(repository)
+    directory = RunDirectory(tmp_path / "run", rank=0)
+    directory.write_start(ARGS, {}, ["run.py"])
+    assert "?? new.py" in (directory.path / "git_status.txt").read_text()
+    commit = json.loads((directory.path / "config.json").read_text())["COMMIT"]
+    git(repository, "checkout", "--", "code.py")
+    git(repository, "checkout", commit)
+    git(repository, "apply", str(directory.path / "git.diff"))
+    assert (repository / "code.py").read_text() == "a = 2  # é\n"
+
+
+@pytest.mark.parametrize("situation", ["no repository", "no git"])
+def test_no_git_is_no_failure(tmp_path, monkeypatch, situation):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    if situation == "no git":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    directory = RunDirectory(tmp_path / "run", rank=0)
+    directory.write_start(ARGS, {}, ["run.py"])
+    assert json.loads((directory.path / "config.json").read_text())["COMMIT"] == ""
+    assert not (directory.path / "git.diff").exists()
+
+
+@pytest.mark.parametrize("call", [["script.py"], ["-m", "module"]])
+def test_cmd_runs_the_same_again(tmp_path, call):
+    """The recorded script is run, from elsewhere, and must give the child the same arguments and directory."""
+    script = """
+import json, os, sys
+from lm_experiments_tools.tracking.run_directory import relaunch_script
+if os.environ.get("AGAIN"):
+    print(json.dumps([sys.argv[1:], os.getcwd(), os.environ.get("OMP_NUM_THREADS")]))
+else:
+    open("cmd.sh", "w").write(relaunch_script(sys.argv))
+"""
+    for name in ("script.py", "module.py"):
+        (tmp_path / name).write_text(script)
+    arguments = ["--prefix", "two words", "$HOME", "it's", "", "é*"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, *call, *arguments], cwd=tmp_path, env=environment, check=True)
+    bare = {"PATH": os.environ["PATH"], "AGAIN": "1"}
+    command = ["sh", str(tmp_path / "cmd.sh")]
+    result = subprocess.run(command, cwd="/", env=bare, check=True, capture_output=True, text=True)
+    assert json.loads(result.stdout) == [arguments, str(tmp_path), "1"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="launchers are found through /proc")
+def test_cmd_names_the_launcher(tmp_path):
+    script = (
+        "import sys\nfrom lm_experiments_tools.tracking import run_directory\n"
+        "print(run_directory.relaunch_script(sys.argv))\n"
+    )
+    (tmp_path / "worker.py").write_text(script)
+    launcher = "import subprocess, sys\nsubprocess.run([sys.executable, *sys.argv[2:]], check=True)\n"
+    (tmp_path / "torchrun").write_text(launcher)
+    command = [
+        sys.executable,
+        str(tmp_path / "torchrun"),
+        "--nproc_per_node=2",
+        str(tmp_path / "worker.py"),
+        "--lr",
+        "1",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    assert result.stdout.rstrip().endswith(f"--nproc_per_node=2 {tmp_path / 'worker.py'} --lr 1")
+    assert "torchrun" in result.stdout
+
+
+def test_relaunch_falls_back_to_the_given_arguments():
+    assert relaunch_script(["elsewhere.py", "a b"]).rstrip().endswith("elsewhere.py 'a b'")
+
+
+def test_other_configuration_is_refused_unless_asked_for(tmp_path, caplog):
+    directory = RunDirectory(tmp_path, rank=0)
+    assert directory.check_compatible(ARGS, False) == {}
+    directory.write_start(ARGS, ORIGINS, ["run.py"])
+    changed = {**ARGS, "lr": 3e-4, "iters": 5, "log_interval": 7, "model_path": "elsewhere", "data": (1, 2)}
+    assert directory.check_compatible(changed, False) == {}, "nothing was trained yet: nothing to protect"
+    in_use(directory)
+    with pytest.raises(UserError, match=r"lr \(1e-05 then, 0\.0003 now\); choose another --model_path") as error:
+        directory.check_compatible(changed, False)
+    assert not any(word in str(error.value) for word in ("iters", "log_interval", "data"))
+    assert directory.check_compatible(changed, True) == {"lr": (1e-5, 3e-4)}
+    assert "lr (1e-05 then, 0.0003 now)" in caplog.text
+    assert directory.check_compatible({**ARGS, "iters": 10**6}, False) == {}
+
+
+def test_newest_start_is_compared(tmp_path):
+    directory = in_use(RunDirectory(tmp_path, rank=0))
+    directory.write_start(ARGS, ORIGINS, ["run.py"])
+    directory.write_start({**ARGS, "lr": 2.0}, ORIGINS, ["run.py"])
+    assert directory.check_compatible({**ARGS, "lr": 2.0}, False) == {}
+    with pytest.raises(UserError, match="lr"):
+        directory.check_compatible(ARGS, False)
+
+
+def test_another_split_of_the_same_global_batch_is_compatible(tmp_path):
+    directory = in_use(RunDirectory(tmp_path, rank=0))
+    directory.write_start(ARGS, ORIGINS, ["run.py"], world_size=2)
+    same = {**ARGS, "batch_size": 16, "gradient_accumulation_steps": 1}
+    assert directory.check_compatible(same, False, world_size=1) == {}
+    with pytest.raises(UserError, match=r"global_batch_size \(16 then, 32 now\)"):
+        directory.check_compatible(same, False, world_size=2)
+    with pytest.raises(UserError, match=r"batch_size \(4 then, 16 now\)"):
+        directory.check_compatible(same, False)
+
+
+def test_damaged_config_and_unusable_path_are_one_sentence(tmp_path):
+    directory = in_use(RunDirectory(tmp_path, rank=0))
+    (tmp_path / "config.json").write_text('{"a": ')
+    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+        directory.check_compatible(ARGS, False)
+    with pytest.raises(UserError, match="--model_path"):
+        RunDirectory(tmp_path / "config.json" / "x", rank=0)
+    with pytest.raises(UserError, match="--model_path"):
+        setup_logging(tmp_path / "config.json", rank=0)
+
+
+def test_yaml_floats_stay_numbers():
+    """PyYAML reads 1e-4 as a string: it must never be written so."""
+    values = {"a": 1e-4, "b": 1e22, "c": 0.1, "d": 5e-324, "e": "1e-4", "f": "no", "g": None, "h": {"x": [1]}}
+    assert yaml.safe_load(config_yaml(values, {})) == values
+
+
+def test_recorded_yaml_gives_the_same_arguments_back(tmp_path):
+    from lm_experiments_tools.config.cli import parse
+    from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+
+    given = ["--data_path", "d", "--model_path", str(tmp_path), "--lr", "1e-5", "--model_cfg", "m.json", "--bf16"]
+    given += ["--vocab", "v.model"]
+    first, origins = parse(T5PretrainingArgs, given)
+    RunDirectory(tmp_path, rank=0).write_start(asdict(first), origins, ["run.py"])
+    again, _ = parse(T5PretrainingArgs, ["--config", str(tmp_path / "config.yaml")])
+    assert again == first
+
+
+def test_every_rank_has_a_log_file_and_only_rank_0_a_console(tmp_path, capsys):
+    for rank in (0, 1):
+        setup_logging(tmp_path, rank)
+        logging.getLogger("a").info("hello from %d", rank)
+        logging.getLogger("a").warning("careful")
+    for rank in (0, 1):
+        text = (tmp_path / "logs" / f"rank{rank}.log").read_text()
+        assert f"rank{rank} INFO a: hello from {rank}" in text and "WARNING" in text
+    assert capsys.readouterr().err == "hello from 0\nwarning: careful\n"
+
+
+def test_setting_logging_up_again_doubles_nothing(tmp_path, capsys):
+    for _ in range(3):
+        setup_logging(tmp_path, 0)
+    logging.getLogger("a").info("once")
+    assert capsys.readouterr().err == "once\n"
+    assert (tmp_path / "logs" / "rank0.log").read_text().count("once") == 1
+
+
+def test_without_a_run_directory_errors_of_other_ranks_are_not_lost(capsys):
+    setup_logging(None, 3)
+    logging.getLogger("a").info("no")
+    logging.getLogger("a").error("broken")
+    assert capsys.readouterr().err == "error: broken\n"
+
+
+def test_a_directory_is_one_run_s_until_its_process_ends(tmp_path):
+    """The lock is the kernel's: it ends with SIGKILL too, and says who holds it."""
+    hold = "import sys, time; from lm_experiments_tools.tracking.run_directory import RunDirectory; "
+    hold += "RunDirectory(sys.argv[1], rank=0).claim(); print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=rf"in use by a run that has not ended \(process {other.pid} on "):
+            RunDirectory(tmp_path, rank=0).claim()
+        RunDirectory(tmp_path, rank=1).claim()  # only rank 0 writes
+        other.kill()
+        other.wait()
+    RunDirectory(tmp_path, rank=0).claim()
+    RunDirectory(tmp_path, rank=0).claim()  # this process goes on in its own directory

@@ -1,0 +1,294 @@
+"""TensorBoard files read back with TensorBoard's own reader, the metrics record, the console line, the curve."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import to_jsonable
+from lm_experiments_tools.tracking.tracker import ConsoleLine, Tracker, save_metrics
+
+# tensorboard's reader imports TensorFlow where it is installed, unless this marker of its own can be imported
+sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))
+
+
+def strict_lines(path) -> list[dict]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def scalars(directory) -> dict[str, list[tuple[int, float]]]:
+    """Everything TensorBoard would show of a run directory."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0})
+    accumulator.Reload()
+    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+
+
+def log_step(tracker: Tracker, step: int, loss: float | None = None) -> None:
+    tracker.log(
+        "train",
+        step,
+        step * 8,
+        step * 8 * 100,
+        {"loss": float(step) if loss is None else loss},
+        extra={
+            "gradients_global_norm": 0.5,
+            "weights_global_norm": 2.0,
+            "seconds_per_step": 0.25,
+            "tokens_per_second": 1000.0,
+            "data_wait_fraction": 0.018,
+            "memory_mib": 2048.0,
+            "skipped_updates": 0,
+            "param_groups": [{"lr": 0.1, "scaled_lr": 0.01}, {"lr": 0.2}],
+        },
+    )
+
+
+def test_tags_are_the_ancestors(tmp_path):
+    with Tracker(tmp_path, rank=0) as tracker:
+        log_step(tracker, 10)
+        tracker.log("valid", 10, 80, 8000, {"loss": 3.0, "exact_match": 0.5})
+        tracker.log("valid", 10, 80, 8000, {}, extra={"patience": 1})
+    found = scalars(tmp_path)
+    x = {"iterations": 10, "samples": 80, "tokens": 8000}
+    expected = {}
+    for axis, at in x.items():
+        expected[f"loss/{axis}/train"] = [(at, 10.0)]
+        expected[f"loss/{axis}/valid"] = [(at, 3.0)]
+        expected[f"exact_match/{axis}/valid"] = [(at, 0.5)]
+        expected[f"gradients_global_norm/{axis}"] = [(at, 0.5)]
+        expected[f"weights_global_norm/{axis}"] = [(at, 2.0)]
+        expected[f"patience/{axis}"] = [(at, 1.0)]
+        expected[f"time/{axis}/per_iter"] = [(at, 0.25)]
+        expected[f"lr/{axis}/param_group_0"] = [(at, pytest.approx(0.1))]
+        expected[f"lr/{axis}/param_group_1"] = [(at, pytest.approx(0.2))]
+        expected[f"scaled_lr/{axis}/param_group_0"] = [(at, pytest.approx(0.01))]
+    expected |= {"throughput/tokens_per_second": [(10, 1000.0)], "memory/peak_mib": [(10, 2048.0)]}
+    expected |= {"time_metrics/data_wait_fraction": [(10, pytest.approx(0.018))], "nonfinite/count": [(10, 0.0)]}
+    assert found == expected
+
+
+def test_metrics_record(tmp_path):
+    with Tracker(tmp_path, rank=0) as tracker:
+        log_step(tracker, 10, loss=math.nan)
+    (record,) = strict_lines(tmp_path / "metrics.jsonl")
+    assert record["time"] > 1e9
+    numbers = {"step": 10, "split": "train", "samples": 80, "tokens": 8000, "loss": None, "lr": 0.1, "scaled_lr": 0.01}
+    numbers |= {"gradients_global_norm": 0.5, "weights_global_norm": 2.0, "tokens_per_second": 1000.0}
+    numbers |= {"seconds_per_step": 0.25, "memory_mib": 2048.0, "data_wait_fraction": 0.018, "skipped_updates": 0}
+    assert numbers.items() <= record.items() and record["lr_param_groups"] == [0.1, 0.2]
+    assert math.isnan(scalars(tmp_path)["loss/iterations/train"][0][1]), "TensorBoard shows that it was not finite"
+
+
+def test_no_step_is_doubled_or_lost_after_any_number_of_restarts(tmp_path):
+    """Killed (never closed) after logging to 12, 25, 31; restarted from 10, 20, 20. All within one second."""
+    start = 0
+    for stop, resume in ((12, 10), (25, 20), (31, 20), (35, None)):
+        tracker = Tracker(tmp_path, rank=0, start_step=start)
+        for step in range(start + 1, stop + 1):
+            log_step(tracker, step, loss=step + stop / 100)
+        start = resume
+    found = scalars(tmp_path)
+    losses = [s + (12 if s <= 10 else 25 if s <= 20 else 35) / 100 for s in range(1, 36)]
+    for axis, scale in (("iterations", 1), ("samples", 8), ("tokens", 800)):
+        points = found[f"loss/{axis}/train"]
+        assert [step for step, _ in points] == [scale * step for step in range(1, 36)], axis
+        assert [value for _, value in points] == pytest.approx(losses), axis
+        assert [step for step, _ in found[f"lr/{axis}/param_group_1"]] == [scale * s for s in range(1, 36)]
+    assert {len(points) for points in found.values()} == {35}
+    records = strict_lines(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, 36))
+    superseded = strict_lines(tmp_path / "metrics.superseded.jsonl")
+    assert [record["step"] for record in superseded] == [11, 12, *range(21, 26), *range(21, 32)]
+
+
+def test_torn_last_line_is_set_aside(tmp_path):
+    with Tracker(tmp_path, rank=0) as tracker:
+        for step in (1, 2, 3):
+            log_step(tracker, step)
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(file.read_bytes()[:-20])
+    with Tracker(tmp_path, rank=0, start_step=2) as tracker:
+        log_step(tracker, 3)
+    assert [record["step"] for record in strict_lines(file)] == [1, 2, 3]
+
+
+def test_torn_event_file_is_read_on(tmp_path):
+    with Tracker(tmp_path, rank=0) as tracker:
+        for step in (1, 2, 3):
+            log_step(tracker, step)
+    (events,) = tmp_path.glob("events*")
+    events.write_bytes(events.read_bytes()[:-7])
+    with Tracker(tmp_path, rank=0, start_step=2) as tracker:
+        log_step(tracker, 3)
+    assert [step for step, _ in scalars(tmp_path)["loss/iterations/train"]] == [1, 2, 3]
+
+
+def test_other_ranks_and_no_directory_write_nothing(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    with Tracker(tmp_path / "x", rank=1) as tracker:
+        log_step(tracker, 1)
+        tracker.text("a", "b", 1)
+        tracker.hparams({"lr": 1})
+        tracker.advance(1)
+    assert not list(tmp_path.iterdir()) and not caplog.records
+    with Tracker(None, rank=0) as tracker:
+        log_step(tracker, 1)
+    assert "step 1 | loss 1.000" in caplog.text
+
+
+def test_clashing_and_reserved_names_are_refused(tmp_path):
+    with Tracker(tmp_path, rank=0) as tracker:
+        for metrics, extra in (({"loss": 1}, {"loss": 2}), ({"step": 1}, {}), ({}, {"time": 1})):
+            with pytest.raises(ValueError, match="twice|reserved"):
+                tracker.log("train", 1, 1, 1, metrics, extra=extra)
+
+
+def test_odd_metrics_are_kept(tmp_path):
+    with Tracker(tmp_path, rank=0) as tracker:
+        tracker.log("valid", 1, 1, 1, {"a b": torch.tensor(2.0), "per_class": np.ones(2), "np": np.float32(0.5)})
+    (record,) = strict_lines(tmp_path / "metrics.jsonl")
+    assert (record["a b"], record["per_class"], record["np"]) == (2.0, [1.0, 1.0], 0.5)
+    assert "a_b/iterations/valid" in scalars(tmp_path) and "per_class/iterations/valid" not in scalars(tmp_path)
+
+
+def test_text_and_hparams_reach_their_tabs(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    with Tracker(tmp_path, rank=0) as tracker:
+        log_step(tracker, 1)
+        tracker.text("args", "| a | b |", 0)
+        tracker.hparams({"lr": 0.1, "optimizer": "Adafactor", "bf16": True, "batch_size": 8, "vocab": None})
+    accumulator = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0})
+    accumulator.Reload()
+    assert accumulator.Tensors("args/text_summary")[0].tensor_proto.string_val == [b"| a | b |"]
+    content = accumulator.PluginTagToContent("hparams")
+    parse = {tag: HParamsPluginData.FromString(data) for tag, data in content.items()}
+    values = parse["_hparams_/session_start_info"].session_start_info.hparams
+    assert values["lr"].number_value == 0.1 and values["optimizer"].string_value == "Adafactor"
+    assert values["bf16"].bool_value is True and values["vocab"].string_value == "None"
+    metrics = [info.name.tag for info in parse["_hparams_/experiment"].experiment.metric_infos]
+    assert metrics == ["loss/iterations/train"] and metrics[0] in accumulator.Tags()["scalars"]
+    assert "_hparams_/session_end_info" in content
+
+
+def test_tensorflow_stays_out_of_the_training_process(tmp_path):
+    script = f"""
+import sys
+from lm_experiments_tools.tracking.tracker import Tracker
+with Tracker({str(tmp_path)!r}, rank=0) as tracker:
+    tracker.log("train", 1, 1, 1, {{"loss": 1.0}})
+    tracker.hparams({{"lr": 1}})
+print([name for name in ("tensorflow", "horovod", "accelerate", "transformers", "matplotlib") if name in sys.modules])
+"""
+    result = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert result.stdout == "[]\n"
+
+
+def test_missing_tensorboard_is_one_sentence(tmp_path, monkeypatch, caplog):
+    for name in [name for name in sys.modules if name.split(".")[0] == "tensorboard"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with Tracker(tmp_path, rank=0) as tracker:
+        log_step(tracker, 1)
+    assert "pip install tensorboard" in caplog.text and len(strict_lines(tmp_path / "metrics.jsonl")) == 1
+    assert not list(tmp_path.glob("events*"))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_console_line():
+    line = ConsoleLine(65536, stream=io.StringIO())
+    numbers = {"lr": 9.8e-3, "gradients_global_norm": 0.61, "tokens_per_second": 41234.0, "memory_mib": 61.2 * 1024}
+    numbers |= {"data_wait_fraction": 0.018, "seconds_per_step": 33120 / (65536 - 1200), "skipped_updates": 0}
+    assert line.format("train", 1200, {"loss": 2.431}, numbers) == (
+        "step 1200/65536 | loss 2.431 | lr 9.8e-03 | gnorm 0.61 | 41.2k tok/s | mem 61.2 GiB | data 1.8% | eta 9h12m"
+    )
+    assert line.format("valid", 3, {"loss": math.nan, "f1": 1e-5}, {}) == "step 3/65536 valid | loss nan | f1 1e-05"
+    assert "skipped 2" in line.format("train", 1, {}, {"skipped_updates": 2})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(5, "5s"), (65, "1m05s"), (3600, "1h00m"), (90000, "1d01h"), (math.inf, "unknown")]
+)
+def test_eta(seconds, text):
+    line = ConsoleLine(2, stream=io.StringIO()).format("train", 1, {}, {"seconds_per_step": seconds})
+    assert line.endswith(f"eta {text}")
+
+
+def test_bar_only_on_a_terminal_and_no_colour_when_asked(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    plain, terminal, colourless, dumb = io.StringIO(), Terminal(), Terminal(), Terminal()
+    for stream, name, value in (
+        (plain, "A", ""),
+        (terminal, "A", ""),
+        (colourless, "NO_COLOR", "1"),
+        (dumb, "TERM", "dumb"),
+    ):
+        monkeypatch.setenv(name, value)
+        console = ConsoleLine(10, start_step=4, stream=stream)
+        console.advance(6)
+        console.close()
+    assert plain.getvalue() == "" and dumb.getvalue() == ""
+    assert "6/10" in terminal.getvalue() and "\x1b[32m" in terminal.getvalue()
+    assert "6/10" in colourless.getvalue() and "\x1b[32m" not in colourless.getvalue()
+
+
+def test_save_metrics_is_always_valid_json(tmp_path):
+    class Odd:
+        def __str__(self):
+            return "odd"
+
+    metrics = {"acc": np.float32(0.5), "t": torch.tensor([1, 2]), "nan": math.nan, "inf": np.float64("inf")}
+    metrics |= {"n": np.int64(3), "deep": {"a": (1, {2})}, "odd": Odd(), 5: None, "bf16": torch.tensor(1.5).bfloat16()}
+    save_metrics(tmp_path / "metrics.json", metrics)
+    loaded = json.loads((tmp_path / "metrics.json").read_text(), parse_constant=pytest.fail)
+    expected = {"acc": 0.5, "t": [1, 2], "nan": None, "inf": None, "n": 3, "deep": {"a": [1, [2]]}, "odd": "odd"}
+    assert loaded == {**expected, "5": None, "bf16": 1.5}
+    before = (tmp_path / "metrics.json").read_bytes()
+    with pytest.raises(RecursionError):
+        loop: dict = {}
+        loop["self"] = loop
+        save_metrics(tmp_path / "metrics.json", loop)
+    assert (tmp_path / "metrics.json").read_bytes() == before and to_jsonable(True) is True
+
+
+def test_curve_is_drawn_from_the_record(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from lm_experiments_tools.tracking.curve import plot_curve
+
+    with Tracker(tmp_path, rank=0) as tracker:
+        for step in range(1, 60):
+            log_step(tracker, step, loss=math.nan if step == 30 else 5 / step)
+        tracker.log("valid", 59, 472, 47200, {"loss": 1.0})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 60, "spl')
+    png = plot_curve(tmp_path / "metrics.jsonl", tmp_path / "out" / "loss.png")
+    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert "matplotlib.pyplot" not in sys.modules or sys.modules["matplotlib.pyplot"].get_fignums() == []
+    with pytest.raises(UserError, match="no losses"):
+        (tmp_path / "empty.jsonl").write_text("")
+        plot_curve(tmp_path / "empty.jsonl", png)
+    with pytest.raises(UserError, match="cannot be read"):
+        plot_curve(tmp_path / "absent.jsonl", png)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match="pip install matplotlib"):
+        plot_curve(tmp_path / "metrics.jsonl", png)

@@ -1,0 +1,448 @@
+"""The loop on one process, against plain PyTorch written out by hand and against an uninterrupted run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import get_scheduler
+
+from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.config.training import TrainerArgs
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.optimizers import build_optimizer
+from lm_experiments_tools.training.trainer import TrainingDiverged, TrainingLoop
+from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller, tiny_t5, weights_of
+
+
+def make_loop(args=None, *, model=None, loader=None, valid=None, optimizer=None, hooks=(), **options):
+    args = TrainerArgs(**{"batch_size": 4, "iters": 5, "log_interval": 2, **(args or {})})
+    model = model if model is not None else tiny_t5()
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = loader if loader is not None else SeekableBatches(RaggedPairs(24), args.rows_per_worker())
+    return TrainingLoop(args, LocalBackend(), model, optimizer, loader, valid, hooks=hooks, **options)
+
+
+class Recorder:
+    """Notes of every step what `look` sees."""
+
+    every = 1
+
+    def __init__(self, look):
+        self.look, self.seen = look, []
+
+    def __call__(self, loop, info):
+        self.seen.append(self.look(loop, info))
+
+
+def by_hand(indices, data, model):
+    """Gradient of the sum of token losses over the number of tokens, one pass over all rows."""
+    batch = data.batch(indices)
+    logits = model(**batch).logits.float()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+    return loss
+
+
+def test_a_run_makes_exactly_iters_updates():
+    steps = []
+    model = tiny_t5()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    recorder = Recorder(lambda loop, info: info.step)
+    loop = make_loop({"iters": 7}, model=model, optimizer=optimizer, hooks=[recorder])
+    loop.train()
+    assert len(steps) == 7
+    assert recorder.seen == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("batch_size, accumulation", [(8, 1), (4, 2), (2, 4), (3, 3), (1, 8)])
+def test_any_split_into_micro_batches_has_the_gradient_of_one_big_batch(batch_size, accumulation):
+    data = RaggedPairs(8)
+    expected = tiny_t5()
+    loss = by_hand(range(8), data, expected)
+    loss.backward()
+    model = tiny_t5()
+    captured = {}
+
+    def keep_gradients(*_):
+        captured.update({n: p.grad.clone() for n, p in model.named_parameters()})
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.register_step_pre_hook(keep_gradients)
+    args = {"batch_size": batch_size, "gradient_accumulation_steps": accumulation, "iters": 1, "log_interval": 1}
+    loader = DataLoader(data, batch_size=8)
+    loop = make_loop(args, model=model, optimizer=optimizer, loader=loader)
+    loop.train()
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(captured[name], parameter.grad, rtol=1e-4, atol=1e-7, msg=name)
+    assert loop.state.metrics["train"]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+
+
+def test_ragged_validation_loss_is_the_loss_per_token():
+    data = RaggedPairs(10)
+    model = tiny_t5()
+    loop = make_loop({"batch_size": 4}, model=model, valid=DataLoader(data, batch_size=4))
+    value = loop.validate(loop.valid_dataloader)["loss"]
+    with torch.no_grad():
+        expected = by_hand(range(10), data, model.eval()).item()
+    assert value == pytest.approx(expected, rel=1e-6)
+    means = [by_hand(rows, data, model).item() for rows in ([0, 1, 2, 3], [4, 5, 6, 7], [8, 9])]
+    assert abs(sum(means) / 3 - expected) > 1e-3  # the mean of means is another number
+
+
+def test_the_whole_model_trains_in_training_mode_and_validates_in_evaluation_mode():
+    model, modes = tiny_t5().eval(), []
+    for module in (model, model.encoder, model.decoder):
+        module.register_forward_pre_hook(lambda module, _: modes.append((torch.is_grad_enabled(), module.training)))
+    valid = DataLoader(RaggedPairs(4), batch_size=4)
+    loop = make_loop({"iters": 6, "valid_interval": 2, "valid_at_start": True}, model=model, valid=valid)
+    loop.train()
+    assert modes.count((True, True)) == 6 * 3
+    assert modes.count((False, False)) == (1 + 6 // 2) * 3
+    assert len(modes) == (6 + 4) * 3
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "constant_with_warmup", "polynomial", "inverse_sqrt"])
+def test_learning_rates_of_a_run_are_those_of_the_reference_scheduler(name):
+    recorder = Recorder(lambda loop, info: loop.backend.optimizer.param_groups[0]["lr"])
+    loop = make_loop({"iters": 12, "lr_scheduler": name, "num_warmup_steps": 4}, hooks=[recorder])
+    loop.train()
+    model = tiny_t5()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = get_scheduler(name, optimizer, num_warmup_steps=4, num_training_steps=12)
+    expected = []
+    for _ in range(12):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert recorder.seen == pytest.approx(expected, rel=1e-12)
+
+
+def uninterrupted_and_resumed(tmp_path, make_loader, stop_at, iters=9, **args):
+    """Weights, losses and logs of one run of `iters` steps, and of one that is started again after `stop_at`."""
+    common = {"batch_size": 2, "gradient_accumulation_steps": 2, "log_interval": 2, "keep_checkpoints": None, **args}
+
+    def run(path, iters):
+        torch.manual_seed(7)
+        model = tiny_t5(dropout=0.3)
+        losses = Recorder(lambda loop, info: (info.step, info.grad_norm))
+        loop = make_loop(
+            {**common, "iters": iters, "model_path": str(path)}, model=model, loader=make_loader(), hooks=[losses]
+        )
+        loop.train()
+        return weights_of(model), losses.seen, loop
+
+    whole, whole_norms, whole_loop = run(tmp_path / "whole", iters)
+    run(tmp_path / "parts", stop_at)
+    resumed, resumed_norms, resumed_loop = run(tmp_path / "parts", iters)
+    assert [step for step, _ in resumed_norms] == list(range(stop_at + 1, iters + 1))
+    assert resumed_norms == whole_norms[stop_at:]
+    for name in whole:
+        assert torch.equal(whole[name], resumed[name]), name
+    assert resumed_loop.state.consumed_samples == whole_loop.state.consumed_samples
+
+
+@pytest.mark.parametrize("stop_at", range(1, 9))
+def test_resumed_is_uninterrupted_bit_for_bit_at_every_step(tmp_path, stop_at):
+    """Dropout, accumulation, three epochs of 12 rows, 4 rows a step."""
+    uninterrupted_and_resumed(tmp_path, lambda: SeekableBatches(RaggedPairs(12), 4), stop_at)
+
+
+@pytest.mark.parametrize("stop_at", range(1, 9))
+def test_a_shuffling_dataloader_without_a_position_resumes_bit_for_bit_too(tmp_path, stop_at):
+    uninterrupted_and_resumed(
+        tmp_path, lambda: DataLoader(RaggedPairs(13), batch_size=4, shuffle=True), stop_at, iters=10
+    )
+
+
+def test_resuming_on_other_data_is_refused(tmp_path):
+    make_loop({"model_path": str(tmp_path)}).train()
+    other = SeekableBatches(RaggedPairs(24), 4)
+    other.fingerprint = "something else"
+    with pytest.raises(UserError, match="not those of the checkpoint"):
+        make_loop({"model_path": str(tmp_path), "iters": 9}, loader=other)
+
+
+def test_resume_never_does_not_mix_two_runs(tmp_path):
+    make_loop({"model_path": str(tmp_path)}).train()
+    with pytest.raises(UserError, match="--resume never"):
+        make_loop({"model_path": str(tmp_path), "resume": "never"})
+
+
+def poison(model, when):
+    """Make the gradient non-finite in the steps (counted from 1) of `when`."""
+    calls = {"n": 0}
+
+    def hook(gradient):
+        calls["n"] += 1
+        return gradient * math.nan if calls["n"] in when else gradient
+
+    model.decoder.final_layer_norm.weight.register_hook(hook)
+
+
+def test_a_non_finite_gradient_skips_the_update_and_is_counted(tmp_path, caplog):
+    model = tiny_t5()
+    poison(model, {2})
+    before_after = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loop = make_loop({"iters": 3, "model_path": str(tmp_path)}, model=model, optimizer=optimizer)
+    step = loop.train_step
+
+    def watched(batch, seconds):
+        before = weights_of(model)
+        info = step(batch, seconds)
+        before_after.append((info.applied, all(torch.equal(before[n], w) for n, w in weights_of(model).items())))
+        return info
+
+    loop.train_step = watched
+    loop.train()
+    assert before_after == [(True, False), (False, True), (True, False), (True, False)]  # 4 attempts, 3 updates
+    assert loop.state.step == 3 and loop.state.skipped_updates == 1
+    assert loop.state.consumed_samples == 16
+    assert "gradient norm nan after step 1: update skipped" in caplog.text
+    assert all(torch.isfinite(w).all() for w in model.state_dict().values())
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["skipped_updates"] == 1
+    assert all(math.isfinite(line["loss"]) for line in lines if "loss" in line)
+
+
+def test_too_many_skipped_updates_in_a_row_end_the_run():
+    model = tiny_t5()
+    poison(model, set(range(3, 100)))
+    loop = make_loop({"iters": 50, "max_skipped_updates": 4}, model=model)
+    with pytest.raises(TrainingDiverged, match="4 updates in a row"):
+        loop.train()
+    assert loop.state.step == 2
+
+
+def test_early_stopping_waits_for_patience_and_keeps_the_best(tmp_path):
+    data = RaggedPairs(8)
+    model = tiny_t5()
+    optimizer = torch.optim.SGD(model.parameters(), lr=5.0)  # too large: validation gets worse after a while
+    args = {
+        "iters": 40, "model_path": str(tmp_path), "valid_interval": 1, "early_stopping_patience": 3, "save_best": True,
+    }  # fmt: skip
+    loop = make_loop(args, model=model, optimizer=optimizer, valid=DataLoader(data, batch_size=4))
+    values = []
+    validate = loop.validate
+    loop.validate = lambda *a, **k: values.append(validate(*a, **k)) or values[-1]
+    loop.train()
+    losses = [v["loss"] for v in values]
+    best = min(range(len(losses)), key=losses.__getitem__)
+    assert loop.state.step == len(losses) == best + 1 + 3 < 40
+    assert loop.state.best_step == best + 1 and loop.state.best_metric == losses[best]
+    assert (tmp_path / "best").resolve().name == f"step_{best + 1:06d}"
+    loop.load(tmp_path / "best")
+    assert validate(loop.valid_dataloader)["loss"] == losses[best]
+
+
+def test_lr_drops_when_validation_stops_improving():
+    recorder = Recorder(lambda loop, info: loop.backend.optimizer.param_groups[0]["lr"])
+    args = {
+        "iters": 8, "use_lr_drop": True, "lr_drop_patience": 1, "lr_drop_factor": 0.5, "valid_interval": 1,
+        "optimize_metric": "flat",
+    }  # fmt: skip
+    model = tiny_t5()
+    loop = make_loop(
+        args, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), hooks=[recorder],
+        valid=DataLoader(RaggedPairs(4), batch_size=4),
+        batch_metrics_fn=lambda batch, outputs: {"loss": outputs["loss"], "flat": 1.0},
+    )  # fmt: skip
+    loop.train()
+    weights = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weights], lr=1.0)
+    reference = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="min", factor=0.5, patience=1)
+    expected = []
+    for _ in range(8):
+        expected.append(optimizer.param_groups[0]["lr"])
+        reference.step(1.0)
+    assert recorder.seen == expected
+    assert len(set(expected)) > 2
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_exits_and_the_rest_is_as_if_nothing_had_been(tmp_path, number, code):
+    class Kill:
+        every = 1
+
+        def __call__(self, loop, info):
+            if info.step == 3:
+                os.kill(os.getpid(), number)
+
+    def run(path, hooks=()):
+        torch.manual_seed(7)
+        model = tiny_t5(dropout=0.3)
+        args = {"iters": 6, "model_path": str(path), "valid_interval": 2}
+        valid = DataLoader(RaggedPairs(4), batch_size=4)
+        loop = make_loop(args, model=model, hooks=hooks, valid=valid)
+        loop.train()
+        return weights_of(model), loop
+
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path / "killed", [Kill()])
+    assert stop.value.code == code
+    continued, loop = run(tmp_path / "killed")
+    whole, whole_loop = run(tmp_path / "whole")
+    assert all(torch.equal(whole[n], continued[n]) for n in whole)
+    assert loop.state.metrics == whole_loop.state.metrics
+
+    def read(path):
+        lines = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
+        return [(line["split"], line["step"], line.get("loss")) for line in lines]
+
+    assert read(tmp_path / "killed") == read(tmp_path / "whole")
+
+
+def test_metrics_over_the_whole_split_see_every_row_once():
+    data = RaggedPairs(10)
+    seen = {}
+
+    def keep(batch, outputs):
+        return {"ids": batch["input_ids"], "guess": outputs["logits"].argmax(-1)}
+
+    def metrics(kept):
+        seen.update(kept)
+        return {"rows": len(kept["ids"])}
+
+    loop = make_loop(
+        {"batch_size": 3}, valid=DataLoader(data, batch_size=6), keep_for_metrics_fn=keep, metrics_fn=metrics
+    )
+    assert loop.validate(loop.valid_dataloader)["rows"] == 10
+    assert torch.equal(seen["ids"], data.batch(range(10))["input_ids"])
+    assert seen["guess"].shape == (10, 8)
+
+
+def test_a_metric_that_validation_does_not_give_is_named():
+    loop = make_loop(
+        {"optimize_metric": "rougeL", "valid_interval": 1}, valid=DataLoader(RaggedPairs(4), batch_size=4)
+    )
+    with pytest.raises(UserError, match="rougeL is not produced by validation, which gives loss"):
+        loop.train()
+
+
+def test_an_empty_dataset_is_an_error_at_once():
+    with pytest.raises(UserError, match="no batch in epoch 0"):
+        make_loop(loader=DataLoader(RaggedPairs(0), batch_size=4)).train()
+
+
+def test_rows_without_any_target_weigh_nothing_and_poison_nothing():
+    data = RaggedPairs(8)
+    for row in data.rows[4:]:
+        row["labels"] = torch.full((8,), -100)
+    model, expected = tiny_t5(), tiny_t5()
+    by_hand(range(4), data, expected).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    captured = {}
+    optimizer.register_step_pre_hook(
+        lambda *_: captured.update({n: p.grad.clone() for n, p in model.named_parameters()})
+    )
+    args = {"batch_size": 4, "gradient_accumulation_steps": 2, "iters": 1}
+    make_loop(args, model=model, optimizer=optimizer, loader=DataLoader(data, batch_size=8)).train()
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(captured[name], parameter.grad, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_fp16_overflow_is_skipped_and_the_loss_scale_recovers():
+    from lm_experiments_tools.backends.precision import LossScaledFp16
+
+    model = tiny_t5()
+    args = TrainerArgs(batch_size=4, iters=3, log_interval=1, fp16=True)
+    backend = LocalBackend(LossScaledFp16(max_scale=2.0**24))
+    loader = SeekableBatches(RaggedPairs(24), 4)
+    loop = TrainingLoop(args, backend, model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader)
+    scaler = backend.precision.scaler
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**24})  # far too large for fp16
+    loop.train()
+    assert loop.state.step == 3 and loop.state.skipped_updates > 0
+    assert backend.precision.scaler.get_scale() < 2.0**24
+    assert math.isfinite(loop.state.metrics["train"]["loss"])
+
+
+def test_an_ancestors_checkpoint_goes_on_with_its_optimizer_state(tmp_path):
+    """t5-experiments: one parameter group over model.parameters(); ours: matrices apart from the rest."""
+    model = tiny_t5()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    make_loop({"iters": 3}, model=model, optimizer=optimizer).train()
+    old = {
+        "model_state_dict": model.state_dict(), "optimizer_state_dict": optimizer.state_dict(), "iteration": 2,
+        "epoch": 0,
+    }  # fmt: skip
+    torch.save(old, tmp_path / "model_2.pth")
+    new = tiny_t5(seed=5)
+    grouped = build_optimizer(new, name="AdamW", lr=1e-2, weight_decay=0.0)
+    args = {"iters": 4, "init_checkpoint": str(tmp_path / "model_2.pth")}
+    loop = make_loop(args, model=new, optimizer=grouped)
+    assert loop.state.step == 3 and len(grouped.param_groups) == 2
+    for ours, theirs in zip(new.parameters(), model.parameters(), strict=True):
+        assert torch.equal(grouped.state[ours]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+        assert torch.equal(ours, theirs)
+    loop.train()
+
+
+def test_another_optimizers_state_is_refused(tmp_path):
+    make_loop({"iters": 2, "model_path": str(tmp_path)}).train()
+    model = tiny_t5()
+    args = {"init_checkpoint": str(tmp_path / "last")}
+    with pytest.raises(UserError, match="AdamW, which SGD cannot continue"):
+        make_loop(args, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_run_ends_with_a_validation_and_can_be_validated_further(tmp_path):
+    data = DataLoader(RaggedPairs(4), batch_size=4)
+    loop = make_loop({"iters": 3, "valid_interval": 2, "model_path": str(tmp_path)}, model=TinyLabeller(), valid=data)
+    loop.train()
+    assert loop.state.last_validated_step == 3
+    at_the_end = loop.state.metrics["valid"]
+    assert loop.validate(data, split="test") == at_the_end
+    loop.save_metrics(tmp_path)
+    assert json.loads((tmp_path / "metrics.json").read_text())["test"] == at_the_end
+
+
+def test_a_finished_run_started_again_logs_nothing_twice(tmp_path):
+    """10 steps, logged every 3, validated every 4, saved every 5: the last save comes before the last log."""
+    valid = DataLoader(RaggedPairs(4), batch_size=4)
+    args = {"iters": 10, "log_interval": 3, "valid_interval": 4, "save_interval": 5, "model_path": str(tmp_path)}
+    make_loop(args, model=TinyLabeller(), valid=valid).train()
+    first = (tmp_path / "metrics.jsonl").read_text()
+    again = make_loop(args, model=TinyLabeller(), valid=valid)
+    assert again.state.last_validated_step == 10
+    again.train()
+    assert (tmp_path / "metrics.jsonl").read_text() == first
+
+
+def test_weight_decay_is_this_runs_not_the_checkpoints(tmp_path):
+    make_loop({"iters": 2, "model_path": str(tmp_path)}).train()
+    model = tiny_t5()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
+    make_loop({"iters": 4, "init_checkpoint": str(tmp_path / "last")}, model=model, optimizer=optimizer)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5 and optimizer.state
+
+
+def test_a_profile_of_three_steps_is_written(tmp_path):
+    make_loop({"iters": 6, "profile_after": 2, "model_path": str(tmp_path)}, model=TinyLabeller()).train()
+    trace = json.loads((tmp_path / "profile" / "steps_3-5_rank_0.json").read_text())
+    steps = [e for e in trace["traceEvents"] if e.get("name") == "Optimizer.step#AdamW.step"]
+    assert len(steps) == 3
+
+
+def test_init_checkpoint_takes_what_the_reset_flags_leave(tmp_path):
+    make_loop({"iters": 4, "model_path": str(tmp_path / "first")}).train()
+    source = str(tmp_path / "first" / "last")
+
+    def start(**args):
+        return make_loop({"iters": 6, "init_checkpoint": source, "model_path": str(tmp_path / "second"), **args})
+
+    loop = start()
+    assert loop.state.step == 4 and loop.state.consumed_samples == 0 and loop.backend.optimizer.state
+    loop = start(reset_optimizer=True, reset_iteration=True)
+    assert loop.state.step == 0 and not loop.backend.optimizer.state
+    loop = start(skip_used_data=True)
+    assert loop.state.consumed_samples == 16 and loop.stream.loader.consumed == 16
+    loop = start(reset_lr=True, lr_scheduler="linear", num_warmup_steps=0)
+    loop._set_lr()
+    assert loop.state.schedule_start == 4 and loop.backend.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2)
