@@ -7,11 +7,24 @@ Standard library only.
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from lm_experiments_tools.config.flags import HARMLESS, Unread, check_conflict, check_minimum, given_flags, needs
+from lm_experiments_tools.config.flags import (
+    COUNT,
+    FRACTION,
+    HARMLESS,
+    NOT_NEGATIVE,
+    PART,
+    Range,
+    Unread,
+    at_least,
+    check_conflict,
+    given_flags,
+    needs,
+)
 from lm_experiments_tools.config.pretraining import MIXES, check_weights
 from lm_experiments_tools.config.training import ExperimentArgs
 from lm_experiments_tools.errors import UserError
 
+_SENTENCE_LENGTH = Range(COUNT.holds, f"{COUNT.reason}, or none, which leaves out no document")
 _IGNORED = Unread(lambda args: False, "")  # reported, not refused
 _OF_PAIRS = needs("use_nsp", "{nsp} is about pairs of sentences, which --use_nsp 0 leaves out")
 _NO_TEXT = Unread(lambda args: True, "is for models that write text, and BERT only fills in masked tokens: drop it")
@@ -32,7 +45,7 @@ class BertDataArgs:
     """proportional: weight 2 takes each sample of a source twice an epoch; megatron: weights are shares of it."""
     valid_data_path: Annotated[str | None, HARMLESS] = None
     """Prefix of the validation data."""
-    valid_samples: Annotated[int | None, HARMLESS] = None
+    valid_samples: Annotated[int | None, HARMLESS, COUNT] = None
     """Validation samples to use, the same random ones each time. None: all."""
     tokenizer: str | None = None
     """Folder or name of the Hugging Face tokenizer that made the data."""
@@ -42,20 +55,18 @@ class BertDataArgs:
     """--vocab_file: BERT's uncased tokenizer; --no_lower_case is the cased one."""
     data_name: str = ""
     """Folder below .cache/bert_samples for the sample mappings, which are kept there from one start to the next."""
-    data_n_epochs: int | None = None
+    data_n_epochs: Annotated[int | None, COUNT] = None
     """Passes over the documents, each with its own short samples, that make one epoch. None: 1."""
-    data_n_samples: int | None = None
+    data_n_samples: Annotated[int | None, COUNT] = None
     """Samples after which no further pass is added to an epoch. None: no limit."""
     data_impl: Literal["mmap", "lazy", "cached"] = "mmap"
     """Of the data files; mmap is the only one left."""
     data_skip_warmup: Annotated[bool, _IGNORED] = False
     """For scripts of the ancestor, without effect: the data is never read ahead to warm it up."""
-    data_n_workers: Annotated[int | None, HARMLESS, _IGNORED] = None
+    data_n_workers: Annotated[int | None, HARMLESS, NOT_NEGATIVE, _IGNORED] = None
     """For scripts of the ancestor, without effect: a thread makes batches faster than training uses them."""
 
     def check(self) -> None:
-        check_minimum(self, 1, "data_n_epochs", "data_n_samples", "valid_samples")
-        check_minimum(self, 0, "data_n_workers")
         check_weights(self)
         check_conflict(self, "tokenizer", "vocab_file", "both name the tokenizer")
         if self.tokenizer is None and self.vocab_file is None:
@@ -83,15 +94,15 @@ class BertDataArgs:
 class BertObjectiveArgs:
     """The training objective."""
 
-    input_seq_len: int = 128
+    input_seq_len: Annotated[int, at_least(5)] = 128
     """Length of a sample, in tokens, [CLS] and [SEP] included."""
-    mlm_prob: float = 0.15
+    mlm_prob: Annotated[float, PART] = 0.15
     """Fraction of tokens to predict: 80 % of them become [MASK], 10 % another token, 10 % stay."""
-    short_seq_prob: float = 0.1
+    short_seq_prob: Annotated[float, FRACTION] = 0.1
     """Fraction of samples that are shorter than --input_seq_len."""
-    max_sentence_length: int | None = 512
+    max_sentence_length: Annotated[int | None, _SENTENCE_LENGTH] = 512
     """Documents with a longer sentence, in tokens, are left out, as rarely prose (Megatron's rule). None: all stay."""
-    max_unread: float = 0.75
+    max_unread: Annotated[float, FRACTION] = 0.75
     """Part of the tokens that samples may have no room for, as where documents are not split in sentences, before the
     data is refused; 1 allows all. `lmtools inspect_bert` prints it."""
     use_nsp: bool = True
@@ -100,23 +111,8 @@ class BertObjectiveArgs:
     """A wrong pair: swap exchanges its sides (Megatron's), random takes the second from another document (BERT's)."""
     whole_word: bool = True
     """Mask all pieces of a word; --no_whole_word masks pieces."""
-    max_ngram: int = 3
+    max_ngram: Annotated[int, COUNT] = 3
     """Most words in a row that are masked together."""
-
-    def check(self) -> None:
-        check_minimum(self, 5, "input_seq_len")
-        check_minimum(self, 1, "max_ngram")
-        if self.max_sentence_length is not None and self.max_sentence_length < 1:
-            raise UserError(
-                f"--max_sentence_length is {self.max_sentence_length}: it must be at least 1, or none, which leaves "
-                "out no document."
-            )
-        if not 0.0 < self.mlm_prob < 1.0:
-            raise UserError(f"--mlm_prob is {self.mlm_prob}: it must lie between 0 and 1, for example 0.15.")
-        if not 0.0 <= self.short_seq_prob <= 1.0:
-            raise UserError(f"--short_seq_prob is {self.short_seq_prob}: it is a fraction, from 0 to 1.")
-        if not 0.0 <= self.max_unread <= 1.0:
-            raise UserError(f"--max_unread is {self.max_unread}: it is a part of the tokens, from 0 to 1.")
 
 
 @dataclass(frozen=True, kw_only=True)

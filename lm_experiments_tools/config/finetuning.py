@@ -9,7 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from lm_experiments_tools.config.flags import HARMLESS, Unread, check_conflict, check_minimum, needs, only
+from lm_experiments_tools.config.flags import (
+    COUNT,
+    DROPOUT,
+    HARMLESS,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Range,
+    Unread,
+    at_least,
+    check_conflict,
+    needs,
+    only,
+)
 from lm_experiments_tools.config.training import ExperimentArgs, TrainerArgs
 from lm_experiments_tools.errors import UserError
 
@@ -149,18 +161,16 @@ class TaskArgs:
     """classification: all labels, in the order of their numbers. Empty: those of the training data, sorted."""
     label_words: Annotated[tuple[str, ...], only("task", "classification"), only("model_type", "encoder-decoder")] = ()
     """classification by an encoder-decoder: the word it generates for each label. Empty: the labels themselves."""
-    max_bad_lines: Annotated[int, HARMLESS] = 0
+    max_bad_lines: Annotated[int, HARMLESS, NOT_NEGATIVE] = 0
     """Unreadable rows to leave out (file and line are reported) before the data is refused."""
-    max_train_samples: int | None = None
+    max_train_samples: Annotated[int | None, COUNT] = None
     """Training examples to use, a fixed random choice (of causal_lm the first blocks). None: all."""
-    valid_samples: Annotated[int | None, HARMLESS, needs("valid_data_path")] = None
+    valid_samples: Annotated[int | None, HARMLESS, COUNT, needs("valid_data_path")] = None
     """Validation examples to use, the same random ones each time. None: all."""
-    test_samples: Annotated[int | None, HARMLESS, needs("test_data_path")] = None
+    test_samples: Annotated[int | None, HARMLESS, COUNT, needs("test_data_path")] = None
     """Test examples to use, the same random ones each time. None: all."""
 
     def check(self) -> None:
-        check_minimum(self, 0, "max_bad_lines")
-        check_minimum(self, 1, "max_train_samples", "valid_samples", "test_samples")
         if self.task not in TASKS_OF[self.model_type]:
             able = " or ".join(kind for kind, tasks in TASKS_OF.items() if self.task in tasks)
             raise UserError(
@@ -180,19 +190,17 @@ class TaskArgs:
 class LengthArgs:
     """Lengths of examples, and how they are put together."""
 
-    input_seq_len: int = 512
+    input_seq_len: Annotated[int, at_least(2)] = 512
     """Most tokens of a source (of source and target together for a decoder; of a block of causal_lm). What is cut off
     is counted and reported."""
-    target_seq_len: Annotated[int, _NO_BLOCKS, _TO_BE_WRITTEN] = 128
+    target_seq_len: Annotated[int, at_least(2), _NO_BLOCKS, _TO_BE_WRITTEN] = 128
     """Most tokens of a target, end of sequence included."""
-    bucket_rows: Annotated[int | None, _OF_LENGTHS] = None
+    bucket_rows: Annotated[int | None, COUNT, _OF_LENGTHS] = None
     """Rows of similar length to put together. None: all rows of a step, over all workers; 1: none."""
     packing: bool = False
     """Several examples in one row, which do not see each other. Not for every model: see docs/finetuning.md."""
 
     def check(self) -> None:
-        check_minimum(self, 2, "input_seq_len", "target_seq_len")
-        check_minimum(self, 1, "bucket_rows")
         if self.packing and self.task not in ("text_to_text", "instructions"):
             raise UserError(f"--packing puts texts together with their targets, which --task {self.task} has none of.")
 
@@ -207,22 +215,18 @@ class InstructionArgs:
     """Begin the prompt with the name of the task."""
     add_task_definition: Annotated[bool, _OF_INSTRUCTIONS, _EVALUATION_PROMPTS] = True
     """Put the definition of the task into the prompt."""
-    num_pos_examples: Annotated[int, _OF_INSTRUCTIONS, _EVALUATION_PROMPTS] = 2
+    num_pos_examples: Annotated[int, NOT_NEGATIVE, _OF_INSTRUCTIONS, _EVALUATION_PROMPTS] = 2
     """Positive examples in the prompt."""
-    num_neg_examples: Annotated[int, _OF_INSTRUCTIONS, _EVALUATION_PROMPTS] = 0
+    num_neg_examples: Annotated[int, NOT_NEGATIVE, _OF_INSTRUCTIONS, _EVALUATION_PROMPTS] = 0
     """Negative examples in the prompt."""
     add_explanation: Annotated[bool, _OF_INSTRUCTIONS, _OF_EXAMPLES, _EVALUATION_PROMPTS] = False
     """Add their explanations to the examples."""
     tk_instruct: Annotated[bool, _OF_INSTRUCTIONS] = False
     """Choose for each training example at random what stands in the prompt, as Tk-Instruct did."""
-    max_instances_per_task: Annotated[int | None, _OF_INSTRUCTIONS] = None
+    max_instances_per_task: Annotated[int | None, COUNT, _OF_INSTRUCTIONS] = None
     """Training instances of each task, the first ones. None: all."""
-    max_instances_per_eval_task: Annotated[int | None, HARMLESS, _OF_INSTRUCTIONS, _EVALUATION] = 100
+    max_instances_per_eval_task: Annotated[int | None, HARMLESS, COUNT, _OF_INSTRUCTIONS, _EVALUATION] = 100
     """Validation and test instances of each task, the first ones. None: all."""
-
-    def check(self) -> None:
-        check_minimum(self, 0, "num_pos_examples", "num_neg_examples")
-        check_minimum(self, 1, "max_instances_per_task", "max_instances_per_eval_task")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,19 +253,19 @@ class MemoryArgs:
     peft: Literal["lora", "prompt_tuning", "prefix_tuning", "new_tokens"] | None = None
     """Train little beside a frozen model: low-rank matrices, a soft prompt, soft prefixes of every layer, or the
     embeddings of new tokens put before every source."""
-    lora_r: Annotated[int, only("peft", "lora")] = 8
+    lora_r: Annotated[int, COUNT, only("peft", "lora")] = 8
     """Rank of the matrices."""
-    lora_alpha: Annotated[float, only("peft", "lora")] = 16.0
+    lora_alpha: Annotated[float, NOT_NEGATIVE, only("peft", "lora")] = 16.0
     """Scale of their product, divided by the rank."""
-    lora_dropout: Annotated[float, only("peft", "lora")] = 0.0
+    lora_dropout: Annotated[float, DROPOUT, only("peft", "lora")] = 0.0
     """Dropout probability before them."""
     lora_targets: Annotated[tuple[str, ...], only("peft", "lora")] = ()
     """Names of the layers they are added to. Empty: those peft knows for the kind of model; all-linear: every one."""
-    num_virtual_tokens: Annotated[int, only("peft", "prompt_tuning", "prefix_tuning", "new_tokens")] = 20
+    num_virtual_tokens: Annotated[int, COUNT, only("peft", "prompt_tuning", "prefix_tuning", "new_tokens")] = 20
     """Length of a soft prompt or prefix, or new tokens."""
     prompt_init_text: Annotated[str | None, only("peft", "prompt_tuning")] = None
     """prompt_tuning: text whose embeddings the prompt starts from. None: those of random words."""
-    num_prompts: Annotated[int, only("peft", "prompt_tuning")] = 1
+    num_prompts: Annotated[int, COUNT, only("peft", "prompt_tuning")] = 1
     """prompt_tuning: prompts trained side by side on one frozen model, which vote on the prediction."""
     quantize: Literal["int8", "nf4", "fp4"] | None = None
     """Hold the frozen base model in 8 or 4 bits (bitsandbytes); needs --peft."""
@@ -271,10 +275,6 @@ class MemoryArgs:
     """Keep the token embeddings in the main memory, not on the GPU."""
 
     def check(self) -> None:
-        check_minimum(self, 1, "lora_r", "num_virtual_tokens", "num_prompts")
-        check_minimum(self, 0.0, "lora_alpha")
-        if not 0.0 <= self.lora_dropout < 1.0:
-            raise UserError(f"--lora_dropout is {self.lora_dropout}: it must be at least 0 and below 1.")
         if self.quantize and self.peft is None:
             raise UserError(
                 f"--quantize {self.quantize} holds weights that cannot be trained: add --peft lora (or another kind), "
@@ -300,38 +300,35 @@ class EvaluationArgs:
     ] = "13a"
     """bleu: sacreBLEU's tokenizer. zh for Chinese, char for any text without spaces; ja-mecab and ko-mecab need
     sacrebleu[ja] and sacrebleu[ko]."""
-    show_valid_examples: Annotated[int, HARMLESS, _PREDICTION, _EVALUATION] = 0
+    show_valid_examples: Annotated[int, HARMLESS, NOT_NEGATIVE, _PREDICTION, _EVALUATION] = 0
     """Examples, with their predictions, to print at every validation."""
-    num_beams: Annotated[int, HARMLESS, _GENERATION, _EVALUATION] = 1
+    num_beams: Annotated[int, HARMLESS, COUNT, _GENERATION, _EVALUATION] = 1
     """Beams of a beam search; 1 decodes greedily."""
     do_sample: Annotated[bool, HARMLESS, _GENERATION, _EVALUATION] = False
     """Draw tokens at random instead of taking the most likely."""
-    temperature: Annotated[float, HARMLESS, needs("do_sample")] = 1.0
+    temperature: Annotated[float, HARMLESS, POSITIVE, needs("do_sample")] = 1.0
     """--do_sample: divides the logits."""
-    top_k: Annotated[int, HARMLESS, needs("do_sample")] = 0
+    top_k: Annotated[int, HARMLESS, NOT_NEGATIVE, needs("do_sample")] = 0
     """--do_sample: among the k most likely tokens; 0: all."""
-    top_p: Annotated[float, HARMLESS, needs("do_sample")] = 1.0
+    top_p: Annotated[
+        float,
+        HARMLESS,
+        Range(lambda value: 0 < value <= 1, "it is a probability above 0, at most 1"),
+        needs("do_sample"),
+    ] = 1.0
     """--do_sample: among the most likely tokens that have this probability together."""
     length_penalty: Annotated[float | None, HARMLESS, _BEAM_SEARCH, _GENERATION, _EVALUATION] = None
     """Beam search: above 0 favours longer texts. None: as the model's generation_config.json says, or 1."""
-    no_repeat_ngram_size: Annotated[int | None, HARMLESS, _GENERATION, _EVALUATION] = None
+    no_repeat_ngram_size: Annotated[int | None, HARMLESS, NOT_NEGATIVE, _GENERATION, _EVALUATION] = None
     """No n-gram of this size occurs twice; 0: no such rule. None: as the model says, or 0."""
-    repetition_penalty: Annotated[float | None, HARMLESS, _GENERATION, _EVALUATION] = None
+    repetition_penalty: Annotated[float | None, HARMLESS, POSITIVE, _GENERATION, _EVALUATION] = None
     """Divides the logits of tokens that have occurred; 1 does nothing. None: as the model says, or 1."""
-    min_new_tokens: Annotated[int | None, HARMLESS, _GENERATION, _EVALUATION] = None
+    min_new_tokens: Annotated[int | None, HARMLESS, NOT_NEGATIVE, _GENERATION, _EVALUATION] = None
     """Least tokens to generate. None: as the model says, or 0."""
-    max_new_tokens: Annotated[int | None, HARMLESS, _GENERATION, _EVALUATION] = None
+    max_new_tokens: Annotated[int | None, HARMLESS, COUNT, _GENERATION, _EVALUATION] = None
     """Most tokens to generate. None: --target_seq_len."""
 
     def check(self) -> None:
-        check_minimum(self, 0, "show_valid_examples", "top_k", "no_repeat_ngram_size", "min_new_tokens")
-        check_minimum(self, 1, "num_beams", "max_new_tokens")
-        for flag in ("temperature", "repetition_penalty"):
-            value = getattr(self, flag)
-            if value is not None and not (value > 0.0 and math.isfinite(value)):
-                raise UserError(f"--{flag} is {value}: it must be above 0 and finite.")
-        if not 0.0 < self.top_p <= 1.0:
-            raise UserError(f"--top_p is {self.top_p}: it is a probability above 0, at most 1.")
         most = self.max_new_tokens or self.target_seq_len
         if self.min_new_tokens is not None and self.min_new_tokens > most:
             longest = "--max_new_tokens" if self.max_new_tokens else "--target_seq_len"
@@ -395,12 +392,8 @@ class EvaluationArgs:
 class EpochArgs:
     """Length of the training in epochs."""
 
-    epochs: Annotated[float | None, HARMLESS] = 3.0
+    epochs: Annotated[float | None, HARMLESS, POSITIVE] = 3.0
     """Passes over the training data; where --iters is given, that many updates are made instead."""
-
-    def check(self) -> None:
-        if self.epochs is not None and not (self.epochs > 0.0 and math.isfinite(self.epochs)):
-            raise UserError(f"--epochs is {self.epochs}: it must be above 0 and finite.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Notes on flags, which stand in the type of a field, and the one check that reads them.
 
-    log_interval: Annotated[int, HARMLESS] = 10                            a resumed run may change it
+    log_interval: Annotated[int, HARMLESS, COUNT] = 10                     a resumed run may change it; from 1 on
     min_loss_scale: Annotated[float | None, needs("fp16")] = None          refused where --fp16 is not given
 
 `Annotated` and not the metadata of `dataclasses.field`, because argparse gets the latter from `HfArgumentParser`, and
@@ -9,10 +9,12 @@ refuses keys that it does not know. Standard library only.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from lm_experiments_tools.errors import UserError
+
+Rule = TypeVar("Rule")
 
 
 class Harmless:
@@ -20,6 +22,31 @@ class Harmless:
 
 
 HARMLESS = Harmless()
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The values that a flag may have besides None; NaN and infinity are never among them.
+
+    Attributes:
+        holds: True of a value in the range.
+        reason: the end of a sentence that refuses another one, with the flag's {default}.
+    """
+
+    holds: Callable[[Any], bool]
+    reason: str
+
+
+def at_least(minimum: float) -> Range:
+    """Values from `minimum` on."""
+    return Range(lambda value: value >= minimum, f"it must be at least {minimum:g}")
+
+
+COUNT, NOT_NEGATIVE = at_least(1), at_least(0)
+POSITIVE = Range(lambda value: value > 0, "it must be above 0 and finite")
+PART = Range(lambda value: 0 < value < 1, "it must lie between 0 and 1, for example {default}")
+FRACTION = Range(lambda value: 0 <= value <= 1, "it is a fraction, from 0 to 1")
+DROPOUT = Range(lambda value: 0 <= value < 1, "it must be at least 0 and below 1")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,23 +115,32 @@ def refuse_unread(args: object, groups: Sequence[type] | None = None, *, in_run:
     Raises:
         UserError: a flag without effect, and why.
     """
-    of_groups = {name for group in groups or type(args).__mro__ for name in vars(group).get("__annotations__", ())}
-    for name, notes in notes_of(type(args)).items():
-        for rule in notes if name in of_groups else ():
-            if isinstance(rule, Unread) and rule.in_run == in_run and is_given(args, name) and rule.when(args):
-                raise UserError(f"--{name} {rule.reason.format(flag=name, **vars(args))}.")
+    for name, rule in _rules(args, groups, Unread):
+        if rule.in_run == in_run and is_given(args, name) and rule.when(args):
+            raise UserError(f"--{name} {rule.reason.format(flag=name, **vars(args))}.")
 
 
 def check_groups(args: Any, groups: Sequence[type]) -> None:
-    """Check each group by itself, then that all of its flags have an effect.
+    """Check each flag of these groups by itself, then beside the others, then that it has an effect.
 
     Raises:
         UserError: a value out of range, or flags in conflict.
     """
+    for name, rule in _rules(args, groups, Range):
+        value = getattr(args, name)
+        if value is not None and not (math.isfinite(value) and rule.holds(value)):
+            raise UserError(f"--{name} is {value}: {rule.reason.format(default=getattr(type(args), name))}.")
     for group in groups:
         if "check" in vars(group):
             group.check(args)
     refuse_unread(args, groups)
+
+
+def _rules(args: object, groups: Sequence[type] | None, kind: type[Rule]) -> Iterator[tuple[str, Rule]]:
+    """The notes of one kind on the flags of some classes."""
+    of_groups = {name for group in groups or type(args).__mro__ for name in vars(group).get("__annotations__", ())}
+    for name, notes in notes_of(type(args)).items():
+        yield from ((name, note) for note in notes if name in of_groups and isinstance(note, kind))
 
 
 def help_groups(args_class: type) -> list[type]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from lm_experiments_tools.config.flags import Unread, check_minimum, is_given
+from lm_experiments_tools.config.flags import COUNT, PART, Unread, is_given
 from lm_experiments_tools.errors import UserError
 
 ModelKind = Literal["encoder-decoder", "decoder", "encoder"]
@@ -146,22 +146,22 @@ class ObjectiveArgs:
     task: str = "span_corruption"
     """span_corruption, prefix_lm, ul2 (encoder-decoders); causal_lm (decoders, encoder-decoders); mlm (encoders);
     or module:name, a seqio Task or Mixture in that module."""
-    input_seq_len: int = 128
+    input_seq_len: Annotated[int, COUNT] = 128
     """Encoder length, in tokens, eos included. causal_lm, mlm: tokens of a block."""
-    target_seq_len: int = 128
+    target_seq_len: Annotated[int, COUNT] = 128
     """Longest decoder length, in tokens, eos included; the length that span corruption needs must fit in it."""
-    noise_density: float = 0.15
+    noise_density: Annotated[float, PART] = 0.15
     """Fraction of tokens that span corruption removes, between 0 and 1."""
-    mean_noise_span_length: float = 3.0
+    mean_noise_span_length: Annotated[float, COUNT] = 3.0
     """Mean length of a removed span, in tokens."""
     denoisers: tuple[str, ...] = PAPER_DENOISERS
     """ul2: mode:mean span length:fraction of tokens, or S:fraction (prefix LM); each with @weight where that is not
     1."""
     mode_tokens: bool = True
     """ul2: begin each input with the token of its mode."""
-    mlm_probability: float = 0.15
+    mlm_probability: Annotated[float, PART] = 0.15
     """mlm: probability of a token to be predicted, between 0 and 1."""
-    bucket_rows: Annotated[int | None, OF_NATIVE_PIPELINE] = None
+    bucket_rows: Annotated[int | None, COUNT, OF_NATIVE_PIPELINE] = None
     """prefix_lm, ul2: rows of similar length to put together. None: all rows of a step, over all workers; 1: none."""
 
     def check(self) -> None:
@@ -170,11 +170,6 @@ class ObjectiveArgs:
                 f"--task {self.task} does not exist: there are {', '.join(OBJECTIVES)}, and seqio's registered "
                 "tasks as module:name."
             )
-        check_minimum(self, 1, "input_seq_len", "target_seq_len", "bucket_rows")
-        check_minimum(self, 1.0, "mean_noise_span_length")
-        for flag in ("noise_density", "mlm_probability"):
-            if not 0.0 < getattr(self, flag) < 1.0:
-                raise UserError(f"--{flag} is {getattr(self, flag)}: it must lie between 0 and 1, for example 0.15.")
         if not self.denoisers:
             raise UserError(f"--denoisers is empty: give at least one, for example {PAPER_DENOISERS[0]}.")
         self.denoiser_specs()

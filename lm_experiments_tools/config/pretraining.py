@@ -7,7 +7,7 @@ Standard library only.
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from lm_experiments_tools.config.flags import HARMLESS, Unread, check_minimum, given_flags
+from lm_experiments_tools.config.flags import COUNT, HARMLESS, NOT_NEGATIVE, Unread, given_flags
 from lm_experiments_tools.config.objectives import OBJECTIVES, OF_NATIVE_PIPELINE, ObjectiveArgs
 from lm_experiments_tools.config.training import VALIDATION, ExperimentArgs
 from lm_experiments_tools.errors import UserError
@@ -35,22 +35,20 @@ class DataArgs:
     auto: seqio for raw text where seqio is installed, else native."""
     streaming: Annotated[bool, OF_NATIVE_PIPELINE] = False
     """Tokenize while training, from the first document on, instead of before it."""
-    streams: int = 16
+    streams: Annotated[int, COUNT] = 16
     """With --streaming: streams that the text is dealt to, at most; part of its order. As many workers, or fewer that
     divide them, read disjoint parts."""
     text_key: str = "text"
     """Key of a .jsonl line that holds the text."""
-    max_bad_lines: Annotated[int, HARMLESS] = 100
+    max_bad_lines: Annotated[int, HARMLESS, NOT_NEGATIVE] = 100
     """Unreadable lines of raw text to set aside (file and line are reported) before the run refuses to go on. With
     --streaming: in what each worker reads, counted the first time it is read."""
-    data_n_workers: Annotated[int | None, HARMLESS] = None
+    data_n_workers: Annotated[int | None, HARMLESS, COUNT] = None
     """Processes that tokenize raw text. None: one per core."""
-    valid_samples: Annotated[int | None, HARMLESS] = None
+    valid_samples: Annotated[int | None, HARMLESS, COUNT] = None
     """Validation examples to use, the same random ones each time. None: all."""
 
     def check(self) -> None:
-        check_minimum(self, 1, "data_n_workers", "valid_samples", "streams")
-        check_minimum(self, 0, "max_bad_lines")
         if not self.data_path and ":" not in getattr(self, "task", ""):
             raise UserError("--data_path is missing: --help says what it takes.")
         check_weights(self)

@@ -8,16 +8,21 @@ follow from others are methods, so nothing is ever written into `args` after par
 `--help` must be instant.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from lm_experiments_tools.config.flags import (
+    COUNT,
+    DROPOUT,
+    FRACTION,
     HARMLESS,
+    NOT_NEGATIVE,
+    PART,
+    POSITIVE,
+    Range,
     Unread,
     check_conflict,
     check_groups,
-    check_minimum,
     given_flags,
     needs,
     refuse_unread,
@@ -27,6 +32,7 @@ from lm_experiments_tools.errors import UserError
 VALIDATION = Unread(lambda args: args.lacks_validation(), "needs validation data: give --valid_data_path")
 EVALUATION = Unread(lambda args: args.measures_nothing(), VALIDATION.reason)
 IN_RUN_DIRECTORY = needs("model_path", "needs --model_path: there is no run directory to write to")
+_PATIENCE = Range(lambda value: value == -1 or value >= 1, "it must be at least 1, or -1 for never")
 _OF_ADAFACTOR = Unread(
     lambda args: args.optimizer.replace(".", ":").rsplit(":", 1)[-1] != "Adafactor",
     "belongs to --optimizer Adafactor, but --optimizer is {optimizer}",
@@ -59,7 +65,7 @@ class ModelArgs:
     """Configuration of a new model: a JSON file, or the name of one below models_configs, for example t5-small."""
     base_model: str | None = None
     """Hugging Face name or folder whose configuration is used; the weights are random (see --init_checkpoint)."""
-    dropout_rate: float | None = None
+    dropout_rate: Annotated[float | None, DROPOUT] = None
     """Dropout probability, instead of the configuration's."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
@@ -73,8 +79,6 @@ class ModelArgs:
                 f"--model_cls {self.model_cls} must be module:Class, for example {ModelArgs.model_cls} or "
                 "modeling_t5.modeling_t5:T5ForConditionalGeneration."
             )
-        if self.dropout_rate is not None and not 0.0 <= self.dropout_rate < 1.0:
-            raise UserError(f"--dropout_rate is {self.dropout_rate}: it must be at least 0 and below 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +87,9 @@ class OptimizerArgs:
 
     optimizer: str = "AdamW"
     """Adafactor, AdamWScale, the name of one in torch.optim, transformers or apex, or module:Class."""
-    lr: float | None = None
+    lr: Annotated[float | None, Range(POSITIVE.holds, f"{POSITIVE.reason}, for example 1e-3")] = None
     """Learning rate; the peak where there is a schedule. None only for --relative_step."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
     """Decoupled weight decay, per update."""
     scale_parameter: Annotated[bool, _OF_ADAFACTOR] = False
     """Adafactor: scale the learning rate of each tensor by its RMS."""
@@ -95,9 +99,6 @@ class OptimizerArgs:
     """Adafactor: with --relative_step, start from 1e-6 * step instead of 0.01."""
 
     def check(self) -> None:
-        if self.lr is not None and not (self.lr > 0.0 and math.isfinite(self.lr)):
-            raise UserError(f"--lr is {self.lr}: it must be above 0 and finite, for example 1e-3.")
-        check_minimum(self, 0.0, "weight_decay")
         check_conflict(self, "relative_step", "lr", "Adafactor then computes its own learning rate")
 
 
@@ -109,9 +110,9 @@ class RunArgs:
     """Run directory: checkpoints, logs, configuration. None: nothing is saved."""
     working_dir: Annotated[str, HARMLESS] = "."
     """Folder that relative paths start from."""
-    iters: Annotated[int, HARMLESS] = 100
+    iters: Annotated[int, HARMLESS, COUNT] = 100
     """Optimizer updates to make, in all; a resumed run makes the rest."""
-    seed: int = 42
+    seed: Annotated[int, Range(lambda seed: 0 <= seed < 2**32, f"it must lie between 0 and {2**32 - 1}")] = 42
     """Seed of weights, dropout and data order."""
     backend: Annotated[Literal["auto", "horovod", "accelerate", "local"], HARMLESS] = "auto"
     """What joins the processes; auto reads the launcher's environment."""
@@ -119,11 +120,6 @@ class RunArgs:
     """auto: from the newest valid checkpoint in --model_path, if any; never: afresh; PATH: from that checkpoint."""
     validate_only: Annotated[bool, HARMLESS, EVALUATION] = False
     """Validate once and stop, without training."""
-
-    def check(self) -> None:
-        check_minimum(self, 1, "iters")
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"--seed is {self.seed}: it must lie between 0 and {2**32 - 1}.")
 
     def resume_path(self) -> str | None:
         """The checkpoint named by `--resume PATH`, or None for auto and never."""
@@ -136,63 +132,51 @@ class ScheduleArgs:
 
     lr_scheduler: str | None = None
     """Schedule by name: those of transformers, t5_inverse_sqrt, legacy, ... None: constant."""
-    num_warmup_steps: Annotated[int | None, _WARMUP] = None
+    num_warmup_steps: Annotated[int | None, NOT_NEGATIVE, _WARMUP] = None
     """Updates over which the learning rate rises to --lr. None: no warm-up."""
-    num_training_steps: Annotated[int | None, _OF_SCHEDULE] = None
+    num_training_steps: Annotated[int | None, COUNT, _OF_SCHEDULE] = None
     """Updates after which the schedule has ended. None: --iters."""
-    lr_min_ratio: Annotated[float, _OF_SCHEDULE] = 0.0
+    lr_min_ratio: Annotated[float, FRACTION, _OF_SCHEDULE] = 0.0
     """Floor of a decaying schedule, as a fraction of --lr."""
     use_lr_drop: Annotated[bool, VALIDATION] = False
     """Reduce the learning rate when --optimize_metric stops improving on validation data."""
-    lr_drop_factor: Annotated[float, _OF_LR_DROP] = 0.1
+    lr_drop_factor: Annotated[float, PART, _OF_LR_DROP] = 0.1
     """--use_lr_drop: factor of a reduction."""
-    lr_drop_patience: Annotated[int, _OF_LR_DROP] = 10
+    lr_drop_patience: Annotated[int, NOT_NEGATIVE, _OF_LR_DROP] = 10
     """--use_lr_drop: validations without improvement to wait before a reduction."""
-    lr_drop_threshold: Annotated[float, _OF_LR_DROP] = 1e-4
+    lr_drop_threshold: Annotated[float, NOT_NEGATIVE, _OF_LR_DROP] = 1e-4
     """--use_lr_drop: least change that counts as an improvement."""
     lr_drop_threshold_mode: Annotated[Literal["rel", "abs"], _OF_LR_DROP] = "rel"
     """--use_lr_drop: the threshold is relative to the best value (rel) or absolute (abs)."""
-    lr_drop_cooldown: Annotated[int, _OF_LR_DROP] = 0
+    lr_drop_cooldown: Annotated[int, NOT_NEGATIVE, _OF_LR_DROP] = 0
     """--use_lr_drop: validations to ignore after a reduction."""
-    lr_drop_min_lr: Annotated[float, _OF_LR_DROP] = 0.0
+    lr_drop_min_lr: Annotated[float, NOT_NEGATIVE, _OF_LR_DROP] = 0.0
     """--use_lr_drop: lower bound of the learning rate."""
-    lr_drop_eps: Annotated[float, _OF_LR_DROP] = 1e-8
+    lr_drop_eps: Annotated[float, NOT_NEGATIVE, _OF_LR_DROP] = 1e-8
     """--use_lr_drop: smallest reduction worth making."""
 
     def check(self) -> None:
         check_conflict(self, "use_lr_drop", "lr_scheduler", "only one of them can set the learning rate")
-        check_minimum(self, 0, "num_warmup_steps", "lr_drop_patience", "lr_drop_cooldown")
-        check_minimum(self, 0.0, "lr_drop_threshold", "lr_drop_min_lr", "lr_drop_eps")
-        check_minimum(self, 1, "num_training_steps")
-        if not 0.0 <= self.lr_min_ratio <= 1.0:
-            raise UserError(f"--lr_min_ratio is {self.lr_min_ratio}: it is a fraction of --lr, from 0 to 1.")
-        if not 0.0 < self.lr_drop_factor < 1.0:
-            raise UserError(
-                f"--lr_drop_factor is {self.lr_drop_factor}: it must lie between 0 and 1, for example 0.1."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchArgs:
     """Batches and gradients."""
 
-    batch_size: int = 10
+    batch_size: Annotated[int, COUNT] = 10
     """Micro-batch: examples in one forward and backward pass of one worker."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: Annotated[int, COUNT] = 1
     """Micro-batches of one worker in one optimizer update."""
-    clip_grad_norm: float | None = None
+    clip_grad_norm: Annotated[float | None, NOT_NEGATIVE] = None
     """Largest global L2 norm of the gradients. None or 0: no clipping."""
-    clip_grad_value: float | None = None
+    clip_grad_value: Annotated[float | None, NOT_NEGATIVE] = None
     """Largest absolute value of a gradient element. None or 0: no clipping."""
-    max_skipped_updates: Annotated[int, HARMLESS] = 20
+    max_skipped_updates: Annotated[int, HARMLESS, COUNT] = 20
     """Updates in a row that may be skipped for a non-finite gradient before the run stops."""
-    pad_to_multiple_of: int | None = None
+    pad_to_multiple_of: Annotated[int | None, COUNT] = None
     """Cut columns that are padding in every row of a micro-batch, down to a multiple of this. None: never."""
 
     def check(self) -> None:
-        flags = ("batch_size", "gradient_accumulation_steps", "max_skipped_updates", "pad_to_multiple_of")
-        check_minimum(self, 1, *flags)
-        check_minimum(self, 0.0, "clip_grad_norm", "clip_grad_value")
         check_conflict(self, "clip_grad_norm", "clip_grad_value", "choose one way of clipping")
 
     def trim_to(self) -> int | None:
@@ -218,19 +202,15 @@ class PrecisionArgs:
     """Mixed precision in bfloat16; needs no loss scaling."""
     apex_opt_lvl: Annotated[Literal["O0", "O1", "O2", "O3"] | None, _OF_FP16] = None
     """Use NVIDIA apex at this level instead of torch.amp; needs --fp16 and an installed apex."""
-    min_loss_scale: Annotated[float | None, _OF_FP16] = None
+    min_loss_scale: Annotated[float | None, POSITIVE, _OF_FP16] = None
     """--fp16: the loss scale never falls below this. None: no floor."""
-    max_loss_scale: Annotated[float, _OF_FP16] = 2.0**24
+    max_loss_scale: Annotated[float, POSITIVE, _OF_FP16] = 2.0**24
     """--fp16: the loss scale never rises above this."""
     fp16_allreduce: Annotated[bool, _BETWEEN_WORKERS] = False
     """Horovod and DDP: send gradients as float16, half the traffic for some precision."""
 
     def check(self) -> None:
         check_conflict(self, "fp16", "bf16", "choose one number format")
-        for flag in ("min_loss_scale", "max_loss_scale"):
-            value = getattr(self, flag)
-            if value is not None and not (value > 0.0 and math.isfinite(value)):
-                raise UserError(f"--{flag} is {value}: it must be above 0 and finite.")
         if self.min_loss_scale is not None and self.min_loss_scale > self.max_loss_scale:
             raise UserError(
                 f"--min_loss_scale {self.min_loss_scale:g} is above --max_loss_scale {self.max_loss_scale:g}."
@@ -246,11 +226,11 @@ class PrecisionArgs:
 class ValidationArgs:
     """Validation, and what is decided by it."""
 
-    valid_interval: Annotated[int | None, HARMLESS, VALIDATION] = None
+    valid_interval: Annotated[int | None, HARMLESS, COUNT, VALIDATION] = None
     """Updates between two validations. None: --log_interval."""
     valid_at_start: Annotated[bool, HARMLESS, VALIDATION] = False
     """Also validate before the first update."""
-    eval_batch_size: Annotated[int | None, HARMLESS] = None
+    eval_batch_size: Annotated[int | None, HARMLESS, COUNT] = None
     """Examples in one forward pass of one worker on validation data. None: --batch_size."""
     use_generate_on_valid: Annotated[bool, HARMLESS] = False
     """Also generate text on validation data, for metrics that need it."""
@@ -260,15 +240,10 @@ class ValidationArgs:
     """A lower (min) or a higher (max) --optimize_metric is better."""
     save_best: Annotated[bool, HARMLESS, IN_RUN_DIRECTORY, VALIDATION] = False
     """Also keep the checkpoint with the best --optimize_metric."""
-    early_stopping_patience: Annotated[int, HARMLESS, VALIDATION] = -1
+    early_stopping_patience: Annotated[int, HARMLESS, _PATIENCE, VALIDATION] = -1
     """Validations without improvement after which the run stops. -1: never."""
 
     def check(self) -> None:
-        check_minimum(self, 1, "valid_interval", "eval_batch_size")
-        if self.early_stopping_patience != -1 and self.early_stopping_patience < 1:
-            raise UserError(
-                f"--early_stopping_patience is {self.early_stopping_patience}: it must be at least 1, or -1 for never."
-            )
         if self.optimize_metric == "loss" and self.optimize_mode == "max":
             raise UserError(
                 "--optimize_mode max would keep the worst model: --optimize_metric loss is better when low."
@@ -279,9 +254,9 @@ class ValidationArgs:
 class CheckpointArgs:
     """Checkpoints: when they are written, what a run starts from."""
 
-    save_interval: Annotated[int | None, HARMLESS, IN_RUN_DIRECTORY] = None
+    save_interval: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
     """Updates between two checkpoints. None: only the one at the end."""
-    keep_checkpoints: Annotated[int | None, HARMLESS] = 3
+    keep_checkpoints: Annotated[int | None, HARMLESS, COUNT] = 3
     """Newest checkpoints to keep; the best one is kept as well. None: all."""
     init_checkpoint: Annotated[str | None, HARMLESS] = None
     """Checkpoint to start from when this run has none of its own to resume."""
@@ -298,23 +273,17 @@ class CheckpointArgs:
     allow_pickle: Annotated[bool, HARMLESS] = False
     """Read checkpoint files in pickle format, which can run any code: only for files you trust."""
 
-    def check(self) -> None:
-        check_minimum(self, 1, "save_interval", "keep_checkpoints")
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingArgs:
     """What is reported while training."""
 
-    log_interval: Annotated[int, HARMLESS] = 10
+    log_interval: Annotated[int, HARMLESS, COUNT] = 10
     """Updates between two lines of log."""
-    profile_after: Annotated[int | None, HARMLESS, IN_RUN_DIRECTORY] = None
+    profile_after: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
     """Write a torch profiler trace of the three updates after this one. None: no trace."""
     report: Annotated[bool, HARMLESS, IN_RUN_DIRECTORY, _OF_TRAINING] = False
     """End with a report: loss before and after, example predictions, the loss curve as a PNG."""
-
-    def check(self) -> None:
-        check_minimum(self, 1, "log_interval", "profile_after")
 
 
 @dataclass(frozen=True, kw_only=True)
