@@ -289,7 +289,7 @@ class MemoryArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationArgs:
-    """What is measured, and how text is generated for it."""
+    """Metrics, and how text is generated for them."""
 
     metrics: Annotated[tuple[str, ...], HARMLESS, _EVALUATION] = ()
     """Metrics besides the loss. text: bleu, chrf, rouge, exact_match, f1_tokens, gen_len, scrolls; classes: accuracy,
