@@ -114,8 +114,12 @@ def violations(path: str, source: str) -> list[str]:
         words = module.split(".")
         if words[:2] == ["transformers", "models"] and any(word.startswith("modeling_") for word in words[2:]):
             found.append(f"{path} imports {module}, which is private to transformers")
-        if path.startswith("modeling_") and package == "lm_experiments_tools" and words[1:2] != ["attention"]:
-            found.append(f"{path} imports {module}: models take nothing of ours but lm_experiments_tools.attention")
+        if (
+            path.startswith("modeling_")
+            and package == "lm_experiments_tools"
+            and words[1] not in ("attention", "modules")
+        ):
+            found.append(f"{path} imports {module}: models take nothing of ours but attention and modules")
         if path in INSTANT and package not in sys.stdlib_module_names | INSTANT[path] | {"lm_experiments_tools"}:
             found.append(f"{path} imports {package}: --help must be instant")
     return found
