@@ -8,6 +8,7 @@ because `--help` must be instant.
 """
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,6 +96,12 @@ class RunArgs:
         check_minimum(self, 1, "iters")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"--seed is {self.seed}: it must lie between 0 and {2**32 - 1}.")
+
+    def working_folder(self) -> str:
+        """`--working_dir`, which has to be there. Raises UserError."""
+        if not os.path.isdir(self.working_dir):
+            raise UserError(f"--working_dir {self.working_dir} is not a folder")
+        return self.working_dir
 
     def resume_path(self) -> str | None:
         """The checkpoint named by `--resume PATH`, or None for auto and never."""

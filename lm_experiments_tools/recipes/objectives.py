@@ -22,7 +22,7 @@ from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-    from lm_experiments_tools.recipes.common import ModelKind
+    from lm_experiments_tools.recipes.common import ModelKind, ModelSource
 
 MASK_PIECES = ("[MASK]", "<mask>")
 
@@ -41,22 +41,20 @@ _EXAMPLE_OF = {
 }
 
 
-def check_model(args: T5PretrainingArgs) -> None:
+def check_model(args: T5PretrainingArgs, model: ModelSource) -> None:
     """Refuse a model that cannot learn the objective.
 
     Raises:
         UserError: another kind of model is needed, or one with more positions.
     """
-    from lm_experiments_tools.recipes.common import class_and_config, model_kind
-
-    kind, kinds = model_kind(args), MODELS_OF.get(args.task)
+    kind, kinds = model.kind, MODELS_OF.get(args.task)
     if kinds is not None and kind not in kinds:
         raise UserError(
             f"--task {args.task} is for {' and '.join(f'{kind}s' for kind in kinds)}, and --model_cls "
             f"{args.model_cls} is {'a' if kind == 'decoder' else 'an'} {kind}: choose a class such as "
             f"{_EXAMPLE_OF[kinds[0]]}, or another --task."
         )
-    positions = getattr(class_and_config(args)[1], "max_position_embeddings", None)
+    positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and args.input_seq_len > positions:
         raise UserError(
             f"--input_seq_len {args.input_seq_len} is more than the {positions} positions of the model "
@@ -92,6 +90,7 @@ def objective_dataset(
     tokens: TokenSource | Sequence[TokenSource],
     vocabulary: Vocabulary,
     *,
+    kind: ModelKind = "encoder-decoder",
     seed: int,
     world_size: int = 1,
 ) -> SampleDataset:
@@ -103,18 +102,24 @@ def objective_dataset(
     Raises:
         UserError: settings that the objective refuses, or tokens of another vocabulary.
     """
-    return _in_buckets(args, example_dataset(args, tokens, vocabulary, seed=seed), seed, world_size)
+    return _in_buckets(args, example_dataset(args, tokens, vocabulary, kind=kind, seed=seed), seed, world_size)
 
 
 def mixed_dataset(
-    args: T5PretrainingArgs, tokens: Sequence[TokenSource], vocabulary: Vocabulary, *, seed: int, world_size: int = 1
+    args: T5PretrainingArgs,
+    tokens: Sequence[TokenSource],
+    vocabulary: Vocabulary,
+    *,
+    kind: ModelKind = "encoder-decoder",
+    seed: int,
+    world_size: int = 1,
 ) -> SampleDataset:
     """`objective_dataset` of each of `tokens`, mixed by `--data_weights` and `--data_blending`; of one, itself."""
     if len(tokens) == 1:
-        return objective_dataset(args, tokens[0], vocabulary, seed=seed, world_size=world_size)
+        return objective_dataset(args, tokens[0], vocabulary, kind=kind, seed=seed, world_size=world_size)
     # A seed for each: equal ones would give members of equal size the same order and noise.
     members = [
-        example_dataset(args, source, vocabulary, seed=stream_key(seed, f"member {number}"))
+        example_dataset(args, source, vocabulary, kind=kind, seed=stream_key(seed, f"member {number}"))
         for number, source in enumerate(tokens)
     ]
     mixture = MixtureDataset(members, args.data_weights or None, args.data_blending, pad_id=vocabulary.pad_id)
@@ -126,6 +131,7 @@ def example_dataset(
     tokens: TokenSource | Sequence[TokenSource],
     vocabulary: Vocabulary,
     *,
+    kind: ModelKind = "encoder-decoder",
     seed: int,
     quiet: bool = False,
 ) -> SampleDataset:
@@ -148,11 +154,7 @@ def example_dataset(
         )
     ids["eos_id"] = vocabulary.eos_id
     if args.task == "causal_lm":
-        from lm_experiments_tools.recipes.common import model_kind
-
-        return CausalLMDataset(
-            tokens, args.input_seq_len, encoder_decoder=model_kind(args) == "encoder-decoder", **ids
-        )
+        return CausalLMDataset(tokens, args.input_seq_len, encoder_decoder=kind == "encoder-decoder", **ids)
     if args.task == "prefix_lm":
         return PrefixLMDataset(tokens, *lengths, **ids)
     if args.task == "ul2":

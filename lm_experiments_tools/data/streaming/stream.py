@@ -50,6 +50,7 @@ from lm_experiments_tools.recipes.objectives import example_dataset
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+    from lm_experiments_tools.recipes.common import ModelKind
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +207,7 @@ class StreamLoader:
 
 
 def streaming_data(
-    args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, vocab_path: Path
+    args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, vocab_path: Path, kind: ModelKind
 ) -> tuple[StreamLoader, str]:
     """The loader of `--streaming`, with the first text of this worker read and tokenized; and the objective, to log.
 
@@ -223,7 +224,7 @@ def streaming_data(
             "sets another number (there are %d pieces of text)",
             *(backend.world_size, plan.num_streams, len(plan.pieces)),
         )
-    loader = on_all(backend, lambda: _open(args, backend, vocabulary, vocab_path, plan, fingerprint, streams))
+    loader = on_all(backend, lambda: _open(args, backend, vocabulary, vocab_path, plan, fingerprint, streams, kind))
     text = ", ".join(args.data_path)
     return loader, f"{args.task} from a stream: {text}, {len(plan.pieces)} pieces in {plan.num_streams} streams"
 
@@ -288,6 +289,7 @@ def _open(
     plan: StreamPlan,
     fingerprint: str,
     streams: range,
+    kind: ModelKind,
 ) -> StreamLoader:
     """Start the workers and wait for the first example of the first stream, which shows most of what can be wrong."""
     folder = (CACHE / fingerprint[:16]).absolute()
@@ -298,7 +300,7 @@ def _open(
     def build(prefix: str, stream: int, chunk: int) -> SampleDataset:
         seed = stream_key(args.seed, f"stream {stream}, chunk {chunk}")
         quiet = not unsaid.acquire(blocking=False)
-        return example_dataset(args, IndexedDataset(prefix), vocabulary, seed=seed, quiet=quiet)
+        return example_dataset(args, IndexedDataset(prefix), vocabulary, kind=kind, seed=seed, quiet=quiet)
 
     greeting = {
         "plan": asdict(plan),

@@ -389,6 +389,10 @@ def _update_from_file(digest: Any, path: Path) -> None:
 class IndexedDataset:
     """Random access to a `.bin` / `.idx` pair through memory maps; the whole index is checked on opening.
 
+    Args:
+        prefix: of the files.
+        meta: what `read_meta` gave; None reads it.
+
     Attributes:
         tokens: memmap [num_tokens], all sequences in file order.
         sequence_lengths: int32[n], in tokens.
@@ -401,7 +405,7 @@ class IndexedDataset:
     Raises UserError where a file is missing, cut short, of another format, or its numbers contradict each other.
     """
 
-    def __init__(self, prefix: str | os.PathLike):
+    def __init__(self, prefix: str | os.PathLike, meta: dict[str, Any] | None = None):
         self.prefix = os.fspath(prefix)
         self.bin_path, self.idx_path, self.meta_path = dataset_paths(self.prefix)
         missing = [path for path in (self.idx_path, self.bin_path) if not path.is_file()]
@@ -422,7 +426,8 @@ class IndexedDataset:
         self.tokens = (
             np.memmap(self.bin_path, self._file_dtype, "r", shape=shape) if self.num_tokens else self._no_tokens
         )
-        self.meta = self._read_meta()
+        self.meta = read_meta(self.prefix) if meta is None else meta
+        self._check_meta()
 
     @property
     def _file_dtype(self) -> np.dtype:
@@ -492,16 +497,14 @@ class IndexedDataset:
     def _damaged(self, detail: str) -> UserError:
         return UserError(f"{self.idx_path} is damaged: {detail}; copy it again or tokenize again")
 
-    def _read_meta(self) -> dict[str, Any]:
-        meta = read_meta(self.prefix)
+    def _check_meta(self) -> None:
         facts = {"dtype": self.dtype.name, "num_documents": self.num_documents, "num_tokens": self.num_tokens}
         for key, value in facts.items():
-            if meta.get(key, value) != value:
+            if self.meta.get(key, value) != value:
                 raise UserError(
-                    f"{self.meta_path} records {key} {meta[key]}, but {self.idx_path} has {value}; one of them is "
-                    f"damaged or from another data set: copy both again or tokenize again"
+                    f"{self.meta_path} records {key} {self.meta[key]}, but {self.idx_path} has {value}; one of them "
+                    f"is damaged or from another data set: copy both again or tokenize again"
                 )
-        return meta
 
     @cached_property
     def fingerprint(self) -> str:

@@ -18,13 +18,13 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.documents import (
@@ -42,17 +42,11 @@ from lm_experiments_tools.data.tokens.indexed import (
     IndexedDatasetWriter,
     check_replaceable,
     dataset_exists,
-    read_meta,
     token_dtype,
-    token_prefix,
-    warn_unrecorded,
 )
 from lm_experiments_tools.data.tokens.workers import WorkerEnded, ask, serve, start_worker
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked, write_atomic
-
-if TYPE_CHECKING:
-    from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 
 logger = logging.getLogger(__name__)
 
@@ -126,30 +120,16 @@ def tokenize_corpus(
     return meta
 
 
-def ensure_tokenized(
-    data_path: str | os.PathLike | Sequence[str],
-    vocab_path: str | os.PathLike,
-    cache_dir: str | os.PathLike,
-    **options: Any,
-) -> str:
-    """The token prefix for `data_path`: itself where it is one, else text, tokenized once into `cache_dir`.
+def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.PathLike, **options: Any) -> str:
+    """The prefix of the tokens of a text (a file, a folder or a dataset), tokenized once into `cache_dir`.
 
     The cache is keyed by names, sizes and modification times of the input files (on the hub, the revision), the
     vocabulary and the encoding `options` (those of tokenize_corpus). Several processes may ask at once: one works, the
     others wait and use what it made.
 
     Raises:
-        UserError: as tokenize_corpus; or the tokens at `data_path` were made with another vocabulary.
+        UserError: as tokenize_corpus.
     """
-    if isinstance(data_path, (str, os.PathLike)):
-        if (prefix := token_prefix(data_path)) is not None:
-            check_vocabulary(prefix, vocab_path)
-            warn_unrecorded(prefix, read_meta(prefix))
-            return prefix
-        inputs = [os.fspath(data_path)]
-    else:
-        inputs = list(data_path)
-    vocabulary = Vocabulary.load(vocab_path)
     encoding = Encoding(
         os.path.abspath(vocabulary.path),
         vocabulary.sha256,
@@ -157,44 +137,23 @@ def ensure_tokenized(
         options.get("append_eos", False),
         options.get("encode_by", "line"),
     )
-    key = _plan_fingerprint(plan_pieces(inputs), encoding)[:16]
-    prefix = os.path.join(cache_dir, f"{Path(inputs[0]).name.replace(':', '_')}-{key}")
+    key = _plan_fingerprint(plan_pieces([path]), encoding)[:16]
+    prefix = os.path.join(cache_dir, f"{Path(path).name.replace(':', '_')}-{key}")
     with locked(Path(f"{prefix}.cache.lock")):
         if not dataset_exists(prefix):
-            tokenize_corpus(inputs, vocab_path, prefix, **options)
+            tokenize_corpus([path], vocabulary.path, prefix, **options)
     return prefix
 
 
-def check_vocabulary(prefix: str, vocab_path: str | os.PathLike) -> None:
-    """Refuse token files that record another vocabulary; reads nothing but PREFIX.json and the vocabulary."""
-    meta = read_meta(prefix)
+def check_vocabulary(prefix: str, meta: Mapping[str, Any], vocabulary: Vocabulary) -> None:
+    """Refuse token files that record (`meta`, what PREFIX.json holds) another vocabulary."""
     made_with = meta.get("vocab_sha256")
-    if made_with is None:  # written by another program: the ids are all there is
-        return
-    vocabulary = Vocabulary.load(vocab_path)
-    if made_with != vocabulary.sha256:
+    if made_with not in (None, vocabulary.sha256):  # None: written by another program, the ids are all there is
         raise UserError(
             f"the tokens {prefix} were made with the vocabulary {meta.get('vocab_file')} (sha256 {made_with[:12]}, "
-            f"{meta.get('vocab_size')} pieces), not with {vocab_path} (sha256 {vocabulary.sha256[:12]}, "
+            f"{meta.get('vocab_size')} pieces), not with {vocabulary.path} (sha256 {vocabulary.sha256[:12]}, "
             f"{vocabulary.num_pieces} pieces); give that vocabulary or tokenize the text again"
         )
-
-
-def check_run_vocabulary(args: "T5PretrainingArgs") -> None:
-    """Refuse a run whose token files record another vocabulary than its `--vocab`.
-
-    `ensure_tokenized` does it too, but after torch and transformers are imported, which takes many times longer.
-    """
-    needs_train = not (args.validate_only and args.valid_data_path)
-    paths = [*(args.data_path if needs_train else ()), args.valid_data_path]
-    for path in paths if args.vocab is not None else ():
-        prefix = token_prefix(_in_working_dir(args, path)) if path else None
-        if prefix is not None:
-            check_vocabulary(prefix, _in_working_dir(args, args.vocab))
-
-
-def _in_working_dir(args: "T5PretrainingArgs", path: str) -> str:
-    return os.path.normpath(os.path.join(args.working_dir, path))
 
 
 # ---- the plan and its folder ----

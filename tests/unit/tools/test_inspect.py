@@ -13,7 +13,7 @@ from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedData
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main
-from lm_experiments_tools.tools.samples import render_ids, render_predictions, render_sample
+from lm_experiments_tools.tools.samples import Wording, render_ids, render_predictions, render_sample
 from lm_experiments_tools.tools.statistics import token_statistics
 from megatron.bert_dataset import BertDataset
 from megatron.tokenizers import build_tokenizer
@@ -78,7 +78,7 @@ def test_a_sample_shows_every_entry_of_the_batch():
         "input_ids": np.array([0, 1, 9, 8]), "attention_mask": np.array([1, 1, 1, 0]),
         "labels": np.array([2, 9, -100]), "token_type_ids": np.array([0, 0, 1, 0]), "next_sentence_label": np.int64(1),
     }  # fmt: skip
-    assert render_sample(row, letters, {8: "<pad>", 9: "</s>"}) == [
+    assert render_sample(row, Wording(letters, {8: "<pad>", 9: "</s>"})) == [
         "input    4 tokens, 3 attended",
         "  a b </s> <pad>",
         "target   3 tokens, 2 of them predicted",

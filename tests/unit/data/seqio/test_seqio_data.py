@@ -28,7 +28,8 @@ from lm_experiments_tools.data.seqio.client import SeqioLoader, WorkerProcess, s
 from lm_experiments_tools.data.seqio.worker import Job
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import RunError, UserError
-from lm_experiments_tools.recipes import t5_data as pretraining
+from lm_experiments_tools.recipes.t5_data import pretraining_data
+from lm_experiments_tools.recipes.t5_sources import T5Sources
 from tests.distributed.launch import environment
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
@@ -293,13 +294,13 @@ def test_a_missing_package_is_a_sentence(vocab, monkeypatch, package):
 def test_what_needs_no_tensorflow_is_said_before_it_starts(vocab, tmp_path, monkeypatch, settings, sentence):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "WorkerProcess", lambda *_: pytest.fail("the worker was started"))
-    monkeypatch.setattr(pretraining, "open_tokens", lambda *_: pytest.fail("validation text was tokenized"))
+    monkeypatch.setattr(T5Sources, "tokens", lambda *_: pytest.fail("validation text was tokenized"))
     for name in ("empty.jsonl", "half.bin", "my_tasks.py"):
         Path(name).touch()
     of_text = {"task": "prefix_lm", "data_pipeline": "seqio", "valid_data_path": "v.jsonl", "target_seq_len": 3}
     args = arguments(vocab, **(of_text if "data_path" in settings else {}), **settings)
     with pytest.raises(UserError, match=sentence):
-        pretraining.pretraining_data(args, get_backend(args))
+        pretraining_data(args, get_backend(args), T5Sources(args), "encoder-decoder")
     module.check_module("my_tasks:a.b_1:#")
 
 

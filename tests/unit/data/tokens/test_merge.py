@@ -14,7 +14,7 @@ from lm_experiments_tools.data.tokens import indexed
 from lm_experiments_tools.data.tokens import tokenize as module
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, dataset_exists, token_prefix
 from lm_experiments_tools.data.tokens.merge import merge_datasets
-from lm_experiments_tools.data.tokens.tokenize import ensure_tokenized, shard_prefix, tokenize_corpus
+from lm_experiments_tools.data.tokens.tokenize import shard_prefix, tokenize_corpus
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools import main
 from tests.unit.data.tokens.test_tokenize import files, make_texts, write_jsonl
@@ -351,7 +351,5 @@ def test_half_a_token_file_is_named(tmp_path, missing):
             token_prefix(written)
     with pytest.raises(UserError, match="without"):
         merge_datasets([prefix], tmp_path / "m")
-    with pytest.raises(UserError, match="without"):
-        ensure_tokenized(prefix, "no.model", tmp_path)
     (tmp_path / "half").mkdir()  # a folder of this name is text, whatever lies beside it
     assert token_prefix(prefix) is None and token_prefix(tmp_path / "none") is None
