@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lm_experiments_tools.config.training import check_minimum
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from lm_experiments_tools.config.training import BatchArgs
@@ -117,26 +118,24 @@ def show_counts(
         marks: name -> tokens, lengths to mark in the picture.
         sentences: the sequences of a document are sentences, with lengths of their own.
     """
-    from lm_experiments_tools.tools.statistics import length_percentiles, plot_statistics, token_statistics
+    from lm_experiments_tools.tools.statistics import plot_statistics, token_statistics
 
-    counts = token_statistics(source.tokens, vocab_size)
+    tokens, counts = source.tokens, token_statistics(source.tokens, vocab_size)
     text = ""
-    if counts.num_bytes:
-        per_token = counts.num_bytes / max(counts.num_tokens, 1)
-        text = f" from {counts.num_bytes / 1e6:,.1f} MB of text, {per_token:.2f} bytes a token"
-    print(f"\n{source.heading()}\n  documents  {counts.num_documents:,}")
+    if num_bytes := tokens.meta.get("num_bytes"):
+        per_token = num_bytes / max(tokens.num_tokens, 1)
+        text = f" from {num_bytes / 1e6:,.1f} MB of text, {per_token:.2f} bytes a token"
+    print(f"\n{source.heading()}\n  documents  {tokens.num_documents:,}")
     if sentences:
-        print(f"  sentences  {counts.num_sequences:,}")
-    print(f"  tokens     {counts.num_tokens:,}{text}")
+        print(f"  sentences  {len(tokens):,}")
+    print(f"  tokens     {tokens.num_tokens:,}{text}")
     if source.content:
         print(f"  content    {source.content}")
-    print(f"  length     {_percentiles(counts.length_percentiles())}   (tokens of a document)")
+    print(f"  length     {_percentiles(counts.document_lengths)}   (tokens of a document)")
     if sentences:
-        print(f"             {_percentiles(length_percentiles(counts.sequence_lengths))}   (tokens of a sentence)")
-        print(
-            f"             {_percentiles(length_percentiles(counts.document_sequences))}   (sentences of a document)"
-        )
-    counted = "" if counts.num_counted == counts.num_tokens else f" (of {counts.num_counted:,} tokens counted)"
+        print(f"             {_percentiles(counts.sequence_lengths)}   (tokens of a sentence)")
+        print(f"             {_percentiles(counts.document_sequences)}   (sentences of a document)")
+    counted = "" if counts.num_counted == tokens.num_tokens else f" (of {counts.num_counted:,} tokens counted)"
     print(
         f"  vocabulary {counts.ids_in_use:,} of {vocab_size:,} ids occur{counted}; unknown "
         f"{counts.rate(unk_id):.4%} of the tokens"
@@ -148,9 +147,11 @@ def show_counts(
         print(f"  picture    {plot_statistics(counts, Path(args.output) / f'{name}.png', marks)}")
 
 
-def _percentiles(values: Mapping[int, int]) -> str:
+def _percentiles(lengths: np.ndarray) -> str:
+    from lm_experiments_tools.tools.statistics import length_percentiles
+
     names = {0: "min", 50: "median", 100: "max"}
-    return "  ".join(f"{names.get(p, f'{p} %')} {n:,}" for p, n in values.items())
+    return "  ".join(f"{names.get(p, f'{p} %')} {n:,}" for p, n in length_percentiles(lengths).items())
 
 
 def whole_epoch(samples: int, sources: list[Source], weights: list[float]) -> float | None:

@@ -14,7 +14,7 @@ from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main
 from lm_experiments_tools.tools.samples import Wording, render_ids, render_predictions, render_sample
-from lm_experiments_tools.tools.statistics import token_statistics
+from lm_experiments_tools.tools.statistics import length_percentiles, token_statistics
 from megatron.bert_dataset import BertDataset
 from megatron.tokenizers import build_tokenizer
 from tests.helpers.bert_toys import make_bert_data
@@ -41,11 +41,12 @@ def tokens(tmp_path):
 def test_counts_of_the_worked_example(tokens):
     counts = token_statistics(tokens, vocab_size=10)
     assert counts.document_lengths.tolist() == [3, 2, 0]
-    assert (counts.num_documents, counts.num_sequences, counts.num_tokens) == (3, 3, 5)
+    assert counts.sequence_lengths.tolist() == [2, 1, 2] and counts.num_counted == 5
     assert counts.frequencies.tolist() == [0, 0, 0, 0, 0, 3, 1, 1, 0, 0]
     assert counts.most_frequent(2) == [(5, 3), (6, 1)] and counts.ids_in_use == 3
     assert counts.rate(5) == 0.6 and counts.rate(-1) == 0.0
-    assert counts.length_percentiles()[50] == 2 and counts.length_percentiles()[100] == 3
+    percentiles = length_percentiles(counts.document_lengths)
+    assert percentiles[50] == 2 and percentiles[100] == 3
 
 
 def test_percentiles_are_those_of_a_sorted_list(tmp_path):
@@ -54,7 +55,7 @@ def test_percentiles_are_those_of_a_sorted_list(tmp_path):
         for length in lengths:
             writer.add_sequence(np.ones(length, np.int64))
             writer.end_document()
-    found = token_statistics(IndexedDataset(tmp_path / "tokens"), 2).length_percentiles()
+    found = length_percentiles(token_statistics(IndexedDataset(tmp_path / "tokens"), 2).document_lengths)
     ordered = sorted(lengths.tolist())
     assert found == {p: ordered[max(-(-len(ordered) * p // 100), 1) - 1] for p in found}
 
