@@ -45,7 +45,7 @@ BERT_DATA = "bert_text_sentence"
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the measurements read: a folder made by `prepare`, a SentencePiece model, a WordPiece vocab.txt."""
+    """Inputs of the measurements: a folder made by `prepare`, a SentencePiece model, a WordPiece vocab.txt."""
 
     folder: Path
     vocab: Path
