@@ -18,6 +18,7 @@ from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, dataset_paths, warn_unrecorded
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
+from lm_experiments_tools.models.build import check_positions
 from lm_experiments_tools.modules.inspection import forward_names_of
 from megatron.bert_dataset import BertDataset
 from megatron.tokenizers import BertDataTokenizer, build_tokenizer
@@ -190,14 +191,7 @@ def check_bert_model(args: BertPretrainingArgs, model: ModelSource, tokenizer: B
             f"--model_cls {args.model_cls} does not judge pairs of sentences (its forward takes no "
             "next_sentence_label): choose --use_nsp 0, or a class such as transformers:BertForPreTraining"
         )
-    kind = getattr(config, "position_embedding_type", "absolute")
-    positions = getattr(config, "max_position_embeddings", None)
-    bounded = kind in ("absolute", "relative_key", "relative_key_query")
-    if bounded and positions is not None and args.input_seq_len > positions:
-        raise UserError(
-            f"--input_seq_len {args.input_seq_len} is more than the model's {positions} positions: shorten it, or "
-            "raise max_position_embeddings in the model configuration"
-        )
+    check_positions(config, args.input_seq_len, f"--input_seq_len {args.input_seq_len}")
     if args.use_nsp and getattr(config, "type_vocab_size", 2) < 2:
         raise UserError("type_vocab_size in the model configuration must be 2 for pairs of sentences (--use_nsp 1)")
     if getattr(config, "pad_token_id", None) not in (None, tokenizer.pad):

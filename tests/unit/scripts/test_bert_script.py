@@ -185,7 +185,7 @@ def test_the_ancestors_command_line_is_understood(caplog, data, work):
             {"data_path": "nowhere.jsonl"},
             r"nowhere.jsonl does not exist: .*megatron.preprocess_data .*--split-sentences",
         ),
-        ({"input_seq_len": 65}, "--input_seq_len 65 is more than the model's 64 positions"),
+        ({"input_seq_len": 65}, "--input_seq_len 65 is more than the 64 positions of the model"),
         ({"model_cls": "transformers:BertForMaskedLM"}, "does not judge pairs.*--use_nsp 0"),
         (
             {"model_cls": "transformers:BertModel", "use_nsp": 0},
