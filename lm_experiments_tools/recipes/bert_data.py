@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, ValidLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.order import stream_key
@@ -20,6 +20,7 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.models.build import check_positions
 from lm_experiments_tools.modules.inspection import forward_names_of
+from lm_experiments_tools.recipes.common import save_tokenizer
 from megatron.bert_dataset import BertDataset
 from megatron.tokenizers import BertDataTokenizer, build_tokenizer
 
@@ -89,9 +90,7 @@ def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend, model: Mo
     opened = on_all(backend, lambda: bert_datasets(args, tokenizer) if backend.local_rank == 0 else None)
     train, valid, valid_tokens = on_all(backend, lambda: opened or bert_datasets(args, tokenizer))
     where = (args.rows_per_worker(), backend.rank, backend.world_size)
-    tokenizer_dir = Path(args.model_path) / "tokenizer" if args.model_path else None
-    if tokenizer_dir is not None:
-        on_main(backend, lambda: tokenizer.save(tokenizer_dir))
+    tokenizer_dir = save_tokenizer(args, backend, tokenizer.save)
     return BertPretrainingData(
         tokenizer,
         None if train is None else TrainLoader(train, *where),

@@ -6,7 +6,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -205,6 +205,15 @@ def optimizer_from_args(args: ExperimentArgs, model: nn.Module) -> Optimizer | N
         relative_step=args.relative_step,
         warmup_init=args.warmup_init,
     )
+
+
+def save_tokenizer(args: ExperimentArgs, backend: Backend, save: Callable[[Path], object]) -> Path | None:
+    """Write the tokenizer's files below the run directory; returns their folder, None for a run that saves nothing."""
+    if args.model_path is None:
+        return None
+    folder = Path(args.model_path) / "tokenizer"
+    on_all(backend, lambda: save(folder), only_main=True)
+    return folder
 
 
 def train_or_validate(trainer: TrainingLoop) -> None:

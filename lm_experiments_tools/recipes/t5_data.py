@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.config.pretraining import SEQIO_TASKS
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
 from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
+from lm_experiments_tools.recipes.common import save_tokenizer
 from lm_experiments_tools.recipes.objectives import mixed_dataset, objective_dataset
 from lm_experiments_tools.training.micro_batches import IGNORED_LABEL
 
@@ -99,9 +100,7 @@ def pretraining_data(
         objective = train.dataset.describe()
     if valid_tokens is not None and valid is None:
         valid = on_all(backend, lambda: _valid_loader(args, backend, sources, kind))
-    tokenizer_dir = Path(args.model_path) / "tokenizer" if args.model_path else None
-    if tokenizer_dir is not None:
-        on_main(backend, lambda: vocabulary.save_tokenizer(tokenizer_dir))
+    tokenizer_dir = save_tokenizer(args, backend, vocabulary.save_tokenizer)
     objective = f"{objective}, vocabulary {vocabulary.size:,}"
     return PretrainingData(vocabulary, train, valid, valid_tokens, tokenizer_dir, objective)
 
