@@ -11,19 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lm_experiments_tools.backends.collective import on_all
-from lm_experiments_tools.config.pretraining import SEQIO_TASKS
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
 from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
+from lm_experiments_tools.data.objectives.registry import ObjectiveContext, mixed_dataset, objective_dataset
 from lm_experiments_tools.recipes.common import save_tokenizer
-from lm_experiments_tools.recipes.objectives import mixed_dataset, objective_dataset
 from lm_experiments_tools.training.micro_batches import IGNORED_LABEL
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
     from lm_experiments_tools.data.text.vocabulary import Vocabulary
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
-    from lm_experiments_tools.recipes.common import ModelKind
     from lm_experiments_tools.recipes.t5_sources import T5Sources
 
 logger = logging.getLogger(__name__)
@@ -63,24 +62,25 @@ def pretraining_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) ->
 
 
 def pretraining_data(
-    args: T5PretrainingArgs, backend: Backend, sources: T5Sources, kind: ModelKind
+    args: T5PretrainingArgs, backend: Backend, sources: T5Sources, model_kind: ModelKind
 ) -> PretrainingData:
     """Open (and where it is raw text, first tokenize) training and validation data.
 
     Every worker calls it; text is tokenized once, by the first of each machine, while the others wait.
 
     Args:
-        kind: of the model that is trained.
+        model_kind: of the model that is trained.
 
     Raises:
         UserError: data that is missing, empty or damaged, or settings that the objective refuses.
     """
     vocabulary, pipeline = sources.vocabulary, choose_pipeline(args, sources)
+    context = ObjectiveContext(args, vocabulary, model_kind, args.seed)
     if pipeline == "seqio":
         from lm_experiments_tools.data.seqio.client import check_module, check_possible, seqio_data
 
         on_all(backend, lambda: check_possible(args))  # before validation text is tokenized
-        if ":" in args.task:
+        if args.is_registered_task():
             on_all(backend, lambda: check_module(args.task))
     valid: ValidSource | None = None
     valid_tokens = None
@@ -94,12 +94,12 @@ def pretraining_data(
     elif args.streaming:
         from lm_experiments_tools.data.streaming.stream import streaming_data
 
-        train, objective = streaming_data(args, backend, vocabulary, vocabulary.path, kind)
+        train, objective = streaming_data(args, backend, vocabulary, vocabulary.path, model_kind)
     else:
-        train = on_all(backend, lambda: _train_loader(args, backend, sources, kind))
+        train = on_all(backend, lambda: _train_loader(context, backend, sources))
         objective = train.dataset.describe()
     if valid_tokens is not None and valid is None:
-        valid = on_all(backend, lambda: _valid_loader(args, backend, sources, kind))
+        valid = on_all(backend, lambda: _valid_loader(context, backend, valid_tokens))
     tokenizer_dir = save_tokenizer(args, backend, vocabulary.save_tokenizer)
     objective = f"{objective}, vocabulary {vocabulary.size:,}"
     return PretrainingData(vocabulary, train, valid, valid_tokens, tokenizer_dir, objective)
@@ -109,9 +109,9 @@ def choose_pipeline(args: T5PretrainingArgs, sources: T5Sources) -> Literal["nat
     """`--data_pipeline`, with auto decided: seqio for raw text and for registered tasks, native for all else."""
     if args.data_pipeline != "auto":
         return args.data_pipeline
-    if ":" in args.task:
+    if args.is_registered_task():
         return "seqio"
-    if args.of_native_pipeline() or len(args.data_path) > 1 or args.task not in SEQIO_TASKS:
+    if args.of_native_pipeline() or len(args.data_path) > 1 or not args.objective().in_seqio:
         return "native"
     path = args.data_path[0]
     if sources.prefixes[path] is not None or not os.path.exists(path):
@@ -128,16 +128,14 @@ def choose_pipeline(args: T5PretrainingArgs, sources: T5Sources) -> Literal["nat
     return "seqio"
 
 
-def _train_loader(args: T5PretrainingArgs, backend: Backend, sources: T5Sources, kind: ModelKind) -> TrainLoader:
-    tokens = [sources.tokens(path) for path in args.data_path]
-    dataset = mixed_dataset(args, tokens, sources.vocabulary, kind=kind, seed=args.seed, world_size=backend.world_size)
+def _train_loader(context: ObjectiveContext, backend: Backend, sources: T5Sources) -> TrainLoader:
+    args = context.args
+    dataset = mixed_dataset(context, [sources.tokens(path) for path in args.data_path], backend.world_size)
     return TrainLoader(dataset, args.rows_per_worker(), backend.rank, backend.world_size)
 
 
-def _valid_loader(args: T5PretrainingArgs, backend: Backend, sources: T5Sources, kind: ModelKind) -> ValidLoader:
-    dataset = objective_dataset(
-        args, sources.tokens(args.valid_data_path), sources.vocabulary, kind=kind, seed=args.seed
-    )
+def _valid_loader(context: ObjectiveContext, backend: Backend, tokens: IndexedDataset) -> ValidLoader:
+    args, dataset = context.args, objective_dataset(context, tokens)
     if isinstance(dataset, BucketedDataset):  # --valid_samples of a bucketed order would be of a few lengths only
         dataset = SortedSamples(dataset.dataset, args.valid_samples)
     rows = args.rows_per_worker()

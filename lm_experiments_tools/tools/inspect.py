@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm_experiments_tools.config.pretraining import DataArgs, ObjectiveArgs, T5PretrainingArgs
+from lm_experiments_tools.config.flags import check_groups
+from lm_experiments_tools.config.objectives import ObjectiveArgs
+from lm_experiments_tools.config.pretraining import DataArgs, T5PretrainingArgs
 from lm_experiments_tools.config.training import BatchArgs, RunArgs
 from lm_experiments_tools.tools.look import LookArgs, Source, first_documents, show_counts, show_samples
 
@@ -32,8 +34,7 @@ class InspectArgs(T5PretrainingArgs, LookArgs):
 
     def __post_init__(self) -> None:
         # What concerns the model or its training need not be complete to look at the data.
-        for group in (DataArgs, ObjectiveArgs, BatchArgs, RunArgs, LookArgs):
-            group.check(self)
+        check_groups(self, (DataArgs, ObjectiveArgs, BatchArgs, RunArgs, LookArgs))
 
 
 def run(args: InspectArgs) -> None:
@@ -61,7 +62,6 @@ def _show_run(args: InspectArgs, sources: list[Source], data: "T5Sources") -> No
     """Print what the run makes of the data: objective, steps, padding, samples."""
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.recipes.common import model_source
-    from lm_experiments_tools.recipes.objectives import MODELS_OF
     from lm_experiments_tools.recipes.t5_data import pretraining_data
     from lm_experiments_tools.tools.samples import Wording
 
@@ -74,12 +74,12 @@ def _show_run(args: InspectArgs, sources: list[Source], data: "T5Sources") -> No
         valid_data_path=None,
     )
     backend = get_backend(settings)
-    kinds = MODELS_OF.get(args.task, ("encoder-decoder",))
+    kinds = args.objective().models
     kind = kinds[0] if len(kinds) == 1 else model_source(settings, backend).kind
     vocabulary, read = data.vocabulary, pretraining_data(settings, backend, data, kind)
     print(f"\nobjective    {read.objective}")
     shown = {vocabulary.pad_id: "<pad>", vocabulary.eos_id: "</s>", vocabulary.unk_id: "<unk>"}
-    wording = Wording(vocabulary.decode, shown, labels_at_inputs=args.task == "mlm")
+    wording = Wording(vocabulary.decode, shown, labels_at_inputs=kind == "encoder")
     with closing(read.train):
         show_samples(read.train, read.train.samples_per_epoch, sources, args, kind == "encoder-decoder", wording)
     backend.close()

@@ -1,4 +1,4 @@
-"""What a row of text becomes for an encoder-decoder: span corruption and prefix LM, as parts of one interface.
+"""Ways to make inputs and targets of a row of text: span corruption and prefix LM, behind one interface.
 
 A denoiser draws once per row how to split it (`draw`), knows the lengths that follow (`lengths`) and writes the
 example (`write`). Both semantics are those of the `t5` package, given the same split. One worked example of prefix LM
@@ -38,7 +38,7 @@ class Denoiser(Protocol):
     Attributes:
         inputs_length, targets_length: of the longest example, EOS and mode token included.
         words_per_sample: random words that `draw` takes for a row.
-        varies: whether lengths differ from row to row.
+        varies: True if lengths differ from row to row.
     """
 
     tokens_length: int

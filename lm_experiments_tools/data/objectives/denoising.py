@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +14,34 @@ from lm_experiments_tools.data.objectives.tape import BLOCK, TapeDataset, TokenS
 from lm_experiments_tools.data.order import sample_words, stream_key
 from lm_experiments_tools.errors import UserError
 
+if TYPE_CHECKING:
+    from lm_experiments_tools.data.objectives.registry import ObjectiveContext
+
 logger = logging.getLogger(__name__)
+
+
+def build_span_corruption(
+    context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]
+) -> SpanCorruptionDataset:
+    """`--task span_corruption`."""
+    args, vocabulary = context.args, context.vocabulary
+    return SpanCorruptionDataset(
+        tokens,
+        args.input_seq_len,
+        args.target_seq_len,
+        sentinel_ids=vocabulary.sentinel_ids,
+        eos_id=vocabulary.eos_id,
+        noise_density=args.noise_density,
+        mean_noise_span_length=args.mean_noise_span_length,
+        quiet=context.quiet,
+        **context.for_tape(),
+    )
+
+
+def build_prefix_lm(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> PrefixLMDataset:
+    """`--task prefix_lm`."""
+    lengths = context.args.input_seq_len, context.args.target_seq_len
+    return PrefixLMDataset(tokens, *lengths, eos_id=context.vocabulary.eos_id, **context.for_tape())
 
 
 class DenoisingDataset(TapeDataset):
@@ -61,7 +88,7 @@ class DenoisingDataset(TapeDataset):
 
     @property
     def varies(self) -> bool:
-        """Whether examples differ in length, other than the short last one."""
+        """True if examples differ in length, other than the short last one."""
         first = self.denoisers[0]
         sizes = {(denoiser.inputs_length, denoiser.targets_length) for denoiser in self.denoisers}
         return first.varies or len(sizes) > 1
@@ -70,7 +97,7 @@ class DenoisingDataset(TapeDataset):
         return self._turn[rows % len(self._turn)]
 
     def _parts(self, rows: np.ndarray) -> list[tuple[Denoiser, slice | np.ndarray]]:
-        """Which denoiser makes which of `rows`; for all of one kind a slice, which numpy indexes faster."""
+        """The denoiser of each of `rows`; for all of one kind a slice, which numpy indexes faster."""
         kinds = self._kinds(rows)
         parts: list[tuple[Denoiser, slice | np.ndarray]] = [(self.denoisers[0], slice(0, len(rows)))]
         if len(self.denoisers) > 1:

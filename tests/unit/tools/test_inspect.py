@@ -14,13 +14,13 @@ from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.objectives.denoising import SpanCorruptionDataset
+from lm_experiments_tools.data.objectives.registry import ObjectiveContext, mixed_dataset
 from lm_experiments_tools.data.objectives.span_corruption import random_spans_lengths
 from lm_experiments_tools.data.text import documents, hf_datasets
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.recipes.objectives import mixed_dataset
 from lm_experiments_tools.tools import inspect as command
 from lm_experiments_tools.tools.look import Source, whole_epoch
 from lm_experiments_tools.tools.main import main
@@ -225,7 +225,8 @@ def test_samples_and_padding_are_those_of_the_micro_batches_of_the_run(vocab, te
     (prefix,) = (str(path).removesuffix(".idx") for path in (text / ".cache" / "tokens").glob("*.idx"))
     args, _ = parse(T5PretrainingArgs, ["--data_path", prefix, "--model_cfg", "x", "--lr", "1", *flags])
     vocabulary = Vocabulary.load(vocab)
-    dataset = mixed_dataset(args, [IndexedDataset(prefix)], vocabulary, seed=5, world_size=4)
+    context = ObjectiveContext(args, vocabulary, "encoder-decoder", seed=5)
+    dataset = mixed_dataset(context, [IndexedDataset(prefix)], world_size=4)
     has_decoder = task != "mlm"
     cells = {"inputs": [0, 0], "targets": [0, 0]}
     first, passes = {}, []
