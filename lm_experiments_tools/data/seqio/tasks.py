@@ -1,6 +1,6 @@
 """seqio Tasks and Mixtures, and the one stream of examples that a seed makes of them. Imports TensorFlow.
 
-Only the worker process (`seqio_worker`) loads this file. Three kinds of tasks come out of it: t5's `span_corruption`
+Only the worker process (worker.py) loads this file. Three kinds of tasks come out of it: t5's `span_corruption`
 and `prefix_lm` over the user's raw text, put together as t5 does its own for C4, and whatever the user's module has
 registered. The examples are those of `seqio.get_dataset(task, lengths, num_epochs=None, shuffle=True, seed=seed)`:
 neither the number of training processes nor the number of threads changes them or their order.
@@ -29,7 +29,7 @@ import seqio
 import tensorflow as tf
 from sentencepiece import sentencepiece_model_pb2
 
-from lm_experiments_tools.data.seqio.worker import PADDING, Job, one_line
+from lm_experiments_tools.data.seqio.job import PADDING, Job, one_line
 from lm_experiments_tools.data.text.documents import (
     BadLine,
     Piece,
@@ -197,7 +197,7 @@ class TaskExamples:
     # ---- checks
     @contextmanager
     def _sentences(self) -> Iterator[None]:
-        """What seqio and TensorFlow complain of while a task is put together is mostly the user's to mend."""
+        """Complaints of seqio and TensorFlow while a task is put together are mostly the user's to mend."""
         try:
             yield
         except UserError:
@@ -432,7 +432,7 @@ class TextSource:
                 self._log(logging.WARNING, str(self._bad_lines))
 
     def stamps(self) -> list[list[Any]]:
-        """What identifies the text: of each file its name, its size and a hash of its beginning and end."""
+        """Identity of the text: of each file its name, its size and a hash of its beginning and end."""
         stamps: list[list[Any]] = []
         for path, kind in dict.fromkeys((piece.path, piece.kind) for piece in self._pieces):
             if kind == "dataset":

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lm_experiments_tools.data.streaming.text import Position, StreamPlan, StreamTokens
+from lm_experiments_tools.data.streaming.text import Position, StreamPlan, StreamText, StreamTokens
 from lm_experiments_tools.data.text.encoding import Encoding
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, dataset_exists, token_dtype
-from lm_experiments_tools.data.tokens.workers import serve
+from lm_experiments_tools.data.workers import Caller
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
 
@@ -45,22 +45,30 @@ class ChunkRequest:
     again: bool
 
 
-class ChunkMaker:
-    """Makes chunks; goes on in a stream without reading anything twice as long as it is asked for one after the other.
+@dataclass(frozen=True)
+class ChunkSettings:
+    """Everything that decides what chunks hold, and the folder of all of them.
 
-    Args:
-        folder: of all chunks.
-        max_bad_lines: of one stream; the caller adds them up over streams.
+    `max_bad_lines` are those of one stream; the caller adds them up over streams.
     """
 
-    def __init__(self, plan: StreamPlan, folder: str, encoding: Encoding, max_bad_lines: int):
-        self.plan, self.folder, self.encoding, self.max_bad_lines = plan, folder, encoding, max_bad_lines
-        self.vocabulary = Vocabulary.load(encoding.vocab_path)
+    plan: StreamPlan
+    folder: str
+    encoding: Encoding
+    max_bad_lines: int
+
+
+class ChunkMaker:
+    """Makes chunks; goes on in a stream without reading anything twice as long as they are asked for in order."""
+
+    def __init__(self, settings: ChunkSettings):
+        self.settings = settings
+        self.vocabulary = Vocabulary.load(settings.encoding.vocab_path)
         self._streams: dict[int, StreamTokens] = {}
 
     def make(self, request: ChunkRequest) -> dict[str, Any]:
-        """What the chunk's sidecar holds; the chunk itself is made unless it is there."""
-        prefix = chunk_prefix(self.folder, request.stream, request.number)
+        """Make the chunk unless it is there; returns the content of its sidecar."""
+        prefix = chunk_prefix(self.settings.folder, request.stream, request.number)
         if found := finished_chunk(prefix):
             return found
         tokens = self._stream_at(request)
@@ -75,7 +83,7 @@ class ChunkMaker:
                     num_documents += 1
                     num_bytes += size
                 meta = {
-                    "vocab_sha256": self.encoding.vocab_sha256,
+                    "vocab_sha256": self.settings.encoding.vocab_sha256,
                     "num_documents": num_documents,
                     "num_tokens": writer.num_tokens,
                     "num_bytes": num_bytes,
@@ -95,9 +103,16 @@ class ChunkMaker:
         begin = Position(**request.begin)
         stream = self._streams.get(request.stream)
         if stream is None or stream.position != begin:
-            where = (self.plan, request.stream, begin)
-            settings = (self.vocabulary, self.encoding, self.max_bad_lines, bad_lines_path(self.folder))
-            stream = StreamTokens(*where, *settings)
+            settings = self.settings
+            text = StreamText(
+                settings.plan,
+                request.stream,
+                begin,
+                settings.encoding.text_key,
+                settings.max_bad_lines,
+                bad_lines_path(settings.folder),
+            )
+            stream = StreamTokens(text, self.vocabulary, settings.encoding)
             self._streams[request.stream] = stream
         return stream
 
@@ -111,7 +126,7 @@ class ChunkMaker:
 
     def _list_bad_lines(self, lines: list[dict[str, Any]]) -> None:
         if lines:
-            with open(bad_lines_path(self.folder), "a", encoding="utf-8") as file:
+            with open(bad_lines_path(self.settings.folder), "a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -131,18 +146,6 @@ def finished_chunk(prefix: str) -> dict[str, Any] | None:
     return meta if "end" in meta else None
 
 
-def _main() -> None:
-    makers: list[ChunkMaker] = []
-
-    def answer(message: dict[str, Any]) -> Any:
-        if "plan" in message:
-            plan, encoding = StreamPlan.from_dict(message["plan"]), Encoding(**message["encoding"])
-            makers.append(ChunkMaker(plan, message["folder"], encoding, message["max_bad_lines"]))
-            return None
-        return makers[0].make(ChunkRequest(**message))
-
-    serve(answer)
-
-
-if __name__ == "__main__":
-    _main()
+def work(caller: Caller) -> None:
+    """A worker process: told its `ChunkSettings`, it answers each ChunkRequest with the sidecar of the chunk."""
+    caller.serve(lambda settings: ChunkMaker(settings).make)

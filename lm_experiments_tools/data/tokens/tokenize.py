@@ -13,14 +13,11 @@ import hashlib
 import json
 import logging
 import os
-import queue
 import shutil
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
+from concurrent.futures import as_completed
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
@@ -47,7 +44,7 @@ from lm_experiments_tools.data.tokens.indexed import (
     token_prefix,
     warn_unrecorded,
 )
-from lm_experiments_tools.data.tokens.workers import WorkerEnded, ask, serve, start_worker
+from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked, write_atomic
 
@@ -357,102 +354,37 @@ def _run(
     advance: Callable[[Piece], None],
 ) -> None:
     """Tokenize (piece, prefix) jobs; returns early where the bad lines of all together pass `limit`."""
-    if min(workers, len(jobs)) <= 1:
-        vocabulary = Vocabulary.load(encoding.vocab_path)
-        num_bad = 0
-        for piece, prefix in jobs:
-            num_bad += tokenize_piece(piece, prefix, vocabulary, encoding, limit)
-            if limit is not None and num_bad > limit:
-                return
-            advance(piece)
-        return
-    pool = _WorkerPool(jobs, encoding, limit, advance)
-    with ThreadPoolExecutor(workers) as threads:
-        running = [threads.submit(pool.serve) for _ in range(min(workers, len(jobs)))]
+    num_bad, workers = 0, min(workers, len(jobs))
+    with ExitStack() as stack:
+        if workers <= 1:
+            vocabulary = Vocabulary.load(encoding.vocab_path)
+            counts = ((piece, tokenize_piece(piece, prefix, vocabulary, encoding, limit)) for piece, prefix in jobs)
+        else:
+            pool = stack.enter_context(WorkerPool(work, (encoding, limit), workers))
+            piece_of = {pool.submit(job): job[0] for job in jobs}
+            counts = ((piece_of[done], done.result()) for done in as_completed(piece_of))
         try:
-            wait(running, return_when=FIRST_EXCEPTION)
-        finally:  # also on Ctrl-C
-            pool.stop(kill=any(not future.done() for future in running))
-    for future in running:
-        future.result()
-
-
-class _WorkerPool:
-    """Hands jobs to worker subprocesses, one thread each (`serve`), until all are done, too many bad, or one fails."""
-
-    def __init__(
-        self, jobs: list[tuple[Piece, str]], encoding: Encoding, limit: int | None, advance: Callable[[Piece], None]
-    ):
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        for job in jobs:
-            self._jobs.put(job)
-        self._greeting = {"encoding": asdict(encoding), "limit": limit}
-        self._limit = limit
-        self._advance = advance
-        self._num_bad = 0
-        self._lock = threading.Lock()
-        self._processes: list[subprocess.Popen] = []
-        self._stopped = False
-
-    def stop(self, kill: bool) -> None:
-        """Start no further job; `kill` ends the workers at once, which leaves their pieces unfinished and whole."""
-        with self._lock:
-            self._stopped = True
-            for process in self._processes if kill else ():
-                process.kill()
-
-    def serve(self) -> None:
-        """Run one worker until there is nothing left to do."""
-        with self._lock:
-            if self._stopped:
-                return
-            process = _start_worker()
-            self._processes.append(process)
-        with process:
-            self._ask(process, self._greeting)
-            while not self._stopped:
-                try:
-                    piece, prefix = self._jobs.get_nowait()
-                except queue.Empty:
-                    break
-                answer = self._ask(process, {"piece": asdict(piece), "prefix": prefix})
-                with self._lock:
-                    self._num_bad += answer["bad_lines"]
-                    if self._limit is not None and self._num_bad > self._limit:
-                        self._stopped = True
-                        break
-                    self._advance(piece)
-            process.stdin.close()
-
-    def _ask(self, process: subprocess.Popen, message: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return ask(process, message)
+            for piece, count in counts:
+                num_bad += count
+                if limit is not None and num_bad > limit:
+                    return
+                advance(piece)
         except WorkerEnded as end:
-            if self._stopped:
-                return {"bad_lines": 0}
             raise UserError(
                 f"a tokenization process ended with exit code {end.returncode} (-9: killed, often for want of memory) "
-                f"at {message.get('piece', {}).get('path', 'its start')}; finished pieces are kept: try again with "
-                f"fewer workers"
+                f"at {end.request[0].path}; finished pieces are kept: try again with fewer workers"
             ) from None
 
 
-def _start_worker() -> subprocess.Popen:
-    return start_worker(__name__)
+def work(caller: Caller) -> None:
+    """A worker process: told the encoding and the limit, it answers (piece, prefix) with a number of bad lines."""
 
+    def prepare(settings: tuple[Encoding, int | None]) -> Callable[[tuple[Piece, str]], int]:
+        encoding, limit = settings
+        vocabulary = Vocabulary.load(encoding.vocab_path)
+        return lambda job: tokenize_piece(*job, vocabulary, encoding, limit)
 
-def _worker_main() -> None:
-    """Tokenize piece after piece for a `_WorkerPool`."""
-    settings: dict[str, Any] = {}
-
-    def answer(message: dict[str, Any]) -> dict[str, int]:
-        if "encoding" in message:
-            encoding = Encoding(**message["encoding"])
-            settings.update(encoding=encoding, limit=message["limit"], vocabulary=Vocabulary.load(encoding.vocab_path))
-            return {"bad_lines": 0}
-        return {"bad_lines": tokenize_piece(Piece(**message["piece"]), message["prefix"], **settings)}
-
-    serve(answer)
+    caller.serve(prepare)
 
 
 @contextmanager
@@ -547,7 +479,3 @@ def _join(
         }
         writer.finalize(meta)
     return meta
-
-
-if __name__ == "__main__":
-    _worker_main()
