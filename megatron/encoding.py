@@ -19,13 +19,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lm_experiments_tools.data.text.documents import (
-    BadLine,
-    excerpt,
-    no_key,
-    parse_json_object,
-    unusable_characters,
-)
+from lm_experiments_tools.data.text.bad_lines import BadLine, no_key
+from lm_experiments_tools.data.text.documents import excerpt, parse_json_object, unusable_characters
 from lm_experiments_tools.data.tokens.indexed import token_dtype
 from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool
 from lm_experiments_tools.errors import UserError

@@ -32,24 +32,17 @@ if __name__ == "__main__" and not __package__:
 
 from lm_experiments_tools.config.cli import parse, run_main
 from lm_experiments_tools.config.training import check_minimum
+from lm_experiments_tools.data.text.bad_lines import NO_KEY, BadLine, Quarantine, no_documents
 from lm_experiments_tools.data.text.documents import (
     JSON_SUFFIXES,
-    NO_KEY,
     TEXT_SUFFIXES,
-    BadLine,
     Piece,
-    Quarantine,
-    no_documents,
     plan_pieces,
     read_lines,
     read_piece,
 )
-from lm_experiments_tools.data.tokens.indexed import (
-    IndexedDatasetWriter,
-    dataset_exists,
-    remove_unfinished,
-    token_dtype,
-)
+from lm_experiments_tools.data.tokens.files import dataset_exists, remove_unfinished
+from lm_experiments_tools.data.tokens.indexed import IndexedDatasetWriter, token_dtype
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
 from megatron.encoding import EncodedBatch, EncodedKey, EncodingSettings, LineBatch, encode_all
@@ -233,7 +226,7 @@ def _check_and_add(
         if num_lacking == num_lines > args.max_bad_lines:
             break
         for bad in batch.bad_lines:
-            bad_lines.add(batch.path, bad)
+            bad_lines.list_line(batch.path, bad)
         for writer, part in zip(writers, batch.keys, strict=True):
             writer.add(part)
     if num_lacking == num_lines > 0:

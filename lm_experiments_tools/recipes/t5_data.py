@@ -16,7 +16,8 @@ from lm_experiments_tools.config.pretraining import SEQIO_TASKS
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
 from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, token_prefix
+from lm_experiments_tools.data.tokens.files import token_prefix
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import ensure_tokenized
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.recipes.objectives import mixed_dataset, objective_dataset

@@ -115,7 +115,7 @@ def _readable(args: InspectArgs, sources: list[Source]) -> InspectArgs:
 def _source(path: str, vocabulary: "Vocabulary", args: InspectArgs, scratch: Path) -> Source:
     """The tokens behind a data path: those the run will read, or of the first `--documents` in a scratch file."""
     from lm_experiments_tools.data.text.documents import plan_pieces
-    from lm_experiments_tools.data.tokens.indexed import token_prefix
+    from lm_experiments_tools.data.tokens.files import token_prefix
     from lm_experiments_tools.recipes.t5_data import open_tokens
 
     vocab_path = Path(args.vocab)

@@ -32,7 +32,7 @@ from lm_experiments_tools.data.seqio.job import FRAME, PADDING, SOCKET, VALIDATI
 from lm_experiments_tools.data.seqio.worker import work
 from lm_experiments_tools.data.text.documents import find_files
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens.indexed import token_prefix
+from lm_experiments_tools.data.tokens.files import token_prefix
 from lm_experiments_tools.data.workers import Worker, WorkerEnded
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.labels import IGNORED_LABEL

@@ -30,15 +30,8 @@ import tensorflow as tf
 from sentencepiece import sentencepiece_model_pb2
 
 from lm_experiments_tools.data.seqio.job import PADDING, Job, one_line
-from lm_experiments_tools.data.text.documents import (
-    BadLine,
-    Piece,
-    Quarantine,
-    lines_before,
-    no_documents,
-    plan_pieces,
-    read_piece,
-)
+from lm_experiments_tools.data.text.bad_lines import BadLine, Quarantine, no_documents
+from lm_experiments_tools.data.text.documents import Piece, lines_before, plan_pieces, read_piece
 from lm_experiments_tools.data.text.vocabulary import Vocabulary, sentinel_piece
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import hash_of_ends
@@ -427,7 +420,7 @@ class TextSource:
             if (piece.path, line) in self._seen:
                 return
             self._seen.add((piece.path, line))
-            self._bad_lines.add(piece.path, BadLine(line, bad.reason, bad.content))
+            self._bad_lines.list_line(piece.path, BadLine(line, bad.reason, bad.content))
             if str(len(self._seen)).strip("0") == "1":  # the first, the tenth, the hundredth ...
                 self._log(logging.WARNING, str(self._bad_lines))
 

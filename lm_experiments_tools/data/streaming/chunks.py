@@ -30,7 +30,7 @@ from lm_experiments_tools.data.streaming.worker import (
     chunk_prefix,
     work,
 )
-from lm_experiments_tools.data.tokens.indexed import dataset_exists, dataset_paths
+from lm_experiments_tools.data.tokens.files import dataset_exists, dataset_paths
 from lm_experiments_tools.data.workers import Worker, WorkerEnded
 from lm_experiments_tools.errors import UserError
 

@@ -41,7 +41,8 @@ from lm_experiments_tools.data.streaming.worker import ChunkSettings
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.encoding import Encoding
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, token_prefix
+from lm_experiments_tools.data.tokens.files import token_prefix
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
 from lm_experiments_tools.files import hash_of_ends
 from lm_experiments_tools.recipes.objectives import example_dataset

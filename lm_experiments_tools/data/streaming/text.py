@@ -26,15 +26,8 @@ from typing import Any
 import numpy as np
 
 from lm_experiments_tools.data.order import permute, stream_key
-from lm_experiments_tools.data.text.documents import (
-    BadLine,
-    Document,
-    Piece,
-    lines_before,
-    no_documents,
-    plan_pieces,
-    read_piece,
-)
+from lm_experiments_tools.data.text.bad_lines import BadLine, no_documents
+from lm_experiments_tools.data.text.documents import Document, Piece, lines_before, plan_pieces, read_piece
 from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError

@@ -13,7 +13,8 @@ from typing import Any
 from lm_experiments_tools.data.streaming.text import Position, StreamPlan, StreamText, StreamTokens
 from lm_experiments_tools.data.text.encoding import Encoding
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, dataset_exists, token_dtype
+from lm_experiments_tools.data.tokens.files import dataset_exists
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
 from lm_experiments_tools.data.workers import Caller
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked

@@ -13,12 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_experiments_tools.data.tokens.indexed import (
-    IndexedDataset,
-    IndexedDatasetWriter,
-    check_replaceable,
-    token_prefix,
-)
+from lm_experiments_tools.data.tokens.files import check_replaceable, token_prefix
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
 

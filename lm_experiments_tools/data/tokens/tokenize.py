@@ -24,26 +24,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.data.text import hf_datasets
-from lm_experiments_tools.data.text.documents import (
-    BadLine,
-    Piece,
-    Quarantine,
-    no_documents,
-    plan_pieces,
-    read_piece,
-)
+from lm_experiments_tools.data.text.bad_lines import BadLine, Quarantine, no_documents
+from lm_experiments_tools.data.text.documents import Piece, plan_pieces, read_piece
 from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens.indexed import (
-    IndexedDataset,
-    IndexedDatasetWriter,
+from lm_experiments_tools.data.tokens.files import (
     check_replaceable,
     dataset_exists,
     read_meta,
-    token_dtype,
     token_prefix,
     warn_unrecorded,
 )
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
 from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked, write_atomic
@@ -324,7 +316,7 @@ def tokenize_piece(piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: 
     with writer, closing(quarantine):
         for item in read_piece(piece, encoding.text_key):
             if isinstance(item, BadLine):
-                quarantine.add(piece.path, item)
+                quarantine.list_line(piece.path, item)
                 if limit is not None and quarantine.count > limit:
                     writer.abort()
                     return quarantine.count
@@ -427,7 +419,7 @@ def _collect_bad_lines(pieces: list[Piece], folder: Path, path: str, limit: int 
                 position = piece.start
             for line in bad.read_text(encoding="utf-8").splitlines():
                 record = json.loads(line)
-                quarantine.add(piece.path, BadLine(lines + record["line"], record["reason"], record["content"]))
+                quarantine.list_line(piece.path, BadLine(lines + record["line"], record["reason"], record["content"]))
     return quarantine
 
 

@@ -7,7 +7,8 @@ import struct
 import numpy as np
 import pytest
 
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, dataset_exists, token_dtype
+from lm_experiments_tools.data.tokens.files import dataset_exists
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
 from lm_experiments_tools.errors import UserError
 
 EXAMPLE = [[[5, 6], [7]], [[8, 9]]]

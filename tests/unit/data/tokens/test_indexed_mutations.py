@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lm_experiments_tools.data.text.documents import BadLine, Document, plan_pieces, read_piece
+from lm_experiments_tools.data.text.bad_lines import BadLine
+from lm_experiments_tools.data.text.documents import Document, plan_pieces, read_piece
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import UserError
 from megatron.encoding import Encoder, EncodingSettings

@@ -18,7 +18,8 @@ import sentencepiece
 from lm_experiments_tools.data.text.documents import plan_pieces
 from lm_experiments_tools.data.text.train_vocabulary import train_vocab
 from lm_experiments_tools.data.tokens import tokenize as module
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, dataset_exists
+from lm_experiments_tools.data.tokens.files import dataset_exists
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import ensure_tokenized, tokenize_corpus
 from lm_experiments_tools.data.workers import Worker
 from lm_experiments_tools.errors import UserError
