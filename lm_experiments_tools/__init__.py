@@ -3,7 +3,7 @@
 The public names below are imported on first use, so that importing the package costs nothing and needs no backend.
 """
 
-from lm_experiments_tools.lazy import lazy_names
+from lm_experiments_tools.names import lazy_names
 
 __version__ = "0.1.0"
 

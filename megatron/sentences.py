@@ -12,12 +12,11 @@ Line breaks inside a sentence stay: text wrapped at 80 columns is not unwrapped.
 ["One. ", "Two\\ngoes on.\\n\\n", "Three"].
 """
 
-import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.names import resolve_name
 
 
 class SentenceSplitter:
@@ -109,14 +108,7 @@ def _build(name: str) -> Callable[[str], Iterable[int]]:
             f"--sentence-splitter {name} does not exist; it can be {', '.join(_BUILDERS)}, or module:callable for a "
             f"function of your own"
         )
-    try:
-        split: Any = importlib.import_module(module_name)
-        for part in path.split("."):
-            split = getattr(split, part)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"--sentence-splitter {name} cannot be imported: {error}") from None
-    if not callable(split):
-        raise UserError(f"--sentence-splitter {name} is a {type(split).__name__}, which cannot be called with a text")
+    split = resolve_name(name, said=f"--sentence-splitter {name}")
     return lambda text: _locate(text, split(text), name)
 
 

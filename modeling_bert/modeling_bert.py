@@ -26,7 +26,8 @@ from transformers.processing_utils import Unpack
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from lm_experiments_tools.attention.positions import PositionScheme, RelativeBiasPosition, set_own_values
+from lm_experiments_tools.attention.positions import PositionScheme, RelativeBiasPosition
+from lm_experiments_tools.modules.user_classes import set_own_values
 from modeling_bert.configuration_bert import BertConfig
 from modeling_bert.layers import Allowed, BertEmbeddings, BertEncoder, BertLayer, BertSelfAttention
 from modeling_bert.positions import RelativeKeyPosition

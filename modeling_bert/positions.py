@@ -12,8 +12,8 @@ from lm_experiments_tools.attention.positions import (
     PositionScheme,
     RelativeBiasPosition,
     RotaryPosition,
-    class_named,
 )
+from lm_experiments_tools.names import resolve_name
 from modeling_bert.configuration_bert import BertConfig
 
 
@@ -25,7 +25,7 @@ def shared_position(config: BertConfig) -> PositionScheme:
     """
     kind, heads = config.position_embedding_type, config.num_attention_heads
     if ":" in kind:
-        return class_named("position_embedding_type", kind, PositionScheme)(config, True)
+        return resolve_name(kind, PositionScheme, f"position_embedding_type={kind!r}")(config, True)
     schemes = {
         "rotary": lambda: RotaryPosition(config.hidden_size // heads, config.rotary_dim, config.rotary_base),
         "alibi": lambda: AlibiPosition(heads),

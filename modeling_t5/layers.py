@@ -28,8 +28,8 @@ from lm_experiments_tools.attention.positions import (
     PositionScheme,
     RelativeBiasPosition,
     RotaryPosition,
-    class_named,
 )
+from lm_experiments_tools.names import resolve_name
 from modeling_t5.configuration_t5 import T5Config
 
 ENCODER_SELF = "encoder_self_attention"
@@ -125,7 +125,7 @@ def position_scheme(config: T5Config, kind: str, layer_idx: int) -> PositionSche
     if kind == DECODER_CROSS or is_given:
         return NoPosition()
     if ":" in name:
-        return class_named("position_embedding_type", name, PositionScheme)(config, bidirectional)
+        return resolve_name(name, PositionScheme, f"position_embedding_type={name!r}")(config, bidirectional)
     schemes = {
         "relative_attention_bias": lambda: RelativeBiasPosition(
             *(config.relative_attention_num_buckets, config.relative_attention_max_distance, config.num_heads),
@@ -311,7 +311,8 @@ def with_cache(
 def make_attention(config: T5Config, kind: str, layer_idx: int) -> T5Attention:
     """The attention that the configuration names for this kind."""
     key = f"{kind}_layer"
-    return class_named(key, getattr(config, key), T5Attention)(config, kind, layer_idx)
+    name = getattr(config, key)
+    return resolve_name(name, T5Attention, f"{key}={name!r}")(config, kind, layer_idx)
 
 
 class T5LayerSelfAttention(nn.Module):

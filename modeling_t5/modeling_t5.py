@@ -26,7 +26,8 @@ from transformers.processing_utils import Unpack
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from lm_experiments_tools.attention.positions import PositionScheme, RelativeBiasPosition, set_own_values
+from lm_experiments_tools.attention.positions import PositionScheme, RelativeBiasPosition
+from lm_experiments_tools.modules.user_classes import set_own_values
 from modeling_t5.cdq import T5CDQAttention
 from modeling_t5.configuration_t5 import T5Config
 from modeling_t5.layers import (

@@ -1,9 +1,9 @@
-"""Attention with block-sparse layouts and learned position biases, for CPU and GPU.
+"""Attention with block-sparse layouts and learned position biases; imports attention.kernels.
 
 The public names below are imported on first use; Triton, transformers and matplotlib only by what needs them.
 """
 
-from lm_experiments_tools.lazy import lazy_names
+from lm_experiments_tools.names import lazy_names
 
 _HOMES = {
     "alibi_slopes": "lm_experiments_tools.attention.kernels.bias",

@@ -17,7 +17,6 @@ for a causal model pass `causal=True` to the attention as well, which is exact f
 from __future__ import annotations
 
 import difflib
-import importlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -31,6 +30,7 @@ from torch import Tensor
 from lm_experiments_tools.attention.kernels.plan import describe, is_int
 from lm_experiments_tools.attention.own_layouts import arguments_of, as_layout, giving_tensors, plain
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.names import resolve_name
 
 TYPE_KEY = "sparse_config_cls"
 _DIRECTIONS = "bidirectional", "unidirectional"
@@ -535,13 +535,8 @@ def _config_class(name: str) -> type[SparsityConfig]:
         near = difflib.get_close_matches(wanted, short, n=1)
         known = f"did you mean {short[near[0]].__name__}?" if near else f"there are {', '.join(SPARSITY_CONFIGS)}."
         raise UserError(f"There is no sparsity configuration {name!r}: {known}")
-    try:
-        found = getattr(importlib.import_module(module), bare)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"The sparsity configuration {name!r} cannot be imported: {error}.") from error
-    if not (isinstance(found, type) and issubclass(found, SparsityConfig)):
-        raise UserError(f"{name!r} is not a subclass of lm_experiments_tools.attention.SparsityConfig.")
-    return found
+    path = name if ":" in name else f"{module}:{bare}"
+    return resolve_name(path, SparsityConfig, f"sparsity configuration {name!r}")
 
 
 def _name_of(config_cls: type[SparsityConfig]) -> str:

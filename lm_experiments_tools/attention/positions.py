@@ -6,8 +6,6 @@ scheme of your own overrides one of the two; nothing else in a model knows which
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Collection
 from functools import lru_cache
 
 import torch
@@ -142,45 +140,6 @@ class RelativeBiasPosition(PositionScheme):
         distances = _distances(query_length, key_length, offset, device)
         buckets = t5_bucket(distances, self.bidirectional, self.num_buckets, self.max_distance)
         return nn.functional.embedding(buckets, self.weight).permute(2, 0, 1)[None]
-
-
-def set_own_values(owner: nn.Module, known: Collection[str]) -> None:
-    """Initial values of what a class of a user's adds to a model, when it is made and where a checkpoint lacks it.
-
-    They are those of its `reset_parameters()`. Without one, its layers start as their own `reset_parameters()` says.
-
-    Args:
-        owner: a position scheme or a layer of attention.
-        known: names of its parameters and children whose values the model has set.
-
-    Raises:
-        UserError: parameters of its own, and no `reset_parameters()`: from_pretrained would leave them as memory was.
-    """
-    if hasattr(owner, "reset_parameters"):
-        owner.reset_parameters()
-        return
-    unset = [name for name, _ in owner.named_parameters(recurse=False) if name not in known]
-    if unset:
-        raise UserError(
-            f"{type(owner).__module__}.{type(owner).__name__} has parameters ({', '.join(unset)}) but no "
-            "reset_parameters() that gives them their initial values, also where a checkpoint lacks them."
-        )
-    for name, child in owner.named_children():
-        for layer in child.modules() if name not in known else ():
-            if hasattr(layer, "reset_parameters"):
-                layer.reset_parameters()
-
-
-def class_named(key: str, name: str, base: type) -> type:
-    """The class that the configuration's `key` names as "module:Class"; ValueError if there is none of that kind."""
-    module_name, _, class_name = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{key}={name!r} does not name a class as module:Class ({error}).") from error
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise ValueError(f"{key}={name!r} is not a subclass of {base.__module__}:{base.__name__}.")
-    return found
 
 
 @lru_cache(maxsize=64)

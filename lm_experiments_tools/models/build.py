@@ -11,7 +11,7 @@ from torch import nn
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
-from lm_experiments_tools.modules.user_classes import nearest_names
+from lm_experiments_tools.names import nearest_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -1,47 +1,42 @@
-"""A user's classes and functions, named by `module:Class`, and values of their own."""
+"""A user's classes, named by `module:Class`, and the initial values of what they add to a model."""
 
 from __future__ import annotations
 
-import difflib
-import importlib
-from typing import Any
+from collections.abc import Collection
 
 from torch import nn
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.names import resolve_name
 
 
 def get_cls_by_name(name: str, base: type = nn.Module) -> type:
-    """The class named by `module:Class`, e.g. `transformers:T5ForConditionalGeneration`.
+    """The class named by `module:Class`, which is `base` or derives from it; raises as `resolve_name`."""
+    return resolve_name(name, base)
+
+
+def set_own_values(owner: nn.Module, known: Collection[str]) -> None:
+    """Set what a user's class adds to a model to its initial values, when it is made and where a checkpoint lacks it.
+
+    They are those of its `reset_parameters()`. Without one, its layers start as their own `reset_parameters()` says.
 
     Args:
-        name: an importable module and a class in it; dots are allowed on either side (`package.module:Outer.Inner`).
-        base: the class it must be, or derive from.
+        owner: a position scheme or a layer of attention.
+        known: names of its parameters and children whose values the model has set.
 
     Raises:
-        UserError: not of this form, a module that cannot be imported (with the reason), no such class, another kind.
+        UserError: parameters of its own, and no `reset_parameters()`: from_pretrained would leave them as memory was.
     """
-    module_name, colon, class_name = name.partition(":")
-    if not (colon and module_name and class_name) or ":" in class_name:
+    if hasattr(owner, "reset_parameters"):
+        owner.reset_parameters()
+        return
+    unset = [name for name, _ in owner.named_parameters(recurse=False) if name not in known]
+    if unset:
         raise UserError(
-            f"'{name}' does not name a class: write module:Class, e.g. transformers:T5ForConditionalGeneration."
+            f"{type(owner).__module__}.{type(owner).__name__} has parameters ({', '.join(unset)}) but no "
+            "reset_parameters() that gives them their initial values, also where a checkpoint lacks them."
         )
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UserError(f"'{name}': module {module_name} cannot be imported ({error}).") from error
-    for part in class_name.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError as error:
-            raise UserError(
-                f"'{name}': {module_name} has no {class_name}{nearest_names(part, dir(found))}."
-            ) from error
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise UserError(f"'{name}' is {found!r}, not a subclass of {base.__module__}.{base.__qualname__}.")
-    return found
-
-
-def nearest_names(word: str, known: object) -> str:
-    near = difflib.get_close_matches(word, [str(key) for key in known], n=1)
-    return f"; did you mean '{near[0]}'" if near else ""
+    for name, child in owner.named_children():
+        for layer in child.modules() if name not in known else ():
+            if hasattr(layer, "reset_parameters"):
+                layer.reset_parameters()

@@ -17,8 +17,7 @@ from lm_experiments_tools.attention.kernels.request import Request, Segments, ch
 from lm_experiments_tools.errors import UserError
 
 # Each is a module with refusal(request), cost(request) and attend(request, seed); imported when it is first needed.
-_BACKENDS = {name: f"lm_experiments_tools.attention.kernels.{name}" for name in ("reference", "gather", "sdpa", "flex")}
-_BACKENDS["triton"] = "lm_experiments_tools.attention.kernels.triton"
+_BACKENDS = {name: f"{__package__}.{name}" for name in ("reference", "gather", "sdpa", "flex", "triton")}
 
 # Lengths and densities at which two backends take equally long, forward and backward, on a CPU.
 _SHORT = 256  # up to here a dense call costs less than making pieces of it

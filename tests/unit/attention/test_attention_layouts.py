@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import sys
 from dataclasses import dataclass
 
@@ -194,7 +195,7 @@ class TestNames:
         ("make", "message"),
         [
             (lambda: get_sparsity_config("BigBrid", 2), "did you mean BigBirdSparsityConfig"),
-            (lambda: get_sparsity_config("nothing.here:Config", 2), "cannot be imported: No module named 'nothing'"),
+            (lambda: get_sparsity_config("nothing.here:Config", 2), "cannot be imported (No module named 'nothing')"),
             (lambda: get_sparsity_config("json:JSONDecoder", 2), "not a subclass"),
             (lambda: get_sparsity_config("BigBird", 2, num_globl_blocks=1), "did you mean 'num_global_blocks'"),
             (lambda: SparsityConfig.from_dict({"block": 16}), "needs 'sparse_config_cls' and 'num_heads'"),
@@ -232,7 +233,7 @@ class TestNames:
         ],
     )
     def test_mistakes_are_sentences(self, make, message):
-        with pytest.raises(UserError, match=message.replace("[", r"\[").replace("]", r"\]")):
+        with pytest.raises(UserError, match=re.escape(message)):
             make()
 
     @pytest.mark.parametrize(

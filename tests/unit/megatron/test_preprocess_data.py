@@ -327,9 +327,9 @@ def test_abbreviations_end_no_sentence():
 def test_a_splitter_that_does_not_exist_or_changes_the_text_is_one_sentence(folder):
     for name, message in [
         ("punkt", "does not exist; it can be nupunkt, sentencex, newline, or module:callable"),
-        ("no_such_module:f", "cannot be imported: No module named 'no_such_module'"),
-        (f"{__name__}:f", "cannot be imported: .* has no attribute 'f'"),
-        (f"{__name__}:PIECES", "is a list, which cannot be called"),
+        ("no_such_module:f", r"module no_such_module cannot be imported \(No module named 'no_such_module'\)"),
+        (f"{__name__}:f", f"{__name__} has no f"),
+        (f"{__name__}:PIECES", r"is \[.*\], which cannot be called"),
     ]:
         with pytest.raises(UserError, match=message):
             SentenceSplitter(name)

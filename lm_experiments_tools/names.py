@@ -1,0 +1,70 @@
+"""Objects found by their names: a package's public ones on first use, a user's by `module:name`."""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from lm_experiments_tools.errors import UserError
+
+
+def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a package (PEP 562), so that importing the package costs nothing.
+
+    Args:
+        package: its `__name__`.
+        homes: public name -> the module that defines it.
+    """
+    module = sys.modules[package]
+
+    def get(name: str) -> object:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(homes[name]), name)
+        setattr(module, name, value)
+        return value
+
+    return get, lambda: sorted({*vars(module), *homes})
+
+
+def resolve_name(text: str, base: type | None = None, said: str | None = None) -> Any:
+    """The class or function named by `module:name`, e.g. `transformers:T5ForConditionalGeneration`.
+
+    Args:
+        text: an importable module and a name in it; dots are allowed on either side (`package.module:Outer.Inner`).
+        base: the class that it must be or derive from; None for a function, or anything else that can be called.
+        said: what errors call it, e.g. "--metric my_metrics:f1"; `text` in quotes if None.
+
+    Raises:
+        UserError: not of this form, a module that cannot be imported (with the reason), no such name, another kind.
+    """
+    said = said or f"'{text}'"
+    module_name, _, path = text.partition(":")
+    if not (module_name and path) or ":" in path or module_name.startswith("."):
+        if base is None:
+            raise UserError(f"{said} does not name a function: write module:function, e.g. my_metrics:f1.")
+        raise UserError(
+            f"{said} does not name a class: write module:Class, e.g. transformers:T5ForConditionalGeneration."
+        )
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UserError(f"{said}: module {module_name} cannot be imported ({error}).") from error
+    for part in path.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            raise UserError(f"{said}: {module_name} has no {path}{nearest_names(part, dir(found))}.") from error
+    if base is None:
+        if not callable(found):
+            raise UserError(f"{said} is {found!r}, which cannot be called.")
+    elif not (isinstance(found, type) and issubclass(found, base)):
+        raise UserError(f"{said} is {found!r}, not a subclass of {base.__module__}.{base.__qualname__}.")
+    return found
+
+
+def nearest_names(word: str, known: Iterable[object]) -> str:
+    """`; did you mean '...'` with the name most similar to `word`, or nothing if none is."""
+    near = difflib.get_close_matches(word, [str(key) for key in known], n=1)
+    return f"; did you mean '{near[0]}'" if near else ""
