@@ -80,7 +80,7 @@ class EncodedKey:
 
 @dataclass
 class EncodedBatch:
-    """What became of a LineBatch: `keys` are in the order of the settings' json_keys."""
+    """The result of a LineBatch: `keys` are in the order of the settings' json_keys."""
 
     path: str
     keys: list[EncodedKey]

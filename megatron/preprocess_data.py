@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -143,30 +143,21 @@ class PreprocessArgs(RuntimeArgs, OutputArgs, TokenizerArgs, InputArgs):
 
     @property
     def level(self) -> str:
-        """What a sequence is, in the names of the files."""
+        """The kind of a sequence, in the names of the files."""
         return "sentence" if self.split_sentences else "document"
 
     def settings(self) -> EncodingSettings:
-        """What the workers need to know."""
-        return EncodingSettings(
-            json_keys=self.json_keys,
-            tokenizer_type=self.tokenizer_type,
-            vocab_file=self.vocab_file,
-            tokenizer_name_or_path=self.tokenizer_name_or_path,
-            split_sentences=self.split_sentences,
-            sentence_splitter=self.sentence_splitter,
-            keep_newlines=self.keep_newlines,
-            split_tokens=self.split_tokens,
-            append_eod=self.append_eod,
-            max_document_bytes=self.max_document_mb << 20,
-        )
+        """The part of the settings that the workers need."""
+        names = {field.name for field in fields(EncodingSettings)} - {"max_document_bytes"}
+        same = {name: getattr(self, name) for name in names}
+        return EncodingSettings(**same, max_document_bytes=self.max_document_mb << 20)
 
 
 def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
     """Write the token files; returns, by prefix, what their .json holds.
 
     Raises:
-        UserError: input, tokenizer or sentence splitter cannot be had; too many bad lines; a key that no line has, or
+        UserError: no such input, tokenizer or sentence splitter; too many bad lines; a key that no line has, or
             without any text.
     """
     settings = args.settings()

@@ -35,28 +35,6 @@ class SampleDataset(Protocol):
     def describe(self) -> str: ...
 
 
-class TrainSource(Protocol):
-    """Endless batches of this worker at a known position, as the loop and the scripts need them.
-
-    `samples_per_epoch` is None where nobody knows before the end.
-    """
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def samples_per_epoch(self) -> int | None: ...
-
-    @property
-    def consumed_samples(self) -> int: ...
-
-    def seek(self, consumed_samples: int) -> None: ...
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]: ...
-
-    def close(self) -> None: ...
-
-
 class ValidSource(Protocol):
     """The same finite batches at every pass, as many on each rank; a `ValidLoader` is one."""
 
@@ -95,14 +73,19 @@ def in_background(function: Callable[..., Any], *args: Any) -> Future[Any]:
     return future
 
 
-class PositionedLoader:
-    """A `TrainSource` whose subclass makes the batches.
+class TrainSource:
+    """Endless training batches of one worker at a known position; a subclass makes them.
+
+    Attributes:
+        fingerprint: of data, objective and seed, but not the number of workers: a run may resume on another number.
+        samples_per_epoch: None where it is not known before the end.
 
     Args:
         rows_per_worker: rows of one step on this worker (micro-batch size x accumulation steps).
         rank, world_size: which rows of the global batch are this worker's.
     """
 
+    fingerprint: str
     samples_per_epoch: int | None = None
 
     def __init__(self, rows_per_worker: int, rank: int = 0, world_size: int = 1) -> None:
@@ -143,12 +126,12 @@ class PositionedLoader:
         """End what makes batches in the background."""
 
 
-class TrainLoader(PositionedLoader):
+class TrainLoader(TrainSource):
     """Batches of a dataset of numbered samples; a seek takes no time, whatever the distance.
 
     Args:
         dataset: samples by global number.
-        rows_per_worker, rank, world_size: as for `PositionedLoader`.
+        rows_per_worker, rank, world_size: as for `TrainSource`.
         consumed_samples: global position to start from.
         prefetch: make the next batches in the background. Changes neither what is yielded nor `consumed_samples`,
             which counts what has been yielded, not what has been prepared.
@@ -170,7 +153,6 @@ class TrainLoader(PositionedLoader):
 
     @property
     def fingerprint(self) -> str:
-        """Identifies data, objective and seed, but not the number of workers: a run may resume on another number."""
         return self.dataset.fingerprint
 
     @property

@@ -214,7 +214,7 @@ class Caller:
         return iter(self._messages.get, _GONE)
 
     def send(self, message: Any) -> None:
-        """Send a message that nobody has to have asked for; ConnectionError where the caller is gone."""
+        """Send a message, asked for or not; ConnectionError where the caller is gone."""
         self._connection.send(message)
 
     def serve(self, prepare: Callable[[Any], Callable[[Any], Any]]) -> None:

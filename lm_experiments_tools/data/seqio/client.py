@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from lm_experiments_tools.backends.collective import on_all
-from lm_experiments_tools.data.loader import PositionedLoader, ValidLoader, ValidSource
+from lm_experiments_tools.data.loader import TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.objectives.span_corruption import plan_spans, random_spans_lengths
 from lm_experiments_tools.data.seqio.job import FRAME, PADDING, SOCKET, VALIDATION, Job
 from lm_experiments_tools.data.seqio.worker import work
@@ -179,7 +179,7 @@ class WorkerProcess:
     """The process that owns TensorFlow, as its parent sees it.
 
     Args:
-        job: what it shall make.
+        job: its task.
         log_file: takes what TensorFlow and the user's module print; kept, so that a traceback can be read.
 
     Attributes:
@@ -271,7 +271,7 @@ def to_batch(rows: np.ndarray, inputs_length: int, pad_id: int) -> dict[str, np.
     return {"input_ids": inputs, "attention_mask": mask.astype(np.int64), "labels": labels}
 
 
-class SeqioLoader(PositionedLoader):
+class SeqioLoader(TrainSource):
     """Batches that the worker process makes, some of them ahead.
 
     It is asked for them at the first `next`, and anew after a `seek`, where the next batch waits until all before it
@@ -281,7 +281,7 @@ class SeqioLoader(PositionedLoader):
         folder: of the worker process.
         fingerprint: of the data, task and seed.
         lengths: (inputs, targets).
-        rows_per_worker, rank, world_size: as for `PositionedLoader`.
+        rows_per_worker, rank, world_size: as for `TrainSource`.
         worker: the worker process, on the one training process that started it.
     """
 

@@ -230,7 +230,7 @@ class TaskExamples:
                 )
 
     def _check_first_example(self) -> None:
-        """A task whose filters leave nothing would otherwise be repeated for ever in search of a first example."""
+        """A task whose filters leave nothing would otherwise be repeated endlessly in search of a first example."""
         if not self._may_shuffle():
             self._log(
                 logging.INFO, f"--task {self.job.task} is registered without shuffling: it comes in its own order"

@@ -113,7 +113,7 @@ def import_triton() -> None:
 
 
 def serve(job: Job, hub: Hub) -> None:
-    """Make the task, then batches for ever."""
+    """Make the task, then batches without end."""
     import_triton()
     from lm_experiments_tools.data.seqio.tasks import TaskExamples, limit_threads
 

@@ -82,14 +82,17 @@ class StreamedDataset:
 
     Args:
         feed: its chunks.
+        fingerprint: of data, objective and seed.
         num_streams: V.
-        bucket_rows: rows of like length in a stream; None where all are of one length. All streams have the same
-            arrangement of short and long, so that a micro-batch, which takes rows of all, is of like length too.
+        bucket_rows: rows of similar length in a stream; None where all are of one length. All streams have the same
+            arrangement of short and long, so that a micro-batch, which takes rows of all, is of similar length too.
         seed: fixes the order of buckets.
     """
 
-    def __init__(self, feed: ChunkFeed, num_streams: int, bucket_rows: int | None, seed: int) -> None:
-        self.feed, self.num_streams = feed, num_streams
+    def __init__(
+        self, feed: ChunkFeed, fingerprint: str, num_streams: int, bucket_rows: int | None, seed: int
+    ) -> None:
+        self.feed, self.fingerprint, self.num_streams = feed, fingerprint, num_streams
         self._buckets = {
             number: BucketedDataset(StreamedExamples(stream), bucket_rows, seed)
             for number, stream in (feed.streams.items() if bucket_rows else ())
@@ -129,22 +132,12 @@ class StreamedDataset:
 
 
 class StreamLoader(TrainLoader):
-    """Batches of a `StreamedDataset`; a seek waits for the chunks it lands in, and where the record of earlier ones is
-    lost, for those too.
+    """Batches of a `StreamedDataset`.
 
-    Args:
-        fingerprint: of data, objective and seed.
-        dataset, rows_per_worker, rank, world_size: as for `TrainLoader`.
+    A seek waits for the chunks it lands in, and where the record of earlier ones is lost, for those too.
     """
 
-    fingerprint = ""
     samples_per_epoch = None
-
-    def __init__(
-        self, dataset: StreamedDataset, fingerprint: str, rows_per_worker: int, rank: int = 0, world_size: int = 1
-    ) -> None:
-        super().__init__(dataset, rows_per_worker, rank, world_size)
-        self.fingerprint = fingerprint
 
     def _next_batch(self) -> dict[str, np.ndarray]:
         """The rows at `consumed_samples`.
@@ -202,7 +195,7 @@ def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> t
         if token_prefix(path) is not None:
             raise UserError(f"--data_path {path} is tokenized already: leave out --streaming, which tokenizes text")
     if args.data_weights:
-        raise UserError("--data_weights cannot be had with --streaming, which reads each text once a pass")
+        raise UserError("--data_weights is not available with --streaming, which reads each text once a pass")
     plan = StreamPlan.make(args.data_path, args.streams, args.seed)
     parts = {
         "version": _VERSION,
@@ -267,11 +260,11 @@ def _open(
     num_workers = args.data_n_workers or min(_WORKERS, len(os.sched_getaffinity(0)))
     feed = ChunkFeed([ExampleStream(folder, number) for number in streams], settings, build, num_workers)
     rows = _bucket_rows(args, plan.num_streams, backend.world_size)
-    dataset = StreamedDataset(feed, plan.num_streams, rows, args.seed)
+    dataset = StreamedDataset(feed, fingerprint, plan.num_streams, rows, args.seed)
     if not feed.streams[streams[0]].known_samples:
         try:
             feed.wait_for({streams[0]: (0, 0)})
         except (UserError, OSError):
             feed.close()
             raise
-    return StreamLoader(dataset, fingerprint, args.rows_per_worker(), backend.rank, backend.world_size)
+    return StreamLoader(dataset, args.rows_per_worker(), backend.rank, backend.world_size)

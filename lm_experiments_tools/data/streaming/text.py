@@ -90,7 +90,7 @@ class StreamPlan:
 
 
 def _weights(pieces: Sequence[Piece]) -> list[int]:
-    """Bytes of each; shards of a dataset, whose size nobody knows, count as the average."""
+    """Bytes of each; shards of a dataset, whose size is not known, count as the average."""
     sizes = [piece.num_bytes for piece in pieces]
     average = sum(sizes) // max(sum(size > 0 for size in sizes), 1) or 1
     return [size or average for size in sizes]
@@ -233,7 +233,10 @@ def _weight(item: Document | BadLine) -> int:
 
 
 def _listing(piece: Piece, bad: BadLine) -> dict[str, Any]:
-    """What is said of a bad line. Where the file before its piece is too long to count, lines count from there."""
+    """File, line, reason and content of a bad line.
+
+    Where the file before its piece is too long to count, lines count from there.
+    """
     file, line = piece.path, bad.line
     if piece.kind == "dataset":
         file += f", shard {piece.start}"

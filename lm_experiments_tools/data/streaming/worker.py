@@ -13,10 +13,8 @@ from typing import Any
 from lm_experiments_tools.data.streaming.text import Position, StreamPlan, StreamText, StreamTokens
 from lm_experiments_tools.data.text.encoding import Encoding
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens.files import dataset_exists
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+from lm_experiments_tools.data.tokens.indexed import IndexedDatasetWriter, finished_record, token_dtype
 from lm_experiments_tools.data.workers import Caller
-from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
 
 FIRST_CHUNK = 1 << 15  # tokens: some hundred KB of text of each stream, and training begins
@@ -70,7 +68,7 @@ class ChunkMaker:
     def make(self, request: ChunkRequest) -> dict[str, Any]:
         """Make the chunk unless it is there; returns the content of its sidecar."""
         prefix = chunk_prefix(self.settings.folder, request.stream, request.number)
-        if found := finished_chunk(prefix):
+        if found := finished_record(prefix, "end"):
             return found
         tokens = self._stream_at(request)
         num_documents = num_bytes = 0
@@ -120,7 +118,7 @@ class ChunkMaker:
     def _publish(self, writer: IndexedDatasetWriter, prefix: str, meta: dict[str, Any]) -> None:
         """Another worker may have made the same chunk meanwhile, and may be reading it."""
         with locked(Path(f"{prefix}.lock")):
-            if finished_chunk(prefix):
+            if finished_record(prefix, "end"):
                 writer.abort()
             else:
                 writer.finalize(meta)
@@ -134,17 +132,6 @@ class ChunkMaker:
 def bad_lines_path(folder: str | os.PathLike) -> Path:
     """Where bad lines are listed."""
     return Path(folder) / "bad_lines.jsonl"
-
-
-def finished_chunk(prefix: str) -> dict[str, Any] | None:
-    """The sidecar of a chunk that is there and whole."""
-    if not dataset_exists(prefix):
-        return None
-    try:
-        meta = IndexedDataset(prefix).meta
-    except (UserError, FileNotFoundError):  # damaged by what ended an earlier run, or removed meanwhile: made again
-        return None
-    return meta if "end" in meta else None
 
 
 def work(caller: Caller) -> None:

@@ -303,13 +303,16 @@ def read_lines(piece: Piece, first_line: int = 1, max_bytes: int | None = None) 
 @lru_cache(maxsize=64)
 def lines_before(piece: Piece) -> int:
     """Lines of the file before a piece of it, from whose own start `read_piece` counts; reads all of that."""
-    if piece.kind == "dataset":
-        return 0
-    lines, left = 0, piece.start
-    with open(piece.path, "rb") as file:
-        while left:
-            block = file.read(min(left, 1 << 20))
-            lines, left = lines + block.count(b"\n"), left - len(block)
+    return 0 if piece.kind == "dataset" else count_lines(piece.path, 0, piece.start)
+
+
+def count_lines(path: str, start: int, end: int) -> int:
+    """Line ends among bytes start:end of a file."""
+    lines = 0
+    with open(path, "rb") as file:
+        file.seek(start)
+        while start < end and (block := file.read(min(1 << 20, end - start))):
+            lines, start = lines + block.count(b"\n"), start + len(block)
     return lines
 
 

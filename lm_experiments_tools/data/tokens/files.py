@@ -12,7 +12,7 @@ from lm_experiments_tools.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-OWN_BYTES = 6  # of the part of a temporary name that is nobody else's
+OWN_BYTES = 6  # of the unique part of a temporary name
 _META_TYPES = {  # of what other modules read in PREFIX.json
     **dict.fromkeys(("num_bytes", "bad_lines", "num_sequences", "empty_documents"), int),
     **dict.fromkeys(("vocab_file", "vocab_sha256", "bin_sha256", "tokenizer_fingerprint"), str),

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lm_experiments_tools.data.tokens.files import OWN_BYTES, dataset_paths, read_meta
+from lm_experiments_tools.data.tokens.files import OWN_BYTES, dataset_exists, dataset_paths, read_meta
 from lm_experiments_tools.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -449,3 +449,14 @@ class IndexedDataset:
     def __reduce__(self) -> tuple:
         # A pickled memmap carries its content: a loader worker gets the path instead and maps the file itself.
         return IndexedDataset, (self.prefix,)
+
+
+def finished_record(prefix: str | os.PathLike, key: str) -> dict[str, Any] | None:
+    """PREFIX.json of a token file that is whole and recorded with `key`; None where it has to be made."""
+    if not dataset_exists(prefix):
+        return None
+    try:
+        meta = IndexedDataset(prefix).meta
+    except (UserError, FileNotFoundError):  # damaged by what ended an earlier run, or removed meanwhile
+        return None
+    return meta if key in meta else None

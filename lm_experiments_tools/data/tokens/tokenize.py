@@ -18,14 +18,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.bad_lines import BadLine, Quarantine, no_documents
-from lm_experiments_tools.data.text.documents import Piece, plan_pieces, read_piece
+from lm_experiments_tools.data.text.documents import Piece, count_lines, plan_pieces, read_piece
 from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.files import (
@@ -35,7 +34,12 @@ from lm_experiments_tools.data.tokens.files import (
     token_prefix,
     warn_unrecorded,
 )
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+from lm_experiments_tools.data.tokens.indexed import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    finished_record,
+    token_dtype,
+)
 from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked, write_atomic
@@ -69,10 +73,9 @@ def tokenize_corpus(
 
     Args:
         inputs: files, folders and Hugging Face dataset names (see documents.py).
-        workers: processes; None takes one for each CPU this process may use.
+        workers: processes; None: one for each CPU this process may use.
         append_eos: end each document with EOS (t5 does not; nanoT5 does).
-        max_bad_lines: how many unusable lines are left out, listed in PREFIX.bad_lines.jsonl, before it is an error
-            (None: any number).
+        max_bad_lines: lines to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error (None: any number).
         encode_by: "line" encodes the lines of a document apart, so that ids do not depend on the document's length and
             equal those of Hugging Face tokenizers; "document" encodes it whole, as seqio does (25 % faster; a few near
             ties come out differently, because SentencePiece sums scores in float32).
@@ -81,8 +84,7 @@ def tokenize_corpus(
         overwrite: replace token files of other inputs, or of another vocabulary.
 
     Raises:
-        UserError: an input or the vocabulary cannot be read, there is no document, there are too many bad lines, or
-            PREFIX holds something else.
+        UserError: an unreadable input or vocabulary, no document, too many bad lines, or a PREFIX of something else.
     """
     if encode_by not in ("line", "document"):
         raise UserError(f"encode_by is {encode_by!r}; it can be 'line' or 'document'")
@@ -139,13 +141,8 @@ def ensure_tokenized(
     else:
         inputs = list(data_path)
     vocabulary = Vocabulary.load(vocab_path)
-    encoding = Encoding(
-        os.path.abspath(vocabulary.path),
-        vocabulary.sha256,
-        options.get("text_key", "text"),
-        options.get("append_eos", False),
-        options.get("encode_by", "line"),
-    )
+    settings = {name: options[name] for name in ("text_key", "append_eos", "encode_by") if name in options}
+    encoding = Encoding(os.path.abspath(vocabulary.path), vocabulary.sha256, **settings)
     key = _plan_fingerprint(plan_pieces(inputs), encoding)[:16]
     prefix = os.path.join(cache_dir, f"{Path(inputs[0]).name.replace(':', '_')}-{key}")
     with locked(Path(f"{prefix}.cache.lock")):
@@ -209,7 +206,7 @@ def _part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Enco
     size = sum(piece.num_bytes for piece in pieces)
     if len(pieces) < _PIECES_PER_SHARD * count and size:
         pieces = plan_pieces(inputs, max(size // (_PIECES_PER_SHARD * count), _SMALLEST_PIECE))
-    average = max(size // len(pieces), 1)  # for shards of a dataset, whose size nobody knows
+    average = max(size // len(pieces), 1)  # for shards of a dataset, whose size is not known
     weights = [piece.num_bytes or average for piece in pieces]
     total, ends = sum(weights), accumulate(weights)
     own = [
@@ -218,11 +215,9 @@ def _part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Enco
         if (2 * end - weight) * count // (2 * total) == number
     ]
     logger.info("shard %d/%d: %d of %d pieces", number, count, len(own), len(pieces))
-    how = asdict(encoding)
-    del how["vocab_path"]
     whole = [(os.path.basename(piece.path), piece.kind, piece.start, piece.end, piece.num_bytes) for piece in pieces]
     identities = [hf_datasets.identity(name) for name in _datasets_of(pieces)]
-    return own, hashlib.sha256(json.dumps([FORMAT, whole, identities, how]).encode()).hexdigest()
+    return own, hashlib.sha256(json.dumps([FORMAT, whole, identities, encoding.identity()]).encode()).hexdigest()
 
 
 def _datasets_of(pieces: list[Piece]) -> list[str]:
@@ -235,11 +230,10 @@ def _plan_fingerprint(pieces: list[Piece], encoding: Encoding) -> str:
     for piece in pieces:
         if piece.kind != "dataset" and piece.path not in stamps:
             stamps[os.path.abspath(piece.path)] = os.stat(piece.path).st_mtime_ns
-    how = asdict(encoding)
-    del how["vocab_path"]
     parts = [(os.path.abspath(p.path) if p.kind != "dataset" else p.path, p.kind, p.start, p.end) for p in pieces]
     identities = [hf_datasets.identity(name, with_times=True) for name in _datasets_of(pieces)]
-    return hashlib.sha256(json.dumps([FORMAT, parts, sorted(stamps.items()), identities, how]).encode()).hexdigest()
+    plan = [FORMAT, parts, sorted(stamps.items()), identities, encoding.identity()]
+    return hashlib.sha256(json.dumps(plan).encode()).hexdigest()
 
 
 def _prepare_folder(folder: Path, fingerprint: str) -> None:
@@ -259,7 +253,7 @@ def _prepare_folder(folder: Path, fingerprint: str) -> None:
 def _jobs(pieces: list[Piece], folder: Path) -> list[tuple[Piece, str]]:
     """(piece, its prefix) of those that no earlier run has finished."""
     numbered = [(piece, _piece_prefix(folder, number)) for number, piece in enumerate(pieces)]
-    jobs = [(piece, path) for piece, path in numbered if not _is_finished(path)]
+    jobs = [(piece, path) for piece, path in numbered if finished_record(path, "num_documents") is None]
     if len(jobs) < len(pieces):
         logger.info("%d of %d pieces are there from an earlier run", len(pieces) - len(jobs), len(pieces))
     return jobs
@@ -273,7 +267,8 @@ def _kept_if_resumable(folder: Path, num_pieces: int) -> Iterator[None]:
     finally:
         if folder.exists():
             prefixes = (_piece_prefix(folder, number) for number in range(num_pieces))
-            if any(_is_finished(path) and IndexedDataset(path).num_documents for path in prefixes):
+            records = (finished_record(path, "num_documents") for path in prefixes)
+            if any(record and record["num_documents"] for record in records):
                 logger.info(
                     "finished pieces are kept in %s: another run over the same text goes on from there", folder
                 )
@@ -283,15 +278,6 @@ def _kept_if_resumable(folder: Path, num_pieces: int) -> Iterator[None]:
 
 def _piece_prefix(folder: Path, number: int) -> str:
     return str(folder / f"{number:06d}")
-
-
-def _is_finished(prefix: str) -> bool:
-    if not dataset_exists(prefix):
-        return False
-    try:
-        return "num_documents" in IndexedDataset(prefix).meta
-    except UserError:  # damaged by whatever ended the earlier run: made again
-        return False
 
 
 # ---- one piece ----
@@ -415,22 +401,12 @@ def _collect_bad_lines(pieces: list[Piece], folder: Path, path: str, limit: int 
             if piece.path != where:
                 where, position, lines = piece.path, 0, 0
             if piece.kind != "dataset":
-                lines += _count_newlines(piece.path, position, piece.start)
+                lines += count_lines(piece.path, position, piece.start)
                 position = piece.start
             for line in bad.read_text(encoding="utf-8").splitlines():
                 record = json.loads(line)
                 quarantine.list_line(piece.path, BadLine(lines + record["line"], record["reason"], record["content"]))
     return quarantine
-
-
-def _count_newlines(path: str, start: int, end: int) -> int:
-    count = 0
-    with open(path, "rb") as file:
-        file.seek(start)
-        while start < end and (block := file.read(min(1 << 20, end - start))):
-            count += block.count(b"\n")
-            start += len(block)
-    return count
 
 
 def _join(

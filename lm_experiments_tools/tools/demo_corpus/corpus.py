@@ -59,7 +59,7 @@ _Docstring = list[tuple[str, list[int]]]  # its paragraphs, each with the hashes
 
 @dataclass(frozen=True)
 class CorpusSummary:
-    """What build_corpus wrote. Sizes are bytes of UTF-8 text, without the JSON around it."""
+    """Files that build_corpus wrote. Sizes are bytes of UTF-8 text, without the JSON around it."""
 
     train_path: Path
     valid_path: Path

@@ -488,7 +488,7 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
         ({"data_path": ("TOKENS",)}, "is tokenized already: leave out --streaming"),
         (
             {"data_path": ("BLANK", "NUMBERS"), "data_weights": (1.0, 2.0)},
-            "--data_weights cannot be had with --streaming",
+            "--data_weights is not available with --streaming",
         ),
         ({"noise_density": 0.9, "mean_noise_span_length": 1.0}, "noise_density|spans"),
     ],
