@@ -31,7 +31,7 @@ from lm_experiments_tools.data.text.train_vocabulary import train_vocab
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import RunError, UserError
-from tests.unit.data.tokens.test_tokenize import make_texts, write_jsonl
+from tests.helpers.token_toys import make_texts, write_jsonl, write_tokens
 
 TEXTS = make_texts(4000)
 FIRST_CHUNK = 5000
@@ -496,8 +496,7 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
 def test_what_cannot_work_is_refused_before_training(start, in_process, tmp_path, changes, message):
     (tmp_path / "blank.jsonl").write_text("\n" * 10)
     (tmp_path / "numbers.jsonl").write_text('{"text": 5}\n' * 1000)
-    with IndexedDatasetWriter(tmp_path / "tokens", np.uint16) as writer:
-        writer.end_document()
+    write_tokens(tmp_path / "tokens", [[]])
     (tmp_path / "half.idx").write_bytes((tmp_path / "tokens.idx").read_bytes())
     names = {name.upper(): str(tmp_path / name) for name in ("tokens", "half", "blank.jsonl", "numbers.jsonl")}
     names = {name.removesuffix(".JSONL"): path for name, path in names.items()}

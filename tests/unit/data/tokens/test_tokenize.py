@@ -11,7 +11,6 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import sentencepiece
 
@@ -25,23 +24,7 @@ from lm_experiments_tools.data.workers import Worker
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main
 from tests.helpers import ROOT
-
-WORDS = (
-    "the a of model token language memory buffer returns value when number is zero lines text and file open".split()
-)
-
-
-def make_texts(count, seed=0):
-    rng = np.random.default_rng(seed)
-    return [
-        "\n".join(" ".join(rng.choice(WORDS, rng.integers(1, 12))) + f" {i}." for _ in range(rng.integers(1, 6)))
-        for i in range(count)
-    ]
-
-
-def write_jsonl(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return str(path)
+from tests.helpers.token_toys import make_texts, write_jsonl
 
 
 @pytest.fixture(scope="module")
