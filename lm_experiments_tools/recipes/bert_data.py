@@ -15,7 +15,8 @@ from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, ValidLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.order import stream_key
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, dataset_paths, warn_unrecorded
+from lm_experiments_tools.data.tokens.files import dataset_paths, warn_unrecorded
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.models.build import check_positions

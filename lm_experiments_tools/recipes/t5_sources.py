@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, read_meta, token_prefix, warn_unrecorded
+from lm_experiments_tools.data.tokens.files import read_meta, token_prefix, warn_unrecorded
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, ensure_tokenized
 from lm_experiments_tools.errors import UserError
 

@@ -134,7 +134,7 @@ class Vocabulary:
         return index if self._processor.id_to_piece(index) == piece else None
 
     def starts_word(self, index: int) -> bool:
-        """Whether a piece begins a word: it carries the space before it."""
+        """True if a piece begins a word: it carries the space before it."""
         return index < self.num_pieces and self._processor.id_to_piece(index).startswith("\u2581")
 
     @cached_property

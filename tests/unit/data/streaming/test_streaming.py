@@ -7,7 +7,6 @@ import shutil
 import threading
 import time
 from collections import Counter
-from contextlib import nullcontext
 from itertools import chain, takewhile
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from lm_experiments_tools.data.streaming import text as stream_text
 from lm_experiments_tools.data.streaming import worker as streaming_worker
 from lm_experiments_tools.data.streaming.stream import streaming_data, streams_of
 from lm_experiments_tools.data.streaming.text import Position, StreamPlan, StreamText, StreamTokens
-from lm_experiments_tools.data.streaming.worker import ChunkMaker, ChunkRequest
+from lm_experiments_tools.data.streaming.worker import ChunkMaker
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.documents import Document, plan_pieces, read_piece
 from lm_experiments_tools.data.text.encoding import Encoding
@@ -32,7 +31,7 @@ from lm_experiments_tools.data.text.train_vocabulary import train_vocab
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import RunError, UserError
-from tests.unit.data.tokens.test_tokenize import make_texts, write_jsonl
+from tests.helpers.token_toys import make_texts, write_jsonl, write_tokens
 
 TEXTS = make_texts(4000)
 FIRST_CHUNK = 5000
@@ -67,10 +66,8 @@ class InProcess:
 
     before = staticmethod(lambda request: None)
 
-    def __init__(self, _module):
-        self.stdin = nullcontext()
-        self.stdin.close = lambda: None
-        self.maker = None
+    def __init__(self, work, settings):
+        self.maker = ChunkMaker(settings)
 
     def __enter__(self):
         return self
@@ -78,13 +75,9 @@ class InProcess:
     def __exit__(self, *_):
         return None
 
-    def ask(self, message):
-        if "plan" in message:
-            settings = (message["folder"], Encoding(**message["encoding"]), message["max_bad_lines"])
-            self.maker = ChunkMaker(StreamPlan.from_dict(message["plan"]), *settings)
-            return None
-        self.before(ChunkRequest(**message))
-        return json.loads(json.dumps(self.maker.make(ChunkRequest(**message))))
+    def ask(self, request):
+        self.before(request)
+        return self.maker.make(request)
 
 
 class OneOfMany(LocalBackend):
@@ -102,8 +95,7 @@ def in_process(monkeypatch):
     """Workers in threads, and small chunks."""
     monkeypatch.setattr(streaming_worker, "FIRST_CHUNK", FIRST_CHUNK)
     monkeypatch.setattr(streaming_worker, "LARGEST_CHUNK", 4 * FIRST_CHUNK)
-    monkeypatch.setattr(stream_chunks, "start_worker", InProcess)
-    monkeypatch.setattr(stream_chunks, "ask", lambda process, message: process.ask(message))
+    monkeypatch.setattr(stream_chunks, "Worker", InProcess)
     return monkeypatch
 
 
@@ -185,7 +177,7 @@ def test_any_position_is_found_again(data):
     encoding = Encoding(str(data / "v.model"), vocabulary.sha256)
 
     def tokens(position):
-        return StreamTokens(plan, 2, position, vocabulary, encoding, 0)
+        return StreamTokens(StreamText(plan, 2, position, "text", 0), vocabulary, encoding)
 
     stream, positions, ids = tokens(Position()), [Position()], []
     for _ in range(1500):  # more than a pass
@@ -437,7 +429,7 @@ def test_a_real_worker_process_and_its_death(start, monkeypatch):
     expected_error = r"the streamed text stopped: the process that tokenizes ended with exit code -9 \(-9: killed"
     loader = start()
     take(loader, 3)
-    processes = loader.dataset.feed._processes
+    processes = [worker.process for worker in loader.dataset.feed._workers]
     assert len(processes) == 2
     modules = Path(f"/proc/{processes[0].pid}/maps").read_text() if Path("/proc").is_dir() else ""
     assert "libtorch" not in modules and "tensorflow" not in modules
@@ -496,7 +488,7 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
         ({"data_path": ("TOKENS",)}, "is tokenized already: leave out --streaming"),
         (
             {"data_path": ("BLANK", "NUMBERS"), "data_weights": (1.0, 2.0)},
-            "--data_weights cannot be had with --streaming",
+            "--data_weights is not available with --streaming",
         ),
         ({"noise_density": 0.9, "mean_noise_span_length": 1.0}, "noise_density|spans"),
     ],
@@ -504,8 +496,7 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
 def test_what_cannot_work_is_refused_before_training(start, in_process, tmp_path, changes, message):
     (tmp_path / "blank.jsonl").write_text("\n" * 10)
     (tmp_path / "numbers.jsonl").write_text('{"text": 5}\n' * 1000)
-    with IndexedDatasetWriter(tmp_path / "tokens", np.uint16) as writer:
-        writer.end_document()
+    write_tokens(tmp_path / "tokens", [[]])
     (tmp_path / "half.idx").write_bytes((tmp_path / "tokens.idx").read_bytes())
     names = {name.upper(): str(tmp_path / name) for name in ("tokens", "half", "blank.jsonl", "numbers.jsonl")}
     names = {name.removesuffix(".JSONL"): path for name, path in names.items()}

@@ -11,7 +11,6 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import sentencepiece
 
@@ -19,28 +18,14 @@ from lm_experiments_tools.data.text.documents import plan_pieces
 from lm_experiments_tools.data.text.train_vocabulary import train_vocab
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens import tokenize as module
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, dataset_exists
+from lm_experiments_tools.data.tokens.files import dataset_exists
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
+from lm_experiments_tools.data.workers import Worker
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main
 from tests.helpers import ROOT
-
-WORDS = (
-    "the a of model token language memory buffer returns value when number is zero lines text and file open".split()
-)
-
-
-def make_texts(count, seed=0):
-    rng = np.random.default_rng(seed)
-    return [
-        "\n".join(" ".join(rng.choice(WORDS, rng.integers(1, 12))) + f" {i}." for _ in range(rng.integers(1, 6)))
-        for i in range(count)
-    ]
-
-
-def write_jsonl(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return str(path)
+from tests.helpers.token_toys import make_texts, write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -211,15 +196,14 @@ def test_sigkill_leaves_no_worker_behind_and_the_next_run_gives_the_same_bytes(t
 
 def test_a_dead_worker_is_one_sentence(tmp_path, vocab, small_pieces, monkeypatch):
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(3000))
-    real = module._start_worker
+    start = Worker.__init__
 
-    def start_and_kill():
-        process = real()
-        process.kill()
-        process.wait()
-        return process
+    def start_and_kill(worker, *args):
+        start(worker, *args)
+        worker.kill()
+        worker.process.wait()
 
-    monkeypatch.setattr(module, "_start_worker", start_and_kill)
+    monkeypatch.setattr(Worker, "__init__", start_and_kill)
     with pytest.raises(UserError, match=r"exit code -9 .*fewer workers"):
         tokenize_corpus([data], vocab, tmp_path / "t", workers=2)
 
