@@ -156,9 +156,7 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     except RunError as error:
-        step = getattr(error, "step", None)
-        where = f"rank {launcher_rank()}" + ("" if step is None else f" step {step}")
-        print(f"error: {where}: {error}", file=sys.stderr, flush=True)
+        print(f"error: {_where(error)}: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
     except OSError as error:
         if error.errno is None:  # raised by a library for reasons of its own
@@ -181,10 +179,13 @@ def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 def _report_crash(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
     sys.__excepthook__(kind, error, trace)
-    step = getattr(error, "step", None)
-    where = f"rank {launcher_rank()}" + ("" if step is None else f" step {step}")
     reason = str(error).strip().splitlines()
-    print(f"{where}: {kind.__name__}: {reason[0] if reason else 'no message'}", file=sys.stderr, flush=True)
+    print(f"{_where(error)}: {kind.__name__}: {reason[0] if reason else 'no message'}", file=sys.stderr, flush=True)
+
+
+def _where(error: BaseException) -> str:
+    step = getattr(error, "step", None)
+    return f"rank {launcher_rank()}" + ("" if step is None else f" step {step}")
 
 
 @contextlib.contextmanager
@@ -365,7 +366,7 @@ def _boolean(flag: str, text: str, origin: str, negated: bool) -> str:
 
 
 def _resolve(written: str, names: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Field name (dashes stand for underscores, nothing is abbreviated), and whether `no_` negates a boolean."""
+    """Field name (dashes stand for underscores, nothing is abbreviated), and True if `no_` negates a boolean."""
     name = written.replace("-", "_")
     if name in names:
         return name, False

@@ -74,6 +74,15 @@ _TO_BE_WRITTEN = Unread(
     lambda args: args.model_type == "encoder",
     "is about a text to be written, and an encoder writes none: leave it out",
 )
+_WITH_TARGETS = Unread(
+    lambda args: args.task not in ("text_to_text", "instructions"),
+    "puts texts together with their targets, which --task {task} has none of",
+)
+_BESIDE_ADAPTER = needs(
+    "peft",
+    "{quantize} holds weights that cannot be trained: add --peft lora (or another kind), which trains a few beside "
+    "them",
+)
 _NO_BLOCKS = Unread(
     lambda args: args.task == "causal_lm",
     "is not read by --task {task}, whose blocks have --input_seq_len tokens: leave it out",
@@ -197,12 +206,8 @@ class LengthArgs:
     """Most tokens of a target, end of sequence included."""
     bucket_rows: Annotated[int | None, COUNT, _OF_LENGTHS] = None
     """Rows of similar length to put together. None: all rows of a step, over all workers; 1: none."""
-    packing: bool = False
+    packing: Annotated[bool, _WITH_TARGETS] = False
     """Several examples in one row, which do not see each other. Not for every model: see docs/finetuning.md."""
-
-    def check(self) -> None:
-        if self.packing and self.task not in ("text_to_text", "instructions"):
-            raise UserError(f"--packing puts texts together with their targets, which --task {self.task} has none of.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +272,7 @@ class MemoryArgs:
     """prompt_tuning: text whose embeddings the prompt starts from. None: those of random words."""
     num_prompts: Annotated[int, COUNT, only("peft", "prompt_tuning")] = 1
     """prompt_tuning: prompts trained side by side on one frozen model, which vote on the prediction."""
-    quantize: Literal["int8", "nf4", "fp4"] | None = None
+    quantize: Annotated[Literal["int8", "nf4", "fp4"] | None, _BESIDE_ADAPTER] = None
     """Hold the frozen base model in 8 or 4 bits (bitsandbytes); needs --peft."""
     device_map: str | None = None
     """Place layers on several devices: auto, balanced, sequential, or a JSON file {module: device}."""
@@ -275,11 +280,6 @@ class MemoryArgs:
     """Keep the token embeddings in the main memory, not on the GPU."""
 
     def check(self) -> None:
-        if self.quantize and self.peft is None:
-            raise UserError(
-                f"--quantize {self.quantize} holds weights that cannot be trained: add --peft lora (or another kind), "
-                "which trains a few beside them."
-            )
         if self.peft == "new_tokens" and self.task in ("instructions", "causal_lm"):
             raise UserError(f"--peft new_tokens begins sources with them, which --task {self.task} has none of.")
         if self.packing and self.peft in ("prompt_tuning", "prefix_tuning"):
@@ -289,7 +289,7 @@ class MemoryArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationArgs:
-    """What is measured, and how text is generated for it."""
+    """Metrics, and how text is generated for them."""
 
     metrics: Annotated[tuple[str, ...], HARMLESS, _EVALUATION] = ()
     """Metrics besides the loss. text: bleu, chrf, rouge, exact_match, f1_tokens, gen_len, scrolls; classes: accuracy,

@@ -283,7 +283,7 @@ class CheckpointArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingArgs:
-    """What is reported while training."""
+    """Reports while training."""
 
     log_interval: Annotated[int, HARMLESS, COUNT] = 10
     """Updates between two lines of log."""
@@ -373,7 +373,7 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentArgs(TrainerArgs, OptimizerArgs, ModelArgs):
-    """What every training script needs besides its data."""
+    """Arguments of every training script, besides its data."""
 
     def check(self) -> None:
         self.check_model()

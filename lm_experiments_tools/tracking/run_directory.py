@@ -23,6 +23,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import dump_json, to_jsonable, write_atomic
 
@@ -275,17 +277,12 @@ def _python_command(argv: Sequence[str]) -> list[str]:
 
 
 def _launcher_command() -> list[str] | None:
-    """The command line of the outermost launcher above this process, from /proc; None elsewhere or without one."""
-    found, process = None, os.getppid()
-    while process > 1:
-        try:
-            command = [part.decode() for part in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[:-1]]
-            parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]
-        except (OSError, UnicodeDecodeError, IndexError):
-            break
-        if _is_launcher(command):
-            found = command
-        process = int(parent)
+    """The command line of the outermost launcher above this process; None without one, or where it cannot be seen."""
+    found = None
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process().parents():
+            command = process.cmdline()
+            found = command if _is_launcher(command) else found
     return found
 
 
@@ -306,7 +303,7 @@ def describe_environment() -> dict[str, Any]:
         "python": sys.version,
         "executable": sys.executable,
         "platform": platform.platform(),
-        "cpu": {"model": _cpu_model(), "count": os.cpu_count(), "memory_bytes": _memory_bytes()},
+        "cpu": {"model": _cpu_model(), "count": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total},
         "gpus": [],
         "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),
     }
@@ -324,12 +321,6 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _memory_bytes() -> int | None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return None
 
 
 def _git(*arguments: str) -> bytes:

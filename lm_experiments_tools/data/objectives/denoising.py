@@ -83,15 +83,9 @@ class DenoisingDataset(TapeDataset):
         if len(self) == 1 and self.last_row_is_short:
             logger.warning(
                 "the data has %d tokens, fewer than one segment of %d: each epoch is one padded example",
-                *(self.num_tokens, self.denoisers[self._turn[0]].tokens_length),
+                self.num_tokens,
+                self.denoisers[self._turn[0]].tokens_length,
             )
-
-    @property
-    def varies(self) -> bool:
-        """True if examples differ in length, other than the short last one."""
-        first = self.denoisers[0]
-        sizes = {(denoiser.inputs_length, denoiser.targets_length) for denoiser in self.denoisers}
-        return first.varies or len(sizes) > 1
 
     def _kinds(self, rows: np.ndarray) -> np.ndarray:
         return self._turn[rows % len(self._turn)]
@@ -233,7 +227,10 @@ class SpanCorruptionDataset(DenoisingDataset):
                 logger.info(
                     "targets are %d tokens long, not %d: the rest would be padding (inputs_length %d, "
                     "noise_density %s)",
-                    *(needed, targets_length, self._asked, self.noise_density),
+                    needed,
+                    targets_length,
+                    self._asked,
+                    self.noise_density,
                 )
             return needed
         return targets_length

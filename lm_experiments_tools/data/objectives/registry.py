@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from lm_experiments_tools.data.buckets import BucketedDataset
 from lm_experiments_tools.data.loader import SampleDataset
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.order import stream_key
+from lm_experiments_tools.names import resolve_name
 
 if TYPE_CHECKING:
     from lm_experiments_tools.config.objectives import ModelKind
@@ -46,8 +46,7 @@ def example_dataset(context: ObjectiveContext, tokens: TokenSource | Sequence[To
     Raises:
         UserError: settings that the objective refuses, or tokens of another vocabulary.
     """
-    module, _, function = context.args.objective().builder.partition(":")
-    return getattr(importlib.import_module(module), function)(context, tokens)
+    return resolve_name(context.args.objective().builder)(context, tokens)
 
 
 def objective_dataset(
