@@ -40,6 +40,7 @@ def run(args: InspectArgs) -> None:
     """Print what there is to know of the data of a run."""
     from lm_experiments_tools.recipes.t5_sources import T5Sources
 
+    args = dataclasses.replace(args, valid_data_path=None, validate_only=False)
     data = T5Sources(args)
     os.chdir(args.working_folder())
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +72,6 @@ def _show_run(args: InspectArgs, sources: list[Source], data: "T5Sources") -> No
         batch_size=args.batch_size * args.world_size,
         backend="local",
         model_path=None,
-        valid_data_path=None,
     )
     backend = get_backend(settings)
     kinds = MODELS_OF.get(args.task, ("encoder-decoder",))

@@ -283,7 +283,5 @@ class Padding:
         else:
             rates = f"{inputs}, {1 - self._predicted / self._targets:.2%} of the targets"
         spans = {name: " to ".join(map(str, sorted({min(w), max(w)}))) for name, w in self._widths.items()}
-        wide = f"{spans['input_ids']} inputs, {spans['labels']} targets wide"
-        return (
-            f"padding      {rates}: measured on {self.micro_batches} micro-batches of {args.batch_size} rows, {wide}"
-        )
+        measured = f"measured on {self.micro_batches} micro-batches of {args.batch_size} rows"
+        return f"padding      {rates}: {measured}, {spans['input_ids']} inputs, {spans['labels']} targets wide"
