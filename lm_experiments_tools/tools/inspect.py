@@ -104,7 +104,7 @@ def _source(path: str, data: "T5Sources", args: InspectArgs, scratch: Path) -> S
     """The tokens behind a data path: those the run will read, or of the first `--documents` in a scratch file."""
     from lm_experiments_tools.data.text.documents import plan_pieces
 
-    if data.prefixes[path] is not None:
+    if data.prefix(path) is not None:
         return first_documents(path, data.tokens(path), args, scratch)
     limit = args.documents
     if limit is None and (args.streaming or any(piece.kind == "dataset" for piece in plan_pieces([path]))):
