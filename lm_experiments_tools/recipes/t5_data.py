@@ -114,7 +114,7 @@ def choose_pipeline(args: T5PretrainingArgs, sources: T5Sources) -> Literal["nat
     if args.of_native_pipeline() or len(args.data_path) > 1 or not args.objective().in_seqio:
         return "native"
     path = args.data_path[0]
-    if sources.prefixes[path] is not None or not os.path.exists(path):
+    if sources.prefix(path) is not None or not os.path.exists(path):
         return "native"
     if importlib.util.find_spec("seqio") is None:
         logger.info("seqio is not installed, so the text is tokenized once and read natively (--data_pipeline native)")

@@ -28,7 +28,6 @@ class T5Sources:
     Made before the run enters `--working_dir`, in which relative paths start.
 
     Attributes:
-        prefixes: data path -> prefix of its token file; None for text and for datasets.
         vocabulary: that of `--vocab`, or the one that the first data path records.
 
     Raises:
@@ -37,18 +36,25 @@ class T5Sources:
     """
 
     def __init__(self, args: T5PretrainingArgs) -> None:
-        self._args = args
+        folder = args.working_folder()
+        self._args, self._folder = args, "" if folder == "." else os.path.abspath(folder)
         paths = [args.valid_data_path] if args.valid_data_path else []
         if not (args.validate_only and paths):
             paths = [*args.data_path, *paths]
         elif args.vocab is None:
             paths = [args.data_path[0], *paths]
-        self.prefixes = {path: token_prefix(self._from_anywhere(path)) for path in paths}
-        self._records = {path: read_meta(prefix) for path, prefix in self.prefixes.items() if prefix is not None}
+        self._prefixes: dict[str, str | None] = {}
+        self._records = {path: read_meta(prefix) for path in paths if (prefix := self.prefix(path)) is not None}
         self._opened: dict[str, IndexedDataset] = {}
         self.vocabulary = Vocabulary.load(self._from_anywhere(args.vocab) if args.vocab else self._recorded())
         for path, record in self._records.items():
-            check_vocabulary(self.prefixes[path], record, self.vocabulary)
+            check_vocabulary(self.prefix(path), record, self.vocabulary)
+
+    def prefix(self, path: str) -> str | None:
+        """The prefix of the token file that a data path names; None for text and for datasets."""
+        if path not in self._prefixes:
+            self._prefixes[path] = token_prefix(self._from_anywhere(path))
+        return self._prefixes[path]
 
     def tokens(self, path: str) -> IndexedDataset:
         """The token file of a data path, opened once; text is tokenized first (once, cached).
@@ -57,16 +63,16 @@ class T5Sources:
             UserError: files that are damaged, or text that cannot be tokenized.
         """
         if path not in self._opened:
-            self._opened[path] = self._tokenized(path) if self.prefixes[path] is None else self._indexed(path)
+            self._opened[path] = self._tokenized(path) if self.prefix(path) is None else self._indexed(path)
         return self._opened[path]
 
     def add(self, tokens: IndexedDataset) -> str:
         """Take a token file that is open already; returns the data path under which it is found here."""
-        self.prefixes[tokens.prefix], self._opened[tokens.prefix] = tokens.prefix, tokens
+        self._prefixes[tokens.prefix], self._opened[tokens.prefix] = tokens.prefix, tokens
         return tokens.prefix
 
     def _indexed(self, path: str) -> IndexedDataset:
-        prefix, record = self.prefixes[path], self._records[path]
+        prefix, record = self.prefix(path), self._records[path]
         warn_unrecorded(prefix, record)
         return IndexedDataset(prefix, record)
 
@@ -91,8 +97,7 @@ class T5Sources:
 
     def _from_anywhere(self, path: str) -> str:
         """The same file for a process that has entered `--working_dir` and for one that has not."""
-        folder = self._args.working_folder()
-        return path if folder == "." else os.path.normpath(os.path.join(os.path.abspath(folder), path))
+        return os.path.join(self._folder, path)
 
     def _recorded(self) -> Path:
         """The vocabulary that made the token file of the first data path."""
@@ -108,7 +113,7 @@ class T5Sources:
                 f"--vocab is missing, and {path} is not a token prefix that records one; give a SentencePiece .model "
                 "file, for example one trained by `lmtools vocab`"
             )
-        record = Path(f"{self.prefixes[path]}.json")
+        record = Path(f"{self.prefix(path)}.json")
         made_with = self._records[path].get("vocab_file")
         if made_with is None:
             raise UserError(

@@ -41,6 +41,7 @@ def run(args: InspectArgs) -> None:
     """Print what there is to know of the data of a run."""
     from lm_experiments_tools.recipes.t5_sources import T5Sources
 
+    args = dataclasses.replace(args, valid_data_path=None, validate_only=False)
     data = T5Sources(args)
     os.chdir(args.working_folder())
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +72,6 @@ def _show_run(args: InspectArgs, sources: list[Source], data: "T5Sources") -> No
         batch_size=args.batch_size * args.world_size,
         backend="local",
         model_path=None,
-        valid_data_path=None,
     )
     backend = get_backend(settings)
     kinds = args.objective().models
@@ -104,7 +104,7 @@ def _source(path: str, data: "T5Sources", args: InspectArgs, scratch: Path) -> S
     """The tokens behind a data path: those the run will read, or of the first `--documents` in a scratch file."""
     from lm_experiments_tools.data.text.documents import plan_pieces
 
-    if data.prefixes[path] is not None:
+    if data.prefix(path) is not None:
         return first_documents(path, data.tokens(path), args, scratch)
     limit = args.documents
     if limit is None and (args.streaming or any(piece.kind == "dataset" for piece in plan_pieces([path]))):

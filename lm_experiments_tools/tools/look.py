@@ -282,9 +282,6 @@ class Padding:
             rates = f"{inputs}; {self._predicted / self._attended:.2%} of the other tokens are to be predicted"
         else:
             rates = f"{inputs}, {1 - self._predicted / self._targets:.2%} of the targets"
-        names = {"input_ids": "inputs", "labels": "targets"}
-        spans = {name: f"{min(widths)} to {max(widths)}" for name, widths in self._widths.items()}
-        spans |= {name: str(min(widths)) for name, widths in self._widths.items() if len(widths) == 1}
-        wide = ", ".join(f"{span} {names[name]}" for name, span in spans.items())
-        measured = f"measured on {self.micro_batches} micro-batches of {args.batch_size} rows, {wide} wide"
-        return f"padding      {rates}: {measured}"
+        spans = {name: " to ".join(map(str, sorted({min(w), max(w)}))) for name, w in self._widths.items()}
+        measured = f"measured on {self.micro_batches} micro-batches of {args.batch_size} rows"
+        return f"padding      {rates}: {measured}, {spans['input_ids']} inputs, {spans['labels']} targets wide"
