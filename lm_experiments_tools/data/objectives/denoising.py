@@ -197,43 +197,29 @@ class SpanCorruptionDataset(DenoisingDataset):
         trim_targets: bool = True,
         quiet: bool = False,
     ) -> None:
-        self.sentinel_ids = np.asarray(sentinel_ids, np.int64)
+        self.sentinel_ids, self.eos_id = np.asarray(sentinel_ids, np.int64), eos_id
         self.noise_density, self.mean_noise_span_length = noise_density, mean_noise_span_length
-        self.counts = plan_spans(inputs_length, noise_density, mean_noise_span_length, len(self.sentinel_ids))
-        denoiser = SpanDenoiser(
-            self.counts, noise_density, mean_noise_span_length, self.sentinel_ids, eos_id, pad_id, None
-        )
-        self.eos_id, self._asked = eos_id, inputs_length
-        width = self._fit_targets(targets_length, trim_targets, quiet)
+        counts = plan_spans(inputs_length, noise_density, mean_noise_span_length, len(self.sentinel_ids))
+        self.tokens_length, needed = counts.tokens_length, counts.targets_length
+        asked = needed if targets_length is None else targets_length
+        if asked < needed:
+            raise UserError(
+                f"targets_length {asked} (--target_seq_len) would cut the targets, {needed} long for inputs_length "
+                f"{inputs_length}, noise_density {noise_density} and mean_noise_span_length {mean_noise_span_length}: "
+                f"set it to {needed}, or leave it out."
+            )
+        if asked > needed and trim_targets and not quiet:
+            logger.info(
+                "targets are %d tokens long, not %d: the rest would be padding (inputs_length %d, noise_density %s)",
+                needed,
+                asked,
+                inputs_length,
+                noise_density,
+            )
+        denoiser = SpanDenoiser(counts, noise_density, mean_noise_span_length, self.sentinel_ids, eos_id, pad_id)
+        width = needed if trim_targets else asked
         super().__init__(tokens, [denoiser], pad_id=pad_id, vocab_size=vocab_size, seed=seed, targets_length=width)
         self.inputs_length = inputs_length
-
-    @property
-    def tokens_length(self) -> int:
-        return self.counts.tokens_length
-
-    def _fit_targets(self, targets_length: int | None, trim: bool, quiet: bool) -> int:
-        needed = self.counts.targets_length
-        if targets_length is None:
-            return needed
-        if targets_length < needed:
-            raise UserError(
-                f"targets_length {targets_length} (--target_seq_len) would cut the targets, {needed} long for "
-                f"inputs_length {self._asked}, noise_density {self.noise_density} and mean_noise_span_length "
-                f"{self.mean_noise_span_length}: set it to {needed}, or leave it out."
-            )
-        if targets_length > needed and trim:
-            if not quiet:
-                logger.info(
-                    "targets are %d tokens long, not %d: the rest would be padding (inputs_length %d, "
-                    "noise_density %s)",
-                    needed,
-                    targets_length,
-                    self._asked,
-                    self.noise_density,
-                )
-            return needed
-        return targets_length
 
     def describe(self) -> str:
         """The objective and the size of the data, for the log."""

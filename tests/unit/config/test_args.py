@@ -9,6 +9,7 @@ import pytest
 from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.flags import Unread, harmless_flags, help_groups
+from lm_experiments_tools.config.objectives import OBJECTIVES
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.config.training import PrecisionArgs, TrainerArgs
 from lm_experiments_tools.errors import UserError
@@ -168,6 +169,15 @@ def test_denoisers_are_read_from_compact_text():
         ("R", 3.0, 0.15, 2.0), ("X", 64.0, 0.5, 1.0), ("S", None, 0.25, 1.0),
     ]  # fmt: skip
     assert [str(spec) for spec in specs] == ["R:3:0.15", "X:64:0.5", "S:0.25"]
+
+
+@pytest.mark.parametrize("task", OBJECTIVES)
+def test_settings_of_examples_are_those_that_fingerprints_have_always_had_and_what_the_objective_reads(task):
+    """A flag that is added later changes no fingerprint of a run that does not read it."""
+    always = {"task", "input_seq_len", "target_seq_len", "noise_density", "mean_noise_span_length", "denoisers"}
+    always |= {"mode_tokens", "mlm_probability"}
+    read = set(OBJECTIVES[task].reads) - {"bucket_rows"}
+    assert set(t5_args(task=task).settings_of_examples()) == always | read
 
 
 def test_only_objectives_whose_examples_differ_in_length_are_trimmed():

@@ -229,19 +229,7 @@ def test_config_files_hold_lists_where_a_field_is_one(write_yaml):
 
 
 def test_print_config_reads_back_to_equal_arguments(write_yaml, capsys):
-    changes = [
-        "--lr",
-        "3e-05",
-        "--vocab",
-        "a: b # c",
-        "--fp16",
-        "--text_key",
-        "null",
-        "--resume",
-        "1e3",
-        "--iters",
-        "9",
-    ]
+    changes = ["--lr=3e-05", "--vocab=a: b # c", "--fp16", "--text_key=null", "--resume=1e3", "--iters=9"]
     expected, _ = parse(*changes)
     with pytest.raises(SystemExit) as stop:
         parse(*changes, "--print_config")
