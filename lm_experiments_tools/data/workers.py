@@ -21,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from lm_experiments_tools.errors import UserError
@@ -28,6 +29,7 @@ from lm_experiments_tools.errors import UserError
 _GRACE = 5.0  # seconds that a worker has left for the work in hand when its caller is gone
 _SECONDS_TO_END = 10.0  # from a closed connection to the end of the process
 _GONE = object()  # the last message
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class WorkerEnded(Exception):
@@ -66,10 +68,10 @@ class Worker:
         with theirs:
             descriptor = theirs.fileno()
             # Signals to the whole group are the caller's to handle. The import path is copied word for word, because
-            # `python -m` and `python -c` would put the current folder first.
+            # `python -m` and `python -c` would put the current folder first; ours is added in case that has changed.
             script = (
                 "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-                f"signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.path[:] = {sys.path!r}; "
+                f"signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.path[:] = {[*sys.path, _PACKAGE_ROOT]!r}; "
                 f"from {__name__} import Caller; from {work.__module__} import {work.__qualname__} as work; "
                 f"work(Caller({descriptor}, {os.getpid()}))"
             )

@@ -199,9 +199,9 @@ class ChunkFeed:
             for number, worker in enumerate(self._workers)
         ]
         for serving in self._serving:
-            serving.add_done_callback(lambda _: self._notify())
+            serving.add_done_callback(self._notify)
 
-    def _notify(self) -> None:
+    def _notify(self, _: Any) -> None:
         with self._changed:
             self._changed.notify_all()
 

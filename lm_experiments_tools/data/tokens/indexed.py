@@ -114,20 +114,16 @@ class IndexedDatasetWriter:
         self.dtype = np.dtype(dtype)
         if self.dtype not in _CODES or self.dtype.kind not in "iu":
             raise ValueError(f"tokens cannot be stored as {self.dtype}; use uint16 or int32")
-        self.bin_path, self.idx_path, self.meta_path = dataset_paths(prefix)
+        self.bin_path, self.idx_path, self.meta_path = paths = dataset_paths(prefix)
         self.bin_path.parent.mkdir(parents=True, exist_ok=True)
         own = secrets.token_hex(OWN_BYTES)  # a process number would be another's too, on a disk that machines share
-        self._temporary = {path: path.with_name(f"{path.name}.tmp{own}") for path in self._paths}
+        self._temporary = {path: path.with_name(f"{path.name}.tmp{own}") for path in paths}
         self._bin = open(self._temporary[self.bin_path], "wb")  # noqa: SIM115 (open until finalize or abort)
         self._lengths = _SpilledIntegers("<i4", self.bin_path.parent)
         self._document_indices = _SpilledIntegers("<i8", self.bin_path.parent)
         self._document_indices.append(0)
         self._digest = hashlib.sha256()
         self.num_tokens = 0
-
-    @property
-    def _paths(self) -> tuple[Path, Path, Path]:
-        return self.bin_path, self.idx_path, self.meta_path
 
     @property
     def bin_sha256(self) -> str:
@@ -296,34 +292,24 @@ class IndexedDataset:
     def __init__(self, prefix: str | os.PathLike, meta: dict[str, Any] | None = None):
         self.prefix = os.fspath(prefix)
         self.bin_path, self.idx_path, self.meta_path = dataset_paths(self.prefix)
-        missing = [path for path in (self.idx_path, self.bin_path) if not path.is_file()]
-        if len(missing) == 2:
+        found = [path for path in (self.idx_path, self.bin_path) if path.is_file()]
+        if not found:
             raise UserError(
                 f"token file {self.idx_path} does not exist; give the prefix of a .bin/.idx pair, which "
                 f"`lmtools tokenize --output PREFIX` makes from text"
             )
-        if missing:
-            there = self.bin_path if missing[0] == self.idx_path else self.idx_path
+        if len(found) == 1:
+            missing = self.bin_path if found[0] == self.idx_path else self.idx_path
             raise UserError(
-                f"token file {missing[0]} is missing beside {there}: copy it from where that came from, or make both"
+                f"token file {missing} is missing beside {found[0]}: copy it from where that came from, or make both"
             )
         self._read_index()
         self._check_index()
-        shape = (self.num_tokens,)
+        file_dtype = self.dtype.newbyteorder("<")
         # numpy cannot map an empty file
-        self.tokens = (
-            np.memmap(self.bin_path, self._file_dtype, "r", shape=shape) if self.num_tokens else self._no_tokens
-        )
+        self.tokens = np.memmap(self.bin_path, file_dtype, "r") if self.num_tokens else np.empty(0, file_dtype)
         self.meta = read_meta(self.prefix) if meta is None else meta
         self._check_meta()
-
-    @property
-    def _file_dtype(self) -> np.dtype:
-        return self.dtype.newbyteorder("<")
-
-    @property
-    def _no_tokens(self) -> np.ndarray:
-        return np.empty(0, self._file_dtype)
 
     def _read_index(self) -> None:
         size = self.idx_path.stat().st_size

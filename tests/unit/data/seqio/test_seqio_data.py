@@ -35,6 +35,10 @@ from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 from tests.unit.data.seqio import fake_worker
 
 LENGTHS = (4, 2)
+needs_seqio = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("tensorflow", "seqio", "t5")),
+    reason="without seqio its absence is what is said",
+)
 
 
 @pytest.fixture
@@ -235,10 +239,7 @@ def test_a_missing_package_is_a_sentence(vocab, monkeypatch, package):
         sources_of(args, vocab)
 
 
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("tensorflow", "seqio", "t5")),
-    reason="without seqio its absence is what is said",
-)
+@needs_seqio
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
@@ -282,10 +283,7 @@ def test_tokens_are_not_text(vocab, tmp_path):
         sources_of(args, vocab)
 
 
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("tensorflow", "seqio", "t5")),
-    reason="these settings are looked at when seqio is installed",
-)
+@needs_seqio
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
