@@ -174,7 +174,7 @@ def test_the_ancestors_command_line_is_understood(caplog, data, work):
         ({"short_seq_prob": -0.1}, "--short_seq_prob is -0.1"),
         ({"input_seq_len": 4}, "--input_seq_len is 4"),
         ({"max_sentence_length": 0}, "--max_sentence_length is 0: it must be at least 1, or none"),
-        ({"max_unread": 75}, "--max_unread is 75.0: it is a fraction, from 0 to 1"),
+        ({"max_unread": 75}, "--max_unread is 75.0: it is a part"),
         ({"report": True}, "--report shows masked words.*--valid_data_path"),
         ({"save_best": True}, "--save_best needs validation data"),
         ({"use_generate_on_valid": True}, "--use_generate_on_valid is for models that write text, and BERT"),
