@@ -1,4 +1,4 @@
-"""What each objective of run_t5_pretraining.py costs: examples per CPU-second, and the padding that is left.
+"""Cost of each objective of run_t5_pretraining.py: examples per CPU-second, and the padding that is left.
 
     OMP_NUM_THREADS=1 python benchmarks/objectives.py --vocab t5_32k/sentencepiece.model
 

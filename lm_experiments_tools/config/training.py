@@ -8,6 +8,7 @@ follow from others are methods, so nothing is ever written into `args` after par
 `--help` must be instant.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -121,6 +122,12 @@ class RunArgs:
     """auto: from the newest valid checkpoint in --model_path, if any; never: afresh; PATH: from that checkpoint."""
     validate_only: Annotated[bool, HARMLESS, EVALUATION] = False
     """Validate once and stop, without training."""
+
+    def working_folder(self) -> str:
+        """`--working_dir`, which has to be there. Raises UserError."""
+        if not os.path.isdir(self.working_dir):
+            raise UserError(f"--working_dir {self.working_dir} is not a folder")
+        return self.working_dir
 
     def resume_path(self) -> str | None:
         """The checkpoint named by `--resume PATH`, or None for auto and never."""

@@ -9,11 +9,10 @@ from torch import nn
 
 from lm_experiments_tools.config.objectives import OBJECTIVES
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.recipes.common import class_and_config, model_kind
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+    from lm_experiments_tools.recipes.common import ModelSource
 
 _EXAMPLE_OF = {
     "encoder-decoder": "transformers:T5ForConditionalGeneration",
@@ -22,30 +21,20 @@ _EXAMPLE_OF = {
 }
 
 
-def trained_kind(args: T5PretrainingArgs) -> ModelKind:
-    """The kind of model that the objective trains; that of `--model_cls` where it trains several.
-
-    Raises:
-        UserError: class or configuration is not available.
-    """
-    kinds = args.objective().models
-    return kinds[0] if len(kinds) == 1 else model_kind(args)
-
-
-def check_model(args: T5PretrainingArgs) -> None:
+def check_model(args: T5PretrainingArgs, model: ModelSource) -> None:
     """Refuse a model that cannot learn the objective.
 
     Raises:
         UserError: another kind of model is needed, or one with more positions.
     """
-    kind, kinds = model_kind(args), args.objective().models
+    kind, kinds = model.kind, args.objective().models
     if args.task in OBJECTIVES and kind not in kinds:
         raise UserError(
             f"--task {args.task} is for {' and '.join(f'{kind}s' for kind in kinds)}, and --model_cls "
             f"{args.model_cls} is {'a' if kind == 'decoder' else 'an'} {kind}: choose a class such as "
             f"{_EXAMPLE_OF[kinds[0]]}, or another --task."
         )
-    positions = getattr(class_and_config(args)[1], "max_position_embeddings", None)
+    positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and args.input_seq_len > positions:
         raise UserError(
             f"--input_seq_len {args.input_seq_len} is more than the {positions} positions of the model "
