@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.checkpoint import writer as checkpoint
+from lm_experiments_tools.checkpoint.legacy import read_old_training_state, regrouped
 from lm_experiments_tools.checkpoint.tree import load_tree, save_tree
 from lm_experiments_tools.errors import UserError
 
@@ -121,6 +122,26 @@ def load_state(path: Path, backend: Backend) -> tuple[TrainState, dict[str, Any]
     workers = tree["workers"]
     own = workers[backend.rank] if len(workers) == backend.world_size else None
     return TrainState.from_dict(tree["state"]), own
+
+
+def load_initial(
+    source: Path, backend: Backend, with_optimizer: bool, *, allow_pickle: bool = False
+) -> tuple[TrainState, dict[str, Any] | None]:
+    """As `load_state`, of a checkpoint to begin another run from: ours, or an ancestor's, which has only a step.
+
+    Args:
+        with_optimizer: also put the optimizer's state, where there is one, into the backend, which is set up.
+    """
+    if (source / "trainer_state.json").exists():
+        loaded = load_state(source, backend)
+        if with_optimizer:
+            load_optimizer(source, backend)
+        return loaded
+    old = read_old_training_state(source, allow_pickle=allow_pickle)
+    if with_optimizer and old.get("optimizer_state"):
+        optimizer_state = regrouped(old["optimizer_state"], backend.unwrap(), backend.optimizer)
+        restore_optimizer(backend, {"optimizer": optimizer_state, "precision": {}}, source)
+    return TrainState(step=old.get("iteration", -1) + 1), None  # the ancestor stores the last update's index
 
 
 def load_optimizer(path: Path, backend: Backend) -> None:

@@ -49,6 +49,7 @@ __all__ = [
     "CheckpointWriter",
     "LoadReport",
     "find_newest_valid",
+    "find_resume",
     "load_tree",
     "load_weights",
     "read_manifest",
@@ -253,6 +254,34 @@ class CheckpointWriter:
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def find_resume(resume: str, model_path: Path | str | None) -> Path | None:
+    """The checkpoint that a run continues from, or None for a run that begins; reads only.
+
+    Args:
+        resume: auto (the newest valid one of the run), never, or a checkpoint's or a run's folder.
+        model_path: the run directory, if there is one.
+
+    Raises:
+        UserError: there is no such checkpoint, it is damaged, or `never` would mix two runs in one folder.
+    """
+    if resume not in ("auto", "never"):
+        if not (path := Path(resume).resolve()).exists():
+            raise UserError(f"--resume {resume}: no such checkpoint; give its folder, or auto, or never")
+        if not (path / MANIFEST).exists() and (path / "last").exists():
+            path = (path / "last").resolve()  # a run directory was named
+        verify(path)
+        return path
+    if not model_path:
+        return None
+    root = Path(model_path) / "checkpoints"
+    if resume == "never" and any(root.glob("step_*")):
+        raise UserError(
+            f"{model_path} already holds checkpoints and --resume never would mix two runs in it; choose another "
+            "--model_path, or remove the folder"
+        )
+    return find_newest_valid(root)
 
 
 def find_newest_valid(root: Path | str, log: logging.Logger | Callable[[str], None] = logger) -> Path | None:

@@ -1,19 +1,16 @@
-"""What is done every n steps. "After step k" means: k updates have been applied; nothing fires at step 0."""
+"""Hooks that run every n steps. "After step k" means: k updates have been applied; nothing fires at step 0."""
 
 from __future__ import annotations
 
 import logging
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.training.step import StepInfo
-
-if TYPE_CHECKING:
-    from lm_experiments_tools.training.trainer import TrainingLoop
+from lm_experiments_tools.training.step import Loop, StepInfo
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +20,7 @@ class Hook(Protocol):
 
     every: int | None
 
-    def __call__(self, loop: TrainingLoop, info: StepInfo) -> None: ...
+    def __call__(self, loop: Loop, info: StepInfo) -> None: ...
 
 
 def is_due(hook: Hook, step: int) -> bool:
@@ -31,10 +28,12 @@ def is_due(hook: Hook, step: int) -> bool:
 
 
 class LogHook:
+    """A line of log with the means since the last one."""
+
     def __init__(self, every: int | None) -> None:
         self.every = every
 
-    def __call__(self, loop: TrainingLoop, info: StepInfo) -> None:
+    def __call__(self, loop: Loop, info: StepInfo) -> None:
         loop.log_train()
 
 
@@ -44,7 +43,7 @@ class ValidateHook:
     def __init__(self, every: int | None, *, metric: str, mode: str, save_best: bool) -> None:
         self.every, self.metric, self.mode, self.save_best = every, metric, mode, save_best
 
-    def __call__(self, loop: TrainingLoop, info: StepInfo) -> None:
+    def __call__(self, loop: Loop, info: StepInfo) -> None:
         values = loop.validate(loop.valid_dataloader)
         if values is None:  # cut short by a signal; the restarted run makes up for it
             return
@@ -59,8 +58,8 @@ class ValidateHook:
         else:
             state.patience += 1
         loop.log_patience()
-        if loop.plateau is not None:
-            loop.plateau.update(value)
+        if loop.learning_rate.plateau is not None:
+            loop.learning_rate.plateau.update(value)
         if improved and self.save_best:
             loop.save(is_best=True)
 
@@ -80,10 +79,12 @@ class ValidateHook:
 
 
 class SaveHook:
+    """A checkpoint."""
+
     def __init__(self, every: int | None) -> None:
         self.every = every
 
-    def __call__(self, loop: TrainingLoop, info: StepInfo) -> None:
+    def __call__(self, loop: Loop, info: StepInfo) -> None:
         loop.save()
 
 
@@ -96,7 +97,7 @@ class ProfileHook:
         self.start, self.stop, self.folder = start, start + num_steps, folder
         self._profiler: torch.profiler.profile | None = None
 
-    def __call__(self, loop: TrainingLoop, info: StepInfo) -> None:
+    def __call__(self, loop: Loop, info: StepInfo) -> None:
         if info.step == self.start:
             self._profiler = torch.profiler.profile(profile_memory=True)
             self._profiler.start()

@@ -70,8 +70,29 @@ class BatchStream:
         self._epoch_random_state: dict[str, Any] | None = None
         self._seeks = hasattr(loader, "seek")
 
-    def seek(self, consumed_samples: int, state: Mapping[str, Any]) -> None:
-        """Go to where `state_dict` was taken; `consumed_samples` counts over all workers."""
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the training data and its order; None for loaders that have none."""
+        return getattr(self.loader, "fingerprint", None)
+
+    def seek(self, consumed_samples: int, fingerprint: str | None, state: Mapping[str, Any] | None) -> None:
+        """Go to where a checkpoint was taken.
+
+        Args:
+            consumed_samples: over all workers.
+            fingerprint: of the checkpoint's data.
+            state: this worker's `state_dict`; None where another number of workers saved it.
+
+        Raises:
+            UserError: the data is not the checkpoint's, or the position cannot be found without `state`.
+        """
+        if fingerprint != self.fingerprint:
+            raise UserError(position_lost(fingerprint, self.fingerprint))
+        if state is None and fingerprint is None:
+            raise UserError(
+                "the checkpoint was saved by another number of workers, and this data loader has no seek() to find "
+                "the position for the new number; continue with the same number of workers"
+            )
         if self._seeks:
             self.loader.seek(consumed_samples)
             return
