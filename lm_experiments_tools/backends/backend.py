@@ -1,8 +1,8 @@
 """The verbs the training loop speaks, and the backend for one process.
 
 A backend owns everything that depends on how many workers there are and how they talk: the wrapped model, the
-reduction of gradients, mixed precision, and the few collectives the loop needs. The loop (`trainer.py`) never names a
-backend; a new one implements these verbs and nothing else.
+reduction of gradients, mixed precision, and the few collectives the loop needs. The loop (`training/loop.py`) never
+names a backend; a new one implements these verbs and nothing else.
 
 Order of calls in one training step of M micro-batches::
 
@@ -31,13 +31,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.precision import Precision
+from lm_experiments_tools.backends.trees import broadcast_tree
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.host_embedding import HostEmbedding
 from lm_experiments_tools.modules.inspection import is_adapted, is_spread, trained_parameters
 
 
 class Backend(ABC):
-    """What every backend offers the loop. Ranks are global; `local_rank` counts within one machine."""
+    """The verbs that every backend offers the loop. Ranks are global; `local_rank` counts within one machine."""
 
     name: str
     rank: int
@@ -61,7 +62,7 @@ class Backend(ABC):
         """
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether `model` is the one that was set up last."""
+        """True if `model` is the one that was set up last."""
         return getattr(self, "_inner", None) is model
 
     @abstractmethod
@@ -112,7 +113,7 @@ class Backend(ABC):
 
     @abstractmethod
     def model_state(self) -> dict[str, Tensor] | None:
-        """What `saved_state` names, whole, on rank 0 at least (None on workers that do not hold it)."""
+        """The whole tensors that `saved_state` names, on rank 0 at least (None on workers that do not hold them)."""
 
     @abstractmethod
     def load_model_state(self, state: dict[str, Tensor] | None) -> None:
@@ -293,3 +294,19 @@ class LocalBackend(Backend):
     def load_optimizer_state(self, tree: Any) -> None:
         self.optimizer.load_state_dict(tree["optimizer"])
         self.precision.load_state_dict(tree["precision"])
+
+
+class DataParallelBackend(LocalBackend):
+    """Base of backends whose workers each hold the whole model and optimizer: rank 0's state goes to all."""
+
+    @abstractmethod
+    def _broadcast_tensors(self, tensors: list[Tensor]) -> None:
+        """Overwrite tensors with rank 0's."""
+
+    def load_model_state(self, state: dict[str, Tensor] | None) -> None:
+        if self.is_main:
+            super().load_model_state(state)
+        self._broadcast_tensors(list(saved_state(self.unwrap()).values()))
+
+    def load_optimizer_state(self, tree: Any) -> None:
+        super().load_optimizer_state(broadcast_tree(tree, self.is_main, self.broadcast, self._broadcast_tensors))

@@ -1,5 +1,7 @@
-"""Was the launcher's wish fulfilled? Accelerate, without a word, runs one process, or several that each train alone,
-or plain DDP where FSDP or DeepSpeed was asked for; a run must refuse instead.
+"""Checks that what the launcher was asked for is what runs.
+
+Accelerate, without a word, runs one process, or several that each train alone, or plain DDP where FSDP or DeepSpeed
+was asked for; a run must refuse instead.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def wanted_processes(environ: Mapping[str, str] = os.environ) -> tuple[int, str]
 
 
 def cpu_asked(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the user wants CPUs though there may be GPUs (ACCELERATE_USE_CPU, as Accelerate reads it)."""
+    """True if the user wants CPUs though there may be GPUs (ACCELERATE_USE_CPU, as Accelerate reads it)."""
     return environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
 
 
