@@ -116,38 +116,38 @@ def save_checkpoint(
         logger.info("saved checkpoint of step %d%s", state.step, " (the best so far)" if is_best else "")
 
 
-def load_state(path: Path, backend: Backend) -> tuple[TrainState, dict[str, Any] | None]:
-    """Trainer state of a checkpoint, and this worker's own part (None if another number of workers saved it)."""
+def load_state(
+    path: Path, backend: Backend, *, with_optimizer: bool = True
+) -> tuple[TrainState, dict[str, Any] | None]:
+    """Trainer state of a checkpoint, and this worker's own part (None if another number of workers saved it).
+
+    The state of the optimizer and of the loss scaler goes into `backend`, which is set up, if that has an optimizer.
+
+    Raises:
+        UserError: a newer version's state, another optimizer's, or one sharded for other workers.
+    """
     tree = load_tree(path / "trainer_state")
-    workers = tree["workers"]
-    own = workers[backend.rank] if len(workers) == backend.world_size else None
-    return TrainState.from_dict(tree["state"]), own
+    state, workers = TrainState.from_dict(tree["state"]), tree["workers"]
+    if with_optimizer and backend.optimizer is not None:
+        _load_optimizer(path, backend, tree)
+    return state, workers[backend.rank] if len(workers) == backend.world_size else None
 
 
 def load_initial(
-    source: Path, backend: Backend, with_optimizer: bool, *, allow_pickle: bool = False
+    source: Path, backend: Backend, *, with_optimizer: bool = True, allow_pickle: bool = False
 ) -> tuple[TrainState, dict[str, Any] | None]:
-    """As `load_state`, of a checkpoint to begin another run from: ours, or an ancestor's, which has only a step.
-
-    Args:
-        with_optimizer: also put the optimizer's state, where there is one, into the backend, which is set up.
-    """
+    """As `load_state`, of a checkpoint to begin another run from: ours, or an ancestor's, which has only a step."""
     if (source / "trainer_state.json").exists():
-        loaded = load_state(source, backend)
-        if with_optimizer:
-            load_optimizer(source, backend)
-        return loaded
+        return load_state(source, backend, with_optimizer=with_optimizer)
     old = read_old_training_state(source, allow_pickle=allow_pickle)
-    if with_optimizer and old.get("optimizer_state"):
+    if with_optimizer and backend.optimizer is not None and old.get("optimizer_state"):
         optimizer_state = regrouped(old["optimizer_state"], backend.unwrap(), backend.optimizer)
-        restore_optimizer(backend, {"optimizer": optimizer_state, "precision": {}}, source)
+        _restore_optimizer(backend, {"optimizer": optimizer_state, "precision": {}}, source)
     return TrainState(step=old.get("iteration", -1) + 1), None  # the ancestor stores the last update's index
 
 
-def load_optimizer(path: Path, backend: Backend) -> None:
-    """Optimizer and loss-scaler state of a checkpoint, into a backend that is set up."""
+def _load_optimizer(path: Path, backend: Backend, saved: dict[str, Any]) -> None:
     stem = path / (f"optimizer_rank_{backend.rank:05d}" if backend.shards_optimizer else "optimizer")
-    saved = load_tree(path / "trainer_state")
     saved_by, kind = saved["world_size"], type(backend.optimizer).__name__
     if saved["optimizer"] != kind:
         raise UserError(
@@ -160,10 +160,10 @@ def load_optimizer(path: Path, backend: Backend) -> None:
             f"{saved_by} worker(s) with another way of sharding; continue with the same launcher and number of "
             "workers, or pass the checkpoint as --init_checkpoint with --reset_optimizer"
         )
-    restore_optimizer(backend, load_tree(stem), path)
+    _restore_optimizer(backend, load_tree(stem), path)
 
 
-def restore_optimizer(backend: Backend, tree: Any, source: Path) -> None:
+def _restore_optimizer(backend: Backend, tree: Any, source: Path) -> None:
     """`backend.load_optimizer_state`, keeping this run's settings, with what does not fit as a sentence."""
     groups = backend.optimizer.param_groups
     chosen = [{name: group[name] for name in SETTINGS if name in group} for group in groups]

@@ -29,7 +29,6 @@ from lm_experiments_tools.checkpoint.train_state import (
     TrainState,
     failures_located,
     load_initial,
-    load_optimizer,
     load_state,
     save_checkpoint,
 )
@@ -173,8 +172,6 @@ class TrainingLoop:
     def _resume(self, path: Path) -> None:
         """Continue exactly where the checkpoint was taken."""
         self.state, own = load_state(path, self.backend)
-        if self.backend.optimizer is not None:
-            load_optimizer(path, self.backend)
         self.learning_rate.resume(self.state.plateau)
         if own is not None:
             self.window, self._random_state = Window.from_state(own["window"]), own["random_state"]
@@ -192,8 +189,10 @@ class TrainingLoop:
 
     def _initialize_from(self, source: Path) -> None:
         """`--init_checkpoint`: the run so far, less what the --reset flags drop; the data starts anew."""
-        args, with_optimizer = self.args, not self.args.reset_optimizer and self.backend.optimizer is not None
-        loaded, own = load_initial(source, self.backend, with_optimizer, allow_pickle=args.allow_pickle)
+        args = self.args
+        loaded, own = load_initial(
+            source, self.backend, with_optimizer=not args.reset_optimizer, allow_pickle=args.allow_pickle
+        )
         if not args.reset_iteration:
             self.state.step = loaded.step
         self.state.schedule_start = self.state.step if args.reset_lr else min(loaded.schedule_start, self.state.step)
