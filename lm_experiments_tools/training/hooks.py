@@ -49,7 +49,12 @@ class ValidateHook:
             return
         if self.metric not in values:
             loop.save()  # a mistyped name must not cost the updates made so far
-        value, state = self._value(values), loop.state
+            raise UserError(
+                f"--optimize_metric {self.metric} is not produced by validation, which gives "
+                f"{', '.join(sorted(values))}; choose one of these "
+                "(metrics of generated text need --use_generate_on_valid)"
+            )
+        value, state = values[self.metric], loop.state
         state.last_validated_step = state.step
         improved = self._improves(state.best_metric, value)
         if improved:
@@ -62,15 +67,6 @@ class ValidateHook:
             loop.learning_rate.plateau.update(value)
         if improved and self.save_best:
             loop.save(is_best=True)
-
-    def _value(self, values: dict[str, float]) -> float:
-        if self.metric not in values:
-            raise UserError(
-                f"--optimize_metric {self.metric} is not produced by validation, which gives "
-                f"{', '.join(sorted(values))}; choose one of these "
-                "(metrics of generated text need --use_generate_on_valid)"
-            )
-        return values[self.metric]
 
     def _improves(self, best: float | None, value: float) -> bool:
         if math.isnan(value):

@@ -48,7 +48,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Whatever draws inside (a validation, an extra loader) leaves training's random numbers as they were."""
+    """Keep training's random numbers as they were, whatever draws inside (a validation, an extra loader)."""
     state = random_state()
     try:
         yield
@@ -148,7 +148,7 @@ class BatchStream:
 
 @dataclass
 class MicroBatch:
-    """What one forward pass takes, and how much it weighs.
+    """The input of one forward pass, and how much it weighs.
 
     Attributes:
         inputs: arguments of the model's forward, first dimension at most `batch_size`.
@@ -166,7 +166,7 @@ class MicroBatch:
         return next(iter(self.weights.values()))
 
     def counts(self) -> bool:
-        """False where it only fills up: nothing in it is to be learned, measured or (`example`) predicted."""
+        """False if it only fills up: nothing in it is learned, measured or (`example`) predicted."""
         numbers = self.batch.get("example")
         return any(self.weights.values()) or (isinstance(numbers, Tensor) and bool((numbers >= 0).any()))
 
@@ -251,7 +251,7 @@ def split_batch(
 
 
 def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) -> dict[str, int]:
-    """How many columns of each entry of a micro-batch hold more than padding.
+    """Number of columns of each entry of a micro-batch that hold more than padding.
 
     What goes with the inputs is as wide as `attention_mask` (labels too, unless `has_decoder`), what goes with a
     decoder's labels as these.

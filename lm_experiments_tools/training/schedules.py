@@ -62,20 +62,23 @@ def get_schedule(
         "min_lr_ratio": min_lr_ratio,
         "base_lr": base_lr,
     }
+    for key, parameter in accepted.items():
+        if parameter.default is Parameter.empty and {**general, **options}.get(key) is None:
+            flag, problem = "--lr" if key == "base_lr" else f"--{key}", "which is not set"
+            if key not in general:
+                flag, problem = key, "which no flag gives: give it a default"
+            raise UserError(f"--lr_scheduler {name} needs {flag}, {problem}.")
     _check_numbers(name, accepted, general)
-    own = {key: parameter for key, parameter in accepted.items() if key not in general}
+    own = [key for key in accepted if key not in general]
     for option in options:
         if option not in own:
             raise UserError(f"--lr_scheduler {name} has no option '{option}'; it takes {', '.join(own) or 'none'}.")
-    for key, parameter in own.items():
-        if parameter.default is Parameter.empty and key not in options:
-            raise UserError(f"--lr_scheduler {name} needs {key}, which no flag gives: give it a default.")
     arguments = {key: value for key, value in general.items() if key in accepted and value is not None}
     return factory(**arguments, **options)
 
 
 def _find(name: str) -> tuple[Callable[..., Schedule], Mapping[str, Parameter]]:
-    """What makes the schedule of this name, and the arguments that it takes."""
+    """The maker of the schedule of this name, and the arguments that it takes."""
     if name in SCHEDULES:
         return SCHEDULES[name], inspect.signature(SCHEDULES[name]).parameters
     if name == "reduce_lr_on_plateau":
@@ -145,9 +148,6 @@ def _as_in_transformers(described: Callable[..., Any]) -> Callable[..., Schedule
 
 def _check_numbers(name: str, accepted: Mapping[str, Parameter], general: Mapping[str, Any]) -> None:
     warmup, total = general["num_warmup_steps"], general["num_training_steps"]
-    for key, parameter in accepted.items():
-        if parameter.default is Parameter.empty and general.get(key) is None and key in _FLAGS:
-            raise UserError(f"--lr_scheduler {name} needs {_FLAGS[key]}, which is not set.")
     if warmup is not None and warmup < 0:
         raise UserError(f"--num_warmup_steps is {warmup}: a number of updates cannot be negative.")
     if total is not None and total < 1:
@@ -170,9 +170,6 @@ def _check_numbers(name: str, accepted: Mapping[str, Parameter], general: Mappin
         )
     if general["base_lr"] is not None and general["base_lr"] <= 0 and "base_lr" in accepted:
         raise UserError(f"--lr_scheduler {name} needs a positive --lr, not {general['base_lr']}.")
-
-
-_FLAGS = {"num_warmup_steps": "--num_warmup_steps", "num_training_steps": "--num_training_steps", "base_lr": "--lr"}
 
 
 def constant() -> Schedule:
