@@ -1,4 +1,4 @@
-"""How workers talk: one protocol, three backends; `get_backend` picks the one the launcher started us under."""
+"""Communication between workers: one protocol, three backends; `get_backend` picks the launcher's."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def mixed_precision(dtype: torch.dtype | None) -> MixedPrecisionPolicy | None:
 
 @contextmanager
 def set_for_now(holder: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Attributes of the user's own object for the time of one call: the next model may need others."""
+    """Set attributes of the user's own object for one call: the next model may need others."""
     before = {name: getattr(holder, name) for name in values}
     try:
         for name, value in values.items():

@@ -1,8 +1,8 @@
 """Data parallelism over Horovod: `horovodrun -np 8 python run_t5_pretraining.py ...`, or `mpirun` with an MPI build.
 
 Horovod's DistributedOptimizer is used for what it does well, overlapping the reduction of gradients with the backward
-pass, and for nothing else: it re-creates the optimizer it wraps from its param_groups, which loses everything its
-constructor was given besides, so it wraps an SGD that never steps and the user's optimizer stays as it is.
+pass, and for nothing else: it re-creates the optimizer it wraps from its param_groups, which loses the other
+arguments of its constructor, so it wraps an SGD that never steps and the user's optimizer stays as it is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checkpoints of this project's ancestors: t5-experiments `model_N.pth`, nanoT5 `pytorch_model.bin`.
 
 Both are pickles. They are read with torch's restricted unpickler, which builds tensors and plain containers and runs
-no code; the numpy scalars that t5-experiments stored as metrics are allowed besides (since torch 2.6 its own files
+no code; the numpy scalars that t5-experiments stored as metrics are allowed too (since torch 2.6 its own files
 cannot be read without that).
 """
 

@@ -1,4 +1,4 @@
-"""Everything that must survive a restart, in one object, and its way to disk and back.
+"""The state that must survive a restart, in one object, and its way to disk and back.
 
 What differs between workers (random states, unreduced metric sums) is kept per worker; the rest is equal on all.
 """

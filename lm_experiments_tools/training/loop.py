@@ -118,7 +118,7 @@ class TrainingLoop:
         self.batch_transform_fn, self.batch_metrics_fn = batch_transform_fn, batch_metrics_fn
         self.forward_kwargs, self.generate_kwargs = dict(forward_kwargs or {}), dict(generate_kwargs or {})
         self.forward_names = forward_names(model)
-        if "use_cache" in self.forward_names:  # keys and values of every layer, held until the step's end for nobody
+        if "use_cache" in self.forward_names:  # keys and values of every layer, held to the step's end in vain
             self.forward_kwargs.setdefault("use_cache", False)
         self.has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
@@ -188,7 +188,7 @@ class TrainingLoop:
             self.stream.seek(self.state.consumed_samples, self.state.data_fingerprint, own and own["stream"])
 
     def _initialize_from(self, source: Path) -> None:
-        """`--init_checkpoint`: the run so far, less what the --reset flags drop; the data starts anew."""
+        """`--init_checkpoint`: the run so far, less what the --reset flags drop; data is read from its start."""
         args = self.args
         loaded, own = load_initial(
             source, self.backend, with_optimizer=not args.reset_optimizer, allow_pickle=args.allow_pickle

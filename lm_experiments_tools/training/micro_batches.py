@@ -176,7 +176,7 @@ class MicroBatch:
         return MicroBatch(self.inputs, batch, dict.fromkeys(self.weights, 0)).computable()
 
     def computable(self) -> MicroBatch:
-        """One valid label, to be multiplied by zero, wherever there is none: a mean over no label would be NaN."""
+        """Set one label, to be multiplied by zero, where none is valid: a mean over no label would be NaN."""
         inputs = dict(self.inputs)
         for name in (name for name, weight in self.weights.items() if weight == 0 and name in inputs):
             inputs[name] = inputs[name].clone()
@@ -195,7 +195,7 @@ class StepBatch:
 
     @classmethod
     def nothing(cls, label_names: Sequence[str]) -> StepBatch:
-        """The part of a worker that has no batch any more."""
+        """The part of a worker that has no more batches."""
         return cls([], 0, dict.fromkeys(label_names, 0), 0)
 
 
@@ -285,7 +285,7 @@ def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) ->
 
 
 def position_lost(then: str | None, now: str | None) -> str:
-    """Why a position in the data of a checkpoint has no meaning in other data, in a sentence.
+    """A sentence on why a checkpoint's position in its data has no meaning in other data.
 
     Args:
         then, now: their fingerprints, which may end in /bucket_rows=N (see data/buckets.py).
