@@ -1,4 +1,7 @@
-"""Communication between workers: one protocol, three backends; `get_backend` picks the launcher's."""
+"""Workers and how they talk: one protocol, three backends; imports config and modules.
+
+`get_backend` picks the backend of the launcher that started the process.
+"""
 
 from __future__ import annotations
 
