@@ -88,8 +88,10 @@ def load_tensors(file: Path, advice: str = "it is truncated or corrupt; copy it 
         raise UserError(f"{file} cannot be read ({error}): {advice}.") from error
 
 
-def as_os_error(error: SafetensorError, path: Path) -> OSError:
+def as_os_error(error: OSError | SafetensorError, path: Path) -> OSError:
     """The operating system's error inside a SafetensorError ("... (os error 28) ..."), as Python would raise it."""
+    if isinstance(error, OSError):
+        return error
     text = str(error)
     _, found, tail = text.partition("(os error ")
     number = tail.partition(")")[0]

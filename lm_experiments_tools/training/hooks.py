@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -27,14 +29,15 @@ def is_due(hook: Hook, step: int) -> bool:
     return bool(hook.every) and step > 0 and step % hook.every == 0
 
 
-class LogHook:
-    """A line of log with the means since the last one."""
+@dataclass
+class VerbHook:
+    """Calls a verb of the loop."""
 
-    def __init__(self, every: int | None) -> None:
-        self.every = every
+    every: int | None
+    verb: Callable[[Loop], None]
 
     def __call__(self, loop: Loop, info: StepInfo) -> None:
-        loop.log_train()
+        self.verb(loop)
 
 
 class ValidateHook:
@@ -72,16 +75,6 @@ class ValidateHook:
         if math.isnan(value):
             return False
         return best is None or (value < best if self.mode == "min" else value > best)
-
-
-class SaveHook:
-    """A checkpoint."""
-
-    def __init__(self, every: int | None) -> None:
-        self.every = every
-
-    def __call__(self, loop: Loop, info: StepInfo) -> None:
-        loop.save()
 
 
 class ProfileHook:

@@ -36,7 +36,7 @@ from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.modules.inspection import forward_names
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
 from lm_experiments_tools.training.generation import generate
-from lm_experiments_tools.training.hooks import Hook, LogHook, ProfileHook, SaveHook, ValidateHook, is_due
+from lm_experiments_tools.training.hooks import Hook, ProfileHook, ValidateHook, VerbHook, is_due
 from lm_experiments_tools.training.losses import MODEL_LOSS, Loss
 from lm_experiments_tools.training.metrics import Collector, KeptOutputs, MetricSums, Window
 from lm_experiments_tools.training.micro_batches import (
@@ -136,7 +136,9 @@ class TrainingLoop:
             mode=args.optimize_mode,
             save_best=args.save_best,
         )
-        self.hooks: list[Hook] = [LogHook(args.log_interval), self.validate_hook, SaveHook(args.save_interval), *hooks]
+        log = VerbHook(args.log_interval, lambda loop: loop.log_train())
+        save = VerbHook(args.save_interval, lambda loop: loop.save())
+        self.hooks: list[Hook] = [log, self.validate_hook, save, *hooks]
         if args.profile_after is not None:
             self.hooks.append(ProfileHook(args.profile_after, Path(args.model_path) / "profile"))
 
