@@ -35,6 +35,6 @@ def os_sentence(error: OSError) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What an exception says, in a line."""
+    """The first line of an exception's message, or its type."""
     text = str(error).strip()
     return text.splitlines()[0].rstrip(".") if text else type(error).__name__

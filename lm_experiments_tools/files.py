@@ -85,7 +85,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _is_named(descriptor: int, path: Path) -> bool:
-    """Whether `path` is this open file now; asked in one look, because others may remove it between two."""
+    """True if `path` is this open file now; one call, because others may remove it between two."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:

@@ -1,6 +1,7 @@
 """Workers and how they talk: one protocol, three backends; imports config and modules.
 
-`get_backend` picks the backend of the launcher that started the process."""
+`get_backend` picks the backend of the launcher that started the process.
+"""
 
 from __future__ import annotations
 

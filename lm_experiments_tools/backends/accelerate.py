@@ -19,9 +19,9 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from lm_experiments_tools.backends import deepspeed_config, fsdp, launch
-from lm_experiments_tools.backends.backend import LocalBackend, check_keys, check_whole, saved_state
+from lm_experiments_tools.backends.backend import DataParallelBackend, check_keys, check_whole, saved_state
 from lm_experiments_tools.backends.precision import ApexAmp, Precision, get_precision
-from lm_experiments_tools.backends.trees import as_carrier, broadcast_tree, map_tensors, put_back
+from lm_experiments_tools.backends.trees import as_carrier, map_tensors, put_back
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.inspection import is_adapted
 
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
     from lm_experiments_tools.config.training import TrainerArgs
 
 TIMEOUT = timedelta(minutes=30)  # rank 0 may tokenize data while the others wait; NCCL's own limit is 10 minutes
+CLIPS_BY_NORM = "--clip_grad_value does not work with DeepSpeed, which clips by norm: use --clip_grad_norm"
 
 
-class AccelerateBackend(LocalBackend):
+class AccelerateBackend(DataParallelBackend):
     """One worker of an Accelerate job with DDP, or the only one; the base of FSDP and DeepSpeed.
 
     Make one with `from_args`, or `from_accelerator` around a user's Accelerator.
@@ -154,22 +155,12 @@ class AccelerateBackend(LocalBackend):
         PartialState().destroy_process_group()
 
     def _broadcast_tensors(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors with rank 0's."""
         if self.world_size == 1:
             return
         for tensor in tensors:
             carrier = as_carrier(tensor).to(self.device)
             dist.broadcast(carrier, src=0)
             put_back(carrier, tensor)
-
-    # ---- state
-    def load_model_state(self, state: dict[str, Tensor] | None) -> None:
-        if self.is_main:
-            super().load_model_state(state)
-        self._broadcast_tensors(list(saved_state(self.unwrap()).values()))
-
-    def load_optimizer_state(self, tree: Any) -> None:
-        super().load_optimizer_state(broadcast_tree(tree, self.is_main, self.broadcast, self._broadcast_tensors))
 
     def describe(self) -> str:
         kind = self.accelerator.distributed_type.value
@@ -225,7 +216,7 @@ class FullyShardedBackend(AccelerateBackend):
         return nullcontext()
 
     def update(self, max_norm: float | None = None, max_value: float | None = None) -> tuple[float, bool]:
-        return LocalBackend.update(self, max_norm, max_value)
+        return super(AccelerateBackend, self).update(max_norm, max_value)  # without DDP's check
 
     def model_state(self) -> dict[str, Tensor] | None:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -310,9 +301,7 @@ class DeepSpeedBackend(AccelerateBackend):
 
     def update(self, max_norm: float | None = None, max_value: float | None = None) -> tuple[float, bool]:
         if max_value:
-            raise UserError(
-                "--clip_grad_value does not work with DeepSpeed, which clips by norm: use --clip_grad_norm"
-            )
+            raise UserError(CLIPS_BY_NORM)
         self.optimizer.clip_grad = max_norm or 0.0
         self.model.step()
         applied = self.model.was_step_applied()
@@ -353,9 +342,8 @@ class DeepSpeedBackend(AccelerateBackend):
                 continue
             done.add(id(tensor))
             shape, dtype = shapes[name]
-            value = (
-                state[name].to(self.device) if self.is_main else torch.empty(shape, dtype=dtype, device=self.device)
-            )
+            value = state[name] if self.is_main else torch.empty(shape, dtype=dtype)
+            value = value.to(self.device)
             self._broadcast_tensors([value])
             with GatheredParameters([tensor] if hasattr(tensor, "ds_id") else [], modifier_rank=0):
                 if not hasattr(tensor, "ds_id") or self.is_main:
@@ -364,7 +352,7 @@ class DeepSpeedBackend(AccelerateBackend):
                 safe_set_full_fp32_param(tensor, value.float())
 
     def _is_sliced(self, tensor: Tensor) -> bool:
-        """Whether the optimizer keeps fp32 slices of this parameter."""
+        """True if the optimizer keeps fp32 slices of this parameter."""
         if self.optimizer is None or not tensor.requires_grad:
             return False
         return hasattr(tensor, "_z3_optimizer") or hasattr(tensor, "_hp_mapping")
@@ -372,7 +360,8 @@ class DeepSpeedBackend(AccelerateBackend):
     def optimizer_state(self) -> Any:
         """This worker's fp32 slices, optimizer state and loss scale: DeepSpeed's state dict without its objects."""
         state = self.optimizer.state_dict()
-        scaler = {key: value for key, value in vars(state.pop("loss_scaler")).items() if is_plain(value)}
+        plain = (bool, int, float, str)
+        scaler = {key: value for key, value in vars(state.pop("loss_scaler")).items() if isinstance(value, plain)}
         for key in ("param_slice_mappings", "overflow"):  # objects of universal checkpoints; whether the last step did
             state.pop(key, None)
         state["zero_stage"] = int(state["zero_stage"])
@@ -397,10 +386,10 @@ class DeepSpeedBackend(AccelerateBackend):
         every = [state if rank == self.rank else None for rank in range(self.world_size)]
         if self.stage == 3:
             self.optimizer.checkpoint_event_prologue()
-            self.optimizer.load_state_dict(every, load_from_fp32_weights=True)
+        self.optimizer.load_state_dict(every, load_from_fp32_weights=True)
+        if self.stage == 3:
             self.optimizer.checkpoint_event_epilogue()
         else:
-            self.optimizer.load_state_dict(every, load_from_fp32_weights=True)
             self.optimizer.update_lp_params()
 
     def weights_norm(self) -> float:
@@ -480,7 +469,7 @@ def check_agreement(accelerator: Accelerator, args: TrainerArgs) -> None:
     if args.apex_opt_lvl:
         raise UserError("--apex_opt_lvl does not work with DeepSpeed: use --fp16 or --bf16 alone")
     if args.clip_grad_value:
-        raise UserError("--clip_grad_value does not work with DeepSpeed, which clips by norm: use --clip_grad_norm")
+        raise UserError(CLIPS_BY_NORM)
     file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     source = f"the DeepSpeed configuration {file}" if file else "the DeepSpeed configuration"
     config = accelerator.state.deepspeed_plugin.deepspeed_config
@@ -500,7 +489,3 @@ def check_not_trained_again(name: str, optimizer: Optimizer | None) -> None:
             f"under {name} a model is cut into slices by its first training or evaluation, and cannot be trained from "
             "there: train first and evaluate then; to train once more, save it and load that in a new process."
         )
-
-
-def is_plain(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str))

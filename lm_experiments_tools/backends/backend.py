@@ -1,8 +1,8 @@
 """The verbs the training loop speaks, and the backend for one process.
 
 A backend owns everything that depends on how many workers there are and how they talk: the wrapped model, the
-reduction of gradients, mixed precision, and the few collectives the loop needs. The loop (`trainer.py`) never names a
-backend; a new one implements these verbs and nothing else.
+reduction of gradients, mixed precision, and the few collectives the loop needs. The loop (`training/loop.py`) never
+names a backend; a new one overrides the verbs that differ from those of one process.
 
 Order of calls in one training step of M micro-batches::
 
@@ -31,105 +31,141 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.precision import Precision
+from lm_experiments_tools.backends.trees import broadcast_tree
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.host_embedding import HostEmbedding
 from lm_experiments_tools.modules.inspection import is_adapted, is_spread, trained_parameters
 
 
-class Backend(ABC):
-    """What every backend offers the loop. Ranks are global; `local_rank` counts within one machine."""
+class Backend:
+    """The verbs of the loop, for one process on one device; the base of every backend. Ranks are global.
+
+    Args:
+        precision: forward autocast and loss scaling.
+        device: default the GPU if there is one.
+
+    Attributes:
+        local_rank: counts within one machine.
+        model: the wrapped model; call it for a forward pass.
+        optimizer: the wrapped optimizer; read its param_groups, set their lr.
+        shards_model: forward passes are collective (FSDP, ZeRO-3), so every worker runs equally many.
+        shards_optimizer: each worker's `optimizer_state` is a part of its own.
+    """
 
     name: str
-    rank: int
-    local_rank: int
-    world_size: int
-    device: torch.device
-    model: nn.Module  # the wrapped model: call it for a forward pass
-    optimizer: Optimizer  # the wrapped optimizer: read param_groups, set their lr
-    shards_model: bool = False  # forward passes are collective (FSDP, ZeRO-3): every worker runs equally many
+    rank = local_rank = 0
+    world_size = 1
+    model: nn.Module
+    optimizer: Optimizer
+    shards_model = shards_optimizer = False
+
+    def __init__(self, precision: Precision | None = None, device: torch.device | None = None) -> None:
+        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.precision = precision or Precision()
+        self._sync = True
 
     # ---- training step
-    @abstractmethod
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Move, wrap and broadcast the model and (None: evaluation only) its optimizer; sets `model`, `optimizer`."""
+        self._inner = model if is_spread(model) else model.to(self.device)
+        self.model, self.optimizer = self.precision.initialize(self._inner, optimizer, self.device)
 
-    @abstractmethod
     def release(self) -> None:
         """Take the wrapping off the model after its training or evaluation, so that it can be set up once more.
 
         What shards the model keeps it: that is for good. It can be evaluated again, but not be trained.
         """
+        self.model = self._inner
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether `model` is the one that was set up last."""
+        """True if `model` is the one that was set up last."""
         return getattr(self, "_inner", None) is model
 
-    @abstractmethod
     def autocast(self) -> AbstractContextManager[None]:
         """The mixed-precision context of a forward pass."""
+        return self.precision.autocast(self.device)
 
-    @abstractmethod
-    def accumulate(self, sync: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def accumulate(self, sync: bool) -> Iterator[None]:
         """Context of one micro-batch; gradients are reduced over workers only where `sync` is True (the last one)."""
+        self._sync = sync
+        yield
 
-    @abstractmethod
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of a scalar loss; call inside `accumulate`."""
+        self.precision.backward(loss, self.optimizer, last=self._sync, reduce=self._reduce_gradients)
 
-    @abstractmethod
     def update(self, max_norm: float | None = None, max_value: float | None = None) -> tuple[float, bool]:
         """Clip, step the optimizer and clear the gradients.
 
         Returns the global L2 norm of the reduced gradient before clipping, and whether the step was applied. It is not
         applied when the gradient is not finite; then all workers alike leave weights and optimizer untouched.
         """
+        parameters = self.precision.parameters(self.optimizer)
+        norm = global_gradient_norm(parameters)
+        grad_norm = norm.item()  # waits for the device, once a step
+        finite = math.isfinite(grad_norm)
+        if finite:
+            if max_norm:
+                if max_norm < grad_norm + 1e-6:  # otherwise torch would go over all gradients to multiply them by 1
+                    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+            elif max_value:
+                torch.nn.utils.clip_grad_value_(parameters, max_value)
+        applied = self.precision.step(self.optimizer, finite, self._step_optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+        return grad_norm, applied
+
+    def _reduce_gradients(self) -> None:
+        """Average gradients over workers; nothing to do for one process."""
+
+    def _step_optimizer(self) -> AbstractContextManager[None] | None:
+        """A context in which `optimizer.step()` must run, if any."""
+        return None
 
     # ---- talking to the other workers
-    @abstractmethod
     def sum(self, values: Tensor) -> Tensor:
         """Sum of a float64 or int64 CPU tensor over all workers, on all workers."""
+        return values
 
-    @abstractmethod
     def gather(self, value: Any) -> list[Any]:
         """The picklable `value` of every worker in rank order, on all workers."""
+        return [value]
 
-    @abstractmethod
     def broadcast(self, value: Any) -> Any:
         """Rank 0's picklable `value`, on all workers."""
+        return value
 
-    @abstractmethod
     def barrier(self) -> None:
         """Return when every worker has arrived."""
 
-    @abstractmethod
     def close(self) -> None:
         """Leave the group of workers; call once at the end of a successful run."""
 
     # ---- state in and out; collective: every worker calls them
-    @abstractmethod
     def unwrap(self) -> nn.Module:
         """The user's model under all wrappers."""
+        return self._inner
 
-    @abstractmethod
     def model_state(self) -> dict[str, Tensor] | None:
-        """What `saved_state` names, whole, on rank 0 at least (None on workers that do not hold it)."""
+        """The whole tensors that `saved_state` names, on rank 0 at least (None on workers that do not hold them)."""
+        return {name: tensor.detach() for name, tensor in saved_state(self.unwrap()).items()}
 
-    @abstractmethod
     def load_model_state(self, state: dict[str, Tensor] | None) -> None:
         """The inverse of `model_state`: rank 0's whole tensors into the model on every worker."""
+        check_keys(state, saved_state(self.unwrap()))
+        self.unwrap().load_state_dict(state, strict=False)  # of an adapted model it is a part
 
-    @abstractmethod
     def optimizer_state(self) -> Any:
         """This worker's tree (dicts, lists, scalars, tensors) of optimizer and loss-scaler state.
 
         Where `shards_optimizer` is False the trees of all workers are equal and rank 0's is enough.
         """
+        return {"optimizer": self.optimizer.state_dict(), "precision": self.precision.state_dict()}
 
-    @abstractmethod
     def load_optimizer_state(self, tree: Any) -> None:
         """The inverse of `optimizer_state`, for a tree saved by the same worker (any worker if not sharded)."""
-
-    shards_optimizer: bool = False
+        self.optimizer.load_state_dict(tree["optimizer"])
+        self.precision.load_state_dict(tree["precision"])
 
     def weights_norm(self) -> float:
         """Global L2 norm of the weights, for the log; collective where weights are sharded."""
@@ -150,6 +186,28 @@ class Backend(ABC):
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+
+class LocalBackend(Backend):
+    """One process alone."""
+
+    name = "local"
+
+
+class DataParallelBackend(Backend, ABC):
+    """Base of backends whose workers each hold the whole model and optimizer: rank 0's state goes to all."""
+
+    @abstractmethod
+    def _broadcast_tensors(self, tensors: list[Tensor]) -> None:
+        """Overwrite tensors with rank 0's."""
+
+    def load_model_state(self, state: dict[str, Tensor] | None) -> None:
+        if self.is_main:
+            super().load_model_state(state)
+        self._broadcast_tensors(list(saved_state(self.unwrap()).values()))
+
+    def load_optimizer_state(self, tree: Any) -> None:
+        super().load_optimizer_state(broadcast_tree(tree, self.is_main, self.broadcast, self._broadcast_tensors))
 
 
 def saved_state(model: nn.Module) -> dict[str, Tensor]:
@@ -204,92 +262,3 @@ def total_norm(tensors: list[Tensor]) -> Tensor:
     """L2 norm over all tensors, a plain scalar tensor also where they are sharded (DTensor); then collective."""
     norm = torch.nn.utils.get_total_norm(tensors)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-
-class LocalBackend(Backend):
-    """One process, one device; also the base of backends whose optimizer is a plain torch one.
-
-    Args:
-        precision: forward autocast and loss scaling.
-        device: default the GPU if there is one.
-    """
-
-    name = "local"
-
-    def __init__(self, precision: Precision | None = None, device: torch.device | None = None) -> None:
-        self.rank, self.local_rank, self.world_size = 0, 0, 1
-        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.precision = precision or Precision()
-        self._sync = True
-
-    def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        self._inner = model if is_spread(model) else model.to(self.device)
-        self.model, self.optimizer = self.precision.initialize(self._inner, optimizer, self.device)
-
-    def release(self) -> None:
-        self.model = self._inner
-
-    def autocast(self) -> AbstractContextManager[None]:
-        return self.precision.autocast(self.device)
-
-    @contextmanager
-    def accumulate(self, sync: bool) -> Iterator[None]:
-        self._sync = sync
-        yield
-
-    def backward(self, loss: Tensor) -> None:
-        self.precision.backward(loss, self.optimizer, last=self._sync, reduce=self._reduce_gradients)
-
-    def update(self, max_norm: float | None = None, max_value: float | None = None) -> tuple[float, bool]:
-        parameters = self.precision.parameters(self.optimizer)
-        norm = global_gradient_norm(parameters)
-        grad_norm = norm.item()  # waits for the device, once a step
-        finite = math.isfinite(grad_norm)
-        if finite:
-            if max_norm:
-                if max_norm < grad_norm + 1e-6:  # otherwise torch would go over all gradients to multiply them by 1
-                    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-            elif max_value:
-                torch.nn.utils.clip_grad_value_(parameters, max_value)
-        applied = self.precision.step(self.optimizer, finite, self._step_optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
-        return grad_norm, applied
-
-    def _reduce_gradients(self) -> None:
-        """Average gradients over workers; nothing to do for one process."""
-
-    def _step_optimizer(self) -> AbstractContextManager[None] | None:
-        """A context in which `optimizer.step()` must run, if any."""
-        return None
-
-    def sum(self, values: Tensor) -> Tensor:
-        return values
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def broadcast(self, value: Any) -> Any:
-        return value
-
-    def barrier(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def unwrap(self) -> nn.Module:
-        return self._inner
-
-    def model_state(self) -> dict[str, Tensor]:
-        return {name: tensor.detach() for name, tensor in saved_state(self.unwrap()).items()}
-
-    def load_model_state(self, state: dict[str, Tensor] | None) -> None:
-        check_keys(state, saved_state(self.unwrap()))
-        self.unwrap().load_state_dict(state, strict=False)  # of an adapted model it is a part
-
-    def optimizer_state(self) -> Any:
-        return {"optimizer": self.optimizer.state_dict(), "precision": self.precision.state_dict()}
-
-    def load_optimizer_state(self, tree: Any) -> None:
-        self.optimizer.load_state_dict(tree["optimizer"])
-        self.precision.load_state_dict(tree["precision"])

@@ -14,7 +14,7 @@ T = TypeVar("T")
 def on_all(backend: Backend, function: Callable[[], T], *, only_main: bool = False) -> T | None:
     """Run `function` on every worker (or on rank 0 alone); an error on any of them is raised on all of them.
 
-    Without this a full disk on one worker would leave the others waiting in a barrier for ever.
+    Without this a full disk on one worker would leave the others waiting in a barrier forever.
     """
     result, failure = None, None
     if backend.is_main or not only_main:

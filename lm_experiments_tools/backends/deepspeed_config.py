@@ -88,6 +88,6 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def has_cpu_version(optimizer: Optimizer) -> bool:
-    """Whether DeepSpeed's CPU optimizers compute the same update; others are left to torch when offloaded."""
+    """True if DeepSpeed's CPU optimizers compute the same update; others are left to torch when offloaded."""
     adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     return adam and not any(group.get("amsgrad") or group.get("maximize") for group in optimizer.param_groups)

@@ -1,4 +1,4 @@
-"""What FSDP2 (torch's fully_shard) needs around it: shared modules joined, and state in and out by tensor."""
+"""Helpers around FSDP2 (torch's fully_shard): shared modules joined, and state in and out by tensor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def join_shared_modules(model: nn.Module) -> int:
 
 
 def unit_classes(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Those of the module classes that can be sharded as units of their own.
+    """The module classes among `names` that can be sharded as units of their own.
 
     A class that shares a parameter with other modules (BERT's embeddings, with its output layer) is left out, and so
     sharded with the rest: torch refuses a parameter of two units.
@@ -79,7 +79,7 @@ def mixed_precision(dtype: torch.dtype | None) -> MixedPrecisionPolicy | None:
 
 @contextmanager
 def set_for_now(holder: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Attributes of the user's own object for the time of one call: the next model may need others."""
+    """Set attributes of the user's own object for one call: the next model may need others."""
     before = {name: getattr(holder, name) for name in values}
     try:
         for name, value in values.items():
@@ -91,7 +91,7 @@ def set_for_now(holder: Any, values: dict[str, Any]) -> Iterator[None]:
 
 
 def _is_shared(model: nn.Module, modules: Sequence[nn.Module]) -> bool:
-    """Whether another module has a parameter of these."""
+    """True if another module has a parameter of these."""
     inside = {inner for module in modules for inner in module.modules()}
     own = {id(p) for module in inside for p in module.parameters(recurse=False)}
     others = (module for module in model.modules() if module not in inside)

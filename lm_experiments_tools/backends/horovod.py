@@ -1,8 +1,8 @@
 """Data parallelism over Horovod: `horovodrun -np 8 python run_t5_pretraining.py ...`, or `mpirun` with an MPI build.
 
 Horovod's DistributedOptimizer is used for what it does well, overlapping the reduction of gradients with the backward
-pass, and for nothing else: it re-creates the optimizer it wraps from its param_groups, which loses everything its
-constructor was given besides, so it wraps an SGD that never steps and the user's optimizer stays as it is.
+pass, and for nothing else: it re-creates the optimizer it wraps from its param_groups, which loses the other
+arguments of its constructor, so it wraps an SGD that never steps and the user's optimizer stays as it is.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lm_experiments_tools.backends.backend import LocalBackend, check_whole, saved_state
+from lm_experiments_tools.backends.backend import DataParallelBackend, check_whole
 from lm_experiments_tools.backends.precision import Precision, get_precision
-from lm_experiments_tools.backends.trees import as_carrier, broadcast_tree, put_back
+from lm_experiments_tools.backends.trees import as_carrier, put_back
 from lm_experiments_tools.errors import UserError
 
 try:
@@ -33,13 +33,9 @@ if TYPE_CHECKING:
 
 STALL_SHUTDOWN_SECONDS = 1800  # a worker that the others wait for longer than this ends the job; NCCL's own limit
 NEVER = 1 << 30  # backward passes: more than any step has
-CARRIERS = {
-    torch.bfloat16: torch.int16,
-    torch.bool: torch.uint8,
-}  # types Horovod does not know travel as their bits
 
 
-class HorovodBackend(LocalBackend):
+class HorovodBackend(DataParallelBackend):
     """One worker of a Horovod job, pinned to the GPU of its local rank where there are GPUs.
 
     Args:
@@ -56,20 +52,13 @@ class HorovodBackend(LocalBackend):
         os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(STALL_SHUTDOWN_SECONDS))
         hvd.init()
         super().__init__(precision, _local_device())
-        self.rank, self.local_rank, self.world_size = (
-            hvd.rank(),
-            hvd.local_rank(),
-            hvd.size(),
-        )
+        self.rank, self.local_rank, self.world_size = hvd.rank(), hvd.local_rank(), hvd.size()
         self.compression = hvd.Compression.fp16 if fp16_allreduce else hvd.Compression.none
         _check_launch(self.world_size)
 
     @classmethod
     def from_args(cls, args: TrainerArgs) -> HorovodBackend:
-        return cls(
-            get_precision(**args.precision_options()),
-            fp16_allreduce=args.fp16_allreduce,
-        )
+        return cls(get_precision(**args.precision_options()), fp16_allreduce=args.fp16_allreduce)
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """See `Backend.setup`. The optimizer's state is not broadcast: it is empty, and filling it takes a step.
@@ -80,10 +69,8 @@ class HorovodBackend(LocalBackend):
         _check_supported(model, optimizer)
         check_whole(model, "Horovod")
         model.to(self.device)
-        for parameter in model.parameters():
-            parameter.data = (
-                parameter.data.contiguous()
-            )  # a gradient has its parameter's strides; Horovod sends no other
+        for parameter in model.parameters():  # a gradient has its parameter's strides; Horovod sends no other
+            parameter.data = parameter.data.contiguous()
         self._broadcast_tensors([*model.parameters(), *model.buffers()])
         self._reducer = self._make_reducer(model, optimizer) if optimizer is not None else None
         super().setup(model, optimizer)
@@ -94,11 +81,8 @@ class HorovodBackend(LocalBackend):
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         named = [(names.get(p, f"parameter.{i}"), p) for i, p in enumerate(trained)]
         self._reduced = trained
-        return hvd.DistributedOptimizer(
-            torch.optim.SGD(trained, lr=0.0),
-            named_parameters=named,
-            compression=self.compression,
-        )
+        idle = torch.optim.SGD(trained, lr=0.0)
+        return hvd.DistributedOptimizer(idle, named_parameters=named, compression=self.compression)
 
     def release(self) -> None:
         super().release()
@@ -140,14 +124,6 @@ class HorovodBackend(LocalBackend):
 
     def close(self) -> None:
         hvd.shutdown()
-
-    def load_model_state(self, state: dict[str, Tensor] | None) -> None:
-        if self.is_main:
-            super().load_model_state(state)
-        self._broadcast_tensors(list(saved_state(self.unwrap()).values()))
-
-    def load_optimizer_state(self, tree: Any) -> None:
-        super().load_optimizer_state(broadcast_tree(tree, self.is_main, self.broadcast, self._broadcast_tensors))
 
     def _broadcast_tensors(self, tensors: list[Tensor]) -> None:
         """Overwrite tensors with rank 0's."""

@@ -1,5 +1,7 @@
-"""Was the launcher's wish fulfilled? Accelerate, without a word, runs one process, or several that each train alone,
-or plain DDP where FSDP or DeepSpeed was asked for; a run must refuse instead.
+"""Checks that what the launcher was asked for is what runs.
+
+Accelerate silently runs one process, or several that each train alone, or plain DDP where FSDP or DeepSpeed was asked
+for; a run must refuse instead.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ def wanted_sharding(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def wanted_processes(environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
-    """How many workers the launcher was asked for, and where that was read."""
+    """Number of workers that the launcher was asked for, and where that was read."""
     told = [(int(environ[variable]), variable) for variable in COUNTS if environ.get(variable, "").isdigit()]
     return max(told or [(1, "nothing")], key=lambda pair: pair[0])
 
 
 def cpu_asked(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the user wants CPUs though there may be GPUs (ACCELERATE_USE_CPU, as Accelerate reads it)."""
+    """True if the user wants CPUs though there may be GPUs (ACCELERATE_USE_CPU, as Accelerate reads it)."""
     return environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
 
 
@@ -93,7 +95,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def check_parent(command: Sequence[str]) -> None:
-    """One process found: was it `accelerate launch` without GPUs, which drops --num_processes without a word?"""
+    """Refuse to be the one process that `accelerate launch` starts without GPUs, whatever --num_processes says."""
     words = [os.path.basename(word) for word in command]
     alone = ("accelerate-launch", "accelerate.commands.launch")
     pairs = (("accelerate", "launch"), ("accelerate.commands.accelerate_cli", "launch"))

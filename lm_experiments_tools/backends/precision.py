@@ -23,6 +23,8 @@ StepContext = Callable[[], "AbstractContextManager[None] | None"]
 class Precision:
     """Full precision, or autocast to `dtype` (bf16 needs no loss scaling)."""
 
+    scaler: Any = None  # holds the state to save, where the loss is scaled
+
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype
 
@@ -51,10 +53,11 @@ class Precision:
         return finite
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
+        if state and self.scaler is not None:
+            self.scaler.load_state_dict(state)
 
 
 class LossScaledFp16(Precision):
@@ -91,13 +94,6 @@ class LossScaledFp16(Precision):
             self.scaler.update(allowed)
         return finite
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.scaler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
-            self.scaler.load_state_dict(state)
-
 
 class ApexAmp(Precision):
     """NVIDIA apex.amp (O0 to O3). Deprecated upstream in favour of torch.amp; kept for those who have it installed."""
@@ -105,7 +101,7 @@ class ApexAmp(Precision):
     def __init__(self, opt_level: str, min_scale: float | None = None, max_scale: float | None = None) -> None:
         super().__init__(None)
         try:
-            self.amp = importlib.import_module("apex.amp")
+            self.amp = self.scaler = importlib.import_module("apex.amp")
         except ImportError:
             raise UserError(
                 f"--apex_opt_lvl {opt_level} needs NVIDIA apex (built from its own source; PyPI's package of that "
@@ -134,13 +130,6 @@ class ApexAmp(Precision):
         with context() or nullcontext():
             optimizer.step()  # apex has patched it to skip after an overflow
         return finite
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.amp.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
-            self.amp.load_state_dict(state)
 
 
 def get_precision(

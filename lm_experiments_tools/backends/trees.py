@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +33,16 @@ class _Leaf:
 
 def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     """The tree with `function` applied to its tensors, in an order that depends on the tree's structure alone."""
-    if isinstance(tree, Tensor):
+    return _map_leaves(tree, function, Tensor)
+
+
+def _map_leaves(tree: Any, function: Callable[[Any], Any], kind: type) -> Any:
+    if isinstance(tree, kind):
         return function(tree)
     if isinstance(tree, dict):
-        return {key: map_tensors(value, function) for key, value in tree.items()}
+        return {key: _map_leaves(value, function, kind) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)(map_tensors(value, function) for value in tree)
+        return type(tree)(_map_leaves(value, function, kind) for value in tree)
     return tree
 
 
@@ -65,24 +69,7 @@ def broadcast_tree(
 
     skeleton = broadcast(map_tensors(tree, strip) if is_main else None)
     if not is_main:
-        tensors = [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in _leaves(skeleton)]
+        _map_leaves(skeleton, lambda leaf: tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype)), _Leaf)
     broadcast_tensors(tensors)
-    return _fill(skeleton, iter(tensors))
-
-
-def _leaves(tree: Any) -> Iterable[_Leaf]:
-    if isinstance(tree, _Leaf):
-        yield tree
-    elif isinstance(tree, (dict, list, tuple)):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from _leaves(value)
-
-
-def _fill(tree: Any, tensors: Iterable[Tensor]) -> Any:
-    if isinstance(tree, _Leaf):
-        return next(tensors)
-    if isinstance(tree, dict):
-        return {key: _fill(value, tensors) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_fill(value, tensors) for value in tree)
-    return tree
+    received = iter(tensors)
+    return _map_leaves(skeleton, lambda leaf: next(received), _Leaf)

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, keep_from_pruning, verify_files
 from lm_experiments_tools.checkpoint.source import ADAPTER_CONFIG, ENSEMBLE_CONFIG, LABELS_FILE, Source, real_names
+from lm_experiments_tools.checkpoint.tree import load_tensors
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.modules.inspection import trained_parameters
@@ -177,7 +178,4 @@ def saved_by_name(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{file} is missing: copy the adapter again.")
     if (path / MANIFEST).is_file():
         verify_files(path, [file.name])
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file} cannot be read ({error}): it is truncated or corrupt; copy it again.") from error
+    return load_tensors(file)

@@ -1,7 +1,7 @@
 """Checkpoints of this project's ancestors: t5-experiments `model_N.pth`, nanoT5 `pytorch_model.bin`.
 
 Both are pickles. They are read with torch's restricted unpickler, which builds tensors and plain containers and runs
-no code; the numpy scalars that t5-experiments stored as metrics are allowed besides (since torch 2.6 its own files
+no code; the numpy scalars that t5-experiments stored as metrics are allowed too (since torch 2.6 its own files
 cannot be read without that).
 """
 
@@ -23,6 +23,8 @@ from lm_experiments_tools.errors import UserError
 
 _SCALAR_DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _SCALAR_DTYPES += ("float16", "float32", "float64")
+_READ_ERRORS = (OSError, EOFError, RuntimeError, struct.error, ValueError, LookupError)
+_READ_ERRORS += (TypeError, AttributeError, ImportError)  # of bytes that are no pickle
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 
 
@@ -39,21 +41,9 @@ def read_pickle(path: Path, *, allow_pickle: bool = False) -> Any:
         if allow_pickle:
             return torch.load(path, map_location="cpu", weights_only=False)
         with torch.serialization.safe_globals(_numpy_scalar_globals()), warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # torch warns about the pickle protocol of old files; they are what we read
+            warnings.simplefilter("ignore")  # torch warns about the pickle protocol of old files, which these are
             return torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        OSError,
-        EOFError,
-        RuntimeError,
-        struct.error,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        ImportError,
-    ) as error:
+    except _READ_ERRORS as error:
         raise _corrupt(path, error) from error
     except pickle.UnpicklingError as error:
         refused = re.search(r"GLOBAL (\S+)|`add_safe_globals`,? but got (.+)", str(error))
@@ -145,7 +135,7 @@ def _plain(value: Any) -> Any:
 
 
 def _numpy_scalar_globals() -> list[Any]:
-    """What a pickled np.float64(...) asks for, under its numpy 1 and numpy 2 module names."""
+    """The globals that a pickled np.float64(...) asks for, under their numpy 1 and numpy 2 module names."""
     scalar = np.float64(0).__reduce__()[0]
     globals_ = [(scalar, "numpy.core.multiarray.scalar"), (scalar, "numpy._core.multiarray.scalar"), np.dtype]
     return globals_ + [type(np.dtype(name)) for name in _SCALAR_DTYPES]

@@ -8,7 +8,9 @@ import logging
 import os
 import re
 import stat
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -117,12 +119,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / MANIFEST
     if path.is_symlink():
         raise CheckpointDamaged(checkpoint, f"{MANIFEST} is a symbolic link")
-    try:
+    with _reading(checkpoint, MANIFEST, " (a save that never finished?)"):
         raw = path.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointDamaged(checkpoint, f"{MANIFEST} is missing (a save that never finished?)") from None
-    except OSError as error:
-        raise CheckpointDamaged(checkpoint, f"{MANIFEST} cannot be read ({error.strerror})") from error
     try:
         manifest = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -205,12 +203,8 @@ def _check_size(checkpoint: Path, name: str, size: Any) -> None:
     inside = [path, *(parent for parent in path.parents if checkpoint in parent.parents)]
     if any(part.is_symlink() for part in inside):
         raise CheckpointDamaged(checkpoint, f"{name} is a symbolic link")
-    try:
+    with _reading(checkpoint, name):
         status = path.lstat()
-    except FileNotFoundError:
-        raise CheckpointDamaged(checkpoint, f"{name} is missing") from None
-    except OSError as error:
-        raise CheckpointDamaged(checkpoint, f"{name} cannot be read ({error.strerror})") from error
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointDamaged(checkpoint, f"{name} is not a regular file")
     if status.st_size != size:
@@ -218,7 +212,16 @@ def _check_size(checkpoint: Path, name: str, size: Any) -> None:
 
 
 def _digest(checkpoint: Path, name: str) -> str:
-    try:
+    with _reading(checkpoint, name):
         return sha256_of(checkpoint / name)
+
+
+@contextmanager
+def _reading(checkpoint: Path, name: str, hint: str = "") -> Iterator[None]:
+    """Turn what the system says while the file `name` is read into CheckpointDamaged; `hint` is for a missing one."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise CheckpointDamaged(checkpoint, f"{name} is missing{hint}") from None
     except OSError as error:
         raise CheckpointDamaged(checkpoint, f"{name} cannot be read ({error.strerror})") from error

@@ -1,4 +1,4 @@
-"""Everything that must survive a restart, in one object, and its way to disk and back.
+"""The state that must survive a restart, in one object, and its way to disk and back.
 
 What differs between workers (random states, unreduced metric sums) is kept per worker; the rest is equal on all.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.checkpoint import writer as checkpoint
+from lm_experiments_tools.checkpoint.legacy import read_old_training_state, regrouped
 from lm_experiments_tools.checkpoint.tree import load_tree, save_tree
 from lm_experiments_tools.errors import UserError
 
@@ -115,18 +116,38 @@ def save_checkpoint(
         logger.info("saved checkpoint of step %d%s", state.step, " (the best so far)" if is_best else "")
 
 
-def load_state(path: Path, backend: Backend) -> tuple[TrainState, dict[str, Any] | None]:
-    """Trainer state of a checkpoint, and this worker's own part (None if another number of workers saved it)."""
+def load_state(
+    path: Path, backend: Backend, *, with_optimizer: bool = True
+) -> tuple[TrainState, dict[str, Any] | None]:
+    """Trainer state of a checkpoint, and this worker's own part (None if another number of workers saved it).
+
+    The state of the optimizer and of the loss scaler goes into `backend`, which is set up, if that has an optimizer.
+
+    Raises:
+        UserError: a newer version's state, another optimizer's, or one sharded for other workers.
+    """
     tree = load_tree(path / "trainer_state")
-    workers = tree["workers"]
-    own = workers[backend.rank] if len(workers) == backend.world_size else None
-    return TrainState.from_dict(tree["state"]), own
+    state, workers = TrainState.from_dict(tree["state"]), tree["workers"]
+    if with_optimizer and backend.optimizer is not None:
+        _load_optimizer(path, backend, tree)
+    return state, workers[backend.rank] if len(workers) == backend.world_size else None
 
 
-def load_optimizer(path: Path, backend: Backend) -> None:
-    """Optimizer and loss-scaler state of a checkpoint, into a backend that is set up."""
+def load_initial(
+    source: Path, backend: Backend, *, with_optimizer: bool = True, allow_pickle: bool = False
+) -> tuple[TrainState, dict[str, Any] | None]:
+    """As `load_state`, of a checkpoint to begin another run from: ours, or an ancestor's, which has only a step."""
+    if (source / "trainer_state.json").exists():
+        return load_state(source, backend, with_optimizer=with_optimizer)
+    old = read_old_training_state(source, allow_pickle=allow_pickle)
+    if with_optimizer and backend.optimizer is not None and old.get("optimizer_state"):
+        optimizer_state = regrouped(old["optimizer_state"], backend.unwrap(), backend.optimizer)
+        _restore_optimizer(backend, {"optimizer": optimizer_state, "precision": {}}, source)
+    return TrainState(step=old.get("iteration", -1) + 1), None  # the ancestor stores the last update's index
+
+
+def _load_optimizer(path: Path, backend: Backend, saved: dict[str, Any]) -> None:
     stem = path / (f"optimizer_rank_{backend.rank:05d}" if backend.shards_optimizer else "optimizer")
-    saved = load_tree(path / "trainer_state")
     saved_by, kind = saved["world_size"], type(backend.optimizer).__name__
     if saved["optimizer"] != kind:
         raise UserError(
@@ -139,10 +160,10 @@ def load_optimizer(path: Path, backend: Backend) -> None:
             f"{saved_by} worker(s) with another way of sharding; continue with the same launcher and number of "
             "workers, or pass the checkpoint as --init_checkpoint with --reset_optimizer"
         )
-    restore_optimizer(backend, load_tree(stem), path)
+    _restore_optimizer(backend, load_tree(stem), path)
 
 
-def restore_optimizer(backend: Backend, tree: Any, source: Path) -> None:
+def _restore_optimizer(backend: Backend, tree: Any, source: Path) -> None:
     """`backend.load_optimizer_state`, keeping this run's settings, with what does not fit as a sentence."""
     groups = backend.optimizer.param_groups
     chosen = [{name: group[name] for name in SETTINGS if name in group} for group in groups]

@@ -68,13 +68,9 @@ def load_tree(path_stem: Path | str) -> Any:
         raise UserError(
             f"{json_file} cannot be read ({error}): restore the file or use an older checkpoint."
         ) from error
-    try:
-        # cloned: load_file maps the file, and the state must outlive a checkpoint that is pruned or overwritten
-        tensors = {name: tensor.clone() for name, tensor in load_file(tensor_file).items()}
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{tensor_file} cannot be read ({error}): restore the file or use an older checkpoint."
-        ) from error
+    # cloned: load_file maps the file, and the state must outlive a checkpoint that is pruned or overwritten
+    tensors = load_tensors(tensor_file, "restore the file or use an older checkpoint")
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     try:
         return _decode(structure, tensors)
     except (KeyError, TypeError, ValueError) as error:
@@ -84,8 +80,18 @@ def load_tree(path_stem: Path | str) -> Any:
         ) from error
 
 
-def as_os_error(error: SafetensorError, path: Path) -> OSError:
+def load_tensors(file: Path, advice: str = "it is truncated or corrupt; copy it again") -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, on the CPU, mapped from the file. Raises UserError, with `advice`."""
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file} cannot be read ({error}): {advice}.") from error
+
+
+def as_os_error(error: OSError | SafetensorError, path: Path) -> OSError:
     """The operating system's error inside a SafetensorError ("... (os error 28) ..."), as Python would raise it."""
+    if isinstance(error, OSError):
+        return error
     text = str(error)
     _, found, tail = text.partition("(os error ")
     number = tail.partition(")")[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import json
 import re
 import shutil
@@ -15,13 +14,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from lm_experiments_tools.checkpoint.adapter_files import read_adapter, read_adapter_into, save_adapter
 from lm_experiments_tools.checkpoint.legacy import read_pickle, state_dict_of, strip_wrappers
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, is_plain_relative_name, verify_files
 from lm_experiments_tools.checkpoint.source import holds_adapter
-from lm_experiments_tools.checkpoint.tree import as_os_error
+from lm_experiments_tools.checkpoint.tree import as_os_error, load_tensors
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.inspection import is_adapted
 
@@ -32,7 +31,7 @@ _NAMES_SHOWN = 3
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `load_weights` did, by parameter name; `mismatched` holds (name, shape in the file, shape in the model)."""
+    """Outcome of `load_weights`, by parameter name; `mismatched`: (name, shape in the file, shape in the model)."""
 
     matched: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -56,9 +55,9 @@ def save_model(
 ) -> None:
     """Write `model` (unwrapped) into the existing directory `path`.
 
-    Of a model with an adapter only what was trained is written (see adapters.py). Another with `save_pretrained` gives
-    the layout `from_pretrained` loads (config.json, model.safetensors or shards, generation_config.json); any other
-    gives model.safetensors. Tied weights are stored once.
+    Of a model with an adapter only the trained parameters are written (see adapter_files.py). Another with
+    `save_pretrained` gives the layout `from_pretrained` loads (config.json, model.safetensors or shards,
+    generation_config.json); any other gives model.safetensors. Tied weights are stored once.
 
     Args:
         state_dict: the gathered weights where the model's own are sharded (FSDP, ZeRO 3); names as in the model.
@@ -119,7 +118,7 @@ def load_weights(
         source: a checkpoint of ours, any Hugging Face directory (one file or shards), a `.safetensors` file, a
             t5-experiments `model_N.pth`, a nanoT5 `pytorch_model.bin`.
         allow_partial: load what matches by name and shape and report the rest.
-        allow_pickle: see `old_formats.read_pickle`.
+        allow_pickle: see `legacy.read_pickle`.
 
     A weight that the model ties to a loaded one is not missing; keys that the model's class declares obsolete are not
     unexpected.
@@ -248,10 +247,7 @@ def _shards(index: Path) -> list[str]:
 def _read_file(path: Path, allow_pickle: bool) -> dict[str, torch.Tensor]:
     if path.suffix != ".safetensors":
         return state_dict_of(read_pickle(path, allow_pickle=allow_pickle), path)
-    try:
-        return strip_wrappers(load_file(path))
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read ({error}): it is truncated or corrupt; copy it again.") from error
+    return strip_wrappers(load_tensors(path))
 
 
 def _tie(state_dict: dict[str, torch.Tensor], tied: dict[str, str]) -> dict[str, torch.Tensor]:
@@ -278,15 +274,11 @@ def _unshared(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
-    names = [
-        file.name
-        for file in source.iterdir()
-        if file.is_file() and any(fnmatch.fnmatch(file.name, pattern) for pattern in _TOKENIZER_FILES)
-    ]
-    if not names:
+    files = {file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}
+    if not files:
         raise UserError(f"{source} has no tokenizer files (tokenizer*.json, *.model, vocab*).")
-    for name in names:
-        shutil.copyfile(source / name, target / name)
+    for file in files:
+        shutil.copyfile(file, target / file.name)
 
 
 @contextlib.contextmanager

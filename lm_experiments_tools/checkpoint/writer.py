@@ -49,6 +49,7 @@ __all__ = [
     "CheckpointWriter",
     "LoadReport",
     "find_newest_valid",
+    "find_resume",
     "load_tree",
     "load_weights",
     "read_manifest",
@@ -85,9 +86,7 @@ class CheckpointWriter:
             raise UserError(
                 f"the number of checkpoints to keep is {keep}; it must be at least 1 (or unset to keep all)"
             )
-        self.root = Path(root)
-        self.keep = keep
-        self.rank = rank
+        self.root, self.keep, self.rank = Path(root), keep, rank
         self.links_in = Path(links_in) if links_in is not None else self.root
         self._expected_bytes = 0
 
@@ -117,10 +116,8 @@ class CheckpointWriter:
         """Turn a failed write inside the block into CheckpointWriteError, after `abort(step)`."""
         try:
             yield
-        except SafetensorError as error:
+        except (OSError, SafetensorError) as error:
             raise self._failure(step, as_os_error(error, self._temporary(step))) from error
-        except OSError as error:
-            raise self._failure(step, error) from error
 
     def abort(self, step: int) -> None:
         """Drop the unfinished save of `step` (rank 0; nothing on others). For a save that failed on another rank."""
@@ -243,16 +240,41 @@ class CheckpointWriter:
         needed, free = max(self._expected_bytes, written), _free_bytes(self.root)
         room = f"{human_bytes(needed)} ({needed} bytes) needed, {human_bytes(free)} ({free} bytes) free"
         reason = (error.strerror or str(error)).rstrip(".")
-        advice = (
-            "free some space or keep fewer checkpoints" if error.errno in _FULL else "check the disk and its mount"
-        )
-        message = (
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        advice = "free some space or keep fewer checkpoints" if full else "check the disk and its mount"
+        return CheckpointWriteError(
+            error.errno or errno.EIO,
             f"the checkpoint of step {step} was not written to {self.root}: {reason} ({room}); earlier checkpoints "
+            f"are untouched: {advice}",
         )
-        return CheckpointWriteError(error.errno or errno.EIO, f"{message}are untouched: {advice}")
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+def find_resume(resume: str, model_path: Path | str | None) -> Path | None:
+    """The checkpoint that a run continues from, or None for a run that begins; reads only.
+
+    Args:
+        resume: auto (the newest valid one of the run), never, or a checkpoint's or a run's folder.
+        model_path: the run directory, if there is one.
+
+    Raises:
+        UserError: there is no such checkpoint, it is damaged, or `never` would mix two runs in one folder.
+    """
+    if resume not in ("auto", "never"):
+        if not (path := Path(resume).resolve()).exists():
+            raise UserError(f"--resume {resume}: no such checkpoint; give its folder, or auto, or never")
+        if not (path / MANIFEST).exists() and (path / "last").exists():
+            path = (path / "last").resolve()  # a run directory was named
+        verify(path)
+        return path
+    if not model_path:
+        return None
+    root = Path(model_path) / "checkpoints"
+    if resume == "never" and any(root.glob("step_*")):
+        raise UserError(
+            f"{model_path} already holds checkpoints and --resume never would mix two runs in it; choose another "
+            "--model_path, or remove the folder"
+        )
+    return find_newest_valid(root)
 
 
 def find_newest_valid(root: Path | str, log: logging.Logger | Callable[[str], None] = logger) -> Path | None:

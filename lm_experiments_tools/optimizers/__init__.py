@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.modules.user_classes import get_cls_by_name
+from lm_experiments_tools.names import nearest_names, resolve_name
 from lm_experiments_tools.optimizers.adafactor import Adafactor
 from lm_experiments_tools.optimizers.adamw_scale import AdamWScale
 
@@ -40,7 +40,7 @@ def get_optimizer(name: str) -> type[Optimizer]:
         UserError: unknown (the nearest names are given), not installed, or not usable in a training loop.
     """
     if ":" in name:
-        return get_cls_by_name(name, base=Optimizer)
+        return resolve_name(name, Optimizer)
     if name in UNUSABLE:
         raise UserError(f"--optimizer {name} cannot be used: {UNUSABLE[name]}.")
     if name in OWN:
@@ -135,7 +135,8 @@ def build_optimizer(
     extra = dict(extra or {})
     taken = _keyword_arguments(cls)
     adafactor = {"scale_parameter": scale_parameter, "relative_step": relative_step, "warmup_init": warmup_init}
-    _check_learning_rate(name, lr, relative_step, warmup_init)
+    if lr is None and not relative_step:
+        raise UserError(f"--optimizer {name} needs --lr (only Adafactor with --relative_step does without).")
     for option, value in {**adafactor, "weight_decay": weight_decay}.items():
         if value and taken is not None and option not in taken:
             raise UserError(
@@ -143,15 +144,11 @@ def build_optimizer(
             )
     for option in extra:
         if taken is not None and option not in taken:
-            near = difflib.get_close_matches(option, taken, n=1)
-            raise UserError(
-                f"--optimizer {name} has no option '{option}'{f'; did you mean {near[0]}?' if near else '.'}"
-            )
+            raise UserError(f"--optimizer {name} has no option '{option}'{nearest_names(option, taken)}.")
 
     named = model_or_named_parameters
     groups = parameter_groups(named.named_parameters() if isinstance(named, nn.Module) else named, weight_decay)
-    takes_decay = taken is None or "weight_decay" in taken
-    if not takes_decay:
+    if taken is not None and "weight_decay" not in taken:
         for group in groups:
             del group["weight_decay"]
     options: dict = {"lr": lr}
@@ -172,14 +169,3 @@ def _keyword_arguments(cls: type[Optimizer]) -> set[str] | None:
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return None
     return {p.name for p in parameters}
-
-
-def _check_learning_rate(name: str, lr: float | None, relative_step: bool, warmup_init: bool) -> None:
-    if warmup_init and not relative_step:
-        raise UserError("--warmup_init is a form of --relative_step, which is off: set both or neither.")
-    if relative_step and lr is not None:
-        raise UserError(f"--lr {lr} has no effect with --relative_step, which sets the rate itself: drop one of them.")
-    if lr is None and not relative_step:
-        raise UserError(f"--optimizer {name} needs --lr (only Adafactor with --relative_step does without).")
-    if lr is not None and lr < 0:
-        raise UserError(f"--lr {lr} is negative.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class Adafactor(Float32StateOptimizer):
         weight_decay: parameters shrink by weight_decay * step size, before the update.
 
     Raises:
-        ValueError: lr given together with relative_step, or neither; warmup_init without relative_step.
+        ValueError: lr given together with relative_step, or neither, or negative; warmup_init without relative_step.
     """
 
     def __init__(
@@ -56,6 +56,8 @@ class Adafactor(Float32StateOptimizer):
             raise ValueError(f"lr={lr} has no effect with relative_step=True: give one of the two")
         if lr is None and not relative_step:
             raise ValueError("lr is needed unless relative_step=True")
+        if lr is not None and lr < 0:
+            raise ValueError(f"lr={lr} must not be negative")
         if warmup_init and not relative_step:
             raise ValueError("warmup_init=True is a form of relative_step=True, which is off")
         self._memory = torch.empty(0)  # see _work_space
@@ -74,23 +76,12 @@ class Adafactor(Float32StateOptimizer):
             },
         )
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Update every parameter that has a gradient; returns the closure's loss, if there is a closure."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            step_sizes = [self._update(p, group) for p in group["params"] if p.grad is not None]
-            if step_sizes and isinstance(step_sizes[0], Tensor):
-                devices = {size.device for size in step_sizes}
-                if len(devices) > 1:
-                    step_sizes = [size.to(step_sizes[0].device) for size in step_sizes]
-                group["scaled_lr"] = torch.stack(step_sizes).mean()
-            elif step_sizes:
-                group["scaled_lr"] = sum(step_sizes) / len(step_sizes)
-        return loss
+    def update(self, parameters: list[Tensor], group: dict) -> None:
+        step_sizes = [self._update(parameter, group) for parameter in parameters]
+        if step_sizes and isinstance(step_sizes[0], Tensor):
+            group["scaled_lr"] = torch.stack([size.to(step_sizes[0].device) for size in step_sizes]).mean()
+        elif step_sizes:
+            group["scaled_lr"] = sum(step_sizes) / len(step_sizes)
 
     def state_dict(self) -> dict:
         state = super().state_dict()
@@ -100,8 +91,6 @@ class Adafactor(Float32StateOptimizer):
 
     def _update(self, parameter: Tensor, group: dict) -> Tensor | float:
         """One step of one parameter; returns its step size."""
-        if parameter.grad.is_sparse:
-            raise RuntimeError("Adafactor does not support sparse gradients")
         grad = parameter.grad.float()
         state = self.state[parameter]
         if not state:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -59,23 +59,12 @@ class AdamWScale(Float32StateOptimizer):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "use_fused_kernel": fused}
         )
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Update every parameter that has a gradient; returns the closure's loss, if there is a closure."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            device_steps: dict = {}
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group, device_steps)
-        return loss
+    def update(self, parameters: list[Tensor], group: dict) -> None:
+        device_steps: dict = {}
+        for parameter in parameters:
+            self._update(parameter, group, device_steps)
 
     def _update(self, parameter: Tensor, group: dict, device_steps: dict) -> None:
-        if parameter.grad.is_sparse:
-            raise RuntimeError("AdamWScale does not support sparse gradients")
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())

@@ -1,6 +1,9 @@
-"""What our optimizers share: fp32 state that survives a reload, and norms of tensors that may be sharded."""
+"""The base of our optimizers: fp32 state that survives a reload, and norms of tensors that may be sharded."""
 
 from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,6 +22,24 @@ class Float32StateOptimizer(Optimizer):
     The learning rates depend on the root mean square of a whole parameter: DTensor shards (FSDP2) are handled, flat
     partitions that mix parameters (DeepSpeed ZeRO, FSDP1) cannot be seen from here and must be refused by the backend.
     """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Update every parameter that has a gradient; returns the closure's loss, if there is a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if any(p.grad.is_sparse for p in parameters):
+                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
+            self.update(parameters, group)
+        return loss
+
+    @abstractmethod
+    def update(self, parameters: list[Tensor], group: dict) -> None:
+        """Update these parameters of a group, all of which have a gradient."""
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)

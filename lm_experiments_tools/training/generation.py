@@ -14,7 +14,7 @@ _LENGTHS = {"max_length", "max_new_tokens"}
 
 
 def generate(model: nn.Module, part: MicroBatch, options: Mapping[str, Any], *, synced: bool = False) -> Tensor:
-    """What `model.generate` writes after each row, int64[rows, length].
+    """Tokens that `model.generate` writes after each row, int64[rows, length].
 
     An encoder-decoder reads `input_ids`. A decoder reads `prompt_ids` and `prompt_mask` of the batch, padded on the
     left, where there are any (`input_ids` would hold the answer too), and its prompt is cut off the result.

@@ -1,19 +1,18 @@
-"""What is done every n steps. "After step k" means: k updates have been applied; nothing fires at step 0."""
+"""Hooks that run every n steps. "After step k" means: k updates have been applied; nothing fires at step 0."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.training.step import StepInfo
-
-if TYPE_CHECKING:
-    from lm_experiments_tools.training.trainer import TrainingLoop
+from lm_experiments_tools.training.step import Loop, StepInfo
 
 logger = logging.getLogger(__name__)
 
@@ -23,19 +22,22 @@ class Hook(Protocol):
 
     every: int | None
 
-    def __call__(self, loop: TrainingLoop, info: StepInfo) -> None: ...
+    def __call__(self, loop: Loop, info: StepInfo) -> None: ...
 
 
 def is_due(hook: Hook, step: int) -> bool:
     return bool(hook.every) and step > 0 and step % hook.every == 0
 
 
-class LogHook:
-    def __init__(self, every: int | None) -> None:
-        self.every = every
+@dataclass
+class VerbHook:
+    """Calls a verb of the loop."""
 
-    def __call__(self, loop: TrainingLoop, info: StepInfo) -> None:
-        loop.log_train()
+    every: int | None
+    verb: Callable[[Loop], None]
+
+    def __call__(self, loop: Loop, info: StepInfo) -> None:
+        self.verb(loop)
 
 
 class ValidateHook:
@@ -44,13 +46,18 @@ class ValidateHook:
     def __init__(self, every: int | None, *, metric: str, mode: str, save_best: bool) -> None:
         self.every, self.metric, self.mode, self.save_best = every, metric, mode, save_best
 
-    def __call__(self, loop: TrainingLoop, info: StepInfo) -> None:
+    def __call__(self, loop: Loop, info: StepInfo) -> None:
         values = loop.validate(loop.valid_dataloader)
         if values is None:  # cut short by a signal; the restarted run makes up for it
             return
         if self.metric not in values:
             loop.save()  # a mistyped name must not cost the updates made so far
-        value, state = self._value(values), loop.state
+            raise UserError(
+                f"--optimize_metric {self.metric} is not produced by validation, which gives "
+                f"{', '.join(sorted(values))}; choose one of these "
+                "(metrics of generated text need --use_generate_on_valid)"
+            )
+        value, state = values[self.metric], loop.state
         state.last_validated_step = state.step
         improved = self._improves(state.best_metric, value)
         if improved:
@@ -59,32 +66,15 @@ class ValidateHook:
         else:
             state.patience += 1
         loop.log_patience()
-        if loop.plateau is not None:
-            loop.plateau.update(value)
+        if loop.learning_rate.plateau is not None:
+            loop.learning_rate.plateau.update(value)
         if improved and self.save_best:
             loop.save(is_best=True)
-
-    def _value(self, values: dict[str, float]) -> float:
-        if self.metric not in values:
-            raise UserError(
-                f"--optimize_metric {self.metric} is not produced by validation, which gives "
-                f"{', '.join(sorted(values))}; choose one of these "
-                "(metrics of generated text need --use_generate_on_valid)"
-            )
-        return values[self.metric]
 
     def _improves(self, best: float | None, value: float) -> bool:
         if math.isnan(value):
             return False
         return best is None or (value < best if self.mode == "min" else value > best)
-
-
-class SaveHook:
-    def __init__(self, every: int | None) -> None:
-        self.every = every
-
-    def __call__(self, loop: TrainingLoop, info: StepInfo) -> None:
-        loop.save()
 
 
 class ProfileHook:
@@ -96,7 +86,7 @@ class ProfileHook:
         self.start, self.stop, self.folder = start, start + num_steps, folder
         self._profiler: torch.profiler.profile | None = None
 
-    def __call__(self, loop: TrainingLoop, info: StepInfo) -> None:
+    def __call__(self, loop: Loop, info: StepInfo) -> None:
         if info.step == self.start:
             self._profiler = torch.profiler.profile(profile_memory=True)
             self._profiler.start()

@@ -1,4 +1,4 @@
-"""What the loss of a step is made of: a sum of terms, each a mean over the valid entries of labels of its own.
+"""The loss of a step: a sum of terms, each a mean over the valid entries of its own labels.
 
 T5 has one term, over target tokens. BERT has two, over masked tokens and over pairs of sentences, and the number of
 masked tokens differs from row to row; so the loss of a micro-batch, which is the sum of two means, cannot be weighted
@@ -37,7 +37,7 @@ class Loss:
         return tuple(self.labels.values())
 
     def part(self, means: Mapping[str, Tensor], weights: Mapping[str, int], totals: Mapping[str, int]) -> Tensor:
-        """What a micro-batch adds to the loss of the step.
+        """The share of a micro-batch in the loss of the step.
 
         Args:
             means: of the micro-batch, by term.

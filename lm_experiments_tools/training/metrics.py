@@ -82,7 +82,7 @@ def _detached(value: Any) -> Tensor | float:
 
 
 class Collector(Protocol):
-    """What the outputs of an evaluation are added to; one is made for each evaluation of a split."""
+    """Metrics that the outputs of an evaluation are added to; one is made for each evaluation of a split."""
 
     def add(self, batch: Mapping[str, Any], outputs: Any) -> None:
         """One micro-batch, with all entries of the batch; `outputs["generation_outputs"]` is what was generated."""
@@ -92,7 +92,7 @@ class Collector(Protocol):
 
 
 class KeptOutputs:
-    """What `keep_for_metrics_fn` keeps of each micro-batch, for metrics that need the whole split at once."""
+    """Outputs that `keep_for_metrics_fn` keeps of each micro-batch, for metrics that need the whole split at once."""
 
     def __init__(self, keep: Callable | None, metrics: Callable | None) -> None:
         self.keep, self.metrics = (keep, metrics) if keep and metrics else (None, None)
@@ -134,7 +134,7 @@ def _join(pieces: list[Any]) -> Any:
 
 
 class Window:
-    """What has been added up since the last log line."""
+    """Sums since the last log line."""
 
     def __init__(self) -> None:
         self.sums = MetricSums()

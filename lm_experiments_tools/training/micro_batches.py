@@ -48,7 +48,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Whatever draws inside (a validation, an extra loader) leaves training's random numbers as they were."""
+    """Keep training's random numbers as they were, whatever draws inside (a validation, an extra loader)."""
     state = random_state()
     try:
         yield
@@ -70,8 +70,29 @@ class BatchStream:
         self._epoch_random_state: dict[str, Any] | None = None
         self._seeks = hasattr(loader, "seek")
 
-    def seek(self, consumed_samples: int, state: Mapping[str, Any]) -> None:
-        """Go to where `state_dict` was taken; `consumed_samples` counts over all workers."""
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the training data and its order; None for loaders that have none."""
+        return getattr(self.loader, "fingerprint", None)
+
+    def seek(self, consumed_samples: int, fingerprint: str | None, state: Mapping[str, Any] | None) -> None:
+        """Go to where a checkpoint was taken.
+
+        Args:
+            consumed_samples: over all workers.
+            fingerprint: of the checkpoint's data.
+            state: this worker's `state_dict`; None where another number of workers saved it.
+
+        Raises:
+            UserError: the data is not the checkpoint's, or the position cannot be found without `state`.
+        """
+        if fingerprint != self.fingerprint:
+            raise UserError(position_lost(fingerprint, self.fingerprint))
+        if state is None and fingerprint is None:
+            raise UserError(
+                "the checkpoint was saved by another number of workers, and this data loader has no seek() to find "
+                "the position for the new number; continue with the same number of workers"
+            )
         if self._seeks:
             self.loader.seek(consumed_samples)
             return
@@ -127,7 +148,7 @@ class BatchStream:
 
 @dataclass
 class MicroBatch:
-    """What one forward pass takes, and how much it weighs.
+    """The input of one forward pass, and how much it weighs.
 
     Attributes:
         inputs: arguments of the model's forward, first dimension at most `batch_size`.
@@ -145,7 +166,7 @@ class MicroBatch:
         return next(iter(self.weights.values()))
 
     def counts(self) -> bool:
-        """False where it only fills up: nothing in it is to be learned, measured or (`example`) predicted."""
+        """False if it only fills up: nothing in it is learned, measured or (`example`) predicted."""
         numbers = self.batch.get("example")
         return any(self.weights.values()) or (isinstance(numbers, Tensor) and bool((numbers >= 0).any()))
 
@@ -155,7 +176,7 @@ class MicroBatch:
         return MicroBatch(self.inputs, batch, dict.fromkeys(self.weights, 0)).computable()
 
     def computable(self) -> MicroBatch:
-        """One valid label, to be multiplied by zero, wherever there is none: a mean over no label would be NaN."""
+        """Set one label, to be multiplied by zero, where none is valid: a mean over no label would be NaN."""
         inputs = dict(self.inputs)
         for name in (name for name, weight in self.weights.items() if weight == 0 and name in inputs):
             inputs[name] = inputs[name].clone()
@@ -174,7 +195,7 @@ class StepBatch:
 
     @classmethod
     def nothing(cls, label_names: Sequence[str]) -> StepBatch:
-        """The part of a worker that has no batch any more."""
+        """The part of a worker that has no more batches."""
         return cls([], 0, dict.fromkeys(label_names, 0), 0)
 
 
@@ -230,7 +251,7 @@ def split_batch(
 
 
 def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) -> dict[str, int]:
-    """How many columns of each entry of a micro-batch hold more than padding.
+    """Number of columns of each entry of a micro-batch that hold more than padding.
 
     What goes with the inputs is as wide as `attention_mask` (labels too, unless `has_decoder`), what goes with a
     decoder's labels as these.
@@ -264,7 +285,7 @@ def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) ->
 
 
 def position_lost(then: str | None, now: str | None) -> str:
-    """Why a position in the data of a checkpoint has no meaning in other data, in a sentence.
+    """A sentence on why a checkpoint's position in its data has no meaning in other data.
 
     Args:
         then, now: their fingerprints, which may end in /bucket_rows=N (see data/buckets.py).

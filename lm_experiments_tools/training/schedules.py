@@ -1,7 +1,12 @@
 """Learning-rate schedules as pure functions: a multiplier of `lr`, given the number of updates already applied.
 
-There is no scheduler object and nothing to save: the step is the state. Names and values of transformers' schedules
-are kept; `t5_inverse_sqrt` is the T5 paper's, `legacy` and `cosine_with_floor` are nanoT5's.
+No scheduler is stepped and nothing is saved: the step is the state. Where transformers has a schedule, the function is
+its own; `t5_inverse_sqrt` is the T5 paper's, `legacy` and `cosine_with_floor` are nanoT5's. Other schedules of
+transformers work by their names there, a user's function as `module:function`, either as a multiplier or as
+transformers writes schedules::
+
+    f(step, num_warmup_steps, num_training_steps) -> float          any of these arguments, min_lr_ratio or base_lr
+    get_x_schedule(optimizer, num_warmup_steps, num_training_steps) -> LambdaLR
 """
 
 from __future__ import annotations
@@ -9,9 +14,18 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
+from inspect import Parameter
+from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.names import resolve_name
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from lm_experiments_tools.config.training import TrainerArgs
 
 Schedule = Callable[[int], float]
 
@@ -28,7 +42,7 @@ def get_schedule(
     """A function step -> multiplier of `base_lr`, where step is the number of optimizer updates already applied.
 
     Args:
-        name: one of `SCHEDULES`.
+        name: one of `SCHEDULES`, another of transformers, or `module:function`.
         num_warmup_steps: length of the warm-up in updates; all but `constant`, `legacy` and `t5_inverse_sqrt` need it.
         num_training_steps: length of the run in updates; the schedules that end somewhere need it.
         min_lr_ratio: floor as a fraction of `base_lr`, for the schedules that have one.
@@ -41,43 +55,99 @@ def get_schedule(
     Raises:
         UserError: unknown name or option, a missing or senseless number, or a setting the schedule would ignore.
     """
-    factory = _find(name)
-    accepted = inspect.signature(factory).parameters
+    factory, accepted = _find(name)
     general = {
         "num_warmup_steps": num_warmup_steps,
         "num_training_steps": num_training_steps,
         "min_lr_ratio": min_lr_ratio,
         "base_lr": base_lr,
     }
+    for key, parameter in accepted.items():
+        if parameter.default is Parameter.empty and {**general, **options}.get(key) is None:
+            flag, problem = "--lr" if key == "base_lr" else f"--{key}", "which is not set"
+            if key not in general:
+                flag, problem = key, "which no flag gives: give it a default"
+            raise UserError(f"--lr_scheduler {name} needs {flag}, {problem}.")
     _check_numbers(name, accepted, general)
+    own = [key for key in accepted if key not in general]
     for option in options:
-        if option not in accepted or option in general:
-            known = [key for key in accepted if key not in general]
-            raise UserError(
-                f"--lr_scheduler {name} has no option '{option}'; it takes {', '.join(known) if known else 'none'}."
-            )
+        if option not in own:
+            raise UserError(f"--lr_scheduler {name} has no option '{option}'; it takes {', '.join(own) or 'none'}.")
     arguments = {key: value for key, value in general.items() if key in accepted and value is not None}
     return factory(**arguments, **options)
 
 
-def _find(name: str) -> Callable[..., Schedule]:
+def _find(name: str) -> tuple[Callable[..., Schedule], Mapping[str, Parameter]]:
+    """The maker of the schedule of this name, and the arguments that it takes."""
     if name in SCHEDULES:
-        return SCHEDULES[name]
+        return SCHEDULES[name], inspect.signature(SCHEDULES[name]).parameters
     if name == "reduce_lr_on_plateau":
         raise UserError(
             "--lr_scheduler reduce_lr_on_plateau depends on validation results, not on the step: use --use_lr_drop."
         )
-    near = difflib.get_close_matches(name, SCHEDULES, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError(f"--lr_scheduler {name} is unknown: {hint}Known: {', '.join(SCHEDULES)}.")
+    if ":" in name:
+        function = resolve_name(name, said=f"--lr_scheduler {name}")
+    elif (function := _transformers_schedules().get(name)) is None:
+        known = [*SCHEDULES, *(key for key in _transformers_schedules() if key not in SCHEDULES)]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"--lr_scheduler {name} is unknown: {hint}Known: {', '.join(known)}; or module:function.")
+    parameters = inspect.signature(function).parameters.values()
+    if not parameters:
+        raise UserError(f"--lr_scheduler {name} takes no argument: its first must be the step, or optimizer.")
+    first, *others = (p for p in parameters if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD))
+    if first.name != "optimizer":
+        return partial(partial, function), {p.name: p for p in others}
+    accepted = {p.name.replace("min_lr_rate", "min_lr_ratio"): p for p in others if p.name != "last_epoch"}
+    accepted["base_lr"] = Parameter("base_lr", Parameter.KEYWORD_ONLY, default=None)
+    return partial(_multiplier, name, function), accepted
 
 
-def _check_numbers(name: str, accepted: dict, general: dict) -> None:
+def _transformers_schedules() -> dict[str, Callable]:
+    """transformers' schedules by name; importing them takes seconds."""
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+    return {kind.value: function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
+
+
+def _multiplier(name: str, function: Callable, base_lr: float | None = None, **arguments: Any) -> Schedule:
+    """The function of the step in the LambdaLR that `function` makes of an optimizer with nothing but `base_lr`."""
+    import torch
+
+    if "min_lr_rate" in inspect.signature(function).parameters:  # transformers' name of min_lr_ratio
+        arguments["min_lr_rate"] = arguments.pop("min_lr_ratio", 0.0)
+    try:
+        scheduler = function(torch.optim.SGD([torch.zeros(())], lr=base_lr or 1.0), **arguments)
+    except ValueError as error:
+        raise UserError(f"--lr_scheduler {name} refuses its settings: {error}.") from error
+    if not isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+        raise UserError(
+            f"--lr_scheduler {name} makes a {type(scheduler).__name__}, not a LambdaLR: only a schedule that depends "
+            "on the step alone can be used."
+        )
+    return scheduler.lr_lambdas[0]
+
+
+def _as_in_transformers(described: Callable[..., Any]) -> Callable[..., Schedule]:
+    """The schedule of transformers that has the name of `described`, whose signature is known without importing it.
+
+    Args:
+        described: its body checks the arguments and returns those that transformers is given other values of, if any.
+    """
+    signature = inspect.signature(described)
+
+    @wraps(described)
+    def factory(*args: Any, **kwargs: Any) -> Schedule:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments | (described(*args, **kwargs) or {})
+        return _multiplier(described.__name__, _transformers_schedules()[described.__name__], **arguments)
+
+    return factory
+
+
+def _check_numbers(name: str, accepted: Mapping[str, Parameter], general: Mapping[str, Any]) -> None:
     warmup, total = general["num_warmup_steps"], general["num_training_steps"]
-    for key, value in general.items():
-        needed = key in accepted and accepted[key].default is inspect.Parameter.empty
-        if needed and value is None:
-            raise UserError(f"--lr_scheduler {name} needs {_FLAGS[key]}, which is not set.")
     if warmup is not None and warmup < 0:
         raise UserError(f"--num_warmup_steps is {warmup}: a number of updates cannot be negative.")
     if total is not None and total < 1:
@@ -102,147 +172,70 @@ def _check_numbers(name: str, accepted: dict, general: dict) -> None:
         raise UserError(f"--lr_scheduler {name} needs a positive --lr, not {general['base_lr']}.")
 
 
-_FLAGS = {"num_warmup_steps": "--num_warmup_steps", "num_training_steps": "--num_training_steps", "base_lr": "--lr"}
-
-
-def _warmup(step: int, num_warmup_steps: int) -> float:
-    """0 at the first update, reaching 1 after num_warmup_steps."""
-    return float(step) / float(max(1, num_warmup_steps))
-
-
-def _progress(step: int, num_warmup_steps: int, num_training_steps: int) -> float:
-    """Fraction of the updates after the warm-up that are done; above 1 past the end."""
-    return float(step - num_warmup_steps) / float(max(1, num_training_steps - num_warmup_steps))
-
-
-def _half_cosine(progress: float, num_cycles: float) -> float:
-    """1 at progress 0; with num_cycles 0.5, 0 at progress 1."""
-    return 0.5 * (1.0 + math.cos(math.pi * float(num_cycles) * 2.0 * progress))
-
-
 def constant() -> Schedule:
     """lr, always."""
     return lambda step: 1.0
 
 
-def constant_with_warmup(num_warmup_steps: int) -> Schedule:
+@_as_in_transformers
+def constant_with_warmup(num_warmup_steps: int) -> None:
     """Linear warm-up from 0, then lr."""
-    return lambda step: _warmup(step, num_warmup_steps) if step < num_warmup_steps else 1.0
 
 
-def linear(num_warmup_steps: int, num_training_steps: int) -> Schedule:
+@_as_in_transformers
+def linear(num_warmup_steps: int, num_training_steps: int) -> None:
     """Linear warm-up from 0, then linear to 0 at num_training_steps."""
 
-    def multiplier(step: int) -> float:
-        if step < num_warmup_steps:
-            return _warmup(step, num_warmup_steps)
-        return max(0.0, float(num_training_steps - step) / float(max(1, num_training_steps - num_warmup_steps)))
 
-    return multiplier
-
-
-def cosine(num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5) -> Schedule:
+@_as_in_transformers
+def cosine(num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5) -> None:
     """Linear warm-up from 0, then a cosine of num_cycles periods; to 0 at the end with the default half period."""
 
-    def multiplier(step: int) -> float:
-        if step < num_warmup_steps:
-            return _warmup(step, num_warmup_steps)
-        return max(0.0, _half_cosine(_progress(step, num_warmup_steps, num_training_steps), num_cycles))
 
-    return multiplier
-
-
-def cosine_with_restarts(num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1) -> Schedule:
+@_as_in_transformers
+def cosine_with_restarts(num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1) -> None:
     """Linear warm-up from 0, then num_cycles half cosines from 1 to 0, jumping back to 1 between them."""
 
-    def multiplier(step: int) -> float:
-        if step < num_warmup_steps:
-            return _warmup(step, num_warmup_steps)
-        progress = _progress(step, num_warmup_steps, num_training_steps)
-        if progress >= 1.0:
-            return 0.0
-        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((float(num_cycles) * progress) % 1.0))))
 
-    return multiplier
-
-
+@_as_in_transformers
 def polynomial(
     num_warmup_steps: int, num_training_steps: int, base_lr: float, lr_end: float = 1e-7, power: float = 1.0
-) -> Schedule:
+) -> dict[str, int]:
     """Linear warm-up from 0, then lr_end + (lr - lr_end) * remaining ** power; lr_end is an absolute rate."""
     if not base_lr > lr_end:
         raise UserError(f"--lr_scheduler polynomial ends at lr_end={lr_end}, so --lr {base_lr} must be larger.")
-
-    def multiplier(step: int) -> float:
-        if step < num_warmup_steps:
-            return _warmup(step, num_warmup_steps)
-        if step >= num_training_steps:
-            return lr_end / base_lr
-        remaining = 1 - (step - num_warmup_steps) / (num_training_steps - num_warmup_steps)
-        return ((base_lr - lr_end) * remaining**power + lr_end) / base_lr
-
-    return multiplier
+    no_decay = num_warmup_steps == num_training_steps  # whose length transformers would divide by
+    return {"num_training_steps": num_training_steps - int(no_decay)}
 
 
-def inverse_sqrt(num_warmup_steps: int, timescale: int | None = None) -> Schedule:
+@_as_in_transformers
+def inverse_sqrt(num_warmup_steps: int, timescale: int | None = None) -> None:
     """Linear warm-up from 0, then sqrt(timescale / (step - warmup + timescale)); timescale defaults to the warm-up,
     or 10,000 without one."""
-    scale = timescale if timescale is not None else (num_warmup_steps or 10_000)
-    if scale <= 0:
-        raise UserError(f"--lr_scheduler inverse_sqrt needs a positive timescale, not {scale}.")
-    shift = scale - num_warmup_steps
-
-    def multiplier(step: int) -> float:
-        if step < num_warmup_steps:
-            return _warmup(step, num_warmup_steps)
-        return 1.0 / math.sqrt((step + shift) / scale)
-
-    return multiplier
+    if timescale is not None and timescale <= 0:
+        raise UserError(f"--lr_scheduler inverse_sqrt needs a positive timescale, not {timescale}.")
 
 
+@_as_in_transformers
 def cosine_with_min_lr(
     num_warmup_steps: int, num_training_steps: int, min_lr_ratio: float = 0.0, num_cycles: float = 0.5
-) -> Schedule:
+) -> None:
     """`cosine` squeezed between min_lr_ratio and 1 after the warm-up from 0."""
 
-    def multiplier(step: int) -> float:
-        if step < num_warmup_steps:
-            return _warmup(step, num_warmup_steps)
-        wave = _half_cosine(_progress(step, num_warmup_steps, num_training_steps), num_cycles)
-        return max(0.0, wave * (1 - min_lr_ratio) + min_lr_ratio)
 
-    return multiplier
-
-
+@_as_in_transformers
 def cosine_warmup_with_min_lr(
     num_warmup_steps: int,
     num_training_steps: int,
     min_lr_ratio: float = 0.0,
     num_cycles: float = 0.5,
     warmup_lr_rate: float | None = None,
-) -> Schedule:
+) -> None:
     """As `cosine_with_min_lr`, but the first update already moves: the warm-up starts at 1 / num_warmup_steps, or at
     warmup_lr_rate, and the cosine is one update ahead."""
 
-    def multiplier(step: int) -> float:
-        if step < num_warmup_steps:
-            if warmup_lr_rate is None:
-                return (step + 1.0) / max(1.0, float(num_warmup_steps))
-            return warmup_lr_rate + (1.0 - warmup_lr_rate) * float(step) / max(1, float(num_warmup_steps) - 1)
-        progress = (float(step) - num_warmup_steps + 1.0) / max(1.0, float(num_training_steps) - num_warmup_steps)
-        wave = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress))
-        return max(0.0, wave * (1 - min_lr_ratio) + min_lr_ratio)
 
-    return multiplier
-
-
-_RAMPS: dict[str, Callable[[float], float]] = {
-    "linear": lambda x: x,
-    "cosine": lambda x: 0.5 * (1.0 - math.cos(math.pi * x)),
-    "1-sqrt": lambda x: 1.0 - math.sqrt(1.0 - x),
-}
-
-
+@_as_in_transformers
 def warmup_stable_decay(
     num_warmup_steps: int,
     num_training_steps: int,
@@ -252,46 +245,20 @@ def warmup_stable_decay(
     warmup_type: str = "linear",
     decay_type: str = "cosine",
     num_cycles: float = 0.5,
-) -> Schedule:
+) -> dict[str, int | None]:
     """Warm-up from min_lr_ratio, a plateau at 1, then a decay to min_lr_ratio.
 
     num_decay_steps defaults to a tenth of the run (rounded up), as MiniCPM (arXiv 2404.06395) recommends, and
     num_stable_steps to what is left. Types: linear, cosine, 1-sqrt.
     """
-    if num_decay_steps is None:
-        num_decay_steps = math.ceil(0.1 * num_training_steps)
-    if num_stable_steps is None:
-        num_stable_steps = num_training_steps - num_warmup_steps - num_decay_steps
-    if num_stable_steps < 0 or num_decay_steps < 0:
+    decay = math.ceil(0.1 * num_training_steps) if num_decay_steps is None else num_decay_steps
+    stable = num_training_steps - num_warmup_steps - decay if num_stable_steps is None else num_stable_steps
+    if stable < 0 or decay < 0:
         raise UserError(
-            f"--lr_scheduler warmup_stable_decay: {num_warmup_steps} warm-up and {num_decay_steps} decay updates do "
+            f"--lr_scheduler warmup_stable_decay: {num_warmup_steps} warm-up and {decay} decay updates do "
             f"not fit into {num_training_steps}."
         )
-    for option, value in (("warmup_type", warmup_type), ("decay_type", decay_type)):
-        if value not in _RAMPS:
-            raise UserError(
-                f"--lr_scheduler warmup_stable_decay: {option} is '{value}', not one of {', '.join(_RAMPS)}."
-            )
-    decays = {
-        "linear": lambda x: 1.0 - x,
-        "cosine": lambda x: _half_cosine(x, num_cycles),
-        "1-sqrt": lambda x: 1.0 - math.sqrt(x),
-    }
-    end_of_stable = num_warmup_steps + num_stable_steps
-
-    def multiplier(step: int) -> float:
-        if num_warmup_steps <= step < end_of_stable:
-            return 1.0
-        if step < num_warmup_steps:
-            factor = _RAMPS[warmup_type](_warmup(step, num_warmup_steps))
-        elif step < end_of_stable + num_decay_steps:
-            # in this order, as the reference: float(a - b - c) / float(d)
-            factor = decays[decay_type](float(step - num_warmup_steps - num_stable_steps) / float(num_decay_steps))
-        else:
-            return min_lr_ratio
-        return max(0.0, factor * (1.0 - min_lr_ratio) + min_lr_ratio)
-
-    return multiplier
+    return {"num_training_steps": None, "num_stable_steps": stable, "num_decay_steps": decay}
 
 
 def t5_inverse_sqrt(num_warmup_steps: int = 10_000) -> Schedule:
@@ -336,9 +303,9 @@ def cosine_with_floor(
 
     def multiplier(step: int) -> float:
         if step < num_warmup_steps:
-            return warmup_start + (1.0 - warmup_start) * _warmup(step, num_warmup_steps)
-        progress = min(1.0, _progress(step, num_warmup_steps, num_training_steps))
-        return min_lr_ratio + (1.0 - min_lr_ratio) * _half_cosine(progress, 0.5)
+            return warmup_start + (1.0 - warmup_start) * (float(step) / float(max(1, num_warmup_steps)))
+        done = float(step - num_warmup_steps) / float(max(1, num_training_steps - num_warmup_steps))
+        return min_lr_ratio + (1.0 - min_lr_ratio) * (0.5 * (1.0 + math.cos(math.pi * min(1.0, done))))
 
     return multiplier
 
@@ -370,26 +337,16 @@ class PlateauDrop:
 
     Args:
         base_lr: the learning rate being multiplied; `min_lr` and `eps` are absolute rates and are compared with it.
-        mode, factor, patience, threshold, threshold_mode, cooldown, min_lr, eps: as in
-            `torch.optim.lr_scheduler.ReduceLROnPlateau`; patience and cooldown count calls of `update`.
+        settings: of `torch.optim.lr_scheduler.ReduceLROnPlateau`: mode, factor, patience, threshold, threshold_mode,
+            cooldown, min_lr, eps; patience and cooldown count calls of `update`.
 
     Raises:
         UserError: base_lr is not positive, or torch refuses a setting.
     """
 
-    def __init__(
-        self,
-        base_lr: float,
-        *,
-        mode: str = "min",
-        factor: float = 0.1,
-        patience: int = 10,
-        threshold: float = 1e-4,
-        threshold_mode: str = "rel",
-        cooldown: int = 0,
-        min_lr: float = 0.0,
-        eps: float = 1e-8,
-    ) -> None:
+    _COUNTERS = ("num_bad_epochs", "cooldown_counter", "last_epoch")
+
+    def __init__(self, base_lr: float, **settings: Any) -> None:
         import torch
 
         if not base_lr or base_lr <= 0:
@@ -397,23 +354,13 @@ class PlateauDrop:
         self._base_lr = base_lr
         self._optimizer = torch.optim.SGD([torch.zeros(())], lr=base_lr)
         try:
-            self._scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
-                self._optimizer,
-                mode=mode,
-                factor=factor,
-                patience=patience,
-                threshold=threshold,
-                threshold_mode=threshold_mode,
-                cooldown=cooldown,
-                min_lr=min_lr,
-                eps=eps,
-            )
+            self._scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self._optimizer, **settings)
         except ValueError as error:
             raise UserError(f"--use_lr_drop with these --lr_drop_* settings is refused by torch: {error}") from error
 
     @property
     def multiplier(self) -> float:
-        """What `base_lr` is multiplied by now: 1.0 before the first drop."""
+        """Factor of `base_lr` now: 1.0 before the first drop."""
         return self._optimizer.param_groups[0]["lr"] / self._base_lr
 
     def update(self, metric: float) -> bool:
@@ -424,20 +371,52 @@ class PlateauDrop:
 
     def state_dict(self) -> dict:
         """Plain JSON scalars; `best` is None before the first result."""
-        scheduler = self._scheduler
-        return {
-            "lr": self._optimizer.param_groups[0]["lr"],
-            "best": None if math.isinf(scheduler.best) else scheduler.best,
-            "num_bad_epochs": scheduler.num_bad_epochs,
-            "cooldown_counter": scheduler.cooldown_counter,
-            "last_epoch": scheduler.last_epoch,
-        }
+        best = self._scheduler.best
+        counters = {name: getattr(self._scheduler, name) for name in self._COUNTERS}
+        return {"lr": self._optimizer.param_groups[0]["lr"], "best": None if math.isinf(best) else best, **counters}
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from `state_dict()`; the settings stay those of the constructor."""
-        scheduler = self._scheduler
         self._optimizer.param_groups[0]["lr"] = state["lr"]
-        scheduler.best = scheduler.mode_worse if state["best"] is None else state["best"]
-        scheduler.num_bad_epochs = state["num_bad_epochs"]
-        scheduler.cooldown_counter = state["cooldown_counter"]
-        scheduler.last_epoch = state["last_epoch"]
+        self._scheduler.best = self._scheduler.mode_worse if state["best"] is None else state["best"]
+        for name in self._COUNTERS:
+            setattr(self._scheduler, name, state[name])
+
+
+class LearningRate:
+    """The rates of an optimizer's parameter groups, as made, times the schedule and the drops that `args` ask for.
+
+    Attributes:
+        base: the rate of each group before any factor; None where the optimizer sets its own (relative_step).
+        plateau: the drops of `--use_lr_drop`, if any.
+    """
+
+    def __init__(self, args: TrainerArgs, optimizer: Optimizer | None) -> None:
+        self.base = [group.get("lr") for group in optimizer.param_groups] if optimizer is not None else []
+        self.schedule = self.plateau = None
+        if args.lr_scheduler and optimizer is not None:
+            self.schedule = get_schedule(
+                args.lr_scheduler,
+                num_warmup_steps=args.num_warmup_steps,
+                num_training_steps=args.schedule_steps(),
+                min_lr_ratio=args.lr_min_ratio,
+                base_lr=self.base[0],
+            )
+        if args.use_lr_drop and optimizer is not None:
+            options = ("factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps")
+            chosen = {name: getattr(args, f"lr_drop_{name}") for name in options}
+            self.plateau = PlateauDrop(self.base[0], mode=args.optimize_mode, **chosen)
+
+    def resume(self, plateau: dict) -> None:
+        """Continue the drops of a checkpoint, if it and this run have any."""
+        if self.plateau is not None and plateau:
+            self.plateau.load_state_dict(plateau)
+
+    def set(self, optimizer: Optimizer, step: int) -> None:
+        """Set the rates of the (wrapped) `optimizer`'s groups for update `step`, counted from the schedule's start."""
+        factor = 1.0 if self.schedule is None else self.schedule(step)
+        if self.plateau is not None:
+            factor *= self.plateau.multiplier
+        for group, base in zip(optimizer.param_groups, self.base, strict=True):
+            if base is not None:
+                group["lr"] = base * factor

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a wish that all workers learn of at the same step, so that they save together."""
+"""SIGTERM and Ctrl-C as a request that all workers learn of at the same step, so that they save together."""
 
 from __future__ import annotations
 

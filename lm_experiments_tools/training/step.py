@@ -1,8 +1,15 @@
-"""What hooks see of the training loop: one attempted update, and the verbs of the loop."""
+"""One attempted update, and the verbs of the training loop that hooks use."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.checkpoint.train_state import TrainState
+    from lm_experiments_tools.training.schedules import LearningRate
 
 
 @dataclass(frozen=True)
@@ -24,3 +31,27 @@ class StepInfo:
     tokens: int
     seconds: float
     data_seconds: float
+
+
+class Loop(Protocol):
+    """The training loop as hooks see it; each verb is collective, so every worker calls it."""
+
+    backend: Backend
+    state: TrainState
+    learning_rate: LearningRate
+    valid_dataloader: Iterable
+
+    def validate(self, dataloader: Iterable) -> dict[str, float] | None:
+        """Metrics over all of `dataloader`, or None when a signal cut it short."""
+
+    def save(self, is_best: bool = False) -> None:
+        """Write a checkpoint, unless there is one of this very moment."""
+
+    def log_train(self) -> None:
+        """Log what has been added up since the last time."""
+
+    def log_patience(self) -> None:
+        """Log the validations in a row without improvement."""
+
+    def say(self, message: str) -> None:
+        """Log an event of the run, once."""

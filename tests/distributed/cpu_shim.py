@@ -19,7 +19,7 @@ ZERO_STAGES = {"zero1": "1", "zero2": "2", "zero3": "3", "zero3_offload": "3"}
 
 
 def set_environment(mode: str) -> None:
-    """What `accelerate launch` would set for this mode."""
+    """The environment that `accelerate launch` would set for this mode."""
     if mode == "fsdp":
         os.environ["ACCELERATE_USE_FSDP"] = "true"
         os.environ.update(FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP")

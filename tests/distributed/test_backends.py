@@ -90,12 +90,12 @@ class Results:
         return self.job(kind, "resumed", earlier=first) if name == "resumed" else first
 
     def of(self, kind: str, scenario: str) -> list[dict[str, Any]]:
-        """What each rank wrote in a scenario."""
+        """The results of each rank in a scenario."""
         folder = self._folder(kind, scenario)
         return [json.loads((folder / f"{scenario}_{r}.json").read_text()) for r in range(KINDS[kind].workers)]
 
     def weights(self, kind: str, *names: str) -> dict[str, torch.Tensor]:
-        """What rank 0 saved in a scenario, or in a part of it."""
+        """The weights that rank 0 saved in a scenario, or in a part of it."""
         return load_file(self._folder(kind, names[0]) / f"{'_'.join(names)}.safetensors")
 
 

@@ -39,6 +39,15 @@ def no_gpu() -> None:
         pytest.skip("needs a machine without GPU")
 
 
+def failed(folder: Path, launcher: list[str], source: str, **environ: str) -> str:
+    """The output of a job that runs `source` and must fail."""
+    script = folder / "own.py"
+    script.write_text(source)
+    job = run(launcher, script, **environ)
+    assert job.returncode not in (0, None)
+    return job.output
+
+
 def test_cpu_flag_with_two_processes_is_refused(tmp_path):
     no_gpu()
     said = one_refusal(tmp_path, accelerate_launch("--cpu", "--num_processes", "2"))
@@ -62,20 +71,20 @@ def test_multi_gpu_without_gpus_is_real_ddp(tmp_path):
         assert json.loads((tmp_path / f"talked_{rank}.json").read_text())["world_size"] == 2
 
 
-def test_fsdp_on_cpus_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "kind, options, environ",
+    [
+        ("FSDP", ("--use_fsdp", "--fsdp_version", "2"), {"ACCELERATE_USE_CPU": "1"}),
+        ("DEEPSPEED", ("--use_deepspeed", "--zero_stage", "2"), {}),
+    ],
+)
+def test_sharding_on_cpus_is_refused(tmp_path, kind, options, environ):
     no_gpu()
-    options = ("--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--main_process_port", "0")
-    said = one_refusal(tmp_path, accelerate_launch(*options), ACCELERATE_USE_CPU="1")
-    assert "asked for FSDP" in said and "no GPU" in said
-
-
-def test_deepspeed_on_cpus_is_refused(tmp_path):
-    no_gpu()
-    if reason := missing("deepspeed"):
+    if reason := missing("deepspeed") if kind == "DEEPSPEED" else None:
         pytest.skip(reason)
-    options = ("--use_deepspeed", "--zero_stage", "2", "--num_processes", "2", "--main_process_port", "0")
-    said = one_refusal(tmp_path, accelerate_launch(*options))
-    assert "asked for DEEPSPEED" in said and "no GPU" in said
+    options += ("--num_processes", "2", "--main_process_port", "0")
+    said = one_refusal(tmp_path, accelerate_launch(*options), **environ)
+    assert f"asked for {kind}" in said and "no GPU" in said
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
@@ -94,39 +103,31 @@ def test_sharding_on_cpus_is_refused_however_it_was_asked_for(monkeypatch, kind,
 def test_an_accelerator_of_the_users_own_is_checked_too(tmp_path, asked, words):
     """FSDP that became DDP, and a group of two that became two lonely processes."""
     no_gpu()
-    script = tmp_path / "own.py"
-    script.write_text(
+    source = (
         "from accelerate import Accelerator\n"
         "from lm_experiments_tools.config.training import TrainerArgs\n"
         "from lm_experiments_tools.backends.accelerate import AccelerateBackend\n"
         f"AccelerateBackend.from_accelerator(Accelerator(cpu={bool(asked)}), TrainerArgs())\n"
     )
-    job = run(torchrun(), script, **({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if asked else {}))
-    assert job.returncode not in (0, None)
-    assert words in job.output
+    environ = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if asked else {}
+    assert words in failed(tmp_path, torchrun(), source, **environ)
 
 
 def test_horovod_trainer_under_torchrun_is_refused(tmp_path):
     if reason := missing("horovod"):
         pytest.skip(reason)
-    script = tmp_path / "own.py"
-    script.write_text("from lm_experiments_tools.backends.horovod import HorovodBackend as H\nH()\n")
-    job = run(torchrun(), script)
-    assert job.returncode not in (0, None)
-    assert "started 2 workers (WORLD_SIZE) but Horovod sees 1" in job.output
+    source = "from lm_experiments_tools.backends.horovod import HorovodBackend as H\nH()\n"
+    assert "started 2 workers (WORLD_SIZE) but Horovod sees 1" in failed(tmp_path, torchrun(), source)
 
 
 def test_the_wrong_backend_for_the_launcher_is_refused(tmp_path):
     if reason := missing("horovod"):
         pytest.skip(reason)
-    script = tmp_path / "own.py"
-    script.write_text(
+    source = (
         "from lm_experiments_tools import TrainerArgs\nfrom lm_experiments_tools.backends import get_backend\n"
         "get_backend(TrainerArgs(backend='accelerate'))\n"
     )
-    job = run(horovodrun(), script)
-    assert job.returncode not in (0, None)
-    assert "--backend accelerate was asked for" in job.output
+    assert "--backend accelerate was asked for" in failed(tmp_path, horovodrun(), source)
 
 
 @pytest.mark.parametrize(

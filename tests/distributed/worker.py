@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -87,6 +88,22 @@ def save_weights(backend: Backend, out: Path, name: str) -> None:
     state = backend.model_state()
     if backend.is_main:
         save_file({key: value.clone().contiguous() for key, value in state.items()}, out / f"{name}.safetensors")
+
+
+def trained_for(steps: int, backend: Backend, out: Path, name: str) -> dict[str, Any]:
+    """Steps clipped by norm, after which the weights are saved under `name`."""
+    result = {"steps": [train_step(backend, step, max_norm=0.5) for step in range(steps)]}
+    save_weights(backend, out, name)
+    return result
+
+
+def refusal(attempt: Callable[[], Any]) -> str | None:
+    """The sentence of the UserError that `attempt` raises, if it does."""
+    try:
+        attempt()
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def state_files(backend: Backend, out: Path) -> Path:
@@ -172,12 +189,9 @@ def scenario_sparse(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
 
     huggingface.block_sparse_attention = partial(huggingface.block_sparse_attention, backend="gather")
     functional._SHORT = functional._SHORT_DENSE = 0  # so that layers share the bias's table, as for long inputs
-    setup(
-        backend, model=huggingface.enable(tiny_t5(seed=backend.rank), "BigBird", block=2, num_sliding_window_blocks=1)
-    )
-    steps = [train_step(backend, step, max_norm=0.5) for step in range(4)]
-    save_weights(backend, out, "sparse")
-    return {"steps": steps}
+    model = huggingface.enable(tiny_t5(seed=backend.rank), "BigBird", block=2, num_sliding_window_blocks=1)
+    setup(backend, model=model)
+    return trained_for(4, backend, out, "sparse")
 
 
 def scenario_sparse_own(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
@@ -193,9 +207,7 @@ def scenario_sparse_own(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     own = T5ForConditionalGeneration(T5Config(**{**model.config.to_dict(), **layout}))
     own.load_state_dict(model.state_dict())
     setup(backend, model=own)
-    steps = [train_step(backend, step, max_norm=0.5) for step in range(4)]
-    save_weights(backend, out, "sparse_own")
-    return {"steps": steps}
+    return trained_for(4, backend, out, "sparse_own")
 
 
 def scenario_bert_bias(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
@@ -222,8 +234,7 @@ def scenario_bert_bias(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
         model = Unmasked(config)
         result["before"][name] = model.bert.encoder.position.weight.tolist()
         setup(backend, model=model)
-        result["steps"][name] = [train_step(backend, step, max_norm=0.5) for step in range(4)]
-        save_weights(backend, out, f"bert_bias_{name}")
+        result["steps"][name] = trained_for(4, backend, out, f"bert_bias_{name}")["steps"]
     return result
 
 
@@ -258,11 +269,7 @@ def scenario_unused(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     backend.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with backend.accumulate(sync=True):
         backend.backward(backend.model(torch.ones(2, 3)))
-    try:
-        backend.update()
-    except UserError as error:
-        return {"error": str(error)}
-    return {"error": None}
+    return {"error": refusal(backend.update)}
 
 
 def scenario_evaluated(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
@@ -312,18 +319,12 @@ def scenario_compressed(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     group = () if backend.name == "horovod" else (backend.accelerator,)
     compressed = type(backend)(*group, fp16_allreduce=True)
     setup(compressed)
-    steps = [train_step(compressed, step, max_norm=0.5) for step in range(SAVED_AT)]
-    save_weights(compressed, out, "compressed")
-    return {"steps": steps}
+    return trained_for(SAVED_AT, compressed, out, "compressed")
 
 
 def scenario_bf16_parameters(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     model = tiny_t5().bfloat16()
-    try:
-        backend.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    except UserError as error:
-        return {"error": str(error)}
-    return {"error": None}
+    return {"error": refusal(lambda: backend.setup(model, torch.optim.SGD(model.parameters(), lr=0.1)))}
 
 
 def scenario_zero_16bit(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
@@ -352,7 +353,7 @@ def scenario_zero_16bit(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
 
 
 def scenario_zero_refusals(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
-    """What DeepSpeed cannot do is said, not done differently."""
+    """DeepSpeed says what it cannot do, instead of doing something else."""
     setup(backend)
     tree = backend.optimizer_state()
     model = tiny_t5()
@@ -362,13 +363,7 @@ def scenario_zero_refusals(backend: Backend, out: Path, _: Path) -> dict[str, An
         "adafactor": lambda: backend.setup(model, torch.optim.Adafactor(model.parameters(), lr=0.1)),
         "keys": lambda: backend.load_model_state({"nonsense": torch.zeros(2)}) if backend.is_main else None,
     }
-    errors = {}
-    for name, attempt in attempts.items():
-        try:
-            attempt()
-        except UserError as error:
-            errors[name] = str(error)
-    return errors
+    return {name: refusal(attempt) for name, attempt in attempts.items()}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A small checkpoint, and how to damage it: for the tests of checkpoints."""
+"""A small checkpoint and how to damage it, and a small T5 whose weights all differ: for the tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from lm_experiments_tools.checkpoint.writer import CheckpointWriter, save_tree
+from lm_experiments_tools.models.build import build_model
 
 
 def write(root: Path, step: int, *, keep: int | None = None, best: bool = False, seed: int | None = None) -> Path:
@@ -30,3 +32,25 @@ def flip(name: str, where: float) -> Callable[[Path], None]:
         (path / name).write_bytes(content)
 
     return damage
+
+
+def random_t5(seed: int = 0, *, tied: bool = True, **changes: object) -> nn.Module:
+    """HF's T5 with 2 + 2 layers of width 16, or (not `tied`) T5 v1.1, with an output layer of its own."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = dict(vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    config = T5Config(**{"feed_forward_proj": "relu" if tied else "gated-gelu", **sizes, **changes})
+    if not tied:  # after construction: T5Config forces it back to True
+        config.tie_word_embeddings = config.scale_decoder_outputs = False
+    model = build_model(T5ForConditionalGeneration, config, seed=seed).eval()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():  # T5's own initialisation has zeros and ones that hide a lost weight
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    inputs = torch.arange(2, 34).reshape(2, 16)
+    with torch.no_grad():
+        return model(input_ids=inputs, labels=inputs[:, :8].contiguous()).logits

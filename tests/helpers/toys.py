@@ -82,5 +82,16 @@ class SeekableBatches:
             yield self.data.batch([self._row(i) for i in range(first, first + self.rows)])
 
 
+def gradients_at_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Filled, at each step of the optimizer, with the gradients it is given."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def note(*_: object) -> None:
+        seen.update({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+    optimizer.register_step_pre_hook(note)
+    return seen
+
+
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

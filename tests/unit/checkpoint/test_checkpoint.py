@@ -53,22 +53,8 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 def test_tree_round_trip_is_bit_exact(tmp_path):
     tree = {
-        "scalars": [
-            None,
-            True,
-            False,
-            0,
-            -1,
-            2**70,
-            0.1,
-            -0.0,
-            5e-324,
-            math.inf,
-            -math.inf,
-            math.nan,
-            "é\n\u2028",
-            "",
-        ],
+        "scalars": [None, True, False, 0, -1, 2**70, 0.1, -0.0, 5e-324, math.inf, -math.inf, math.nan],
+        "texts": ["é\n\u2028", ""],
         "keys": {0: "int", "0": "str", None: 1, True: 2, 1.5: 3, math.inf: 4},
         "order": {"b": 1, "a": 2},
         "tags": {"$tensor": "not a tensor", "$dict": {"$tuple": [1]}},
@@ -337,9 +323,7 @@ def test_no_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
     assert {p.name for p in tmp_path.iterdir()} == {"step_000001", "last"}
 
 
-def test_kill_at_any_moment_of_saving_leaves_a_readable_checkpoint(tmp_path):
-    """A child saves without pause and is killed at 40 random moments within its first saves; the next goes on."""
-    script = """
+SAVE_AND_BE_KILLED = """
 import sys, torch
 from pathlib import Path
 from lm_experiments_tools.checkpoint.writer import *
@@ -377,14 +361,14 @@ while True:
     step = tree["step"]
 os.kill(child, signal.SIGKILL)
 """
+
+
+def test_kill_at_any_moment_of_saving_leaves_a_readable_checkpoint(tmp_path):
+    """A child saves without pause and is killed at 40 random moments within its first saves; the next goes on."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    child = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+    command = [sys.executable, "-c", SAVE_AND_BE_KILLED, str(tmp_path)]
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
     assert child.stdout.readline() == "ready\n"
     generator, steps, interrupted = random.Random(0), [0], 0
     while len(steps) <= 40 or (steps[-1] <= 8 and len(steps) < 400):  # more kills where saving is slow

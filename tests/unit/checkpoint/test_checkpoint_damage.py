@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import re
 import shutil
@@ -10,11 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lm_experiments_tools.checkpoint.writer import (
-    CheckpointDamaged,
-    find_newest_valid,
-    verify,
-)
+from lm_experiments_tools.checkpoint.writer import CheckpointDamaged, find_newest_valid, verify
 from lm_experiments_tools.errors import UserError
 from tests.helpers.checkpoint_toys import flip, write
 
@@ -33,8 +30,6 @@ def edit_manifest(**changes):
     """A manifest that is consistent with itself, as an attacker or a newer release would write it."""
 
     def damage(path: Path) -> None:
-        import hashlib
-
         manifest = json.loads((path / "manifest.json").read_text())
         for key, value in changes.items():
             manifest[key] = value(manifest[key]) if callable(value) else value

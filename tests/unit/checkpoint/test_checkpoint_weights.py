@@ -20,35 +20,14 @@ from lm_experiments_tools.checkpoint.writer import (
     save_tree,
 )
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.models.build import build_model
-from tests.helpers.checkpoint_toys import flip, write
-
-
-def tiny_t5(*, tied: bool = True, seed: int = 0, **changes):
-    transformers = pytest.importorskip("transformers")
-    sizes = dict(vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0)
-    config = transformers.T5Config(**{"feed_forward_proj": "relu" if tied else "gated-gelu", **sizes, **changes})
-    if not tied:  # after construction: T5Config forces it back to True
-        config.tie_word_embeddings = config.scale_decoder_outputs = False
-    model = build_model(transformers.T5ForConditionalGeneration, config, seed=seed).eval()
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():  # T5's own initialisation has zeros and ones that hide a lost weight
-            parameter.copy_(torch.randn_like(parameter) * 0.3)
-    return model
-
-
-def logits(model) -> torch.Tensor:
-    inputs = torch.arange(2, 34).reshape(2, 16)
-    with torch.no_grad():
-        return model(input_ids=inputs, labels=inputs[:, :8].contiguous()).logits
+from tests.helpers.checkpoint_toys import flip, logits, random_t5, write
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("gathered", [False, True])
 def test_saved_model_loads_with_from_pretrained_without_difference(tmp_path, tied, gathered):
     transformers = pytest.importorskip("transformers")
-    model = tiny_t5(tied=tied)
+    model = random_t5(tied=tied)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()} if gathered else None
     save_model(tmp_path, model, state_dict=state)
     loaded = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path).eval()
@@ -57,7 +36,7 @@ def test_saved_model_loads_with_from_pretrained_without_difference(tmp_path, tie
     stored = load_file(tmp_path / "model.safetensors")
     assert sum("embed_tokens" in name or "lm_head" in name for name in stored) == (0 if tied else 1)
     assert (tmp_path / "generation_config.json").exists()
-    other = tiny_t5(tied=tied, seed=1)
+    other = random_t5(tied=tied, seed=1)
     report = load_weights(other, tmp_path)
     assert not report.missing and not report.unexpected and (logits(other) - logits(model)).abs().max() == 0
 
@@ -65,7 +44,7 @@ def test_saved_model_loads_with_from_pretrained_without_difference(tmp_path, tie
 def test_saving_does_not_import_deepspeed(tmp_path, monkeypatch):
     """accelerate, which save_pretrained asks, would: 2 s, and a warning where there is no GPU."""
     pytest.importorskip("accelerate")
-    model, original, imported = tiny_t5(), builtins.__import__, []
+    model, original, imported = random_t5(), builtins.__import__, []
 
     def note(name, *args, **more):
         imported.append(name)
@@ -84,13 +63,13 @@ def test_tokenizer_and_generation_config_are_stored(tmp_path):
     source.mkdir(), target.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "spiece.model", "config.json", "model.safetensors"):
         (source / name).write_text(name)
-    save_model(target, tiny_t5(), tokenizer_dir=source, generation_config=transformers.GenerationConfig(num_beams=3))
+    save_model(target, random_t5(), tokenizer_dir=source, generation_config=transformers.GenerationConfig(num_beams=3))
     assert (target / "spiece.model").read_text() == "spiece.model"
     assert json.loads((target / "config.json").read_text())["model_type"] == "t5"
     assert json.loads((target / "generation_config.json").read_text())["num_beams"] == 3
     (tmp_path / "none").mkdir()
     with pytest.raises(UserError, match="no tokenizer files"):
-        save_model(target, tiny_t5(), tokenizer_dir=tmp_path / "none")
+        save_model(target, random_t5(), tokenizer_dir=tmp_path / "none")
 
 
 class Plain(torch.nn.Module):
@@ -113,7 +92,7 @@ def test_plain_model_round_trip(tmp_path):
 
 
 def test_sharded_hugging_face_directory_loads(tmp_path):
-    model, other = tiny_t5(), tiny_t5(seed=1)
+    model, other = random_t5(), random_t5(seed=1)
     model.save_pretrained(tmp_path, max_shard_size="5KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     load_weights(other, tmp_path)
@@ -130,13 +109,13 @@ def test_sharded_hugging_face_directory_loads(tmp_path):
 
 
 def test_strict_loading_lists_what_does_not_fit(tmp_path):
-    model = tiny_t5()
+    model = random_t5()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items() if "embed" not in name}
     del weights["lm_head.weight"], weights["encoder.final_layer_norm.weight"]
     weights["bogus"] = torch.zeros(1)
     weights["decoder.final_layer_norm.weight"] = torch.zeros(5)
     save_file(weights, tmp_path / "w.safetensors")
-    target = tiny_t5(seed=1)
+    target = random_t5(seed=1)
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     with pytest.raises(UserError) as error:
         load_weights(target, tmp_path / "w.safetensors")
@@ -159,61 +138,61 @@ def test_strict_loading_lists_what_does_not_fit(tmp_path):
 def test_nothing_in_common_is_refused_even_when_partial_is_allowed(tmp_path):
     save_file({"x": torch.zeros(2)}, tmp_path / "w.safetensors")
     with pytest.raises(UserError, match="no weight in .* fits the model"):
-        load_weights(tiny_t5(), tmp_path / "w.safetensors", allow_partial=True)
+        load_weights(random_t5(), tmp_path / "w.safetensors", allow_partial=True)
 
 
 def test_untied_weights_do_not_slip_into_a_tied_model(tmp_path):
-    save_model(tmp_path, tiny_t5(tied=False))
-    target = tiny_t5(tied=True, feed_forward_proj="gated-gelu")
+    save_model(tmp_path, random_t5(tied=False))
+    target = random_t5(tied=True, feed_forward_proj="gated-gelu")
     with pytest.raises(UserError, match=r"different values for .*tie_word_embeddings"):
         load_weights(target, tmp_path, allow_partial=True)
 
 
 def test_tied_weights_do_not_silently_fill_an_untied_model(tmp_path):
-    save_model(tmp_path, tiny_t5(tied=True, feed_forward_proj="gated-gelu"))
-    target = tiny_t5(tied=False)
+    save_model(tmp_path, random_t5(tied=True, feed_forward_proj="gated-gelu"))
+    target = random_t5(tied=False)
     with pytest.raises(UserError, match=r"1 missing \(lm_head\.weight\), 0 unexpected"):
         load_weights(target, tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"1", b"\xff" * 30, None])
 def test_corrupt_safetensors_is_one_sentence(tmp_path, content):
-    save_model(tmp_path, tiny_t5())
+    save_model(tmp_path, random_t5())
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10] if content is None else content)
     with pytest.raises(UserError, match="truncated or corrupt"):
-        load_weights(tiny_t5(), tmp_path)
+        load_weights(random_t5(), tmp_path)
 
 
 def test_sources_that_are_no_checkpoint(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
-        load_weights(tiny_t5(), tmp_path / "absent")
+        load_weights(random_t5(), tmp_path / "absent")
     with pytest.raises(UserError, match="has no weights"):
-        load_weights(tiny_t5(), tmp_path)
+        load_weights(random_t5(), tmp_path)
     write(tmp_path, 1)
     with pytest.raises(UserError, match=r"looks like a run directory: give .*last"):
-        load_weights(tiny_t5(), tmp_path)
+        load_weights(random_t5(), tmp_path)
 
 
 def test_weights_of_our_checkpoint_are_checked_against_its_manifest(tmp_path):
     writer = CheckpointWriter(tmp_path, None)
     directory = writer.begin(4)
-    save_model(directory, tiny_t5())
+    save_model(directory, random_t5())
     save_tree(directory / "optimizer", {})
     path = writer.commit(4, is_best=True)
     thinned = path.rename(tmp_path / "for_a_colleague")  # renamed, without the optimizer: weights are still fine
     for name in ("optimizer.json", "optimizer.safetensors"):
         (thinned / name).unlink()
-    load_weights(tiny_t5(seed=1), thinned)
+    load_weights(random_t5(seed=1), thinned)
     flip("model.safetensors", 0.9)(thinned)
     with pytest.raises(CheckpointDamaged, match=r"model\.safetensors does not match"):
-        load_weights(tiny_t5(seed=1), thinned)
+        load_weights(random_t5(seed=1), thinned)
 
 
 def test_no_pickle_is_written(tmp_path):
     writer = CheckpointWriter(tmp_path, None)
     directory = writer.begin(1)
-    save_model(directory, tiny_t5())
+    save_model(directory, random_t5())
     save_tree(directory / "optimizer", {"a": torch.zeros(2)})
     path = writer.commit(1, is_best=False)
     assert {file.suffix for file in path.rglob("*") if file.is_file()} == {".json", ".safetensors"}

@@ -12,28 +12,9 @@ import torch
 from lm_experiments_tools.checkpoint.legacy import read_old_training_state, read_pickle
 from lm_experiments_tools.checkpoint.weights import load_weights
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.models.build import build_model
+from tests.helpers.checkpoint_toys import logits, random_t5
 
-transformers = pytest.importorskip("transformers")
-
-
-def tiny_t5(seed: int, *, tied: bool = True):
-    sizes = dict(vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0)
-    config = transformers.T5Config(**sizes, feed_forward_proj="gated-gelu")
-    if not tied:
-        config.tie_word_embeddings = config.scale_decoder_outputs = False
-    model = build_model(transformers.T5ForConditionalGeneration, config, seed=seed).eval()
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.3)
-    return model
-
-
-def logits(model) -> torch.Tensor:
-    inputs = torch.arange(2, 34).reshape(2, 16)
-    with torch.no_grad():
-        return model(input_ids=inputs, labels=inputs[:, :8].contiguous()).logits
+pytest.importorskip("transformers")
 
 
 def write_ancestor(path: Path, model) -> torch.optim.Optimizer:
@@ -60,11 +41,11 @@ def write_ancestor(path: Path, model) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_ancestor_checkpoint_gives_the_same_logits(tmp_path, tied):
-    model = tiny_t5(0, tied=tied)
+    model = random_t5(0, tied=tied)
     optimizer = write_ancestor(tmp_path / "model_1000.pth", model)
     with pytest.raises(pickle.UnpicklingError):  # what the ancestor itself meets since torch 2.6
         torch.load(tmp_path / "model_1000.pth")
-    other = tiny_t5(1, tied=tied)
+    other = random_t5(1, tied=tied)
     report = load_weights(other, tmp_path / "model_1000.pth")
     assert not report.missing and not report.unexpected
     assert (logits(other) - logits(model)).abs().max() == 0
@@ -96,7 +77,7 @@ def test_numpy_1_module_name_is_read(tmp_path):
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
 def test_nanot5_weights_load(tmp_path, prefix):
     """nanoT5 saves its model's flat state dict through Accelerate, as pytorch_model.bin in a directory."""
-    model, other = tiny_t5(0, tied=False), tiny_t5(1, tied=False)
+    model, other = random_t5(0, tied=False), random_t5(1, tied=False)
     weights = {prefix + name: tensor for name, tensor in model.state_dict().items()}
     torch.save(weights, tmp_path / "pytorch_model.bin")
     for source in (tmp_path, tmp_path / "pytorch_model.bin"):
@@ -106,7 +87,7 @@ def test_nanot5_weights_load(tmp_path, prefix):
 
 
 def test_names_of_tied_weights_may_be_absent(tmp_path):
-    model, other = tiny_t5(0), tiny_t5(1)
+    model, other = random_t5(0), random_t5(1)
     weights = {name: tensor for name, tensor in model.state_dict().items() if "embed_tokens" not in name}
     del weights["lm_head.weight"]
     torch.save({"model_state_dict": weights}, tmp_path / "m.pth")
@@ -115,10 +96,10 @@ def test_names_of_tied_weights_may_be_absent(tmp_path):
 
 
 def test_obsolete_key_of_old_transformers_is_not_unexpected(tmp_path):
-    model = tiny_t5(0)
+    model = random_t5(0)
     obsolete = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     torch.save({"model_state_dict": model.state_dict() | {obsolete: torch.zeros(32, 2)}}, tmp_path / "m.pth")
-    assert load_weights(tiny_t5(1), tmp_path / "m.pth").unexpected == []
+    assert load_weights(random_t5(1), tmp_path / "m.pth").unexpected == []
 
 
 class Payload:
@@ -160,10 +141,10 @@ def test_object_arrays_are_not_built(tmp_path):
 @pytest.mark.parametrize("zipped", [True, False])
 def test_truncated_file_is_one_sentence(tmp_path, fraction, zipped):
     file = tmp_path / "m.pth"
-    torch.save({"model_state_dict": tiny_t5(0).state_dict()}, file, _use_new_zipfile_serialization=zipped)
+    torch.save({"model_state_dict": random_t5(0).state_dict()}, file, _use_new_zipfile_serialization=zipped)
     file.write_bytes(file.read_bytes()[: int(file.stat().st_size * fraction)])
     with pytest.raises(UserError, match=r"m\.pth cannot be read \(.*truncated") as error:
-        load_weights(tiny_t5(1), file)
+        load_weights(random_t5(1), file)
     assert "\n" not in str(error.value)
 
 
@@ -171,7 +152,7 @@ def test_truncated_file_is_one_sentence(tmp_path, fraction, zipped):
 def test_garbage_is_one_sentence(tmp_path, content):
     (tmp_path / "m.pth").write_bytes(content)
     with pytest.raises(UserError, match=r"m\.pth") as error:
-        load_weights(tiny_t5(1), tmp_path / "m.pth")
+        load_weights(random_t5(1), tmp_path / "m.pth")
     assert "\n" not in str(error.value)
 
 
@@ -179,4 +160,4 @@ def test_garbage_is_one_sentence(tmp_path, content):
 def test_file_without_weights_is_told(tmp_path, content):
     torch.save(content, tmp_path / "m.pth")
     with pytest.raises(UserError, match="no model weights"):
-        load_weights(tiny_t5(1), tmp_path / "m.pth")
+        load_weights(random_t5(1), tmp_path / "m.pth")

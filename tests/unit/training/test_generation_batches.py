@@ -1,4 +1,4 @@
-"""What a decoder writes for a text is the same alone, beside longer texts, and by plain forward passes."""
+"""A decoder's text for a prompt is the same alone, beside longer texts, and by plain forward passes."""
 
 import pytest
 import torch

@@ -12,6 +12,7 @@ from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training.losses import bert_loss
 from lm_experiments_tools.training.trainer import TrainingLoop
+from tests.helpers.toys import gradients_at_steps
 
 MASKED = (1, 9, 0, 3, 12, 2, 0, 5)  # tokens of each row: a micro-batch of the third row alone has none
 CONFIG = BertConfig(
@@ -66,11 +67,9 @@ def build(cls):
 
 def one_step(cls, use_nsp, batch_size):
     """Gradients and logged losses of a step over all rows in micro-batches of `batch_size`."""
-    model, captured = build(cls), {}
+    model = build(cls)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer.register_step_pre_hook(
-        lambda *_: captured.update({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-    )
+    captured = gradients_at_steps(model, optimizer)
     args = TrainerArgs(batch_size=batch_size, gradient_accumulation_steps=-(-8 // batch_size), iters=1, log_interval=1)
     loop = TrainingLoop(args, LocalBackend(), model, optimizer, [rows(use_nsp)], loss=bert_loss(use_nsp))
     loop.train()

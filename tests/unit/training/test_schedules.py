@@ -145,13 +145,90 @@ def test_t5_inverse_sqrt_is_the_papers():
         (
             "warmup_stable_decay",
             {"num_warmup_steps": 0, "num_training_steps": 9, "decay_type": "sqrt"},
-            "not one of linear, cosine, 1-sqrt",
+            "expected .linear., .cosine. or .1-sqrt.",
         ),
     ],
 )
 def test_senseless_schedule_is_one_sentence(name, options, message):
     with pytest.raises(UserError, match=message):
         get_schedule(name, **options)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("constant_with_warmup", {}, {5: 0.5, 10: 1.0, 500: 1.0}),
+        ("linear", {}, {0: 0.0, 5: 0.5, 10: 1.0, 60: 0.5, 85: 0.25, 110: 0.0, 500: 0.0}),
+        ("cosine", {}, {5: 0.5, 35: 0.5 + math.sqrt(0.125), 60: 0.5, 110: 0.0}),
+        ("cosine_with_restarts", {"num_cycles": 2}, {35: 0.5, 59: 0.5 + 0.5 * math.cos(math.pi * 0.98), 60: 1.0}),
+        ("polynomial", {"power": 2.0, "lr_end": 0.1 * BASE_LR}, {5: 0.5, 60: 0.325, 110: 0.1, 500: 0.1}),
+        ("polynomial", {"num_training_steps": 10}, {9: 0.9, 10: 1e-7 / BASE_LR, 11: 1e-7 / BASE_LR}),
+        ("inverse_sqrt", {}, {5: 0.5, 10: 1.0, 40: 0.5, 160: 0.25}),
+        ("cosine_with_min_lr", {"min_lr_ratio": 0.2}, {5: 0.5, 60: 0.6, 110: 0.2}),
+        ("cosine_warmup_with_min_lr", {"min_lr_ratio": 0.2}, {0: 0.1, 9: 1.0, 59: 0.6, 109: 0.2}),
+        ("warmup_stable_decay", {"min_lr_ratio": 0.1}, {0: 0.1, 5: 0.55, 10: 1.0, 98: 1.0, 110: 0.1, 500: 0.1}),
+    ],
+)
+def test_schedule_has_the_values_of_its_formula(name, options, expected):
+    """Typed in, as the formulas are no longer ours: a release of transformers that changes one fails here."""
+    schedule = get_schedule(name, **{"num_warmup_steps": 10, "num_training_steps": 110, "base_lr": BASE_LR, **options})
+    assert {step: schedule(step) for step in expected} == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+def halves(step, num_training_steps):
+    return 0.5 ** (step / num_training_steps)
+
+
+def get_halving_schedule(optimizer, num_warmup_steps, num_training_steps, last_epoch=-1):
+    return LambdaLR(optimizer, lambda step: min(step / num_warmup_steps, halves(step, num_training_steps)), last_epoch)
+
+
+def needs_power(step, power):
+    return step**power
+
+
+def nothing():
+    return 1.0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_users_function_is_a_schedule():
+    """As a multiplier, as transformers writes schedules, and a schedule of transformers that has no name there."""
+    numbers = {"num_training_steps": 100, "base_lr": BASE_LR}
+    multiplier = get_schedule(f"{__name__}:halves", **numbers)
+    assert [multiplier(step) for step in (0, 50, 100)] == [1.0, 0.5**0.5, 0.5]
+    theirs = get_schedule(f"{__name__}:get_halving_schedule", num_warmup_steps=8, **numbers)
+    assert [theirs(step) for step in (0, 4, 100)] == [0.0, 0.5, 0.5]
+    by_path = get_schedule("transformers:get_linear_schedule_with_warmup", num_warmup_steps=8, **numbers)
+    linear = get_schedule("linear", num_warmup_steps=8, **numbers)
+    assert [by_path(step) for step in range(120)] == [linear(step) for step in range(120)]
+
+
+def test_a_new_schedule_of_transformers_works_by_its_name(monkeypatch):
+    from transformers import optimization
+
+    kind = type("Kind", (), {"value": "halving"})
+    monkeypatch.setitem(optimization.TYPE_TO_SCHEDULER_FUNCTION, kind, get_halving_schedule)
+    schedule = get_schedule("halving", num_warmup_steps=8, num_training_steps=100)
+    assert schedule(4) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("greedy", "makes a GreedyLR, not a LambdaLR"),
+        (f"{__name__}:halves", "needs --num_training_steps"),
+        (f"{__name__}:needs_power", "needs power, which no flag gives"),
+        (f"{__name__}:nothing", "takes no argument"),
+        (f"{__name__}:halvs", "has no halvs; did you mean 'halves'"),
+        ("torch.optim.lr_scheduler:CosineAnnealingLR", "needs T_max, which no flag gives"),
+        ("no_such_module:f", "no_such_module cannot be imported"),
+    ],
+)
+def test_a_function_that_is_no_schedule_is_one_sentence(name, message):
+    with pytest.raises(UserError, match=f"--lr_scheduler {name}.*{message}"):
+        get_schedule(name)
 
 
 def test_schedules_need_no_torch():

@@ -17,7 +17,7 @@ from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.optimizers import build_optimizer
 from lm_experiments_tools.training.trainer import TrainingDiverged, TrainingLoop
-from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller, tiny_t5, weights_of
+from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller, gradients_at_steps, tiny_t5, weights_of
 
 
 def make_loop(args=None, *, model=None, loader=None, valid=None, optimizer=None, hooks=(), **options):
@@ -29,7 +29,7 @@ def make_loop(args=None, *, model=None, loader=None, valid=None, optimizer=None,
 
 
 class Recorder:
-    """Notes of every step what `look` sees."""
+    """Notes at every step what `look` gives."""
 
     every = 1
 
@@ -44,8 +44,7 @@ def by_hand(indices, data, model):
     """Gradient of the sum of token losses over the number of tokens, one pass over all rows."""
     batch = data.batch(indices)
     logits = model(**batch).logits.float()
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
-    return loss
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
 
 
 def test_a_run_makes_exactly_iters_updates():
@@ -67,13 +66,8 @@ def test_any_split_into_micro_batches_has_the_gradient_of_one_big_batch(batch_si
     loss = by_hand(range(8), data, expected)
     loss.backward()
     model = tiny_t5()
-    captured = {}
-
-    def keep_gradients(*_):
-        captured.update({n: p.grad.clone() for n, p in model.named_parameters()})
-
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer.register_step_pre_hook(keep_gradients)
+    captured = gradients_at_steps(model, optimizer)
     args = {"batch_size": batch_size, "gradient_accumulation_steps": accumulation, "iters": 1, "log_interval": 1}
     loader = DataLoader(data, batch_size=8)
     loop = make_loop(args, model=model, optimizer=optimizer, loader=loader)
@@ -337,10 +331,7 @@ def test_rows_without_any_target_weigh_nothing_and_poison_nothing():
     model, expected = tiny_t5(), tiny_t5()
     by_hand(range(4), data, expected).backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    captured = {}
-    optimizer.register_step_pre_hook(
-        lambda *_: captured.update({n: p.grad.clone() for n, p in model.named_parameters()})
-    )
+    captured = gradients_at_steps(model, optimizer)
     args = {"batch_size": 4, "gradient_accumulation_steps": 2, "iters": 1}
     make_loop(args, model=model, optimizer=optimizer, loader=DataLoader(data, batch_size=8)).train()
     for name, parameter in expected.named_parameters():

@@ -1,0 +1,500 @@
+"""The training loop, once, for every backend.
+
+`TrainingLoop` knows models, batches, steps and metrics and speaks to the workers only through the verbs of
+`backends/backend.py`. A step is::
+
+    global step = sum over workers of `gradient_accumulation_steps` micro-batches of `batch_size` rows
+    loss        = sum of losses of its valid target tokens / number of its valid target tokens (see losses.py)
+
+so any split of the same rows into micro-batches, accumulation steps and workers has the same gradient.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lm_experiments_tools.backends.backend import saved_state
+from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.checkpoint import writer as checkpoint
+from lm_experiments_tools.checkpoint.train_state import (
+    TrainState,
+    failures_located,
+    load_initial,
+    load_state,
+    save_checkpoint,
+)
+from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.modules.inspection import forward_names
+from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
+from lm_experiments_tools.training.generation import generate
+from lm_experiments_tools.training.hooks import Hook, ProfileHook, ValidateHook, VerbHook, is_due
+from lm_experiments_tools.training.losses import MODEL_LOSS, Loss
+from lm_experiments_tools.training.metrics import Collector, KeptOutputs, MetricSums, Window
+from lm_experiments_tools.training.micro_batches import (
+    BatchStream,
+    MicroBatch,
+    StepBatch,
+    padded,
+    preserved_random_state,
+    random_state,
+    set_random_state,
+    split_batch,
+)
+from lm_experiments_tools.training.schedules import LearningRate
+from lm_experiments_tools.training.signals import StopSignals
+from lm_experiments_tools.training.step import StepInfo
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.config.training import TrainerArgs
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingDiverged(RunError):
+    """Too many updates in a row had a gradient that was not finite."""
+
+
+class TrainingLoop:
+    """Trains `model` for `args.iters` optimizer updates.
+
+    Args:
+        args: `TrainerArgs`; read, never changed.
+        backend: the workers; not yet set up (the loop does that, after any checkpoint has been loaded).
+        model: called as `model(**batch, **forward_kwargs)`; its output has a `loss` that is a mean over the valid
+            entries of `labels`, or over rows where a batch has no labels.
+        optimizer: made for this model's parameters.
+        train_dataloader: yields this worker's part of a global step, `args.rows_per_worker()` rows (fewer at an
+            epoch's end); a loader with `seek(consumed_samples)` resumes in O(1), any other is replayed.
+        valid_dataloader: this worker's part of the validation set; parts may differ in length.
+        train_sampler: its `set_epoch` is called before each epoch.
+        batch_transform_fn: f(batch) -> batch with the model's argument names.
+        batch_metrics_fn: f(batch, outputs) -> {name: mean over the micro-batch, or (sum, count)}, besides the loss.
+        keep_for_metrics_fn, metrics_fn: f(batch, outputs) -> {name: tensor or list} to keep, and f(all that was kept,
+            from all workers) -> {name: value}.
+        collect: f(split) -> what an evaluation of that split adds its outputs to, instead of `keep_for_metrics_fn`.
+        forward_kwargs, generate_kwargs: passed to every forward pass, and to `generate` on validation.
+        hooks: more things to do every n steps.
+        tokenizer_dir: folder whose tokenizer files are put into every checkpoint.
+        loss: the terms of the loss, each with labels of its own.
+
+    Raises:
+        UserError: arguments, data or a checkpoint that cannot work.
+    """
+
+    def __init__(
+        self,
+        args: TrainerArgs,
+        backend: Backend,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        train_dataloader: Iterable | None,
+        valid_dataloader: Iterable | None = None,
+        train_sampler: Any = None,
+        batch_transform_fn: Callable | None = None,
+        batch_metrics_fn: Callable = lambda batch, outputs: {},
+        keep_for_metrics_fn: Callable | None = None,
+        metrics_fn: Callable | None = None,
+        forward_kwargs: Mapping[str, Any] | None = None,
+        generate_kwargs: Mapping[str, Any] | None = None,
+        *,
+        hooks: Sequence[Hook] = (),
+        tokenizer_dir: Path | None = None,
+        loss: Loss = MODEL_LOSS,
+        collect: Callable[[str], Collector] | None = None,
+    ) -> None:
+        self.args, self.backend, self.tokenizer_dir, self.loss = args, backend, tokenizer_dir, loss
+        self.stream = BatchStream(train_dataloader, train_sampler) if train_dataloader is not None else None
+        self.valid_dataloader = valid_dataloader
+        self.batch_transform_fn, self.batch_metrics_fn = batch_transform_fn, batch_metrics_fn
+        self.forward_kwargs, self.generate_kwargs = dict(forward_kwargs or {}), dict(generate_kwargs or {})
+        self.forward_names = forward_names(model)
+        if "use_cache" in self.forward_names:  # keys and values of every layer, held to the step's end in vain
+            self.forward_kwargs.setdefault("use_cache", False)
+        self.has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+        self.state, self.window = TrainState(), Window()
+        self.kept = KeptOutputs(keep_for_metrics_fn, metrics_fn)
+        self.collect = collect or (lambda split: KeptOutputs(keep_for_metrics_fn, metrics_fn))
+        self.learning_rate = LearningRate(args, optimizer)
+        self.signals, self.tracker = StopSignals(), None
+        self._random_state: dict[str, Any] | None = None
+        self._saved_at: tuple[int, int] | None = None
+        self._set_up_model(model, optimizer)
+        self.validate_hook = ValidateHook(
+            args.effective_valid_interval() if valid_dataloader is not None else None,
+            metric=args.optimize_metric,
+            mode=args.optimize_mode,
+            save_best=args.save_best,
+        )
+        log = VerbHook(args.log_interval, lambda loop: loop.log_train())
+        save = VerbHook(args.save_interval, lambda loop: loop.save())
+        self.hooks: list[Hook] = [log, self.validate_hook, save, *hooks]
+        if args.profile_after is not None:
+            self.hooks.append(ProfileHook(args.profile_after, Path(args.model_path) / "profile"))
+
+    # ---- set-up and restart -----------------------------------------------------------------------------------------
+    def _set_up_model(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Weights before wrapping (so that sharding backends shard the loaded ones), optimizer state after it."""
+        args, backend = self.args, self.backend
+        self.writer = None
+        if args.model_path:
+            run = Path(args.model_path)
+            self.writer = checkpoint.CheckpointWriter(
+                run / "checkpoints", args.keep_checkpoints, rank=backend.rank, links_in=run
+            )
+        resume_from = on_main(backend, lambda: checkpoint.find_resume(args.resume, args.model_path))
+        source = resume_from or (Path(args.init_checkpoint) if args.init_checkpoint else None)
+        if source is not None:
+            report = checkpoint.load_weights(
+                model, source, allow_partial=args.allow_partial_checkpoint, allow_pickle=args.allow_pickle
+            )
+            self.say(f"weights from {source}: {report}")
+        elif args.validate_only and not args.names_weights():
+            raise UserError(
+                "--validate_only has nothing to validate: no checkpoint in --model_path and no --init_checkpoint, so "
+                "the weights would be random"
+            )
+        backend.setup(model, optimizer)
+        self.say(backend.describe())
+        if resume_from is not None:
+            self._resume(resume_from)
+        elif source is not None:
+            self._initialize_from(source)
+
+    def _resume(self, path: Path) -> None:
+        """Continue exactly where the checkpoint was taken."""
+        self.state, own = load_state(path, self.backend)
+        self.learning_rate.resume(self.state.plateau)
+        if own is not None:
+            self.window, self._random_state = Window.from_state(own["window"]), own["random_state"]
+            self.kept.data = own["kept"]
+        else:
+            logger.warning("%s was saved by another number of workers: dropout draws other noise from here on", path)
+        self._seek(own)
+        if self.writer is not None and path.resolve().parent == self.writer.root.resolve():
+            self._saved_at = (self.state.step, self.state.consumed_samples)
+        self.say(f"resumed from {path}: step {self.state.step}, {self.state.consumed_samples} samples consumed")
+
+    def _seek(self, own: Mapping[str, Any] | None) -> None:
+        if self.stream is not None:
+            self.stream.seek(self.state.consumed_samples, self.state.data_fingerprint, own and own["stream"])
+
+    def _initialize_from(self, source: Path) -> None:
+        """`--init_checkpoint`: the run so far, less what the --reset flags drop; data is read from its start."""
+        args = self.args
+        loaded, own = load_initial(
+            source, self.backend, with_optimizer=not args.reset_optimizer, allow_pickle=args.allow_pickle
+        )
+        if not args.reset_iteration:
+            self.state.step = loaded.step
+        self.state.schedule_start = self.state.step if args.reset_lr else min(loaded.schedule_start, self.state.step)
+        if not args.reset_lr:
+            self.learning_rate.resume(loaded.plateau)
+        if args.skip_used_data:
+            self.state.consumed_samples, self.state.consumed_tokens = loaded.consumed_samples, loaded.consumed_tokens
+            self.state.data_fingerprint = loaded.data_fingerprint
+            self._seek(own)
+        self.say(f"initialized from {source}: starting at step {self.state.step}")
+        if self.state.step >= args.iters and not args.validate_only:
+            raise UserError(
+                f"--init_checkpoint {source} is at step {self.state.step} and --iters is {args.iters}, so nothing is "
+                "left to train; raise --iters, or count from 0 with --reset_iteration"
+            )
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+    def train(self) -> None:
+        """Make updates until `args.iters` have been applied, patience has run out, or a signal asks to stop.
+
+        Raises:
+            TrainingDiverged: `args.max_skipped_updates` updates in a row were not finite.
+            SystemExit: with 128 + signal number, after everything has been saved (143 for SIGTERM).
+        """
+        self._fix_data()
+        if self.state.step >= self.args.iters:
+            self.say(f"all {self.args.iters} updates have been made; raise --iters (or --epochs) to go on")
+        with failures_located(self.state), self.signals, self.tracking():
+            self._validate_before()
+            self.backend.model.train()
+            batches = self._timed_batches()
+            while not self.signals.agreed and not self._finished():
+                batch, data_seconds = next(batches)
+                info = self.train_step(batch, data_seconds)
+                if info.applied:
+                    self._run_hooks(info)
+                    self.tracker.advance(info.step)
+            self._finish()
+        self.tracker = None
+        if self.signals.agreed:
+            raise SystemExit(128 + self.signals.agreed)
+
+    def _fix_data(self) -> None:
+        """Note the data's fingerprint. Raises UserError where workers read copies of their own that differ."""
+        self.state.data_fingerprint = self.stream.fingerprint
+        fingerprints = self.backend.gather(self.state.data_fingerprint)
+        if len(set(fingerprints)) > 1:
+            other = next(rank for rank, f in enumerate(fingerprints) if f != fingerprints[0])
+            raise UserError(
+                f"worker {other} reads other training data than worker 0: copy the same files to every machine, or "
+                "train from a shared folder"
+            )
+
+    def _finished(self) -> bool:
+        patience = self.args.early_stopping_patience
+        if 0 < patience <= self.state.patience:
+            self.say(f"early stopping at step {self.state.step}: no better validation for {patience} evaluations")
+            return True
+        return self.state.step >= self.args.iters
+
+    def _validate_before(self) -> None:
+        """The validation of the untrained model (`--valid_at_start`), or one that a signal cut short."""
+        state, hook = self.state, self.validate_hook
+        if state.step == 0 and self.args.valid_at_start and "start" not in state.metrics:
+            if (values := self.validate(self.valid_dataloader)) is not None:  # else a restart does it
+                state.metrics["start"] = values
+        elif is_due(hook, state.step) and state.last_validated_step < state.step and self._saved_at is not None:
+            self._validate_now()
+
+    def _validate_now(self) -> None:
+        self.validate_hook(self, StepInfo(self.state.step, True, 0.0, 0, 0, 0.0, 0.0))
+
+    def _run_hooks(self, info: StepInfo) -> None:
+        for hook in self.hooks:
+            if is_due(hook, info.step):
+                hook(self, info)
+                self.backend.model.train()  # the hook may have evaluated
+
+    def _timed_batches(self) -> Iterator[tuple[Mapping[str, Any], float]]:
+        """Batches with the seconds each was waited for; a restarted run's random numbers go on from its last ones."""
+        if self._random_state is not None:
+            set_random_state(self._random_state)
+            self._random_state = None
+        batches = iter(self.stream)
+        while True:
+            started = time.perf_counter()
+            batch = next(batches)
+            yield batch, time.perf_counter() - started
+
+    def train_step(self, batch: Mapping[str, Any], data_seconds: float = 0.0) -> StepInfo:
+        """Forward and backward over the micro-batches of `batch`, and one update of the weights.
+
+        `train` has put the model into training mode; that walks over all modules, so it is not done every step.
+        """
+        started = time.perf_counter()
+        backend, state = self.backend, self.state
+        self._set_lr()
+        part = self._split(batch, self.args.batch_size)
+        weights, samples, tokens, num_micro_batches = self._agree(part)
+        micro_batches = list(padded(part.micro_batches, num_micro_batches))
+        sums = MetricSums()
+        for i, micro_batch in enumerate(micro_batches):
+            with backend.accumulate(sync=i == len(micro_batches) - 1):
+                with backend.autocast():
+                    outputs = backend.model(**micro_batch.inputs, **self.forward_kwargs)
+                means = self.loss.means(micro_batch.inputs, outputs)
+                self._measure(micro_batch, means, outputs, sums, self.kept)
+                loss = self.loss.part(means, micro_batch.weights, weights) * backend.world_size
+                del outputs, means  # logits would otherwise live on through the backward pass and the update
+                backend.backward(loss)
+        grad_norm, applied = backend.update(self.args.clip_grad_norm, self.args.clip_grad_value)
+        state.step += int(applied)
+        state.consumed_samples += samples
+        state.consumed_tokens += tokens
+        seconds = time.perf_counter() - started
+        info = StepInfo(state.step, applied, grad_norm, samples, tokens, seconds, data_seconds)
+        self.window.add(sums, info)
+        self._count_skipped(info)
+        return info
+
+    def _split(self, batch: Mapping[str, Any], rows: int) -> StepBatch:
+        batch = self.batch_transform_fn(batch) if self.batch_transform_fn else batch
+        names, labels, trim_to = self.forward_names, self.loss.label_names(), self.args.trim_to()
+        return split_batch(batch, rows, names, self.backend.device, self.has_decoder, labels, trim_to)
+
+    def _agree(self, part: StepBatch) -> tuple[dict[str, int], int, int, int]:
+        """Global weights, samples and tokens, the largest number of micro-batches, and any signal: one collective."""
+        passes = [len(part.micro_batches) * (rank == self.backend.rank) for rank in range(self.backend.world_size)]
+        counts = [part.rows, part.tokens, *self.signals.pending, *part.weights.values(), *passes]
+        totals = self.backend.sum(torch.tensor(counts)).tolist()
+        self.signals.agree(totals[2:4])
+        weights = dict(zip(part.weights, totals[4 : -len(passes)], strict=True))
+        return weights, totals[0], totals[1], max(totals[-len(passes) :])
+
+    def _measure(self, part: MicroBatch, means: dict, outputs: Any, sums: MetricSums, kept: Collector) -> None:
+        """Add a micro-batch's losses and metrics to the sums, unless it only fills up."""
+        if part.counts():
+            values = self.batch_metrics_fn(part.batch, outputs)
+            for term in self.loss.labels.keys() - values.keys():
+                sums.add({term: means[term]}, part.weights[self.loss.labels[term]])
+            sums.add(values, part.weight)
+            kept.add(part.batch, outputs)
+
+    def _set_lr(self) -> None:
+        self.learning_rate.set(self.backend.optimizer, self.state.step - self.state.schedule_start)
+
+    def _count_skipped(self, info: StepInfo) -> None:
+        state = self.state
+        if info.applied:
+            state.skipped_in_a_row = 0
+            return
+        state.skipped_updates += 1
+        state.skipped_in_a_row += 1
+        first = state.consumed_samples - info.samples
+        logger.warning(
+            "gradient norm %s after step %d: update skipped on all workers (samples %d to %d; %d skipped so far)",
+            info.grad_norm, info.step, first, state.consumed_samples - 1, state.skipped_updates,
+        )  # fmt: skip
+        if state.skipped_in_a_row >= self.args.max_skipped_updates:
+            raise TrainingDiverged(
+                f"{state.skipped_in_a_row} updates in a row had a non-finite gradient (--max_skipped_updates); the "
+                "weights are those of the last applied one; lower --lr, set --clip_grad_norm, or use --bf16 not --fp16"
+            )
+
+    def _finish(self) -> None:
+        """End a run with the log line of the last part window, a validation and a checkpoint."""
+        if not self.signals.agreed:
+            if self.window.steps:
+                self.log_train()
+                self._saved_at = None  # what a checkpoint of this step holds has changed
+            if self.validate_hook.every and self.state.last_validated_step < self.state.step:
+                self._validate_now()
+                self._saved_at = None
+        self.save()
+        self.tracker.hparams(asdict(self.args))
+
+    # ---- validation -------------------------------------------------------------------------------------------------
+    def validate(self, dataloader: Iterable, split: str = "valid", write_tb: bool = True) -> dict[str, float] | None:
+        """Metrics over all of `dataloader` on all workers, each example once; training's random numbers are untouched.
+
+        Returns:
+            {metric: value} (no loss without labels), or None when a signal cut it short.
+        """
+        model, options = self.backend.unwrap(), self.generate_kwargs
+        self.backend.model.eval()
+        sums, kept = MetricSums(), self.collect(split)
+        with torch.no_grad(), preserved_random_state():
+            for micro_batch in self._aligned(dataloader, split):
+                with self.backend.autocast():
+                    texts = None
+                    if self.args.use_generate_on_valid:
+                        texts = generate(model, micro_batch, options, synced=self.backend.shards_model)
+                    outputs = self.backend.model(**micro_batch.inputs, **self.forward_kwargs)
+                if texts is not None:
+                    outputs["generation_outputs"] = texts
+                self._measure(micro_batch, self.loss.means(micro_batch.inputs, outputs), outputs, sums, kept)
+                del outputs  # logits would otherwise live on while the next texts are generated
+        if self.signals.agreed:
+            return None
+        values = self.loss.with_total({**sums.reduce(self.backend), **kept.reduce(self.backend)})
+        self.state.metrics[split] = values
+        self._log(split, values, write_tb=write_tb)
+        return values
+
+    def _aligned(self, dataloader: Iterable, split: str) -> Iterator[MicroBatch]:
+        """Micro-batches of each batch; workers whose part has ended go on with ones that weigh nothing."""
+        batches, last, labels = iter(dataloader), None, self.loss.label_names()
+        while True:
+            batch = next(batches, None)
+            part = StepBatch.nothing(labels) if batch is None else self._split(batch, self.args.valid_batch_size())
+            _, rows, _, number = self._agree(part)
+            if self.signals.agreed or (rows == 0 and last is not None):
+                return
+            if rows == 0:
+                raise UserError(f"the {split} data gave no batch to evaluate; check its path")
+            last = part.micro_batches[-1] if part.micro_batches else last
+            if last is None:
+                raise UserError(
+                    f"worker {self.backend.rank} has no validation batch while others have: the validation set is "
+                    f"smaller than the number of workers ({self.backend.world_size})"
+                )
+            spare = [last.without_weight()] * (number - len(part.micro_batches))
+            yield from [m.computable() for m in part.micro_batches] + spare
+
+    # ---- logs and checkpoints ---------------------------------------------------------------------------------------
+    def say(self, message: str) -> None:
+        """An event of the run, logged once (by rank 0)."""
+        if self.backend.is_main:
+            logger.info(message)
+
+    def tracking(self) -> Tracker:
+        """A context in which what is measured is also written to the run directory."""
+        path, begun = self.args.model_path or None, self._saved_at is not None
+        start = self.state.step if begun else -1  # nothing logged here before is of this run
+        self.tracker = Tracker(path, rank=self.backend.rank, start_step=start, total_steps=self.args.iters)
+        return self.tracker
+
+    def log_train(self) -> None:
+        """Reduce and write what has been added up since the last log line; every worker calls it."""
+        window, self.window = self.window, Window()
+        values = self.loss.with_total({**window.sums.reduce(self.backend), **self.kept.reduce(self.backend)})
+        self.state.metrics["train"] = values
+        steps, seconds = max(window.steps, 1), max(window.seconds, 1e-9)
+        self._log(
+            "train",
+            values,
+            gradients_global_norm=window.grad_norm_sum / steps,
+            weights_global_norm=self.backend.weights_norm(),
+            seconds_per_step=seconds / steps,
+            tokens_per_second=window.tokens / seconds,
+            data_wait_fraction=window.data_seconds / seconds,
+            memory_mib=self.backend.peak_memory_mib(),
+            skipped_updates=self.state.skipped_updates,
+            param_groups=[
+                {k: float(group[k]) for k in ("lr", "scaled_lr") if group.get(k) is not None}
+                for group in self.backend.optimizer.param_groups
+            ],
+        )
+
+    def log_patience(self) -> None:
+        self._log("valid", {}, patience=self.state.patience)
+
+    def _log(self, split: str, values: dict[str, float], *, write_tb: bool = True, **extra: Any) -> None:
+        if self.tracker is not None and write_tb:
+            state = self.state
+            self.tracker.log(split, state.step, state.consumed_samples, state.consumed_tokens, values, extra=extra)
+        elif values:
+            self.say(f"{split}: " + ", ".join(f"{k} {v:.4f}" for k, v in values.items() if isinstance(v, float)))
+
+    def save(self, is_best: bool = False) -> None:
+        """Write a checkpoint of this very moment, unless there is one; every worker calls it."""
+        here = (self.state.step, self.state.consumed_samples)
+        if self.writer is None or (self._saved_at == here and not is_best):
+            return
+        if self.learning_rate.plateau is not None:
+            self.state.plateau = self.learning_rate.plateau.state_dict()
+        is_best = is_best or (self.args.save_best and self.state.best_step == self.state.step)
+        own = {
+            "random_state": random_state() if self._random_state is None else self._random_state,
+            "stream": self.stream.state_dict(),
+            "window": self.window.state_dict(),
+            "kept": self.kept.data,
+        }
+        save_checkpoint(self.backend, self.writer, self.state, own, is_best=is_best, tokenizer_dir=self.tokenizer_dir)
+        self._saved_at = here
+
+    def load(self, source: str | Path) -> None:
+        """Put the weights of a checkpoint into the model, for example the best one before a last evaluation."""
+
+        def read() -> dict[str, Tensor]:
+            model = self.backend.unwrap()
+            if self.backend.shards_model:
+                return checkpoint.read_state(model, Path(source), self.args.allow_pickle)
+            checkpoint.load_weights(model, source, allow_pickle=self.args.allow_pickle)
+            return saved_state(model)
+
+        self.backend.load_model_state(on_all(self.backend, read, only_main=True))
+        self.say(f"weights from {source}")
+
+    def save_metrics(self, save_path: str | Path | None) -> None:
+        """Write the last metrics of every split to `save_path`/metrics.json."""
+        if save_path is not None and self.backend.is_main:
+            save_metrics(Path(save_path) / "metrics.json", self.state.metrics)
