@@ -10,10 +10,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.names import resolve_name
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.training import TrainerArgs
+
+# Names of --backend, and module:Class in this folder; a module is imported when its backend is chosen.
+BACKENDS = {
+    "local": "backend:LocalBackend",
+    "horovod": "horovod:HorovodBackend",
+    "accelerate": "accelerate:AccelerateBackend",
+}
 
 
 def detect_backend(environ: Mapping[str, str] = os.environ) -> str:
@@ -40,19 +48,6 @@ def get_backend(args: TrainerArgs) -> Backend:
             f"--backend {name} was asked for, but this process was started by a launcher of {detected}: each worker "
             f"would train alone; leave --backend out or start with the launcher of {name}"
         )
-    if name == "horovod":
-        from lm_experiments_tools.backends.horovod import HorovodBackend
-
-        return HorovodBackend.from_args(args)
-    if name == "accelerate":
-        from lm_experiments_tools.backends.accelerate import AccelerateBackend
-
-        return AccelerateBackend.from_args(args)
-    if name == "local":
-        if args.fp16_allreduce:
-            raise UserError("--fp16_allreduce is about gradients sent between workers, but this run has only one")
-        from lm_experiments_tools.backends.backend import LocalBackend
-        from lm_experiments_tools.backends.precision import get_precision
-
-        return LocalBackend(get_precision(**args.precision_options()))
-    raise UserError(f"--backend {name}: choose auto, horovod, accelerate or local")
+    if name not in BACKENDS:
+        raise UserError(f"--backend {name}: choose auto or one of {', '.join(BACKENDS)}")
+    return resolve_name(f"{__name__}.{BACKENDS[name]}").from_args(args)

@@ -24,17 +24,20 @@ import resource
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lm_experiments_tools.backends.precision import Precision
+from lm_experiments_tools.backends.precision import Precision, get_precision
 from lm_experiments_tools.backends.trees import broadcast_tree
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.host_embedding import HostEmbedding
 from lm_experiments_tools.modules.inspection import is_adapted, is_spread, trained_parameters
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.config.training import TrainerArgs
 
 
 class Backend:
@@ -192,6 +195,13 @@ class LocalBackend(Backend):
     """One process alone."""
 
     name = "local"
+
+    @classmethod
+    def from_args(cls, args: TrainerArgs) -> LocalBackend:
+        """The backend with the precision that the flags name."""
+        if args.fp16_allreduce:
+            raise UserError("--fp16_allreduce is about gradients sent between workers, but this run has only one")
+        return cls(get_precision(**args.precision_options()))
 
 
 class DataParallelBackend(Backend, ABC):
