@@ -1,4 +1,4 @@
-"""What is masked: the rule turn by turn, whole words, the laws of the random choices."""
+"""Masking: the rule turn by turn, whole words, the laws of the random choices."""
 
 import numpy as np
 import pytest
