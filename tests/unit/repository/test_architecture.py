@@ -98,11 +98,10 @@ def carry_out(folder: Path, recipe: str) -> str:
         if kind == "python":
             (folder / file).write_text(text)
         elif kind == "diff":
-            context = "\n".join(line[1:] for line in text.splitlines() if line.startswith(" "))
+            old, new = ("\n".join(line[1:] for line in text.splitlines() if line[0] in kept) for kept in (" -", " +"))
             source = (folder / file).read_text()
-            assert source.count(context) == 1, f"{file} holds {context!r} {source.count(context)} times"
-            changed = "\n".join(line[1:] for line in text.splitlines() if not line.startswith("-"))
-            (folder / file).write_text(source.replace(context, changed))
+            assert source.count(old) == 1, f"{file} holds {old!r} {source.count(old)} times"
+            (folder / file).write_text(source.replace(old, new))
         else:
             environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
             for command in text.replace("python", sys.executable).splitlines():
@@ -120,7 +119,7 @@ def carry_out(folder: Path, recipe: str) -> str:
         ("an optimizer", "step 2/2"),
         ("a schedule", "step 2/2"),
         ("an attention kernel", "plain: "),
-        ("a backend", "backend counting"),
+        ("a backend", "sums over workers"),
         ("a subcommand", "40 lines"),
     ],
 )
