@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lm_experiments_tools.attention.kernels.bias import DistanceBias, dense_bias
+from lm_experiments_tools.attention.kernels.bias import Bias, dense_bias
 from lm_experiments_tools.attention.kernels.dispatch import block_sparse_attention
 from lm_experiments_tools.attention.kernels.plan import Layout, describe, num_blocks
 from lm_experiments_tools.attention.layouts import SparsityConfig
@@ -68,7 +68,7 @@ class SparseSelfAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        rpe: Tensor | DistanceBias | None = None,
+        rpe: Bias | None = None,
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
@@ -170,7 +170,7 @@ def _check_mask(name: str, mask: Tensor, query: Tensor) -> None:
         raise UserError(f"SparseSelfAttention: {name} is on {mask.device}, but query is on {query.device}.")
 
 
-def _check_rpe(rpe: Tensor | DistanceBias | None, query: Tensor) -> None:
+def _check_rpe(rpe: Bias | None, query: Tensor) -> None:
     """What sums with masks rely on; the attention call checks the rest."""
     length = query.shape[2]
     if isinstance(rpe, Tensor):
@@ -192,7 +192,7 @@ def _check_additive(name: str, mask: Tensor) -> None:
         )
 
 
-def _plus(bias: Tensor | DistanceBias | None, added: Tensor | None, length: int) -> Tensor | DistanceBias | None:
+def _plus(bias: Bias | None, added: Tensor | None, length: int) -> Bias | None:
     if added is None:
         return bias
     if bias is None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention.kernels.bias import DistanceBias, distance_tiles
+from lm_experiments_tools.attention.kernels.bias import Bias, distance_tiles
 from lm_experiments_tools.attention.kernels.plan import Layout, cached, num_blocks
 from lm_experiments_tools.attention.kernels.request import Request
 
@@ -85,7 +85,7 @@ class BiasTiles:
 
 
 def bias_tiles(
-    bias: DistanceBias | Tensor | None, block: int, query_length: int, key_length: int, causal: bool, like: Tensor
+    bias: Bias | None, block: int, query_length: int, key_length: int, causal: bool, like: Tensor
 ) -> BiasTiles | None:
     """Tiles of a bias, and of the causal mask: -inf above the diagonal of tiles that lie on it. Differentiable."""
     future = torch.ones(block, block, dtype=torch.bool, device=like.device).triu(1)

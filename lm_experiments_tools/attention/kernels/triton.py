@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
 
@@ -434,8 +434,11 @@ def attend(request: Request, seed: int) -> Tensor:
     q, k, v = (_packed(x) for x in (request.q, request.k, request.v))
     empty = {name: x.detach().to("meta") for name, x in (("q", q), ("k", k), ("v", v))}
     call = Call(
-        *(replace(request, **empty, bias=None, key_padding_mask=None, segment_ids=None), q.device),
-        *(kernels, kind, saturation),
+        request._replace(**empty, bias=None, key_padding_mask=None, segment_ids=None),
+        q.device,
+        kernels,
+        kind,
+        saturation,
         # copies, because the backward pass reads them after their owner may have written the next batch into them
         key_mask=None if mask is None else mask.clone(memory_format=torch.contiguous_format).view(torch.uint8),
         segments=None if segments is None else tuple(ids.to(torch.int64, copy=True).contiguous() for ids in segments),
