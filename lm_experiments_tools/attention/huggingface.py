@@ -294,7 +294,7 @@ def _layout(module: nn.Module, num_heads: int) -> SparsityConfig | None:
 
 
 def _stays_exact(module: object, config: PreTrainedConfig) -> bool:
-    """Whether a layer (or configuration) is of a decoder that reads an encoder; decoders alone may be sparse."""
+    """True if a layer (or configuration) is of a decoder that reads an encoder; decoders alone may be sparse."""
     if not getattr(module, "is_decoder", getattr(config, "is_decoder", False)):
         return False
     reads = config.is_encoder_decoder or getattr(config, "add_cross_attention", False)

@@ -148,7 +148,7 @@ class SparseSelfAttention(nn.Module):
         return keep, added[:, None, None, :] if bool(added.any()) else None
 
     def _attention_mask(self, mask: Tensor, query: Tensor) -> Tensor:
-        """What the mask adds to scores, -inf where it leaves nothing: [1, 1, length, length]."""
+        """The mask as it is added to scores, -inf where it leaves nothing: [1, 1, length, length]."""
         length = query.shape[2]
         _check_mask("attn_mask", mask, query)
         if mask.shape[-2:] != (length, length) or mask.numel() != length * length:
@@ -171,7 +171,7 @@ def _check_mask(name: str, mask: Tensor, query: Tensor) -> None:
 
 
 def _check_rpe(rpe: Bias | None, query: Tensor) -> None:
-    """What sums with masks rely on; the attention call checks the rest."""
+    """Check what sums with masks rely on; the attention call checks the rest."""
     length = query.shape[2]
     if isinstance(rpe, Tensor):
         fits = rpe.dim() == 4 and rpe.shape[2:] == (length, length) and rpe.device == query.device
