@@ -1,4 +1,4 @@
-"""Metrics of fine-tuning, by the rules and on the scales of the programs that people compare with.
+"""Metrics of fine-tuning, by the rules of the programs people compare with; imports data.examples, backends, config.
 
 | --metrics | values | scale | rule |
 |---|---|---|---|
