@@ -39,6 +39,13 @@ class Case:
     value_dim: int = 8
 
 
+def tensors(*shape: int, count: int = 3, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
+    """Random leaves that want gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(count)]
+    return [x.to(dtype).requires_grad_() for x in drawn]
+
+
 def make_layout(case: Case) -> object:
     if case.layout == "dense":
         return None

@@ -16,11 +16,7 @@ from lm_experiments_tools.attention.kernels import plan, sdpa
 from lm_experiments_tools.attention.kernels.bias import alibi_slopes
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
 from lm_experiments_tools.errors import UserError
-
-
-def tensors(*shape: int, count: int = 3) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(count)]
+from tests.helpers.attention_cases import tensors
 
 
 @pytest.fixture(autouse=True)

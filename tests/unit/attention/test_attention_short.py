@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from lm_experiments_tools.attention import T5Bias, block_sparse_attention, explain
 from lm_experiments_tools.attention.kernels import dispatch as functional
@@ -14,13 +13,7 @@ from lm_experiments_tools.attention.kernels import sdpa
 from lm_experiments_tools.attention.kernels.request import Request, check
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
 from lm_experiments_tools.errors import UserError
-from tests.helpers.attention_cases import Case, errors
-
-
-def tensors(*shape: int, count: int = 3) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(count)]
-
+from tests.helpers.attention_cases import Case, errors, tensors
 
 PLAIN = [
     {},
