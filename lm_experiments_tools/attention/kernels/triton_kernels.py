@@ -249,8 +249,7 @@ def query_gradient_kernel(
     row_delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     tl.store(delta + rows, row_delta, mask=inside)
     gradient = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    first_sum = tl.zeros([BLOCK_M], tl.float32)
-    second_sum = tl.zeros([BLOCK_M], tl.float32)
+    first_sum, second_sum = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     for NEAR in tl.static_range(2):
         if NEAR == 0 or BIAS == T5 or CAUSAL:
             steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
