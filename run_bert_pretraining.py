@@ -31,24 +31,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend
+    from lm_experiments_tools.recipes import common
     from lm_experiments_tools.recipes.bert_data import bert_metrics, bert_pretraining_data
-    from lm_experiments_tools.recipes.common import (
-        model_from_args,
-        optimizer_from_args,
-        seed_worker,
-        show_run,
-        start_run,
-    )
     from lm_experiments_tools.recipes.report import fill_in_masked_words, write_report
     from lm_experiments_tools.training.losses import bert_loss
     from lm_experiments_tools.training.trainer import TrainingLoop
 
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
-    run = start_run(args, backend)
-    data = bert_pretraining_data(args, backend)
-    model = model_from_args(args, data.tokenizer.vocab_size)
-    optimizer = None if args.validate_only else optimizer_from_args(args, model)
-    seed_worker(args.seed, backend.rank)
+    run = common.start_run(args, backend)
+    model_source = common.model_source(args, backend)
+    data = bert_pretraining_data(args, backend, model_source)
+    model = common.model_from_args(args, model_source, data.tokenizer.vocab_size)
+    optimizer = common.optimizer_from_args(args, model)
+    common.seed_worker(args.seed, backend.rank)
     trainer = TrainingLoop(
         args,
         backend,
@@ -60,18 +55,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         tokenizer_dir=data.tokenizer_dir,
         loss=bert_loss(args.use_nsp),
     )
-    epoch = None if data.train is None else data.train.samples_per_epoch
-    show_run(args, origins, run, backend, backend.unwrap(), epoch, data.objective)
-    if args.validate_only:
-        trainer.validate(data.valid)
-    else:
-        trainer.train()
+    common.show_run(args, origins, run, backend, backend.unwrap(), data)
+    common.train_or_validate(trainer)
     trainer.save_metrics(args.model_path)
     if args.report:
         write_report(trainer, fill_in_masked_words(trainer, data))
-    if data.train is not None:
-        data.train.close()
-    backend.close()
+    common.close_run(backend, data)
 
 
 if __name__ == "__main__":

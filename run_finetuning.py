@@ -36,7 +36,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.models.pretrained import load_tokenizer, pretrained_model
-    from lm_experiments_tools.recipes.common import optimizer_from_args, seed_worker, show_run, start_run
+    from lm_experiments_tools.recipes.common import (
+        close_run,
+        optimizer_from_args,
+        seed_worker,
+        show_run,
+        start_run,
+        train_or_validate,
+    )
     from lm_experiments_tools.recipes.finetuning import (
         evaluate_last,
         finetuning_loop,
@@ -54,21 +61,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         args = args.with_epochs(data.train.samples_per_epoch, backend.world_size)
     model = pretrained_model(args, tokenizer, data.label_names)
     show_summary(backend, model)
-    optimizer = None if args.validate_only else optimizer_from_args(args, model)
+    optimizer = optimizer_from_args(args, model)
     seed_worker(args.seed, backend.rank)
     tokenizer_dir = save_tokenizer(args, backend, tokenizer)
     trainer = finetuning_loop(args, backend, model, optimizer, data, tokenizer, tokenizer_dir)
-    epoch = None if data.train is None else data.train.samples_per_epoch
-    show_run(args, origins, run, backend, backend.unwrap(), epoch, data.objective)
-    if not args.validate_only:
-        trainer.train()
-    elif trainer.valid_dataloader is not None:
-        trainer.validate(trainer.valid_dataloader)
+    show_run(args, origins, run, backend, backend.unwrap(), data)
+    train_or_validate(trainer)
     evaluate_last(trainer, data)
     trainer.save_metrics(args.model_path)
-    if data.train is not None:
-        data.train.close()
-    backend.close()
+    close_run(backend, data)
 
 
 if __name__ == "__main__":

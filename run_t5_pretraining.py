@@ -30,31 +30,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     args, origins = parse(T5PretrainingArgs, argv, description=__doc__)
 
     # imported after parsing, so that --help and a mistyped flag answer at once, as does a vocabulary of other tokens
-    from lm_experiments_tools.data.tokens.tokenize import check_run_vocabulary
+    from lm_experiments_tools.recipes.t5_sources import T5Sources
 
-    check_run_vocabulary(args)
+    sources = T5Sources(args)
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.modules.inspection import forward_names
-    from lm_experiments_tools.recipes.common import (
-        model_from_args,
-        optimizer_from_args,
-        seed_worker,
-        show_run,
-        start_run,
-    )
+    from lm_experiments_tools.recipes import common
     from lm_experiments_tools.recipes.objectives import check_causality, check_model
     from lm_experiments_tools.recipes.report import t5_examples, write_report
     from lm_experiments_tools.recipes.t5_data import pretraining_data, pretraining_metrics
     from lm_experiments_tools.training.trainer import TrainingLoop
 
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
-    run = start_run(args, backend)
-    check_model(args)  # before hours of tokenizing
-    data = pretraining_data(args, backend)
-    model = model_from_args(args, data.vocabulary.size)
+    run = common.start_run(args, backend)
+    model_source = common.model_source(args, backend)
+    check_model(args, model_source)  # before hours of tokenizing
+    data = pretraining_data(args, backend, sources, model_source.kind)
+    model = common.model_from_args(args, model_source, data.vocabulary.size)
     check_causality(args, model)
-    optimizer = None if args.validate_only else optimizer_from_args(args, model)
-    seed_worker(args.seed, backend.rank)
+    optimizer = common.optimizer_from_args(args, model)
+    common.seed_worker(args.seed, backend.rank)
     trainer = TrainingLoop(
         args,
         backend,
@@ -67,18 +62,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         generate_kwargs={"do_sample": False},
         tokenizer_dir=data.tokenizer_dir,
     )
-    epoch = None if data.train is None else data.train.samples_per_epoch
-    show_run(args, origins, run, backend, backend.unwrap(), epoch, data.objective)
-    if args.validate_only:
-        trainer.validate(data.valid)
-    else:
-        trainer.train()
+    common.show_run(args, origins, run, backend, backend.unwrap(), data)
+    common.train_or_validate(trainer)
     trainer.save_metrics(args.model_path)
     if args.report:
         write_report(trainer, t5_examples(trainer, data))
-    if data.train is not None:
-        data.train.close()
-    backend.close()
+    common.close_run(backend, data)
 
 
 if __name__ == "__main__":

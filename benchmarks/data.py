@@ -45,7 +45,7 @@ BERT_DATA = "bert_text_sentence"
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the measurements read: a folder made by `prepare`, a SentencePiece model, a WordPiece vocab.txt."""
+    """Inputs of the measurements: a folder made by `prepare`, a SentencePiece model, a WordPiece vocab.txt."""
 
     folder: Path
     vocab: Path
@@ -189,12 +189,13 @@ def seqio_jsonl(inputs: Inputs) -> Iterator[float]:
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
     from lm_experiments_tools.recipes.t5_data import pretraining_data
+    from lm_experiments_tools.recipes.t5_sources import T5Sources
 
     args = T5PretrainingArgs(
         data_path=(str(inputs.folder / "text.jsonl"),), vocab=str(inputs.vocab), data_pipeline="seqio",
         input_seq_len=INPUTS, target_seq_len=TARGETS, batch_size=BATCH, model_cfg="t5-small", lr=1e-3, backend="local",
     )  # fmt: skip
-    data = pretraining_data(args, get_backend(args))
+    data = pretraining_data(args, get_backend(args), T5Sources(args), "encoder-decoder")
     for batch in data.train:
         yield len(batch["input_ids"])
 

@@ -48,16 +48,8 @@ def main() -> None:
         common = ["--data_path", str(folder / "text"), "--vocab", str(arguments.vocab.resolve()), "--batch_size", "8"]
         preset = ROOT / "models_configs" / "t5_configs" / "t5-micro.json"
         (folder / "model.json").write_text(json.dumps({"base": str(preset), "vocab_size": 32128}))
-        common += [
-            "--model_cfg",
-            str(folder / "model.json"),
-            "--input_seq_len",
-            "128",
-            "--lr",
-            "3e-3",
-            "--clip_grad_norm",
-            "1",
-        ]
+        common += ["--model_cfg", str(folder / "model.json"), "--input_seq_len", "128"]
+        common += ["--lr", "3e-3", "--clip_grad_norm", "1"]
         common += arguments.flags
         train(folder, "weights", *common, "--iters", "1", "--lr", "1e-12", "--data_pipeline", "native")
         start = ["--init_checkpoint", str(folder / "weights" / "last"), "--reset_optimizer", "--reset_iteration"]

@@ -203,7 +203,7 @@ class BertDataset:
         logger.warning("%s", unread)
 
     def _unread_remedy(self) -> str:
-        """What to do about tokens that are not read, by what most of them are."""
+        """Remedy for tokens that are not read, by what most of them are."""
         counts, longest = self.mapping.counts, self.settings.max_sentence_length
         level = self.tokens.meta.get("level")
         if level == "document":

@@ -13,27 +13,16 @@ A sequence without tokens is left out, and so is a document without sequences (i
 makes each token a sequence; `append_eod` ends the last sequence of a document with the end-of-document id.
 """
 
-import multiprocessing
 import os
-import queue
-import subprocess
-import sys
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 
 import numpy as np
 
-from lm_experiments_tools.data.text.documents import (
-    BadLine,
-    excerpt,
-    no_key,
-    parse_json_object,
-    unusable_characters,
-)
+from lm_experiments_tools.data.text.bad_lines import BadLine, no_key
+from lm_experiments_tools.data.text.documents import excerpt, parse_json_object, unusable_characters
 from lm_experiments_tools.data.tokens.indexed import token_dtype
+from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool
 from lm_experiments_tools.errors import UserError
 from megatron.sentences import SentenceSplitter
 from megatron.tokenizers import BertDataTokenizer, build_tokenizer
@@ -91,7 +80,7 @@ class EncodedKey:
 
 @dataclass
 class EncodedBatch:
-    """What became of a LineBatch: `keys` are in the order of the settings' json_keys."""
+    """The result of a LineBatch: `keys` are in the order of the settings' json_keys."""
 
     path: str
     keys: list[EncodedKey]
@@ -184,84 +173,18 @@ def encode_all(batches: Iterable[LineBatch], settings: EncodingSettings, workers
     if workers == 1:
         yield from map(Encoder(settings).encode, batches)
         return
-    with _Pool(settings, workers) as pool:
-        yield from pool.encode(batches)
-
-
-class _Pool:
-    """Worker processes, each asked by one thread at a time.
-
-    They are plain subprocesses: multiprocessing would import the caller's main script in each, and would leave them
-    behind when the caller is killed; these end when their connection does.
-    """
-
-    def __init__(self, settings: EncodingSettings, workers: int):
-        self._processes: list[subprocess.Popen] = []
-        self._idle: queue.SimpleQueue[tuple[subprocess.Popen, Connection]] = queue.SimpleQueue()
-        self._threads = ThreadPoolExecutor(workers)
-        self._num_workers = workers
-        for _ in range(workers):
-            process, connection = _start_worker()
-            self._processes.append(process)
-            self._idle.put((process, connection))
-            connection.send(settings)
-
-    def encode(self, batches: Iterable[LineBatch]) -> Iterator[EncodedBatch]:
-        """The encoded batches, in order."""
-        waiting: deque[Future[EncodedBatch]] = deque()
-        for batch in batches:
-            waiting.append(self._threads.submit(self._ask, batch))
-            if len(waiting) > 2 * self._num_workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-
-    def _ask(self, batch: LineBatch) -> EncodedBatch:
-        process, connection = self._idle.get()
+    with WorkerPool(work, settings, workers) as pool:
         try:
-            connection.send(batch)
-            return connection.recv()
-        except (EOFError, ConnectionError):
+            yield from pool.map(batches)
+        except WorkerEnded as end:
             raise UserError(
-                f"a process of --workers {self._num_workers} ended with exit code {process.wait()} (-9: killed, often "
-                f"for want of memory) at {batch.path} from line {batch.first_line} on; try again with fewer workers "
-                f"or a smaller --max-document-mb"
+                f"a process of --workers {workers} ended with exit code {end.returncode} (-9: killed, often for want "
+                f"of memory) at {end.request.path} from line {end.request.first_line} on; try again with fewer "
+                f"workers or a smaller --max-document-mb"
             ) from None
-        finally:
-            self._idle.put((process, connection))
-
-    def __enter__(self) -> "_Pool":  # noqa: PYI034 (typing.Self needs Python 3.11)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-        self._threads.shutdown(cancel_futures=True)
-        for process in self._processes:
-            process.wait()
 
 
-def _start_worker() -> tuple[subprocess.Popen, Connection]:
-    ours, theirs = multiprocessing.Pipe()
-    # The path of this process word for word: `python -m` and `python -c` would put the current folder first.
-    script = f"import sys; sys.path[:] = {sys.path!r}; from megatron.encoding import serve; serve({theirs.fileno()})"
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C reaches this process alone, which ends the others
-    )
-    theirs.close()
-    return process, ours
-
-
-def serve(descriptor: int) -> None:
-    """A worker process: settings first, then batches, each answered; ends with its connection."""
+def work(caller: Caller) -> None:
+    """A worker process: told the settings, it answers each LineBatch with its EncodedBatch."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a worker
-    connection = Connection(descriptor)
-    try:
-        encoder = Encoder(connection.recv())
-        while True:
-            connection.send(encoder.encode(connection.recv()))
-    except (EOFError, ConnectionError):
-        return
+    caller.serve(lambda settings: Encoder(settings).encode)

@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,25 +31,18 @@ if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from lm_experiments_tools.config.cli import parse, run_main
-from lm_experiments_tools.config.training import check_minimum
+from lm_experiments_tools.config.flags import check_minimum
+from lm_experiments_tools.data.text.bad_lines import NO_KEY, BadLine, Quarantine, no_documents
 from lm_experiments_tools.data.text.documents import (
     JSON_SUFFIXES,
-    NO_KEY,
     TEXT_SUFFIXES,
-    BadLine,
     Piece,
-    Quarantine,
-    no_documents,
     plan_pieces,
     read_lines,
     read_piece,
 )
-from lm_experiments_tools.data.tokens.indexed import (
-    IndexedDatasetWriter,
-    dataset_exists,
-    remove_unfinished,
-    token_dtype,
-)
+from lm_experiments_tools.data.tokens.files import dataset_exists, remove_unfinished
+from lm_experiments_tools.data.tokens.indexed import IndexedDatasetWriter, token_dtype
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
 from megatron.encoding import EncodedBatch, EncodedKey, EncodingSettings, LineBatch, encode_all
@@ -150,30 +143,21 @@ class PreprocessArgs(RuntimeArgs, OutputArgs, TokenizerArgs, InputArgs):
 
     @property
     def level(self) -> str:
-        """What a sequence is, in the names of the files."""
+        """The kind of a sequence, in the names of the files."""
         return "sentence" if self.split_sentences else "document"
 
     def settings(self) -> EncodingSettings:
-        """What the workers need to know."""
-        return EncodingSettings(
-            json_keys=self.json_keys,
-            tokenizer_type=self.tokenizer_type,
-            vocab_file=self.vocab_file,
-            tokenizer_name_or_path=self.tokenizer_name_or_path,
-            split_sentences=self.split_sentences,
-            sentence_splitter=self.sentence_splitter,
-            keep_newlines=self.keep_newlines,
-            split_tokens=self.split_tokens,
-            append_eod=self.append_eod,
-            max_document_bytes=self.max_document_mb << 20,
-        )
+        """The part of the settings that the workers need."""
+        names = {field.name for field in fields(EncodingSettings)} - {"max_document_bytes"}
+        same = {name: getattr(self, name) for name in names}
+        return EncodingSettings(**same, max_document_bytes=self.max_document_mb << 20)
 
 
 def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
     """Write the token files; returns, by prefix, what their .json holds.
 
     Raises:
-        UserError: input, tokenizer or sentence splitter cannot be had; too many bad lines; a key that no line has, or
+        UserError: no such input, tokenizer or sentence splitter; too many bad lines; a key that no line has, or
             without any text.
     """
     settings = args.settings()
@@ -233,7 +217,7 @@ def _check_and_add(
         if num_lacking == num_lines > args.max_bad_lines:
             break
         for bad in batch.bad_lines:
-            bad_lines.add(batch.path, bad)
+            bad_lines.list_line(batch.path, bad)
         for writer, part in zip(writers, batch.keys, strict=True):
             writer.add(part)
     if num_lacking == num_lines > 0:

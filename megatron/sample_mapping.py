@@ -54,7 +54,7 @@ _HASH_BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class MappingSettings:
-    """What decides the rows besides the data.
+    """Settings that decide the rows besides the data.
 
     Attributes:
         max_length: most tokens of text in a sample, special tokens not counted; at least 2.
@@ -77,7 +77,7 @@ class MappingSettings:
 
 @dataclass
 class MappingCounts:
-    """What one pass over the documents used and left out."""
+    """Documents and tokens that one pass used and left out."""
 
     documents: int = 0
     tokens: int = 0
@@ -100,7 +100,7 @@ class MappingCounts:
         return self.unread_tokens / max(self.tokens, 1)
 
     def describe_unread(self) -> str:
-        """What is not read, and why, for a sentence."""
+        """A part of a sentence: how many tokens are not read, and why."""
         parts = {
             "in documents with too few sentences": self.few_sentences_tokens,
             "in documents with a sentence that is too long": self.long_sentence_tokens,
@@ -283,7 +283,9 @@ def load_mapping(
         logger.warning(
             "the sample mapping of %s cannot be kept in %s (%s), so each start builds it again: give another cache "
             "directory",
-            *(tokens.prefix, folder, error.strerror),
+            tokens.prefix,
+            folder,
+            error.strerror,
         )
     return build_mapping(tokens.document_indices, tokens.sequence_lengths, settings)
 
@@ -339,7 +341,7 @@ def _save(file: BinaryIO, parts: Iterable[np.ndarray], dtype: np.dtype) -> None:
 
 @contextmanager
 def _unnamed(path: Path) -> Iterator[BinaryIO]:
-    """A file to write beside `path`, under a name that is nobody else's; deleted unless `_name` gives it its own."""
+    """A file to write beside `path`, under a unique name; deleted unless `_name` gives it its own."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "wb") as file:

@@ -142,7 +142,7 @@ class BertDataTokenizer:
 
     @property
     def _encodes_words_apart(self) -> bool:
-        """Whether the ids of a text are those of its words, found between spaces, one after the other.
+        """True if the ids of a text are those of its words, found between spaces, one after the other.
 
         BERT's normalizer, pre-tokenizer and model look at no more than a word; other tokenizers, and added tokens that
         are ordinary text, may look across a space.
@@ -181,7 +181,7 @@ class BertDataTokenizer:
 
     @property
     def lowercase(self) -> bool:
-        """Whether BERT's normalizer makes the text lower case."""
+        """True if BERT's normalizer makes the text lower case."""
         return bool((self._settings["normalizer"] or {}).get("lowercase"))
 
     @cached_property

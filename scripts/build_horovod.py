@@ -53,7 +53,7 @@ print(f"all-reduce right on rank {hvd.rank()}", flush=True)
 
 
 class CannotBuild(Exception):
-    """What is missing or failed, in one sentence."""
+    """The build fails; the message is one sentence on what is missing or went wrong."""
 
 
 def main() -> int:
@@ -106,7 +106,7 @@ def installed_torch() -> str:
 
 
 def find_features() -> list[str]:
-    """What this machine can build: gloo, mpi, nccl."""
+    """Features that this machine can build: gloo, mpi, nccl."""
     features = ["gloo"]
     if shutil.which("mpicxx"):
         features.append("mpi")

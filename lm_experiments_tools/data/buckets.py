@@ -1,4 +1,4 @@
-"""Samples of like length next to each other, so that little of a micro-batch is padding.
+"""Samples of similar length next to each other, so that little of a micro-batch is padding.
 
 The samples of a window (32 buckets or more) are sorted by length and cut into buckets of `bucket_rows`; the buckets
 then stand in random order. One worked example, a window of 8 samples, buckets of 2, lengths below:
@@ -97,7 +97,7 @@ class BucketedDataset:
         return numbers
 
     def _arrange(self, begin: int) -> np.ndarray:
-        """What stands at `begin` and after it, up to the end of the window or of the epoch."""
+        """The samples from `begin` up to the end of the window or of the epoch."""
         end = min((begin // len(self) + 1) * len(self), (begin // self.window + 1) * self.window)
         grid = np.arange(begin // self.bucket_rows + 1, -(-end // self.bucket_rows)) * self.bucket_rows
         bounds = np.concatenate([[begin], grid, [end]])

@@ -5,10 +5,11 @@ therefore share micro-batch m = global rows [m * b * world_size, (m + 1) * b * w
 samples for 8 x 1, 4 x 2 and 2 workers x (2 x 2), and so does each micro-batch of the last two.
 """
 
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from math import ceil
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ LABELS = frozenset({"labels", "next_sentence_label", "example"})
 
 
 class SampleDataset(Protocol):
-    """What is needed of a `SpanCorruptionDataset`: examples by global sample number, epoch after epoch."""
+    """Examples by global sample number, epoch after epoch; a `SpanCorruptionDataset` is one."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -34,30 +35,8 @@ class SampleDataset(Protocol):
     def describe(self) -> str: ...
 
 
-class TrainSource(Protocol):
-    """What the loop and the scripts need of a `TrainLoader`: endless batches of this worker, at a known position.
-
-    `samples_per_epoch` is None where nobody knows before the end.
-    """
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def samples_per_epoch(self) -> int | None: ...
-
-    @property
-    def consumed_samples(self) -> int: ...
-
-    def seek(self, consumed_samples: int) -> None: ...
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]: ...
-
-    def close(self) -> None: ...
-
-
 class ValidSource(Protocol):
-    """What is needed of a `ValidLoader`: the same finite batches at every pass, as many on each rank."""
+    """The same finite batches at every pass, as many on each rank; a `ValidLoader` is one."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -78,25 +57,83 @@ def _to_torch(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(values) for name, values in batch.items()}
 
 
-def make_steps(
-    dataset: SampleDataset, position: int, num_steps: int, rows_per_worker: int, rank: int, world_size: int
-) -> list[dict[str, np.ndarray]]:
-    """A worker's rows of `num_steps` steps from a position on, by one call of the dataset; the first step last."""
-    end = position + num_steps * rows_per_worker * world_size
-    rows = dataset.batch(np.arange(position + rank, end, world_size, dtype=np.int64))
-    ends = range(num_steps * rows_per_worker, 0, -rows_per_worker)
-    return [{name: values[k - rows_per_worker : k] for name, values in rows.items()} for k in ends]
+def in_background(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Run in a thread that does not keep the process alive at its end, as those of an executor do."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result = function(*args)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name="data-background", daemon=True).start()
+    return future
 
 
-class TrainLoader:
-    """Endless training batches of one worker: an iterator that knows its place and can be put anywhere.
+class TrainSource:
+    """Endless training batches of one worker at a known position; a subclass makes them.
+
+    Attributes:
+        fingerprint: of data, objective and seed, but not the number of workers: a run may resume on another number.
+        samples_per_epoch: None where it is not known before the end.
+
+    Args:
+        rows_per_worker: rows of one step on this worker (micro-batch size x accumulation steps).
+        rank, world_size: which rows of the global batch are this worker's.
+    """
+
+    fingerprint: str
+    samples_per_epoch: int | None = None
+
+    def __init__(self, rows_per_worker: int, rank: int = 0, world_size: int = 1) -> None:
+        _check_rank(rows_per_worker, rank, world_size)
+        self.rows_per_worker, self.rank, self.world_size = rows_per_worker, rank, world_size
+        self._consumed = 0
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one step over all workers."""
+        return self.rows_per_worker * self.world_size
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples of the batches yielded so far, over all workers."""
+        return self._consumed
+
+    def seek(self, consumed_samples: int) -> None:
+        """Continue as if `consumed_samples` had been yielded."""
+        if consumed_samples < 0:
+            raise ValueError(f"consumed_samples must not be negative, got {consumed_samples}")
+        self._consumed = consumed_samples
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        """Tensors int64[rows_per_worker, length] of this worker's part of the next global batch."""
+        batch = self._next_batch()
+        self._consumed += self.global_batch
+        return _to_torch(batch)
+
+    def _next_batch(self) -> dict[str, np.ndarray]:
+        """The rows at `consumed_samples`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End what makes batches in the background."""
+
+
+class TrainLoader(TrainSource):
+    """Batches of a dataset of numbered samples; a seek takes no time, whatever the distance.
 
     Args:
         dataset: samples by global number.
-        rows_per_worker: rows of one step on this worker (micro-batch size x accumulation steps).
-        rank, world_size: which rows of the global batch are this worker's.
+        rows_per_worker, rank, world_size: as for `TrainSource`.
         consumed_samples: global position to start from.
-        prefetch: make the next batch in one background thread. Changes neither what is yielded nor `consumed_samples`,
+        prefetch: make the next batches in the background. Changes neither what is yielded nor `consumed_samples`,
             which counts what has been yielded, not what has been prepared.
     """
 
@@ -109,67 +146,50 @@ class TrainLoader:
         consumed_samples: int = 0,
         prefetch: bool = True,
     ) -> None:
-        _check_rank(rows_per_worker, rank, world_size)
-        self.dataset, self.rank, self.world_size = dataset, rank, world_size
-        self.rows_per_worker = rows_per_worker
-        # One thread makes every batch, so that no two are ever made at once.
-        self._executor = ThreadPoolExecutor(1, "data-prefetch") if prefetch else None
-        self._following: Future | None = None
-        self._steps_at_once = 1  # until the size of a batch is known
+        super().__init__(rows_per_worker, rank, world_size)
+        self.dataset, self._prefetch = dataset, prefetch
+        self._following: Future[Any] | None = None
         self.seek(consumed_samples)
 
     @property
-    def global_batch(self) -> int:
-        """Samples of one step over all workers."""
-        return self.rows_per_worker * self.world_size
-
-    @property
-    def samples_per_epoch(self) -> int:
-        return len(self.dataset)
-
-    @property
     def fingerprint(self) -> str:
-        """Identifies data, objective and seed, but not the number of workers: a run may resume on another number."""
         return self.dataset.fingerprint
 
     @property
-    def consumed_samples(self) -> int:
-        """Samples of the batches yielded so far, over all workers."""
-        return self._consumed
+    def samples_per_epoch(self) -> int | None:
+        return len(self.dataset)
 
     def seek(self, consumed_samples: int) -> None:
-        """Continue as if `consumed_samples` had been yielded; takes no time, whatever the distance."""
-        if consumed_samples < 0:
-            raise ValueError(f"consumed_samples must not be negative, got {consumed_samples}")
-        self._consumed = consumed_samples
+        super().seek(consumed_samples)
         self._ready: list[dict[str, np.ndarray]] = []  # steps made, the next one last
-        self._following = None
+        self._steps_at_once = 1  # so that the first batch is soon there; and its size is not known yet
+        self._abandoned, self._following = self._following, None
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return self
-
-    def __next__(self) -> dict[str, torch.Tensor]:
-        """Tensors int64[rows_per_worker, length] of this worker's part of the next global batch."""
+    def _next_batch(self) -> dict[str, np.ndarray]:
         if not self._ready:
             self._ready = self._next_steps()
-        self._consumed += self.global_batch
-        return _to_torch(self._ready.pop())
+        return self._ready.pop()
 
     def _next_steps(self) -> list[dict[str, np.ndarray]]:
-        """What `_make` gives from here on; with a background thread, what comes after it is then on its way."""
-        if self._executor is None:
-            steps = self._make(self._consumed, self._steps_at_once)
+        """The steps from here on; with `prefetch` those after them are then on their way."""
+        if self._following is None and self._abandoned is not None:
+            self._abandoned.exception()  # on its way at a seek: no two batches are ever made at once
+        if self._following is not None:
+            steps = self._following.result()
         else:
-            here = self._following or self._executor.submit(self._make, self._consumed, self._steps_at_once)
-            steps = here.result()
+            steps = self._make(self._consumed, self._steps_at_once)
         self._steps_at_once = self._how_many_at_once(steps[-1])
-        if self._executor is not None:
+        if self._prefetch:
             after = self._consumed + len(steps) * self.global_batch
-            self._following = self._executor.submit(self._make, after, self._steps_at_once)
+            self._following = in_background(self._make, after, self._steps_at_once)
         return steps
 
     def _make(self, position: int, num_steps: int) -> list[dict[str, np.ndarray]]:
-        return make_steps(self.dataset, position, num_steps, self.rows_per_worker, self.rank, self.world_size)
+        """This worker's rows of `num_steps` steps from a position on, by one call; the first step last."""
+        end, rows = position + num_steps * self.global_batch, self.rows_per_worker
+        batch = self.dataset.batch(np.arange(position + self.rank, end, self.world_size, dtype=np.int64))
+        ends = range(num_steps * rows, 0, -rows)
+        return [{name: values[k - rows : k] for name, values in batch.items()} for k in ends]
 
     def _how_many_at_once(self, batch: dict[str, np.ndarray]) -> int:
         """Steps made by one call, which costs nearly the same for 8 rows as for 64."""
@@ -177,10 +197,11 @@ class TrainLoader:
         return max(1, min(_ROWS_AT_ONCE // self.rows_per_worker, _CELLS_AT_ONCE // cells))
 
     def close(self) -> None:
-        """Stop the background thread. Batches can still be asked for, and are then made on the spot."""
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
-            self._executor = self._following = None
+        """Make no further batch in the background. Batches can still be asked for, and are then made on the spot."""
+        self._prefetch = False
+        self.seek(self._consumed)
+        if self._abandoned is not None:
+            self._abandoned.exception()
 
 
 class ValidLoader:

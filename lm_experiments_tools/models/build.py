@@ -231,7 +231,7 @@ def check_positions(config: PreTrainedConfig, length: int, of_what: str, first: 
         unused = f" less the {first} that it leaves unused" if first else ""
         raise UserError(
             f"{of_what} is more than the {positions - first} positions of the model (max_position_embeddings in its "
-            f"configuration{unused}): shorten it, or choose a model with more."
+            f"configuration{unused}): shorten it, or choose a model or a configuration with more."
         )
 
 

@@ -11,21 +11,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, ValidLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.order import stream_key
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, dataset_paths, warn_unrecorded
+from lm_experiments_tools.data.tokens.files import dataset_paths, warn_unrecorded
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
+from lm_experiments_tools.models.build import check_positions
 from lm_experiments_tools.modules.inspection import forward_names_of
-from lm_experiments_tools.recipes.common import class_and_config
+from lm_experiments_tools.recipes.common import save_tokenizer
 from megatron.bert_dataset import BertDataset
 from megatron.tokenizers import BertDataTokenizer, build_tokenizer
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.bert import BertPretrainingArgs
+    from lm_experiments_tools.recipes.common import ModelSource
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +37,7 @@ CACHE = Path(".cache") / "bert_samples"  # below the working directory
 
 @dataclass
 class BertPretrainingData:
-    """What a run reads.
+    """Data of a run.
 
     Attributes:
         train: this worker's endless batches; None with `--validate_only`.
@@ -73,8 +76,8 @@ def _right_and_all(logits: Any, labels: Any) -> tuple[Any, Any]:
     return (logits.argmax(-1) == labels).sum(), (labels != IGNORED_LABEL).sum()
 
 
-def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend) -> BertPretrainingData:
-    """Open training and validation data; every worker calls it.
+def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend, model: ModelSource) -> BertPretrainingData:
+    """Open training and validation data for a model; every worker calls it.
 
     Raises:
         UserError: data or tokenizer that is missing, empty, damaged, or not made for each other; a model that cannot
@@ -83,14 +86,12 @@ def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend) -> BertPr
     if backend.is_main and args.without_effect():
         logger.info("%s: accepted, and without effect here", ", ".join(f"--{flag}" for flag in args.without_effect()))
     tokenizer = on_all(backend, lambda: bert_tokenizer(args))
-    on_all(backend, lambda: check_bert_model(args, tokenizer))
+    on_all(backend, lambda: check_bert_model(args, model, tokenizer))
     # the first worker of each machine goes first and leaves the sample mappings for the others to find
     opened = on_all(backend, lambda: bert_datasets(args, tokenizer) if backend.local_rank == 0 else None)
     train, valid, valid_tokens = on_all(backend, lambda: opened or bert_datasets(args, tokenizer))
     where = (args.rows_per_worker(), backend.rank, backend.world_size)
-    tokenizer_dir = Path(args.model_path) / "tokenizer" if args.model_path else None
-    if tokenizer_dir is not None:
-        on_main(backend, lambda: tokenizer.save(tokenizer_dir))
+    tokenizer_dir = save_tokenizer(args, backend, tokenizer.save)
     return BertPretrainingData(
         tokenizer,
         None if train is None else TrainLoader(train, *where),
@@ -110,10 +111,17 @@ def bert_tokenizer(args: BertPretrainingArgs) -> BertDataTokenizer:
 
 
 def bert_datasets(
-    args: BertPretrainingArgs, tokenizer: BertDataTokenizer
+    args: BertPretrainingArgs,
+    tokenizer: BertDataTokenizer,
+    open_tokens: Callable[[str], IndexedDataset] | None = None,
 ) -> tuple[SampleDataset | None, BertDataset | None, IndexedDataset | None]:
     """Training samples, None with `--validate_only`; validation samples and their sentences, None without
-    `--valid_data_path`."""
+    `--valid_data_path`.
+
+    Args:
+        open_tokens: gives the token file of a data path; `open_sentences` where it is None.
+    """
+    open_tokens = open_tokens or open_sentences
     dataset = partial(
         BertDataset,
         tokenizer=tokenizer,
@@ -130,22 +138,25 @@ def bert_datasets(
         seed=args.seed,
         cache_dir=CACHE / args.data_name,
     )
-    train = None if args.validate_only else _training_samples(args, dataset, tokenizer.pad)
+    train = None if args.validate_only else _training_samples(args, dataset, tokenizer.pad, open_tokens)
     if args.valid_data_path is None:
         return train, None, None
-    valid_tokens = open_sentences(args.valid_data_path)
+    valid_tokens = open_tokens(args.valid_data_path)
     return train, dataset(valid_tokens), valid_tokens
 
 
 def _training_samples(
-    args: BertPretrainingArgs, dataset: Callable[..., BertDataset], pad_id: int
+    args: BertPretrainingArgs,
+    dataset: Callable[..., BertDataset],
+    pad_id: int,
+    open_tokens: Callable[[str], IndexedDataset],
 ) -> BertDataset | MixtureDataset:
     passes = {"num_epochs": args.data_n_epochs, "max_num_samples": args.data_n_samples}
     if len(args.data_path) == 1:
-        return dataset(open_sentences(args.data_path[0]), **passes)
+        return dataset(open_tokens(args.data_path[0]), **passes)
     # A seed for each: equal ones would give members of equal size the same order and noise.
     members = [
-        dataset(open_sentences(path), seed=stream_key(args.seed, f"member {number}"), **passes)
+        dataset(open_tokens(path), seed=stream_key(args.seed, f"member {number}"), **passes)
         for number, path in enumerate(args.data_path)
     ]
     return MixtureDataset(members, args.data_weights or None, args.data_blending, pad_id=pad_id)
@@ -168,26 +179,19 @@ def open_sentences(path: str) -> IndexedDataset:
     )
 
 
-def check_bert_model(args: BertPretrainingArgs, tokenizer: BertDataTokenizer) -> None:
+def check_bert_model(args: BertPretrainingArgs, model: ModelSource, tokenizer: BertDataTokenizer) -> None:
     """Refuse what would fail, or go wrong in silence, somewhere in the first step.
 
     Raises:
         UserError: no head for pairs, too few positions or segments, padding that is not the tokenizer's.
     """
-    model_cls, config = class_and_config(args)
-    if args.use_nsp and "next_sentence_label" not in forward_names_of(model_cls):
+    config = model.config
+    if args.use_nsp and "next_sentence_label" not in forward_names_of(model.cls):
         raise UserError(
             f"--model_cls {args.model_cls} does not judge pairs of sentences (its forward takes no "
             "next_sentence_label): choose --use_nsp 0, or a class such as transformers:BertForPreTraining"
         )
-    kind = getattr(config, "position_embedding_type", "absolute")
-    positions = getattr(config, "max_position_embeddings", None)
-    bounded = kind in ("absolute", "relative_key", "relative_key_query")
-    if bounded and positions is not None and args.input_seq_len > positions:
-        raise UserError(
-            f"--input_seq_len {args.input_seq_len} is more than the model's {positions} positions: shorten it, or "
-            "raise max_position_embeddings in the model configuration"
-        )
+    check_positions(config, args.input_seq_len, f"--input_seq_len {args.input_seq_len}")
     if args.use_nsp and getattr(config, "type_vocab_size", 2) < 2:
         raise UserError("type_vocab_size in the model configuration must be 2 for pairs of sentences (--use_nsp 1)")
     if getattr(config, "pad_token_id", None) not in (None, tokenizer.pad):

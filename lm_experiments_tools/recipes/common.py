@@ -1,4 +1,4 @@
-"""From arguments to the things a training script puts together: run directory, model, optimizer, random states."""
+"""Steps that the training scripts share: run directory, model, optimizer, random states, training, the end."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.collective import on_all
+from lm_experiments_tools.config.flags import harmless_flags
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.models.build import (
     build_model,
@@ -35,9 +36,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.config.training import ExperimentArgs, TrainerArgs
-
-ModelKind = Literal["encoder-decoder", "decoder", "encoder"]
+    from lm_experiments_tools.data.loader import TrainSource
+    from lm_experiments_tools.training.trainer import TrainingLoop
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +50,7 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
     Raises:
         UserError: the directory holds a run with other settings, or one that has not ended.
     """
-    if not os.path.isdir(args.working_dir):
-        raise UserError(f"--working_dir {args.working_dir} is not a folder")
-    os.chdir(args.working_dir)
+    os.chdir(args.working_folder())
     on_all(backend, lambda: setup_logging(args.model_path, backend.rank))
     if args.model_path is None:
         return None
@@ -58,10 +58,18 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
     def open_directory() -> RunDirectory:
         run = RunDirectory(args.model_path, backend.rank)
         run.claim()
-        run.check_compatible(asdict(args), resume=args.resume_path() is not None, world_size=backend.world_size)
+        resume, harmless = args.resume_path() is not None, harmless_flags(type(args))
+        run.check_compatible(asdict(args), resume, world_size=backend.world_size, harmless=harmless)
         return run
 
     return on_all(backend, open_directory, only_main=True)
+
+
+class RunData(Protocol):
+    """Data of a run, as `t5_data`, `bert_data` and `finetuning_data` give it."""
+
+    train: TrainSource | None
+    objective: str
 
 
 def show_run(
@@ -70,26 +78,22 @@ def show_run(
     run: RunDirectory | None,
     backend: Backend,
     model: nn.Module,
-    samples_per_epoch: int | None,
-    objective: str,
+    data: RunData,
 ) -> None:
-    """The run at a glance, and its record in the run directory; for when all is set up and nothing can be refused."""
+    """Log the run at a glance and record it in the run directory, once all is set up and nothing can be refused."""
     if not backend.is_main:
         return
     count = num_parameters(model)
     rows = args.global_batch_size(backend.world_size)
+    epoch = None if data.train is None else data.train.samples_per_epoch
     panel: dict[str, Any] = {
         "model": f"{args.model_cls or type(model).__name__}, {count.total:,} parameters ({count.embedding:,} in "
         f"embeddings){'' if count.trainable == count.total else f', {count.trainable:,} of them trained'}",
-        "objective": objective,
+        "objective": data.objective,
         "batch": f"{args.batch_size} rows x {args.gradient_accumulation_steps} accumulated x {backend.world_size} "
         f"worker(s) = {rows} rows a step",
         "steps": f"{args.iters} updates, {args.iters * rows:,} examples"
-        + (
-            f" = {args.iters * rows / samples_per_epoch:.2f} epochs of {samples_per_epoch:,}"
-            if samples_per_epoch
-            else ""
-        ),
+        + (f" = {args.iters * rows / epoch:.2f} epochs of {epoch:,}" if epoch else ""),
         "optimizer": f"{args.optimizer}, lr {args.lr}, schedule {args.lr_scheduler or 'constant'}",
         "precision": "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
     }
@@ -102,13 +106,6 @@ def show_run(
         logger.info("%-*s  %s", width, name, value)
 
 
-def _amount(samples: int, samples_per_epoch: int | None) -> str:
-    """That many samples in words: epochs where an epoch has a known size."""
-    if samples_per_epoch is None:
-        return f"{samples:,} examples"
-    return f"{samples / samples_per_epoch:.2f} epochs of {samples_per_epoch:,}"
-
-
 def seed_worker(seed: int, rank: int) -> None:
     """Seed Python, numpy and torch: each worker draws its own dropout noise (a resumed run goes on with its own)."""
     random.seed(f"{seed}-{rank}")
@@ -116,24 +113,79 @@ def seed_worker(seed: int, rank: int) -> None:
     torch.manual_seed(seed * 1000003 + rank)
 
 
-def model_from_args(args: ExperimentArgs, vocabulary_size: int) -> nn.Module:
-    """The model that the flags describe, with random weights equal on all workers.
+@dataclass(frozen=True)
+class ModelSource:
+    """The model that the flags name: `--model_cls`, its class and its configuration. Made by `model_source`."""
 
-    Its class may live in a file of the current folder (`--model_cls my_model:MyT5`).
+    name: str
+    cls: type
+    config: PreTrainedConfig
+
+    @property
+    def kind(self) -> ModelKind:
+        """By the configuration's `is_encoder_decoder`; of the others, those that can generate are decoders."""
+        if getattr(self.config, "is_encoder_decoder", False):
+            return "encoder-decoder"
+        return "decoder" if hasattr(self.cls, "can_generate") and self.cls.can_generate() else "encoder"
+
+
+def model_source(args: ExperimentArgs, backend: Backend) -> ModelSource:
+    """Find the class, which may live in a file of the current folder, and read the configuration, once a run.
+
+    Every worker calls it. Without a configuration (`lmtools inspect` needs none) it is the class's default one.
 
     Raises:
-        UserError: class or configuration cannot be had, or the embedding is smaller than the vocabulary.
+        UserError: class or configuration is not available.
     """
-    model_cls, config = class_and_config(args)
-    if args.dropout_rate is not None:
-        set_dropout(config, args.dropout_rate)
-    check_vocabulary(config, vocabulary_size)
-    if "labels" not in forward_names_of(model_cls):
+    return on_all(backend, lambda: _model_source(args))
+
+
+def _model_source(args: ExperimentArgs) -> ModelSource:
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    model_cls = get_cls_by_name(args.model_cls)
+    config_cls = getattr(model_cls, "config_class", None)
+    if config_cls is not None and not (args.model_cfg or args.base_model or args.init_checkpoint):
+        return ModelSource(args.model_cls, model_cls, config_cls())
+    return ModelSource(args.model_cls, model_cls, _config(args, config_cls))
+
+
+def _config(args: ExperimentArgs, config_cls: type | None) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    if args.model_cfg is not None:
+        return load_model_config(args.model_cfg, config_cls)
+    if args.base_model is not None:
+        try:
+            return (config_cls or AutoConfig).from_pretrained(args.base_model)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"--base_model {args.base_model}: its configuration cannot be read ({first_line(error)}); give a "
+                "folder with a config.json, or --model_cfg"
+            ) from error
+    path = Path(args.init_checkpoint) / "config.json"
+    if not path.is_file():
         raise UserError(
-            f"--model_cls {args.model_cls}: its forward takes no labels and so gives no loss; choose a class "
-            f"such as {type(args).model_cls}"
+            f"--init_checkpoint {path.parent} holds no config.json that would describe the model; give --model_cfg"
         )
-    model = build_model(model_cls, config, seed=args.seed)
+    return load_model_config(path, config_cls)
+
+
+def model_from_args(args: ExperimentArgs, source: ModelSource, vocabulary_size: int) -> nn.Module:
+    """Build the model with random weights, equal on all workers.
+
+    Raises:
+        UserError: a model without a loss, or whose embedding is smaller than the vocabulary.
+    """
+    if args.dropout_rate is not None:
+        set_dropout(source.config, args.dropout_rate)
+    check_vocabulary(source.config, vocabulary_size)
+    if "labels" not in forward_names_of(source.cls):
+        raise UserError(
+            f"--model_cls {source.name}: its forward takes no labels and so gives no loss; choose a class such as "
+            f"{type(args).model_cls}"
+        )
+    model = build_model(source.cls, source.config, seed=args.seed)
     if args.gradient_checkpointing:
         enable_checkpointing(model)
     if args.compile:
@@ -141,8 +193,10 @@ def model_from_args(args: ExperimentArgs, vocabulary_size: int) -> nn.Module:
     return model
 
 
-def optimizer_from_args(args: ExperimentArgs, model: nn.Module) -> Optimizer:
-    """The optimizer that the flags describe, over the model's trainable parameters."""
+def optimizer_from_args(args: ExperimentArgs, model: nn.Module) -> Optimizer | None:
+    """The optimizer that the flags describe, over the trainable parameters; None with `--validate_only`."""
+    if args.validate_only:
+        return None
     return build_optimizer(
         model,
         name=args.optimizer,
@@ -154,51 +208,25 @@ def optimizer_from_args(args: ExperimentArgs, model: nn.Module) -> Optimizer:
     )
 
 
-def model_kind(args: ExperimentArgs) -> ModelKind:
-    """What `--model_cls` is: by its configuration's `is_encoder_decoder`, and a decoder if it can generate.
-
-    Without a configuration (`lmtools inspect` needs none) the class' default one is asked.
-
-    Raises:
-        UserError: class or configuration cannot be had.
-    """
-    model_cls, config = class_and_config(args)
-    if getattr(config, "is_encoder_decoder", False):
-        return "encoder-decoder"
-    return "decoder" if hasattr(model_cls, "can_generate") and model_cls.can_generate() else "encoder"
+def save_tokenizer(args: ExperimentArgs, backend: Backend, save: Callable[[Path], object]) -> Path | None:
+    """Write the tokenizer's files below the run directory; returns their folder, None for a run that saves nothing."""
+    if args.model_path is None:
+        return None
+    folder = Path(args.model_path) / "tokenizer"
+    on_all(backend, lambda: save(folder), only_main=True)
+    return folder
 
 
-def class_and_config(args: ExperimentArgs) -> tuple[type, PreTrainedConfig]:
-    """`--model_cls`, which may live in a file of the current folder, and the configuration that the flags name."""
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
-    model_cls = get_cls_by_name(args.model_cls)
-    config_cls = getattr(model_cls, "config_class", None)
-    if config_cls is not None and not (args.model_cfg or args.base_model or args.init_checkpoint):
-        return model_cls, config_cls()
-    return model_cls, _config(args, config_cls)
+def train_or_validate(trainer: TrainingLoop) -> None:
+    """Train, or with `--validate_only` validate once, where there is validation data."""
+    if not trainer.args.validate_only:
+        trainer.train()
+    elif trainer.valid_dataloader is not None:
+        trainer.validate(trainer.valid_dataloader)
 
 
-def _config(args: ExperimentArgs, config_cls: type | None) -> PreTrainedConfig:
-    if args.model_cfg is not None:
-        return load_model_config(args.model_cfg, config_cls)
-    if args.base_model is not None:
-        return _pretrained_config(args.base_model, config_cls, "--base_model")
-    source = Path(args.init_checkpoint)
-    if not (source / "config.json").is_file():
-        raise UserError(
-            f"--init_checkpoint {source} holds no config.json that would describe the model; give --model_cfg"
-        )
-    return load_model_config(source / "config.json", config_cls)
-
-
-def _pretrained_config(name: str, config_cls: type | None, flag: str) -> PreTrainedConfig:
-    from transformers import AutoConfig
-
-    try:
-        return (config_cls or AutoConfig).from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{flag} {name}: its configuration cannot be read ({first_line(error)}); give a folder with a "
-            "config.json, or --model_cfg"
-        ) from error
+def close_run(backend: Backend, data: RunData) -> None:
+    """End the processes that make batches, and the backend."""
+    if data.train is not None:
+        data.train.close()
+    backend.close()

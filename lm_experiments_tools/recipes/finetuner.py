@@ -201,7 +201,7 @@ class FineTuner:
             self._run_folders.add(Path(args.model_path).resolve())
         if self.args.resume_path() is not None:
             self.args = replace(self.args, resume="auto")  # it has been read, and must not undo what follows
-        show_run(args, {}, run, self.backend, self.model, per_epoch, data.objective)
+        show_run(args, {}, run, self.backend, self.model, data)
         loop.train()
         self._passes += ceil(loop.state.consumed_samples / per_epoch)
         evaluate_last(loop, data)

@@ -1,4 +1,4 @@
-"""What a run shows at its end (`--report`): losses before and after, blanks filled in, the curve, where to look on."""
+"""The report at the end of a run (`--report`): losses before and after, blanks filled in, the curve, the files."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ def write_report(trainer: TrainingLoop, examples: Sequence[tuple[str, str, str]]
 
     `examples` are made by `t5_examples` or `fill_in_masked_words`.
     """
-    folder = Path(trainer.args.model_path)
-    lines = [_losses(trainer)]
-    for number, (text, truth, guess) in enumerate(examples, start=1):
-        lines += ["", f"Held-out text {number}:", f"  {text}", f"  true:  {truth}", f"  model: {guess}"]
     if not trainer.backend.is_main:
         return
+    folder, metrics = Path(trainer.args.model_path), trainer.state.metrics
+    start = metrics.get("start")
+    before = f"{start['loss']:.3f} before training, " if start else ""
+    lines = [f"Loss on held-out text: {before}{metrics['valid']['loss']:.3f} after {trainer.state.step} steps"]
+    for number, (text, truth, guess) in enumerate(examples, start=1):
+        lines += ["", f"Held-out text {number}:", f"  {text}", f"  true:  {truth}", f"  model: {guess}"]
     curve = plot_curve(folder / "metrics.jsonl", folder / "loss.png")
     lines += ["", f"Loss curve:  {curve}", f"TensorBoard: tensorboard --logdir {folder}"]
     lines += [f"Checkpoint:  {folder / 'last'} (loads with from_pretrained)"]
@@ -45,47 +47,46 @@ def write_report(trainer: TrainingLoop, examples: Sequence[tuple[str, str, str]]
     print("\n" + text, flush=True)
 
 
-def _losses(trainer: TrainingLoop) -> str:
-    metrics, step = trainer.state.metrics, trainer.state.step
-    before, after = metrics.get("start"), metrics["valid"]
-    came_from = f"{before['loss']:.3f} before training, " if before else ""
-    return f"Loss on held-out text: {came_from}{after['loss']:.3f} after {step} steps"
-
-
 def t5_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tuple[str, str, str]]:
-    """What a model that generates makes of held-out text, by its `--task`: text continued, or blanks filled in."""
+    """Held-out text as the model generates it, by its `--task`: continued, or with blanks filled in."""
     args = trainer.args
-    if args.task in ("prefix_lm", "causal_lm"):
+    objective = args.objective()
+    if objective.report == "continuation":
         return continued_examples(trainer, data)
     from lm_experiments_tools.data.objectives.ul2 import mode_ids
 
-    has_mode = args.task == "ul2" and args.mode_tokens
+    has_mode = "mode_tokens" in objective.reads and args.mode_tokens
     return fill_in_examples(trainer, data, [mode_ids(data.vocabulary)["R"]] if has_mode else [])
 
 
 def continued_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tuple[str, str, str]]:
-    """(the first half of a text, the second half, what the model continues with) for a few validation documents."""
-    vocabulary, model, half = data.vocabulary, trainer.backend.unwrap().eval(), WINDOW // 2
+    """(the first half of a text, its second half, the model's second half) for a few validation documents."""
+    vocabulary, half = data.vocabulary, WINDOW // 2
     examples = []
     for window in _windows(data.valid_tokens):
         ids = torch.from_numpy(window[:half])[None].to(trainer.backend.device)
         eos, given, options = ids.new_tensor([[vocabulary.eos_id]]), ids, {}
-        if trainer.has_decoder and trainer.args.task == "prefix_lm":
+        if trainer.has_decoder and trainer.args.objective().has_targets:
             given = torch.cat([ids, eos], dim=1)
         elif trainer.has_decoder:  # causal LM has an input of nothing but EOS
-            start = ids.new_tensor([[model.config.decoder_start_token_id]])
+            start = ids.new_tensor([[trainer.backend.unwrap().config.decoder_start_token_id]])
             given, options = eos, {"decoder_input_ids": torch.cat([start, ids], dim=1)}
         read = 1 + half if options else (1 if trainer.has_decoder else half)  # what the output repeats
-        with torch.no_grad():
-            if trainer.backend.shards_model:
-                trainer.backend.model(input_ids=given, labels=given)
-            output = model.generate(
-                given, max_new_tokens=half, do_sample=False, synced_gpus=trainer.backend.shards_model,
-                pad_token_id=vocabulary.pad_id, eos_token_id=vocabulary.eos_id, **options,
-            )  # fmt: skip
+        special_ids = {"pad_token_id": vocabulary.pad_id, "eos_token_id": vocabulary.eos_id}
+        output = _generate(trainer, given, max_new_tokens=half, **special_ids, **options)
         texts = (window[:half], window[half:], output[0, read:])
         examples.append(tuple(" ".join(vocabulary.decode(text.tolist()).split()) for text in texts))
     return examples
+
+
+def _generate(trainer: TrainingLoop, input_ids: Tensor, **options: Any) -> Any:
+    """Greedy generation by the trained model."""
+    backend = trainer.backend
+    model = backend.unwrap().eval()
+    with torch.no_grad():
+        if backend.shards_model:  # FSDP gathers what generate reads in a forward pass of the whole
+            backend.model(input_ids=input_ids, labels=input_ids)
+        return model.generate(input_ids, do_sample=False, synced_gpus=backend.shards_model, **options)
 
 
 def _windows(tokens: IndexedDataset) -> list[np.ndarray]:
@@ -110,23 +111,17 @@ def _windows(tokens: IndexedDataset) -> list[np.ndarray]:
 def fill_in_examples(
     trainer: TrainingLoop, data: PretrainingData, before: Sequence[int] = ()
 ) -> list[tuple[str, str, str]]:
-    """(text with numbered blanks, what stood there, what the model writes there) for a few validation documents.
+    """(text with numbered blanks, the words that stood there, the model's) for a few validation documents.
 
     `before`: ids put in front of the input.
     """
     vocabulary = data.vocabulary
-    model = trainer.backend.unwrap().eval()
     examples = []
     for window in _windows(data.valid_tokens):
         inputs, spans = hide_words(window, vocabulary)
         ids = torch.tensor([[*before, *inputs.tolist(), vocabulary.eos_id]], device=trainer.backend.device)
-        with torch.no_grad():
-            if trainer.backend.shards_model:  # FSDP gathers what generate reads in a forward pass of the whole
-                trainer.backend.model(input_ids=ids, labels=ids[:, :1])
-            output = model.generate(
-                ids, max_new_tokens=12 * NUM_BLANKS, do_sample=False, synced_gpus=trainer.backend.shards_model,
-                output_scores=True, return_dict_in_generate=True,
-            )  # fmt: skip
+        scored = {"output_scores": True, "return_dict_in_generate": True}
+        output = _generate(trainer, ids, max_new_tokens=12 * NUM_BLANKS, **scored)
         guesses = read_guesses(output.sequences[0].tolist(), output.scores, vocabulary)
         examples.append((
             _numbered(vocabulary.decode(inputs.tolist())),
@@ -137,7 +132,7 @@ def fill_in_examples(
 
 
 def fill_in_masked_words(trainer: TrainingLoop, data: BertPretrainingData) -> list[tuple[str, str, str]]:
-    """As `fill_in_examples`, for a model that fills in masked pieces, each by itself."""
+    """`fill_in_examples` of a model that fills in masked pieces, each by itself."""
     tokenizer, backend = data.tokenizer, trainer.backend
     backend.model.eval()
     examples = []
@@ -161,7 +156,7 @@ def fill_in_masked_words(trainer: TrainingLoop, data: BertPretrainingData) -> li
 
 
 def _best_pieces(logits: Tensor, decode: Callable[[Any], str]) -> str:
-    """The likeliest piece for each place of a word, and what else the first might have been; logits [pieces, ids]."""
+    """The likeliest piece for each place of a word, and the next best for the first; logits [pieces, ids]."""
     _, *others = logits[0].topk(NUM_OTHERS + 1).indices.tolist()
     return f"{decode(logits.argmax(-1).tolist())} (or: {' | '.join(decode([i]) for i in others)})"
 
@@ -202,7 +197,7 @@ def _is_word(text: str) -> bool:
 
 
 def read_guesses(ids: list[int], scores: Sequence[Tensor], vocabulary: Vocabulary) -> dict[int, str]:
-    """What a generated target says for each blank, and what else its first piece might have been.
+    """The text that a generated target has for each blank, and the next best pieces for its first.
 
     Args:
         ids: the target, with its start token.

@@ -15,21 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm_experiments_tools.config.pretraining import DataArgs, ObjectiveArgs, T5PretrainingArgs
+from lm_experiments_tools.config.flags import check_groups
+from lm_experiments_tools.config.objectives import ObjectiveArgs
+from lm_experiments_tools.config.pretraining import DataArgs, T5PretrainingArgs
 from lm_experiments_tools.config.training import BatchArgs, RunArgs
-from lm_experiments_tools.tools.look import (
-    LookArgs,
-    Source,
-    Wording,
-    first_documents,
-    show_batches,
-    show_counts,
-    show_steps,
-    whole_epoch,
-)
+from lm_experiments_tools.tools.look import LookArgs, Source, first_documents, show_counts, show_samples
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.data.text.vocabulary import Vocabulary
+    from lm_experiments_tools.recipes.t5_sources import T5Sources
 
 STREAMED_DOCUMENTS = 10_000  # of a Hugging Face dataset or of --streaming, where --documents does not say
 _DOCUMENTS_AT_ONCE = 64
@@ -41,100 +34,93 @@ class InspectArgs(T5PretrainingArgs, LookArgs):
 
     def __post_init__(self) -> None:
         # What concerns the model or its training need not be complete to look at the data.
-        for group in (DataArgs, ObjectiveArgs, BatchArgs, RunArgs, LookArgs):
-            group.check(self)
+        check_groups(self, (DataArgs, ObjectiveArgs, BatchArgs, RunArgs, LookArgs))
 
 
 def run(args: InspectArgs) -> None:
     """Print what there is to know of the data of a run."""
-    from lm_experiments_tools.data.text.vocabulary import Vocabulary
-    from lm_experiments_tools.recipes.t5_data import vocabulary_path
+    from lm_experiments_tools.recipes.t5_sources import T5Sources
 
-    os.chdir(args.working_dir)
-    args = dataclasses.replace(args, vocab=str(vocabulary_path(args)))
-    vocabulary = Vocabulary.load(args.vocab)
+    args = dataclasses.replace(args, valid_data_path=None, validate_only=False)
+    data = T5Sources(args)
+    os.chdir(args.working_folder())
     with tempfile.TemporaryDirectory() as folder:
         sources = []
         for number, path in enumerate(args.data_path):
-            sources.append(_source(path, vocabulary, args, Path(folder) / str(number)))
+            sources.append(_source(path, data, args, Path(folder) / str(number)))
             show_counts(
                 sources[-1],
                 args,
-                vocab_size=vocabulary.size,
-                unk_id=vocabulary.unk_id,
-                piece=vocabulary.piece,
+                vocab_size=data.vocabulary.size,
+                unk_id=data.vocabulary.unk_id,
+                piece=data.vocabulary.piece,
                 marks={"input": args.input_seq_len, "target": args.target_seq_len},
             )
-        _show_run(args, sources, vocabulary)
+        _show_run(args, sources, data)
 
 
-def _show_run(args: InspectArgs, sources: list[Source], vocabulary: "Vocabulary") -> None:
-    """What the run makes of the data: objective, steps, padding, samples."""
+def _show_run(args: InspectArgs, sources: list[Source], data: "T5Sources") -> None:
+    """Print what the run makes of the data: objective, steps, padding, samples."""
     from lm_experiments_tools.backends import get_backend
-    from lm_experiments_tools.recipes.common import model_kind
+    from lm_experiments_tools.recipes.common import model_source
     from lm_experiments_tools.recipes.t5_data import pretraining_data
+    from lm_experiments_tools.tools.samples import Wording
 
     # One worker with the rows of all: the same global batches, buckets included.
     settings = dataclasses.replace(
-        _readable(args, sources),
+        _readable(args, sources, data),
         batch_size=args.batch_size * args.world_size,
         backend="local",
         model_path=None,
-        valid_data_path=None,
     )
     backend = get_backend(settings)
-    data = pretraining_data(settings, backend)
-    print(f"\nobjective    {data.objective}")
-    samples = data.train.samples_per_epoch
-    weighted = args.data_weights and args.data_blending == "proportional"
-    weights = list(args.data_weights) if weighted else [1.0] * len(sources)
-    show_steps(samples, samples and whole_epoch(samples, sources, weights), args)
+    kinds = args.objective().models
+    kind = kinds[0] if len(kinds) == 1 else model_source(settings, backend).kind
+    vocabulary, read = data.vocabulary, pretraining_data(settings, backend, data, kind)
+    print(f"\nobjective    {read.objective}")
     shown = {vocabulary.pad_id: "<pad>", vocabulary.eos_id: "</s>", vocabulary.unk_id: "<unk>"}
-    wording = Wording(vocabulary.decode, shown, labels_at_inputs=args.task == "mlm")
-    has_decoder = args.task != "mlm" and (args.task != "causal_lm" or model_kind(args) == "encoder-decoder")
-    with closing(data.train):
-        show_batches(data.train, samples, args, has_decoder, wording)
+    wording = Wording(vocabulary.decode, shown, labels_at_inputs=kind == "encoder")
+    with closing(read.train):
+        show_samples(read.train, read.train.samples_per_epoch, sources, args, kind == "encoder-decoder", wording)
     backend.close()
 
 
-def _readable(args: InspectArgs, sources: list[Source]) -> InspectArgs:
+def _readable(args: InspectArgs, sources: list[Source], data: "T5Sources") -> InspectArgs:
     """`args` that read what is looked at: the run's own data, or the tokens of the first documents."""
     from lm_experiments_tools.recipes.t5_data import choose_pipeline
 
-    through_seqio = choose_pipeline(args) == "seqio"
+    through_seqio = choose_pipeline(args, data) == "seqio"
     whole = all(source.share == 1.0 for source in sources)
     if args.data_pipeline == "seqio" or (whole and (through_seqio or args.streaming)):
         return args
     if through_seqio or args.streaming:
         way = "through seqio" if through_seqio else "as a stream"
         print(f"\nThe run reads the text {way}; samples and steps below are of the first documents, read natively.")
-    prefixes = tuple(source.tokens.prefix for source in sources)
+    prefixes = tuple(data.add(source.tokens) for source in sources)
     return dataclasses.replace(args, data_path=prefixes, data_pipeline="native", streaming=False)
 
 
-def _source(path: str, vocabulary: "Vocabulary", args: InspectArgs, scratch: Path) -> Source:
+def _source(path: str, data: "T5Sources", args: InspectArgs, scratch: Path) -> Source:
     """The tokens behind a data path: those the run will read, or of the first `--documents` in a scratch file."""
     from lm_experiments_tools.data.text.documents import plan_pieces
-    from lm_experiments_tools.data.tokens.indexed import token_prefix
-    from lm_experiments_tools.recipes.t5_data import open_tokens
 
-    vocab_path = Path(args.vocab)
-    if token_prefix(path) is not None:
-        return first_documents(path, open_tokens(path, vocab_path, args), args, scratch)
+    if data.prefix(path) is not None:
+        return first_documents(path, data.tokens(path), args, scratch)
     limit = args.documents
     if limit is None and (args.streaming or any(piece.kind == "dataset" for piece in plan_pieces([path]))):
         limit = STREAMED_DOCUMENTS
     if limit is None:
-        return Source(path, open_tokens(path, vocab_path, args))
-    return _encode(path, limit, vocabulary, args, scratch)
+        return Source(path, data.tokens(path))
+    return _encode(path, limit, data, args, scratch)
 
 
-def _encode(path: str, limit: int, vocabulary: "Vocabulary", args: InspectArgs, scratch: Path) -> Source:
+def _encode(path: str, limit: int, data: "T5Sources", args: InspectArgs, scratch: Path) -> Source:
     """The first `limit` documents of a text as the run would tokenize them; no more than one further is read."""
     from lm_experiments_tools.data.text.documents import iter_documents
     from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
 
+    vocabulary = data.vocabulary
     encoding = Encoding(os.path.abspath(vocabulary.path), vocabulary.sha256, args.text_key)
     documents = iter_documents(
         [path], text_key=args.text_key, max_bad_lines=args.max_bad_lines, quarantine=f"{scratch}.bad_lines.jsonl"

@@ -13,17 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.bert import BertDataArgs, BertObjectiveArgs, BertPretrainingArgs
+from lm_experiments_tools.config.flags import check_groups
 from lm_experiments_tools.config.training import BatchArgs, RunArgs
-from lm_experiments_tools.tools.look import (
-    LookArgs,
-    Source,
-    Wording,
-    first_documents,
-    show_batches,
-    show_counts,
-    show_steps,
-    whole_epoch,
-)
+from lm_experiments_tools.tools.look import LookArgs, Source, first_documents, show_counts, show_samples
 
 if TYPE_CHECKING:
     from megatron.bert_dataset import BertDataset
@@ -38,8 +30,7 @@ class InspectBertArgs(BertPretrainingArgs, LookArgs):
 
     def __post_init__(self) -> None:
         # What concerns the model or its training need not be complete to look at the data.
-        for group in (BertDataArgs, BertObjectiveArgs, BatchArgs, RunArgs, LookArgs):
-            group.check(self)
+        check_groups(self, (BertDataArgs, BertObjectiveArgs, BatchArgs, RunArgs, LookArgs))
 
 
 def run(args: InspectBertArgs) -> None:
@@ -47,7 +38,7 @@ def run(args: InspectBertArgs) -> None:
     from lm_experiments_tools.recipes.bert_data import bert_tokenizer, open_sentences
     from megatron.tokenizers import check_tokenizer
 
-    os.chdir(args.working_dir)
+    os.chdir(args.working_folder())
     tokenizer = bert_tokenizer(args)
     with tempfile.TemporaryDirectory() as folder:
         sources = []
@@ -68,28 +59,27 @@ def run(args: InspectBertArgs) -> None:
 
 
 def _show_run(args: InspectBertArgs, sources: list[Source], tokenizer: "BertDataTokenizer", folder: str) -> None:
-    """What the run makes of the data: objective, steps, padding, samples."""
+    """Print what the run makes of the data: objective, unread tokens, steps, padding, samples."""
     from lm_experiments_tools.data.loader import TrainLoader
     from lm_experiments_tools.data.mixture import MixtureDataset
     from lm_experiments_tools.recipes.bert_data import bert_datasets
+    from lm_experiments_tools.tools.samples import Wording
 
+    whole = all(source.share == 1.0 for source in sources)
+    opened = {source.tokens.prefix: source.tokens for source in sources}
     settings = dataclasses.replace(
-        args, valid_data_path=None, validate_only=False, max_unread=1.0
-    )  # looked at all the same
-    if any(source.share != 1.0 for source in sources):  # the mapping of a part is of no use to the run
-        prefixes = tuple(source.tokens.prefix for source in sources)
-        settings = dataclasses.replace(settings, data_path=prefixes, data_name=folder)
-    dataset, _, _ = bert_datasets(settings, tokenizer)
+        args,
+        data_path=tuple(source.tokens.prefix for source in sources),
+        data_name=args.data_name if whole else folder,  # the mapping of a part is of no use to the run
+        valid_data_path=None,
+        validate_only=False,
+        max_unread=1.0,  # looked at all the same
+    )
+    dataset, _, _ = bert_datasets(settings, tokenizer, opened.__getitem__)
     print(f"\nobjective    {dataset.describe()}, vocabulary {tokenizer.vocab_size:,}")
     members = dataset.datasets if isinstance(dataset, MixtureDataset) else [dataset]
     for source, member in zip(sources, members, strict=True):
         _show_unread(source, member, args.max_unread)
-    samples = len(dataset)
-    weighted = args.data_weights and args.data_blending == "proportional"
-    epoch = whole_epoch(samples, sources, list(args.data_weights) if weighted else [1.0] * len(sources))
-    if args.data_n_samples is not None and epoch != samples:
-        epoch = None  # fewer passes over more documents
-    show_steps(samples, epoch, args)
     wording = Wording(
         tokenizer.decode,
         {tokenizer.pad: "[PAD]", tokenizer.mask: "MASK"},
@@ -97,7 +87,7 @@ def _show_run(args: InspectBertArgs, sources: list[Source], tokenizer: "BertData
         meanings={"next_sentence_label": {0: "a right pair: B follows A", 1: WRONG_PAIR[args.nsp]}},
     )
     with closing(TrainLoader(dataset, args.global_batch_size(args.world_size))) as train:  # all workers' rows
-        show_batches(train, samples, args, False, wording)
+        show_samples(train, len(dataset), sources, args, False, wording)
 
 
 def _show_unread(source: Source, dataset: "BertDataset", limit: float) -> None:

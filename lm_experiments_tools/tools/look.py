@@ -1,22 +1,24 @@
-"""What `lmtools inspect` and `lmtools inspect_bert` share: counts of token files, steps, padding, samples."""
+"""Shared by `lmtools inspect` and `lmtools inspect_bert`: counts of token files, steps, padding, samples."""
 
 from __future__ import annotations
 
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_experiments_tools.config.training import check_minimum
+from lm_experiments_tools.config.flags import check_minimum
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from lm_experiments_tools.config.training import BatchArgs
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+    from lm_experiments_tools.tools.samples import Wording
 
 MEASURED_MICRO_BATCHES = 64
 _DOCUMENTS_AT_ONCE = 1 << 14
@@ -25,7 +27,7 @@ _ORIGIN = ("vocab_file", "vocab_sha256", "vocab_size")  # of PREFIX.json: what m
 
 @dataclass(frozen=True, kw_only=True)
 class LookArgs:
-    """What to look at."""
+    """Looking at data."""
 
     samples: int = 3
     """Samples to show, the first ones of the run."""
@@ -54,7 +56,7 @@ class Source:
         path: as it was given.
         tokens: of all documents, or of the first ones.
         share: the part of the data that they are, 1.0 for all; None where its size is not known.
-        content: whether the file is as it was written; "" for text.
+        content: tells if the file is as it was written; "" for text.
     """
 
     path: str
@@ -67,23 +69,6 @@ class Source:
             return self.path
         part = "a part of unknown size" if self.share is None else f"{self.share:.2%}"
         return f"{self.path}: the first {self.tokens.num_documents:,} documents, {part} of it"
-
-
-@dataclass(frozen=True)
-class Wording:
-    """How ids and labels are written.
-
-    Attributes:
-        decode: ids -> text.
-        shown: ids with a name of their own.
-        labels_at_inputs: whether a label belongs to the input at its position (masked words).
-        meanings: entry of a batch -> value -> its meaning.
-    """
-
-    decode: Callable[[list[int]], str]
-    shown: Mapping[int, str]
-    labels_at_inputs: bool = False
-    meanings: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
 
 def first_documents(path: str, tokens: IndexedDataset, args: LookArgs, scratch: Path) -> Source:
@@ -131,28 +116,26 @@ def show_counts(
 
     Args:
         marks: name -> tokens, lengths to mark in the picture.
-        sentences: whether the sequences of a document are sentences, with lengths of their own.
+        sentences: the sequences of a document are sentences, with lengths of their own.
     """
-    from lm_experiments_tools.tools.statistics import length_percentiles, plot_statistics, token_statistics
+    from lm_experiments_tools.tools.statistics import plot_statistics, token_statistics
 
-    counts = token_statistics(source.tokens, vocab_size)
+    tokens, counts = source.tokens, token_statistics(source.tokens, vocab_size)
     text = ""
-    if counts.num_bytes:
-        per_token = counts.num_bytes / max(counts.num_tokens, 1)
-        text = f" from {counts.num_bytes / 1e6:,.1f} MB of text, {per_token:.2f} bytes a token"
-    print(f"\n{source.heading()}\n  documents  {counts.num_documents:,}")
+    if num_bytes := tokens.meta.get("num_bytes"):
+        per_token = num_bytes / max(tokens.num_tokens, 1)
+        text = f" from {num_bytes / 1e6:,.1f} MB of text, {per_token:.2f} bytes a token"
+    print(f"\n{source.heading()}\n  documents  {tokens.num_documents:,}")
     if sentences:
-        print(f"  sentences  {counts.num_sequences:,}")
-    print(f"  tokens     {counts.num_tokens:,}{text}")
+        print(f"  sentences  {len(tokens):,}")
+    print(f"  tokens     {tokens.num_tokens:,}{text}")
     if source.content:
         print(f"  content    {source.content}")
-    print(f"  length     {_percentiles(counts.length_percentiles())}   (tokens of a document)")
+    print(f"  length     {_percentiles(counts.document_lengths)}   (tokens of a document)")
     if sentences:
-        print(f"             {_percentiles(length_percentiles(counts.sequence_lengths))}   (tokens of a sentence)")
-        print(
-            f"             {_percentiles(length_percentiles(counts.document_sequences))}   (sentences of a document)"
-        )
-    counted = "" if counts.num_counted == counts.num_tokens else f" (of {counts.num_counted:,} tokens counted)"
+        print(f"             {_percentiles(counts.sequence_lengths)}   (tokens of a sentence)")
+        print(f"             {_percentiles(counts.document_sequences)}   (sentences of a document)")
+    counted = "" if counts.num_counted == tokens.num_tokens else f" (of {counts.num_counted:,} tokens counted)"
     print(
         f"  vocabulary {counts.ids_in_use:,} of {vocab_size:,} ids occur{counted}; unknown "
         f"{counts.rate(unk_id):.4%} of the tokens"
@@ -164,9 +147,11 @@ def show_counts(
         print(f"  picture    {plot_statistics(counts, Path(args.output) / f'{name}.png', marks)}")
 
 
-def _percentiles(values: Mapping[int, int]) -> str:
+def _percentiles(lengths: np.ndarray) -> str:
+    from lm_experiments_tools.tools.statistics import length_percentiles
+
     names = {0: "min", 50: "median", 100: "max"}
-    return "  ".join(f"{names.get(p, f'{p} %')} {n:,}" for p, n in values.items())
+    return "  ".join(f"{names.get(p, f'{p} %')} {n:,}" for p, n in length_percentiles(lengths).items())
 
 
 def whole_epoch(samples: int, sources: list[Source], weights: list[float]) -> float | None:
@@ -182,27 +167,61 @@ def whole_epoch(samples: int, sources: list[Source], weights: list[float]) -> fl
     return samples * (sum(t / s.share for t, s in zip(tokens, sources, strict=True)) / sum(tokens))
 
 
-def show_steps(samples: int | None, epoch: float | None, args: Any) -> None:
-    """Print the steps of an epoch.
+def show_samples(
+    batches: Iterable[Mapping[str, Tensor]],
+    samples: int | None,
+    sources: list[Source],
+    args: Any,
+    has_decoder: bool,
+    wording: Wording,
+) -> None:
+    """Print the steps of an epoch, what part of the first micro-batches is padding, and the first samples of the run.
 
     Args:
-        samples: in an epoch of what is looked at; None where it is known at its end only.
-        epoch: in one of all the data, more than `samples` where documents were left out; None: not known.
+        batches: as `forward_passes`.
+        samples: in an epoch of `sources`, which is not gone beyond to measure padding; None where it is known at its
+            end only.
         args: of the run, and `LookArgs`.
     """
+    from lm_experiments_tools.tools.samples import render_sample
+
+    print(_steps(samples, sources, args))
+    wanted = min(MEASURED_MICRO_BATCHES, ceil((samples or 1 << 62) / args.batch_size))
+    padding = Padding(wording.labels_at_inputs)
+    shown: list[tuple[str, dict[str, Any]]] = []
+    first = 0
+    for micro_batches in forward_passes(batches, args, has_decoder):
+        for micro_batch in micro_batches[: max(wanted - padding.micro_batches, 0)]:
+            padding.add(micro_batch)
+        for row, rank in itertools.product(range(args.batch_size), range(args.world_size)):
+            if len(shown) < args.samples:
+                worker = f" (worker {rank})" if args.world_size > 1 else ""
+                values = {name: entries[row].numpy() for name, entries in micro_batches[rank].items()}
+                shown.append((f"sample {first + row * args.world_size + rank}{worker}", values))
+        first += args.batch_size * args.world_size
+        if padding.micro_batches >= wanted and len(shown) >= args.samples:
+            break
+    print(padding.describe(args))
+    for title, row in shown:
+        print("\n" + "\n  ".join([title, *render_sample(row, wording)]))
+
+
+def _steps(samples: int | None, sources: list[Source], args: Any) -> str:
+    """The line on the steps of an epoch: of all the data, estimated where documents were left out."""
     rows = args.global_batch_size(args.world_size)
     shape = f"{args.batch_size} x {args.gradient_accumulation_steps} accumulated x {args.world_size} worker(s)"
     if samples is None:
-        print(f"steps        {rows} examples each ({shape}); the examples of an epoch are known at its end only")
-        return
-    if epoch is None:
-        print(
+        return f"steps        {rows} examples each ({shape}); the examples of an epoch are known at its end only"
+    weighted = args.data_weights and args.data_blending == "proportional"
+    epoch = whole_epoch(samples, sources, list(args.data_weights) if weighted else [1.0] * len(sources))
+    # --data_n_samples is for all documents: of more of them, fewer passes.
+    if epoch is None or (epoch != samples and getattr(args, "data_n_samples", None) is not None):
+        return (
             f"an epoch     of these documents has {samples:,} examples = {samples / rows:,.1f} steps of {rows} "
             f"({shape}); of all the data it is not known from them"
         )
-        return
     about, why = ("", "") if epoch == samples else ("about ", ", estimated from these documents")
-    print(
+    return (
         f"an epoch     {about}{round(epoch):,} examples = {about}{epoch / rows:,.1f} steps of {rows} ({shape}){why}; "
         f"--iters {args.iters:,} = {about}{args.iters * rows / epoch:.2f} epochs"
     )
@@ -211,7 +230,7 @@ def show_steps(samples: int | None, epoch: float | None, args: Any) -> None:
 def forward_passes(
     batches: Iterable[Mapping[str, Tensor]], args: Any, has_decoder: bool
 ) -> Iterator[list[dict[str, Tensor]]]:
-    """What the model gets on each worker, pass by pass: by rank, a micro-batch cut as the loop cuts it.
+    """Batches as the model gets them, pass by pass: by rank, a micro-batch cut as the loop cuts it.
 
     Args:
         batches: whole steps, global samples in their order: rows `rank::world_size` are a worker's (see
@@ -230,48 +249,6 @@ def forward_passes(
         steps = [split_batch(rows, args.batch_size, set(rows), *where).micro_batches for rows in own]
         for micro_batches in zip(*steps, strict=True):
             yield [micro_batch.batch for micro_batch in micro_batches]
-
-
-def show_batches(
-    batches: Iterable[Mapping[str, Tensor]], samples: int | None, args: Any, has_decoder: bool, wording: Wording
-) -> None:
-    """Print what part of the first micro-batches is padding, and the first samples of the run.
-
-    Args:
-        batches: as `forward_passes`.
-        samples: in an epoch, which is not gone beyond to measure padding.
-    """
-    wanted = min(MEASURED_MICRO_BATCHES, ceil((samples or 1 << 62) / args.batch_size))
-    padding = Padding(wording.labels_at_inputs)
-    shown: list[tuple[str, dict[str, Any]]] = []
-    first = 0
-    for micro_batches in forward_passes(batches, args, has_decoder):
-        for micro_batch in micro_batches[: max(wanted - padding.micro_batches, 0)]:
-            padding.add(micro_batch)
-        for row, rank in itertools.product(range(args.batch_size), range(args.world_size)):
-            if len(shown) < args.samples:
-                worker = f" (worker {rank})" if args.world_size > 1 else ""
-                values = {name: entries[row].numpy() for name, entries in micro_batches[rank].items()}
-                shown.append((f"sample {first + row * args.world_size + rank}{worker}", values))
-        first += args.batch_size * args.world_size
-        if padding.micro_batches >= wanted and len(shown) >= args.samples:
-            break
-    print(padding.describe(args))
-    _show_samples(shown, wording)
-
-
-def _show_samples(rows: list[tuple[str, dict[str, Any]]], wording: Wording) -> None:
-    from lm_experiments_tools.tools.samples import render_sample
-
-    for title, row in rows:
-        lines = render_sample(
-            row,
-            wording.decode,
-            wording.shown,
-            labels_at_inputs=wording.labels_at_inputs,
-            meanings=wording.meanings,
-        )
-        print("\n" + "\n".join([title, *(f"  {line}" for line in lines)]))
 
 
 class Padding:
@@ -305,9 +282,6 @@ class Padding:
             rates = f"{inputs}; {self._predicted / self._attended:.2%} of the other tokens are to be predicted"
         else:
             rates = f"{inputs}, {1 - self._predicted / self._targets:.2%} of the targets"
-        names = {"input_ids": "inputs", "labels": "targets"}
-        spans = {name: f"{min(widths)} to {max(widths)}" for name, widths in self._widths.items()}
-        spans |= {name: str(min(widths)) for name, widths in self._widths.items() if len(widths) == 1}
-        wide = ", ".join(f"{span} {names[name]}" for name, span in spans.items())
-        measured = f"measured on {self.micro_batches} micro-batches of {args.batch_size} rows, {wide} wide"
-        return f"padding      {rates}: {measured}"
+        spans = {name: " to ".join(map(str, sorted({min(w), max(w)}))) for name, w in self._widths.items()}
+        measured = f"measured on {self.micro_batches} micro-batches of {args.batch_size} rows"
+        return f"padding      {rates}: {measured}, {spans['input_ids']} inputs, {spans['labels']} targets wide"

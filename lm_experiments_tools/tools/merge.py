@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tools.tokenize import check_output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +22,7 @@ def run(args: MergeArgs) -> None:
     """Merge and say what came out."""
     from lm_experiments_tools.data.tokens.merge import merge_datasets
 
-    if args.output.endswith(("/", ".bin", ".idx", ".json")):
-        raise UserError(
-            f"--output {args.output} must be a prefix, such as tokens/train: .bin, .idx and .json are added"
-        )
+    check_output(args.output)
     start = time.perf_counter()
     meta = merge_datasets(args.input, args.output, overwrite=args.overwrite)
     print(

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
 
 from lm_experiments_tools.labels import IGNORED_LABEL
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How ids and labels are written.
+
+    Attributes:
+        decode: ids -> text.
+        shown: ids with a name of their own.
+        labels_at_inputs: a label belongs to the input at its position (masked words), not to a decoder's targets.
+        meanings: entry of a batch with one value a row -> value -> its meaning, shown beside it.
+    """
+
+    decode: Callable[[list[int]], str]
+    shown: Mapping[int, str]
+    labels_at_inputs: bool = False
+    meanings: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
 
 def render_ids(ids: np.ndarray, decode: Callable[[list[int]], str], shown: Mapping[int, str]) -> str:
@@ -47,29 +65,14 @@ def render_predictions(
     return " ".join(words)
 
 
-def render_sample(
-    row: Mapping[str, np.ndarray],
-    decode: Callable[[list[int]], str],
-    shown: Mapping[int, str],
-    *,
-    labels_at_inputs: bool = False,
-    meanings: Mapping[str, Mapping[int, str]] | None = None,
-) -> list[str]:
-    """Lines that show one row of a batch, every entry of it.
-
-    Args:
-        row: `input_ids` [length], `labels` [length], and whatever else the model gets.
-        decode, shown: as `render_ids`.
-        labels_at_inputs: whether a label belongs to the input at its position (masked language models); else they are
-            a decoder's targets.
-        meanings: entry with one value a row -> value -> what it means, shown beside it.
-    """
+def render_sample(row: Mapping[str, np.ndarray], wording: Wording) -> list[str]:
+    """Lines that show one row of a batch, every entry of it: `input_ids` [length], `labels` [length], and others."""
     inputs, labels = np.asarray(row["input_ids"]), np.asarray(row["labels"])
-    shown = {**shown, IGNORED_LABEL: "(ignored)"}
+    decode, shown = wording.decode, {**wording.shown, IGNORED_LABEL: "(ignored)"}
     attended = int(np.asarray(row["attention_mask"]).sum()) if "attention_mask" in row else len(inputs)
     predicted = int((labels != IGNORED_LABEL).sum())
     lines = [f"input    {len(inputs)} tokens, {attended} attended"]
-    if labels_at_inputs:
+    if wording.labels_at_inputs:
         lines += [f"  {render_predictions(inputs, labels, decode, shown)}"]
         lines += [f"target   {predicted} tokens, shown as [input -> target]"]
     else:
@@ -84,7 +87,7 @@ def render_sample(
         if value.ndim:
             lines.append(f"{name}: {_runs(value)}")
             continue
-        meaning = (meanings or {}).get(name, {}).get(value.item())
+        meaning = wording.meanings.get(name, {}).get(value.item())
         lines.append(f"{name}: {value.item()}" + ("" if meaning is None else f", {meaning}"))
     return lines
 

@@ -1,4 +1,4 @@
-"""What a token file holds: documents, lengths, token frequencies; known before any GPU hour."""
+"""Counts of a token file: documents, lengths, token frequencies; known before any GPU hour."""
 
 from __future__ import annotations
 
@@ -21,28 +21,18 @@ class TokenStatistics:
     """Counts of one token file.
 
     Attributes:
-        num_documents, num_sequences, num_tokens: a document is one or more sequences (sentences, for BERT).
-        num_bytes: bytes of text behind the tokens, 0 where the file does not say.
         document_lengths: int64[num_documents], tokens of each document.
-        document_sequences: int64[num_documents], sequences of each document.
+        document_sequences: int64[num_documents], sequences of each document (sentences, for BERT).
         sequence_lengths: int32[num_sequences], tokens of each sequence.
         frequencies: int64[ids], how often each id occurs among the `num_counted` tokens that were counted.
         num_counted: all tokens, or an even sample of them where there are more than `max_counted`.
     """
 
-    num_documents: int
-    num_sequences: int
-    num_tokens: int
-    num_bytes: int
     document_lengths: np.ndarray
     document_sequences: np.ndarray
     sequence_lengths: np.ndarray
     frequencies: np.ndarray
     num_counted: int
-
-    def length_percentiles(self) -> dict[int, int]:
-        """`length_percentiles` of the documents, in tokens."""
-        return length_percentiles(self.document_lengths)
 
     def rate(self, token_id: int) -> float:
         """Share of the counted tokens that are `token_id`."""
@@ -57,7 +47,7 @@ class TokenStatistics:
 
     @property
     def ids_in_use(self) -> int:
-        """How many different ids occur among the counted tokens."""
+        """Number of different ids among the counted tokens."""
         return int(np.count_nonzero(self.frequencies))
 
 
@@ -95,10 +85,6 @@ def token_statistics(tokens: IndexedDataset, vocab_size: int, max_counted: int =
         frequencies += np.bincount(block, minlength=vocab_size)
         counted += block.size
     return TokenStatistics(
-        num_documents=tokens.num_documents,
-        num_sequences=len(tokens),
-        num_tokens=tokens.num_tokens,
-        num_bytes=int(tokens.meta.get("num_bytes", 0)),
         document_lengths=lengths,
         document_sequences=sizes,
         sequence_lengths=tokens.sequence_lengths,
@@ -127,7 +113,7 @@ def plot_statistics(statistics: TokenStatistics, path: str | os.PathLike, marks:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     kinds = {"documents": statistics.document_lengths}
-    if statistics.num_sequences > statistics.num_documents:
+    if len(statistics.sequence_lengths) > len(statistics.document_lengths):
         kinds["sentences"] = statistics.sequence_lengths
     for (kind, lengths), color in zip(kinds.items(), ("#3b6ea5", "#8fb56a"), strict=False):
         if len(lengths):

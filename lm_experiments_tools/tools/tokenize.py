@@ -40,10 +40,7 @@ def run(args: TokenizeArgs) -> None:
     """Tokenize and say what came out."""
     from lm_experiments_tools.data.tokens.tokenize import shard_prefix, tokenize_corpus
 
-    if args.output.endswith(("/", ".bin", ".idx", ".json")):
-        raise UserError(
-            f"--output {args.output} must be a prefix, such as tokens/train: .bin, .idx and .json are added"
-        )
+    check_output(args.output)
     shard = _parse_shard(args.shard)
     start = time.perf_counter()
     meta = tokenize_corpus(
@@ -65,6 +62,12 @@ def run(args: TokenizeArgs) -> None:
         f"({meta['dtype']}), {meta['bad_lines']} bad lines, in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s): "
         f"{shard_prefix(args.output, *shard) if shard else args.output}.bin, .idx, .json"
     )
+
+
+def check_output(output: str) -> None:
+    """Refuse a folder and a file for the prefix of token files."""
+    if output.endswith(("/", ".bin", ".idx", ".json")):
+        raise UserError(f"--output {output} must be a prefix, such as tokens/train: .bin, .idx and .json are added")
 
 
 def _parse_shard(shard: str | None) -> tuple[int, int] | None:

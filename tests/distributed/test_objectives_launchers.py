@@ -13,6 +13,7 @@ import pytest
 from tests.distributed.launch import ROOT, horovodrun, missing, run, torchrun
 from tests.distributed.test_run_script import CPU, kill_after
 from tests.helpers.real_data import DATA, lacking
+from tests.helpers.runs import records
 
 SHARDS = [DATA / "corpus" / f"train-0000{k}-of-00008.jsonl" for k in range(2)]
 T5_VOCAB = DATA / "vocabs" / "t5_32k" / "sentencepiece.model"
@@ -44,36 +45,25 @@ CONFIGS = {
     "bert": {**BERT, "vocab_size": 30592},
 }  # fmt: skip
 
-NATIVE = ["--data_pipeline", "native"]
-SEQIO = ["--data_pipeline", "seqio"]
-T5 = ["--model_cls", "transformers:T5ForConditionalGeneration", "--model_cfg", "t5.json"]
-# name in the table: script, flags, packages
+T5_MODEL = "--model_cls transformers:T5ForConditionalGeneration --model_cfg t5.json"
+SEQIO_PACKAGES = ("t5", "seqio", "tensorflow")
+# name in the table: flags, packages
 OBJECTIVES = {
-    "span_corruption": (T5_SCRIPT, [*NATIVE, *T5, "--task", "span_corruption", "--target_seq_len", 24], ()),
-    "prefix_lm": (T5_SCRIPT, [*NATIVE, *T5, "--task", "prefix_lm", "--target_seq_len", 64], ()),
-    "ul2": (T5_SCRIPT, [*NATIVE, *T5, "--task", "ul2", "--target_seq_len", 64], ()),
+    "span_corruption": (f"--data_pipeline native --task span_corruption --target_seq_len 24 {T5_MODEL}", ()),
+    "prefix_lm": (f"--data_pipeline native --task prefix_lm --target_seq_len 64 {T5_MODEL}", ()),
+    "ul2": (f"--data_pipeline native --task ul2 --target_seq_len 64 {T5_MODEL}", ()),
     "causal_lm": (
-        T5_SCRIPT,
-        [*NATIVE, "--task", "causal_lm", "--model_cls", "transformers:GPT2LMHeadModel", "--model_cfg", "gpt2.json"],
-        (),
+        "--data_pipeline native --task causal_lm --model_cls transformers:GPT2LMHeadModel --model_cfg gpt2.json", ()
     ),
     "mlm": (
-        T5_SCRIPT,
-        [*NATIVE, "--task", "mlm", "--model_cls", "transformers:BertForMaskedLM", "--model_cfg", "bert_mlm.json"],
-        (),
+        "--data_pipeline native --task mlm --model_cls transformers:BertForMaskedLM --model_cfg bert_mlm.json", ()
     ),
     "seqio_span_corruption": (
-        T5_SCRIPT,
-        [*SEQIO, *T5, "--task", "span_corruption", "--target_seq_len", 24],
-        ("t5", "seqio", "tensorflow"),
+        f"--data_pipeline seqio --task span_corruption --target_seq_len 24 {T5_MODEL}", SEQIO_PACKAGES
     ),
-    "seqio_prefix_lm": (
-        T5_SCRIPT,
-        [*SEQIO, *T5, "--task", "prefix_lm", "--target_seq_len", 64],
-        ("t5", "seqio", "tensorflow"),
-    ),
-    "bert": (BERT_SCRIPT, ["--model_cls", "transformers:BertForPreTraining", "--model_cfg", "bert.json"], ()),
-}
+    "seqio_prefix_lm": (f"--data_pipeline seqio --task prefix_lm --target_seq_len 64 {T5_MODEL}", SEQIO_PACKAGES),
+    "bert": ("--model_cls transformers:BertForPreTraining --model_cfg bert.json", ()),
+}  # fmt: skip
 # how to start, flags that split the 8 rows of a step, environment, packages, what the log says
 LAUNCHERS = {
     "python": (lambda: [sys.executable], (8, 1), {}, (), "1 worker(s)"),
@@ -101,13 +91,11 @@ def work(tmp_path_factory):
 
 
 def command(objective, work, run_dir, split):
-    script, flags, _ = OBJECTIVES[objective]
+    script, data = T5_SCRIPT, ["--data_path", work / "text", "--vocab", T5_VOCAB]
+    if objective == "bert":
+        script, data = BERT_SCRIPT, ["--data_path", work / "corpus_text_sentence", "--vocab_file", BERT_VOCAB]
     batch_size, accumulation = split
-    if script == BERT_SCRIPT:
-        data = ["--data_path", work / "corpus_text_sentence", "--vocab_file", BERT_VOCAB]
-    else:
-        data = ["--data_path", work / "text", "--vocab", T5_VOCAB]
-    flags = [work / flag if str(flag).endswith(".json") else flag for flag in flags]
+    flags = [work / flag if flag.endswith(".json") else flag for flag in OBJECTIVES[objective][0].split()]
     return [
         script, *flags, *data, "--model_path", run_dir, "--working_dir", work, "--input_seq_len", 64, "--batch_size",
         batch_size, "--gradient_accumulation_steps", accumulation, "--iters", STEPS, "--log_interval", 1,
@@ -117,13 +105,12 @@ def command(objective, work, run_dir, split):
 
 def logged(run_dir):
     """(step, samples consumed, loss) of every step."""
-    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [(r["step"], r["samples"], r["loss"]) for r in records if r["split"] == "train"]
+    return [(line["step"], line["samples"], line["loss"]) for line in records(run_dir)]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(work, tmp_path_factory):
-    """The log of the run of one process that nobody killed, by objective; made at the first call."""
+    """The log of the uninterrupted run of one process, by objective; made at the first call."""
     found = {}
 
     def of(objective):
@@ -154,7 +141,7 @@ def mean(values):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_losses_fall_and_a_killed_run_continues_exactly(objective, launcher, work, uninterrupted, table, tmp_path):
     start, split, extra, packages, described = LAUNCHERS[launcher]
-    if reason := missing(*packages, *OBJECTIVES[objective][2]):
+    if reason := missing(*packages, *OBJECTIVES[objective][1]):
         pytest.skip(reason)
     whole = uninterrupted(objective)
     assert [position[:2] for position in whole] == [(k, 8 * k) for k in range(1, STEPS + 1)]

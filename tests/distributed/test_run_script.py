@@ -25,6 +25,7 @@ from tests.distributed.launch import (
     slow,
     torchrun,
 )
+from tests.helpers.runs import losses
 
 pytestmark = pytest.mark.distributed
 
@@ -83,11 +84,6 @@ def flags(text, run_dir, batch_size=2, accumulation=2):
         "--model_cls", "transformers:T5ForConditionalGeneration", "--vocab", text.parent / "vocab.model",
         "--working_dir", text.parent, "--data_pipeline", "native",
     ]  # fmt: skip
-
-
-def losses(run_dir):
-    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [(r["step"], r["loss"]) for r in records if r["split"] == "train"]
 
 
 @pytest.fixture(scope="module")

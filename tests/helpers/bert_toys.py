@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import numpy as np
 import tokenizers
 
-from lm_experiments_tools.data.tokens.indexed import IndexedDatasetWriter
 from megatron.tokenizers import build_tokenizer
+from tests.helpers.token_toys import write_tokens
 
 TINY = {
     "base": "bert_base_uncased", "vocab_size": 640, "hidden_size": 32, "num_hidden_layers": 2,
@@ -29,13 +28,8 @@ def documents() -> list[list[str]]:
 def write_sentences(prefix: Path, pages: Sequence[Sequence[str]], vocab_file: Path) -> None:
     """PREFIX.bin, .idx and .json as preprocess_data.py leaves them."""
     tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=vocab_file)
-    writer = IndexedDatasetWriter(prefix, np.uint16)
-    for page in pages:
-        for sentence in tokenizer.tokenize_batch(page):
-            writer.add_sequence(sentence)
-        writer.end_document()
     meta = {"vocab_file": str(vocab_file), "vocab_sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
-    writer.finalize(meta)
+    write_tokens(prefix, map(tokenizer.tokenize_batch, pages), meta=meta)
 
 
 def make_bert_data(folder: Path) -> Path:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lm_experiments_tools.data.text import hf_datasets
+from lm_experiments_tools.data.text.bad_lines import BadLines
 from lm_experiments_tools.data.text.documents import (
     JSON_SUFFIXES,
     MAX_DOCUMENT_BYTES,
@@ -59,8 +60,8 @@ class BadRow(Exception):
     """A row that cannot be used, with the reason."""
 
 
-class BadRows:
-    """Counts the rows left out and names them in the log; UserError for one more than `limit`.
+class BadRows(BadLines):
+    """Bad rows, named in the log.
 
     Args:
         limit: rows that may be left out.
@@ -68,17 +69,17 @@ class BadRows:
     """
 
     def __init__(self, limit: int, *, quiet: bool = False) -> None:
-        self.limit, self.quiet, self.count, self.first = limit, quiet, 0, ""
+        super().__init__(limit)
+        self.quiet = quiet
 
     def add(self, where: str, reason: str) -> None:
-        """Record one."""
-        self.count += 1
-        self.first = self.first or f"{where}: {reason}"
-        if self.count > self.limit:
-            more = f"more than {self.limit} bad rows, the first is " if self.limit else ""
-            raise UserError(f"{more}{self.first}; mend it, or let rows be left out by a higher --max_bad_lines.")
+        super().add(where, reason)
         if self.count <= _LOGGED and not self.quiet:
             logger.warning("left out %s: %s", where, reason)
+
+    def error(self) -> UserError:
+        more = f"more than {self.limit} bad rows, the first is " if self.limit else ""
+        return UserError(f"{more}{self.first}; mend it, or let rows be left out by a higher --max_bad_lines.")
 
     def report(self) -> None:
         """Log how many there were, once all is read."""

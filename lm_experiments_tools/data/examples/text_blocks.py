@@ -14,7 +14,8 @@ import numpy as np
 from lm_experiments_tools.data.examples.ragged import RaggedBuilder
 from lm_experiments_tools.data.examples.rows import BadRows
 from lm_experiments_tools.data.examples.text_encoder import end_id
-from lm_experiments_tools.data.text.documents import BadLine, plan_pieces, read_piece
+from lm_experiments_tools.data.text.bad_lines import BadLine
+from lm_experiments_tools.data.text.documents import plan_pieces, read_piece
 from lm_experiments_tools.errors import UserError
 
 _AT_ONCE = 64  # documents tokenized by one call

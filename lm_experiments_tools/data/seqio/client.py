@@ -1,6 +1,6 @@
 """The training side of seqio: starts the process that owns TensorFlow and reads batches from it.
 
-Nothing of TensorFlow is imported here. One worker process (`seqio_worker`) serves all training processes of a machine:
+Nothing of TensorFlow is imported here. One worker process (worker.py) serves all training processes of a machine:
 text is tokenized once for them all, and TensorFlow's gigabyte is there once. Each process takes rows k * world_size +
 rank of one global stream, which depends on the seed and not on their number.
 """
@@ -16,27 +16,26 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from dataclasses import asdict
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
-import torch
 
 from lm_experiments_tools.backends.collective import on_all
-from lm_experiments_tools.data.loader import IGNORED_LABEL, ValidLoader, ValidSource
+from lm_experiments_tools.data.loader import TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.objectives.span_corruption import plan_spans, random_spans_lengths
-from lm_experiments_tools.data.seqio.worker import FRAME, PADDING, SOCKET, VALIDATION, Job
+from lm_experiments_tools.data.seqio.job import FRAME, PADDING, SOCKET, VALIDATION, Job
+from lm_experiments_tools.data.seqio.worker import work
 from lm_experiments_tools.data.text.documents import find_files
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens.indexed import token_prefix
+from lm_experiments_tools.data.tokens.files import token_prefix
+from lm_experiments_tools.data.workers import Worker, WorkerEnded
 from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.labels import IGNORED_LABEL
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -44,9 +43,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COMMAND = (sys.executable, "-m", "lm_experiments_tools.data.seqio.worker")
 _LONGEST_SOCKET_NAME = 100  # the system's limit is 108 bytes
-_SECONDS_TO_END = 10.0  # from a closed channel to the end of the process
+_SECONDS_TO_END = 10.0  # of a worker that has hung up
+_ENVIRONMENT = {  # of the worker: no GPU, and TensorFlow quiet
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "HIP_VISIBLE_DEVICES": "-1",
+    "JAX_PLATFORMS": "cpu",  # seqio imports it
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
 
 
 def seqio_data(
@@ -77,14 +81,14 @@ def seqio_data(
     worker = on_all(backend, start)
     folder, answer = backend.gather((worker.job.folder, worker.answer) if worker else None)[ranks[0]]
     lengths = (args.input_seq_len, targets_length)
-    where = (backend.rank, backend.world_size)
+    fingerprint, rows = answer["fingerprint"], args.rows_per_worker()
     train = SeqioLoader(
-        folder, answer["fingerprint"], lengths, vocabulary.pad_id, args.rows_per_worker(), *where, worker=worker
+        folder, fingerprint, lengths, vocabulary.pad_id, rows, backend.rank, backend.world_size, worker=worker
     )
     valid = None
     if answer["validation"] is not None:
-        examples = WrittenExamples(Path(folder) / VALIDATION, answer["fingerprint"], lengths, vocabulary.pad_id)
-        valid = ValidLoader(examples, args.rows_per_worker(), *where)
+        examples = WrittenExamples(Path(folder) / VALIDATION, fingerprint, lengths, vocabulary.pad_id)
+        valid = ValidLoader(examples, rows, backend.rank, backend.world_size)
     return train, valid, f"{answer['title']}, {lengths[0]} inputs + {lengths[1]} targets"
 
 
@@ -168,7 +172,6 @@ def _job(args: T5PretrainingArgs, vocab_path: Path, targets_length: int, quarant
         threads=args.data_n_workers or len(os.sched_getaffinity(0)),
         clients=clients,
         folder=tempfile.mkdtemp(prefix="seqio_", dir=base),
-        parent=os.getpid(),
     )
 
 
@@ -176,7 +179,7 @@ class WorkerProcess:
     """The process that owns TensorFlow, as its parent sees it.
 
     Args:
-        job: what it shall make.
+        job: its task.
         log_file: takes what TensorFlow and the user's module print; kept, so that a traceback can be read.
 
     Attributes:
@@ -190,20 +193,13 @@ class WorkerProcess:
     def __init__(self, job: Job, log_file: Path) -> None:
         self.job, self._log_file = job, log_file
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        with open(log_file, "ab") as stderr:
-            self._process = subprocess.Popen(
-                _COMMAND,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env=_environment(),
-            )
+        with open(log_file, "ab") as log:
+            self._worker = Worker(work, job, environment=_ENVIRONMENT, log=log)
+        self._code: int | None = None
         self._error: dict[str, Any] | None = None
         self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, name="seqio-worker", daemon=True)
         self._listener.start()
-        self._process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
-        self._process.stdin.flush()
         answer = self._answers.get()
         if answer is None:
             error = self.failure()
@@ -212,23 +208,24 @@ class WorkerProcess:
         self.answer = answer
 
     def _listen(self) -> None:
-        for line in self._process.stdout:
-            message = json.loads(line)
-            if "log" in message:
-                logger.log(*message["log"])
-            elif "ready" in message:
-                self._answers.put(message["ready"])
-            else:
-                self._error = message
+        try:
+            while True:
+                message = self._worker.receive()
+                if "log" in message:
+                    logger.log(*message["log"])
+                elif "ready" in message:
+                    self._answers.put(message["ready"])
+                else:
+                    self._error = message
+        except WorkerEnded as end:
+            self._code = end.returncode
         self._answers.put(None)
 
     def failure(self) -> Exception:
         """Why the process ended, or is about to; waits for that."""
-        try:
-            code = self._process.wait(_SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            return RunError(f"the seqio worker (process {self._process.pid}) hung up on this process but goes on")
-        self._listener.join()
+        self._listener.join(_SECONDS_TO_END)
+        if (code := self._code) is None:
+            return RunError(f"the seqio worker (process {self.pid}) hung up on this process but goes on")
         if self._error is not None:
             return error_of(self._error, f"; {self._log_file} has the traceback")
         if code < 0:
@@ -237,13 +234,16 @@ class WorkerProcess:
             return RunError(f"the seqio worker was killed by {name}{memory}; see {self._log_file}")
         return RunError(f"the seqio worker ended with exit code {code}; see {self._log_file}")
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._worker.process.pid
+
     def close(self) -> None:
         """End the process and remove its folder."""
-        self._process.kill()
-        self._process.wait()
+        self._worker.kill()
         self._listener.join()
-        self._process.stdin.close()
-        self._process.stdout.close()
+        self._worker.close()
         shutil.rmtree(self.job.folder, ignore_errors=True)
 
 
@@ -252,19 +252,6 @@ def error_of(message: dict[str, Any], where: str = "") -> Exception:
     if message["by_user"]:
         return UserError(message["error"])
     return RunError(f"the seqio worker failed: {message['error']}{where}")
-
-
-def _environment() -> dict[str, str]:
-    """This process's, with the same modules importable, no GPU, and TensorFlow quiet."""
-    root = str(Path(__file__).resolve().parents[3])
-    paths = [os.getcwd(), root, *filter(None, sys.path)]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
-        "CUDA_VISIBLE_DEVICES": "-1",
-        "HIP_VISIBLE_DEVICES": "-1",
-        "JAX_PLATFORMS": "cpu",  # seqio imports it
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-    }
 
 
 def to_batch(rows: np.ndarray, inputs_length: int, pad_id: int) -> dict[str, np.ndarray]:
@@ -284,21 +271,19 @@ def to_batch(rows: np.ndarray, inputs_length: int, pad_id: int) -> dict[str, np.
     return {"input_ids": inputs, "attention_mask": mask.astype(np.int64), "labels": labels}
 
 
-class SeqioLoader:
-    """Endless training batches of one training process; a `TrainSource`.
+class SeqioLoader(TrainSource):
+    """Batches that the worker process makes, some of them ahead.
 
-    The worker makes some batches ahead; it is asked for them at the first `next`, and anew after a `seek`. All
-    training processes of a machine must seek alike.
+    It is asked for them at the first `next`, and anew after a `seek`, where the next batch waits until all before it
+    have been made again. All training processes of a machine must seek alike.
 
     Args:
         folder: of the worker process.
         fingerprint: of the data, task and seed.
         lengths: (inputs, targets).
-        rows_per_worker: rows of one step on this process.
+        rows_per_worker, rank, world_size: as for `TrainSource`.
         worker: the worker process, on the one training process that started it.
     """
-
-    samples_per_epoch = None
 
     def __init__(
         self,
@@ -312,29 +297,17 @@ class SeqioLoader:
         *,
         worker: WorkerProcess | None = None,
     ) -> None:
+        super().__init__(rows_per_worker, rank, world_size)
         self.fingerprint, self.lengths, self.pad_id = fingerprint, lengths, pad_id
-        self.rows_per_worker, self.rank, self.world_size = rows_per_worker, rank, world_size
         self._address, self._worker = os.path.join(folder, SOCKET), worker
         self._stream: BinaryIO | None = None
-        self._consumed = 0
-
-    @property
-    def consumed_samples(self) -> int:
-        """Samples of the batches yielded so far, over all workers."""
-        return self._consumed
 
     def seek(self, consumed_samples: int) -> None:
-        """Continue as if `consumed_samples` had been yielded; the next batch waits until they have been made again."""
-        if consumed_samples < 0:
-            raise ValueError(f"consumed_samples must not be negative, got {consumed_samples}")
+        super().seek(consumed_samples)
         self._hang_up()
-        self._consumed = consumed_samples
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return self
-
-    def __next__(self) -> dict[str, torch.Tensor]:
-        """Tensors int64[rows_per_worker, length] of this worker's part of the next global batch.
+    def _next_batch(self) -> dict[str, np.ndarray]:
+        """The rows at `consumed_samples`.
 
         Raises:
             UserError: the data asks for one, for example too many bad lines.
@@ -349,10 +322,8 @@ class SeqioLoader:
             raise self._failure() from error
         if not is_batch:
             raise self._failure(json.loads(content))
-        self._consumed += self.rows_per_worker * self.world_size
         rows = np.frombuffer(content, np.int32).reshape(self.rows_per_worker, sum(self.lengths))
-        batch = to_batch(rows, self.lengths[0], self.pad_id)
-        return {name: torch.from_numpy(values) for name, values in batch.items()}
+        return to_batch(rows, self.lengths[0], self.pad_id)
 
     def _ask(self) -> BinaryIO:
         request = {"start": self._consumed, "rows": self.rows_per_worker, "rank": self.rank}

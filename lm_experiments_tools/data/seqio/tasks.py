@@ -1,6 +1,6 @@
 """seqio Tasks and Mixtures, and the one stream of examples that a seed makes of them. Imports TensorFlow.
 
-Only the worker process (`seqio_worker`) loads this file. Three kinds of tasks come out of it: t5's `span_corruption`
+Only the worker process (worker.py) loads this file. Three kinds of tasks come out of it: t5's `span_corruption`
 and `prefix_lm` over the user's raw text, put together as t5 does its own for C4, and whatever the user's module has
 registered. The examples are those of `seqio.get_dataset(task, lengths, num_epochs=None, shuffle=True, seed=seed)`:
 neither the number of training processes nor the number of threads changes them or their order.
@@ -29,16 +29,9 @@ import seqio
 import tensorflow as tf
 from sentencepiece import sentencepiece_model_pb2
 
-from lm_experiments_tools.data.seqio.worker import PADDING, Job, one_line
-from lm_experiments_tools.data.text.documents import (
-    BadLine,
-    Piece,
-    Quarantine,
-    lines_before,
-    no_documents,
-    plan_pieces,
-    read_piece,
-)
+from lm_experiments_tools.data.seqio.job import PADDING, Job, one_line
+from lm_experiments_tools.data.text.bad_lines import BadLine, Quarantine, no_documents
+from lm_experiments_tools.data.text.documents import Piece, lines_before, plan_pieces, read_piece
 from lm_experiments_tools.data.text.vocabulary import Vocabulary, sentinel_piece
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import hash_of_ends
@@ -197,7 +190,7 @@ class TaskExamples:
     # ---- checks
     @contextmanager
     def _sentences(self) -> Iterator[None]:
-        """What seqio and TensorFlow complain of while a task is put together is mostly the user's to mend."""
+        """Complaints of seqio and TensorFlow while a task is put together are mostly the user's to mend."""
         try:
             yield
         except UserError:
@@ -237,7 +230,7 @@ class TaskExamples:
                 )
 
     def _check_first_example(self) -> None:
-        """A task whose filters leave nothing would otherwise be repeated for ever in search of a first example."""
+        """A task whose filters leave nothing would otherwise be repeated endlessly in search of a first example."""
         if not self._may_shuffle():
             self._log(
                 logging.INFO, f"--task {self.job.task} is registered without shuffling: it comes in its own order"
@@ -427,12 +420,12 @@ class TextSource:
             if (piece.path, line) in self._seen:
                 return
             self._seen.add((piece.path, line))
-            self._bad_lines.add(piece.path, BadLine(line, bad.reason, bad.content))
+            self._bad_lines.list_line(piece.path, BadLine(line, bad.reason, bad.content))
             if str(len(self._seen)).strip("0") == "1":  # the first, the tenth, the hundredth ...
                 self._log(logging.WARNING, str(self._bad_lines))
 
     def stamps(self) -> list[list[Any]]:
-        """What identifies the text: of each file its name, its size and a hash of its beginning and end."""
+        """Identity of the text: of each file its name, its size and a hash of its beginning and end."""
         stamps: list[list[Any]] = []
         for path, kind in dict.fromkeys((piece.path, piece.kind) for piece in self._pieces):
             if kind == "dataset":

@@ -1,15 +1,14 @@
 """The process that owns TensorFlow: it makes seqio's examples and hands them to the training processes of its machine.
 
-Started by `seqio_data` as `python -m lm_experiments_tools.data.seqio.worker`; one serves all workers of a machine.
+Started by `seqio_data`; one serves all workers of a machine.
 
-| channel | what goes over it |
+| channel | content |
 |---|---|
-| stdin | one line, the `Job` as JSON; then nothing: its end means that the parent is gone |
-| stdout | JSON lines to the parent: `{"log": [level, text]}`, `{"ready": {...}}`, `{"error": text, "by_user": bool}` |
-| stderr | whatever TensorFlow and the user's module print |
+| its `Caller` | to it: `{"log": (level, text)}`, `{"ready": {...}}`, `{"error": text, "by_user": bool}` |
+| stdout, stderr | whatever TensorFlow and the user's module print |
 | a Unix socket | to each client its rows of each global batch, see `Hub` |
 
-This file imports TensorFlow nowhere but in `seqio_tasks`, which only the worker process loads.
+This file imports TensorFlow nowhere but in tasks.py, which only the worker process loads.
 """
 
 from __future__ import annotations
@@ -18,60 +17,20 @@ import importlib.util
 import json
 import logging
 import os
-import select
 import shutil
-import signal
 import socket
-import struct
 import sys
 import threading
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from lm_experiments_tools.data.seqio.job import FRAME, SOCKET, VALIDATION, Job, one_line
+from lm_experiments_tools.data.workers import Caller
 from lm_experiments_tools.errors import UserError
-
-PADDING = -100  # in the rows that are sent: no token id, so that a real id 0 is not mistaken for it
-SOCKET, VALIDATION = "socket", "validation.int32"  # files in the job's folder
-FRAME = struct.Struct("<?I")  # is it a batch (else an error, as on stdout); bytes that follow
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What the worker is asked for.
-
-    Attributes:
-        task: span_corruption or prefix_lm over `data_path`, or module:name.
-        inputs_length, targets_length: seqio's `task_feature_lengths`.
-        quarantine: file for unusable lines of text.
-        validation: make the examples of the task's validation split, at most `valid_samples`, before training.
-        threads: of TensorFlow.
-        clients: training processes on this machine.
-        folder: private to this worker and its clients; the worker removes it when it ends.
-        parent: process id; the worker ends when that process does.
-    """
-
-    task: str
-    data_path: list[str]
-    text_key: str
-    max_bad_lines: int
-    quarantine: str
-    vocab_path: str
-    inputs_length: int
-    targets_length: int
-    noise_density: float
-    mean_noise_span_length: float
-    seed: int
-    validation: bool
-    valid_samples: int | None
-    threads: int
-    clients: int
-    folder: str
-    parent: int
 
 
 class Hub:
@@ -84,25 +43,22 @@ class Hub:
     another position; then all of them are expected to come again.
     """
 
-    def __init__(self) -> None:
-        self._control = os.fdopen(os.dup(1), "w", encoding="utf-8")
-        os.dup2(2, 1)  # from here on a print of the user's module goes where TensorFlow's messages go
-        self._lock = threading.Lock()
+    def __init__(self, caller: Caller) -> None:
+        self._caller, self._lock = caller, threading.Lock()
         self._clients: list[tuple[socket.socket, dict[str, int]]] = []
         self._listener: socket.socket | None = None
 
     def tell(self, **message: Any) -> None:
-        """One line to the parent; any thread may call it."""
+        """Send a message to the process that started this one; any thread may call it."""
         with self._lock:
-            self._control.write(json.dumps(message) + "\n")
-            self._control.flush()
+            self._caller.send(message)
 
     def log(self, level: int, text: str) -> None:
         """A line for the run's log."""
-        self.tell(log=[level, text])
+        self.tell(log=(level, text))
 
     def fail(self, text: str, by_user: bool) -> None:
-        """Why the worker ends, to everyone."""
+        """Tell everyone why the worker ends."""
         self.tell(error=text, by_user=by_user)
         content = json.dumps({"error": text, "by_user": by_user}).encode()
         for client, _ in self._clients:
@@ -143,17 +99,6 @@ class Hub:
         self._clients = []
 
 
-def end_with_parent(parent: int, folder: str) -> None:
-    """Return never; end this process, whatever it is doing, when its parent is gone.
-
-    The end of stdin says so at once. A child that the parent had forked keeps stdin open, hence the second look.
-    """
-    while os.getppid() == parent and not select.select([0], [], [], 1.0)[0]:
-        continue
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
-
-
 def import_triton() -> None:
     """Load triton before TensorFlow: loaded after it, as a module of the user may, it aborts the process.
 
@@ -168,7 +113,7 @@ def import_triton() -> None:
 
 
 def serve(job: Job, hub: Hub) -> None:
-    """Make the task, then batches for ever."""
+    """Make the task, then batches without end."""
     import_triton()
     from lm_experiments_tools.data.seqio.tasks import TaskExamples, limit_threads
 
@@ -208,21 +153,19 @@ def resident_mebibytes() -> int:
     return psutil.Process().memory_info().rss >> 20
 
 
-def one_line(error: BaseException) -> str:
-    """The type of an exception and the first line of its message, without TensorFlow's name of the failing node."""
-    lines = [line for line in str(error).strip().splitlines() if line.strip()] or ["no message"]
-    first = lines[0]
-    if first.startswith("{{") and "}}" in first:
-        first = first.partition("}}")[2].strip() or first
-    return f"{type(error).__name__}: {first}"
+def end_with_caller(caller: Caller, folder: str) -> None:
+    """Return never; end this process, whatever it is doing, when its caller is gone."""
+    for _ in caller:
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
 
 
-def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # meant for the run, which may still want batches while it stops
-    hub = Hub()
-    job = Job(**json.loads(sys.stdin.readline()))
-    threading.Thread(target=end_with_parent, args=(job.parent, job.folder), daemon=True).start()
+def work(caller: Caller) -> None:
+    """The process: told its `Job`, it makes examples until its caller is gone."""
+    job, hub = caller.settings, Hub(caller)
+    threading.Thread(target=end_with_caller, args=(caller, job.folder), daemon=True).start()
+    sys.path.insert(0, os.getcwd())  # where the user's module may lie
 
     def report_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         traceback.print_exception(kind, error, trace)
@@ -234,7 +177,3 @@ def main() -> None:
     except UserError as error:
         hub.fail(str(error), by_user=True)
         sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

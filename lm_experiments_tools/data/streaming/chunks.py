@@ -21,12 +21,17 @@ from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.loader import SampleDataset
-from lm_experiments_tools.data.streaming import worker as streaming_worker
+from lm_experiments_tools.data.loader import SampleDataset, in_background
 from lm_experiments_tools.data.streaming.text import Position
-from lm_experiments_tools.data.streaming.worker import ChunkRequest, bad_lines_path, chunk_prefix
-from lm_experiments_tools.data.tokens.indexed import dataset_exists, dataset_paths
-from lm_experiments_tools.data.tokens.workers import WorkerEnded, ask, start_worker
+from lm_experiments_tools.data.streaming.worker import (
+    ChunkRequest,
+    ChunkSettings,
+    bad_lines_path,
+    chunk_prefix,
+    work,
+)
+from lm_experiments_tools.data.tokens.files import dataset_exists, dataset_paths
+from lm_experiments_tools.data.workers import Worker, WorkerEnded
 from lm_experiments_tools.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -40,7 +45,7 @@ BuildFunction = Callable[[str, int, int], SampleDataset]
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """What is remembered of a chunk when it is gone: its examples, its tokens, and the `Position` of its end."""
+    """Record of a chunk that outlives it: its examples, its tokens, and the `Position` of its end."""
 
     num_samples: int
     num_tokens: int
@@ -105,7 +110,7 @@ class ExampleStream:
             self._remove(number - KEPT_CHUNKS)
 
     def is_ready(self) -> bool:
-        """Whether what is wanted can be had without waiting."""
+        """True if the wanted examples are available without waiting."""
         return self._high < self.known_samples and self._missing() is None
 
     def next_request(self, ahead: bool) -> ChunkRequest | None:
@@ -176,61 +181,57 @@ class ChunkFeed:
 
     Args:
         streams: all that this process reads.
-        greeting: what a worker is told first: plan, folder, encoding, max_bad_lines.
+        settings: of the workers.
         build: (prefix, stream, chunk) -> the examples of a chunk.
         num_workers: processes.
     """
 
     def __init__(
-        self, streams: Sequence[ExampleStream], greeting: dict[str, Any], build: BuildFunction, num_workers: int
+        self, streams: Sequence[ExampleStream], settings: ChunkSettings, build: BuildFunction, num_workers: int
     ):
         self.streams = {stream.number: stream for stream in streams}
-        self._greeting, self._build = greeting, build
+        self._settings, self._build = settings, build
         self._changed = threading.Condition()
         self._stopped = False
-        self._processes = [start_worker(streaming_worker.__name__) for _ in range(min(num_workers, len(streams)))]
+        self._workers = [Worker(work, settings) for _ in range(min(num_workers, len(streams)))]
         self._serving = [
-            in_background(self._serve, process, streams[number :: len(self._processes)])
-            for number, process in enumerate(self._processes)
+            in_background(self._serve, worker, streams[number :: len(self._workers)])
+            for number, worker in enumerate(self._workers)
         ]
         for serving in self._serving:
-            serving.add_done_callback(lambda _: self._notify())
+            serving.add_done_callback(self._notify)
 
-    def _notify(self) -> None:
+    def _notify(self, _: Any) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    def _serve(self, process: Any, streams: Sequence[ExampleStream]) -> None:
+    def _serve(self, worker: Worker, streams: Sequence[ExampleStream]) -> None:
         """Have one worker make what its streams need, the most urgent first."""
-        request = None
 
         def next_request() -> ChunkRequest | None:
             candidates = (stream.next_request(ahead) for ahead in (False, True) for stream in streams)
             return next((request for request in candidates if request), None)
 
-        with process:
+        with worker:
             try:
-                ask(process, self._greeting)
                 while True:
                     with self._changed:
                         self._changed.wait_for(lambda: self._stopped or next_request())
                         if self._stopped:
-                            break
+                            return
                         request = next_request()
-                    self._fetch(process, request)
+                    self._fetch(worker, request)
             except WorkerEnded as end:
-                at = f"chunk {request.number} of stream {request.stream}" if request else "its start"
                 raise OSError(
                     f"the process that tokenizes ended with exit code {end.returncode} (-9: killed, often for want of "
-                    f"memory) at {at}; the same command goes on from the last checkpoint"
+                    f"memory) at chunk {end.request.number} of stream {end.request.stream}; the same command goes on "
+                    f"from the last checkpoint"
                 ) from None
-            finally:
-                process.stdin.close()
 
-    def _fetch(self, process: Any, request: ChunkRequest) -> None:
+    def _fetch(self, worker: Worker, request: ChunkRequest) -> None:
         prefix = chunk_prefix(self.streams[request.stream].folder, request.stream, request.number)
         while True:
-            meta = ask(process, asdict(request))
+            meta = worker.ask(request)
             try:
                 dataset = self._build(prefix, request.stream, request.number)
             except UserError:
@@ -244,10 +245,10 @@ class ChunkFeed:
             self._changed.notify_all()
 
     def _check_bad_lines(self) -> None:
-        limit = self._greeting["max_bad_lines"]
+        limit = self._settings.max_bad_lines
         if (found := sum(stream.bad_lines for stream in self.streams.values())) > limit:
             raise UserError(
-                f"more than {limit} bad lines: {found} so far, listed in {bad_lines_path(self._greeting['folder'])}: "
+                f"more than {limit} bad lines: {found} so far, listed in {bad_lines_path(self._settings.folder)}: "
                 f"mend them or allow more with --max_bad_lines"
             )
 
@@ -264,10 +265,8 @@ class ChunkFeed:
             waiting = [self.streams[number] for number in wanted]
             while not self._changed.wait_for(lambda: self._is_over(waiting), _PATIENCE):
                 slow = min(waiting, key=lambda stream: stream.known_samples / stream.wanted_samples)
-                logger.info(
-                    "waiting for text: stream %d has come to example %d of %d",
-                    *(slow.number, slow.known_samples, slow.wanted_samples),
-                )
+                come, wanted = slow.known_samples, slow.wanted_samples
+                logger.info("waiting for text: stream %d has come to example %d of %d", slow.number, come, wanted)
         for serving in self._serving:
             if serving.done():
                 serving.result()
@@ -280,24 +279,8 @@ class ChunkFeed:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        for process, serving in zip(self._processes, self._serving, strict=True):
+        for worker, serving in zip(self._workers, self._serving, strict=True):
             try:
                 serving.exception(timeout=_LEAVING)
             except futures.TimeoutError:
-                process.kill()
-
-
-def in_background(function: Callable, *args: Any) -> futures.Future:
-    """Run in a thread that does not keep the process alive at its end, as those of an executor do."""
-    future: futures.Future = futures.Future()
-
-    def run() -> None:
-        try:
-            result = function(*args)
-        except Exception as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
+                worker.kill()

@@ -1,7 +1,7 @@
 """Training while the text is being read and tokenized: `--streaming`.
 
     text -> V streams of documents -> chunks of tokens -> examples -> batches of this worker
-            (stream_text.py)          (streaming_worker.py)  (stream_chunks.py)
+            (text.py)                 (worker.py)         (chunks.py)
 
 Global sample g is example g // V of stream g % V, shuffled within its chunk: the seed alone fixes the order, not the
 number of workers, and not the speed of the source. Worker r of W needs the streams v with v = r modulo the greatest
@@ -23,38 +23,37 @@ import json
 import logging
 import os
 import threading
-from concurrent.futures import Future
-from dataclasses import asdict, fields
+from dataclasses import replace
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from lm_experiments_tools.backends.collective import on_all, on_main
-from lm_experiments_tools.config.pretraining import ObjectiveArgs
 from lm_experiments_tools.data.buckets import BucketedDataset
-from lm_experiments_tools.data.loader import SampleDataset, make_steps
+from lm_experiments_tools.data.loader import SampleDataset, TrainLoader
+from lm_experiments_tools.data.objectives.registry import ObjectiveContext, example_dataset
 from lm_experiments_tools.data.order import stream_key
-from lm_experiments_tools.data.streaming.chunks import ChunkFeed, ExampleStream, in_background
+from lm_experiments_tools.data.streaming.chunks import ChunkFeed, ExampleStream
 from lm_experiments_tools.data.streaming.text import StreamPlan
+from lm_experiments_tools.data.streaming.worker import ChunkSettings
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.encoding import Encoding
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, token_prefix
+from lm_experiments_tools.data.tokens.files import token_prefix
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
 from lm_experiments_tools.files import hash_of_ends
-from lm_experiments_tools.recipes.objectives import example_dataset
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 
 logger = logging.getLogger(__name__)
 
 CACHE = Path(".cache") / "streams"  # below the working directory
-_NOT_IN_SAMPLES = ("bucket_rows", "pad_to_multiple_of")  # objective flags that change no sample
 _VERSION = 1  # of the mapping (text, settings, seed) -> samples; part of the fingerprint
 _WORKERS = 4  # processes, unless --data_n_workers says otherwise: they wait for the network more than they work
 _ROWS_AT_ONCE = 64  # of each stream: numpy's calls cost as much for one row
@@ -82,14 +81,17 @@ class StreamedDataset:
 
     Args:
         feed: its chunks.
+        fingerprint: of data, objective and seed.
         num_streams: V.
-        bucket_rows: rows of like length in a stream; None where all are of one length. All streams have the same
-            arrangement of short and long, so that a micro-batch, which takes rows of all, is of like length too.
+        bucket_rows: rows of similar length in a stream; None where all are of one length. All streams have the same
+            arrangement of short and long, so that a micro-batch, which takes rows of all, is of similar length too.
         seed: fixes the order of buckets.
     """
 
-    def __init__(self, feed: ChunkFeed, num_streams: int, bucket_rows: int | None, seed: int) -> None:
-        self.feed, self.num_streams = feed, num_streams
+    def __init__(
+        self, feed: ChunkFeed, fingerprint: str, num_streams: int, bucket_rows: int | None, seed: int
+    ) -> None:
+        self.feed, self.fingerprint, self.num_streams = feed, fingerprint, num_streams
         self._buckets = {
             number: BucketedDataset(StreamedExamples(stream), bucket_rows, seed)
             for number, stream in (feed.streams.items() if bucket_rows else ())
@@ -121,84 +123,35 @@ class StreamedDataset:
         return batch
 
     def _range(self, stream: int, low: int, high: int) -> tuple[int, int]:
-        """What has to be there for examples `low` to `high`: with buckets, whole windows."""
+        """Examples needed for those from `low` to `high`: with buckets, whole windows."""
         if stream not in self._buckets:
             return low, high
         window = self._buckets[stream].window
         return low // window * window, (high // window + 1) * window - 1
 
 
-class StreamLoader:
-    """Endless batches of one worker, a `TrainSource`; the position is the number of samples consumed by all workers.
+class StreamLoader(TrainLoader):
+    """Batches of a `StreamedDataset`.
 
-    Row k of rank r in a global batch is global row k * world_size + r, as with `TrainLoader`.
-
-    Args:
-        dataset: samples by global number.
-        fingerprint: of data, objective and seed.
-        rows_per_worker: rows of one step on this worker.
-        rank, world_size: which rows of the global batch are this worker's.
+    A seek waits for the chunks it lands in, and where the record of earlier ones is lost, for those too.
     """
 
     samples_per_epoch = None
 
-    def __init__(
-        self, dataset: StreamedDataset, fingerprint: str, rows_per_worker: int, rank: int = 0, world_size: int = 1
-    ) -> None:
-        self.dataset, self.fingerprint = dataset, fingerprint
-        self.rows_per_worker, self.rank, self.world_size = rows_per_worker, rank, world_size
-        self._block_steps = max(1, _ROWS_AT_ONCE * len(dataset.feed.streams) // rows_per_worker)
-        self._following: Future | None = None
-        self.seek(0)
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of one step over all workers."""
-        return self.rows_per_worker * self.world_size
-
-    @property
-    def consumed_samples(self) -> int:
-        """Samples of the batches yielded so far, over all workers."""
-        return self._consumed
-
-    def seek(self, consumed_samples: int) -> None:
-        """Continue as if `consumed_samples` had been yielded.
-
-        The next batch waits for the chunks it is in, and where the record of earlier ones is lost, for those too.
-        """
-        if consumed_samples < 0:
-            raise ValueError(f"consumed_samples must not be negative, got {consumed_samples}")
-        self._consumed = consumed_samples
-        self._ready: list[dict[str, np.ndarray]] = []  # batches made, the next one last
-        self._abandoned, self._following = self._following, None
-
-    def __iter__(self) -> StreamLoader:
-        return self
-
-    def __next__(self) -> dict[str, torch.Tensor]:
-        """Tensors int64[rows_per_worker, length] of this worker's part of the next global batch.
+    def _next_batch(self) -> dict[str, np.ndarray]:
+        """The rows at `consumed_samples`.
 
         Raises:
             UserError: the text asks for one, for example too many bad lines.
             RunError: a source that cannot be read any more, a full disk, a worker that was killed.
         """
-        if not self._ready:
-            # One step first, so that training begins as soon as it can; then many at once, made in the background.
-            if self._following is None and self._abandoned is not None:
-                self._abandoned.exception()  # what was on its way at a seek: no two may ask for chunks at once
-            following = self._following or in_background(self._make, self._consumed, 1)
-            try:
-                self._ready = following.result()
-            except OSError as error:
-                raise RunError(f"the streamed text stopped: {os_sentence(error)}") from error
-            after = self._consumed + len(self._ready) * self.global_batch
-            self._following = in_background(self._make, after, self._block_steps)
-        batch = self._ready.pop()
-        self._consumed += self.global_batch
-        return {name: torch.from_numpy(values) for name, values in batch.items()}
+        try:
+            return super()._next_batch()
+        except OSError as error:
+            raise RunError(f"the streamed text stopped: {os_sentence(error)}") from error
 
-    def _make(self, position: int, num_steps: int) -> list[dict[str, np.ndarray]]:
-        return make_steps(self.dataset, position, num_steps, self.rows_per_worker, self.rank, self.world_size)
+    def _how_many_at_once(self, batch: dict[str, np.ndarray]) -> int:
+        return max(1, _ROWS_AT_ONCE * len(self.dataset.feed.streams) // self.rows_per_worker)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -206,7 +159,7 @@ class StreamLoader:
 
 
 def streaming_data(
-    args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, vocab_path: Path
+    args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, vocab_path: Path, model_kind: ModelKind
 ) -> tuple[StreamLoader, str]:
     """The loader of `--streaming`, with the first text of this worker read and tokenized; and the objective, to log.
 
@@ -221,9 +174,12 @@ def streaming_data(
         logger.info(
             "%d workers do not divide %d streams, so some text is read by several of them; --streams, in a new run, "
             "sets another number (there are %d pieces of text)",
-            *(backend.world_size, plan.num_streams, len(plan.pieces)),
+            backend.world_size,
+            plan.num_streams,
+            len(plan.pieces),
         )
-    loader = on_all(backend, lambda: _open(args, backend, vocabulary, vocab_path, plan, fingerprint, streams))
+    context = ObjectiveContext(args, vocabulary, model_kind, args.seed)
+    loader = on_all(backend, lambda: _open(context, backend, vocab_path, plan, fingerprint, streams))
     text = ", ".join(args.data_path)
     return loader, f"{args.task} from a stream: {text}, {len(plan.pieces)} pieces in {plan.num_streams} streams"
 
@@ -239,19 +195,19 @@ def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> t
         if token_prefix(path) is not None:
             raise UserError(f"--data_path {path} is tokenized already: leave out --streaming, which tokenizes text")
     if args.data_weights:
-        raise UserError("--data_weights cannot be had with --streaming, which reads each text once a pass")
+        raise UserError("--data_weights is not available with --streaming, which reads each text once a pass")
     plan = StreamPlan.make(args.data_path, args.streams, args.seed)
     parts = {
         "version": _VERSION,
         "text": _identity(plan),
         "text_key": args.text_key,
         "vocabulary": vocabulary.sha256,
-        "objective": {f.name: getattr(args, f.name) for f in fields(ObjectiveArgs) if f.name not in _NOT_IN_SAMPLES},
+        "objective": args.settings_of_examples(),
         "streams": plan.num_streams,
         "seed": args.seed,
     }
     fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    if args.varies_in_length():
+    if args.objective().varies_in_length:
         fingerprint += f"/bucket_rows={_step_rows(args, world_size)}"
     return plan, fingerprint
 
@@ -271,7 +227,7 @@ def _identity(plan: StreamPlan) -> list[Any]:
 
 def _bucket_rows(args: T5PretrainingArgs, num_streams: int, world_size: int) -> int | None:
     """Rows of a bucket in one stream, so that those of all streams are the rows of a step."""
-    if not args.varies_in_length():
+    if not args.objective().varies_in_length:
         return None
     return -(-_step_rows(args, world_size) // num_streams)
 
@@ -281,39 +237,34 @@ def _step_rows(args: T5PretrainingArgs, world_size: int) -> int:
 
 
 def _open(
-    args: T5PretrainingArgs,
+    context: ObjectiveContext,
     backend: Backend,
-    vocabulary: Vocabulary,
     vocab_path: Path,
     plan: StreamPlan,
     fingerprint: str,
     streams: range,
 ) -> StreamLoader:
     """Start the workers and wait for the first example of the first stream, which shows most of what can be wrong."""
+    args, vocabulary = context.args, context.vocabulary
     folder = (CACHE / fingerprint[:16]).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     unsaid = threading.Lock()  # the first to take it logs what the settings come to, the same for every chunk
-    encoding = Encoding(os.path.abspath(vocab_path), vocabulary.sha256, text_key=args.text_key)
 
     def build(prefix: str, stream: int, chunk: int) -> SampleDataset:
         seed = stream_key(args.seed, f"stream {stream}, chunk {chunk}")
         quiet = not unsaid.acquire(blocking=False)
-        return example_dataset(args, IndexedDataset(prefix), vocabulary, seed=seed, quiet=quiet)
+        return example_dataset(replace(context, seed=seed, quiet=quiet), IndexedDataset(prefix))
 
-    greeting = {
-        "plan": asdict(plan),
-        "folder": str(folder),
-        "encoding": asdict(encoding),
-        "max_bad_lines": args.max_bad_lines,
-    }
+    encoding = Encoding(os.path.abspath(vocab_path), vocabulary.sha256, text_key=args.text_key)
+    settings = ChunkSettings(plan, str(folder), encoding, args.max_bad_lines)
     num_workers = args.data_n_workers or min(_WORKERS, len(os.sched_getaffinity(0)))
-    feed = ChunkFeed([ExampleStream(folder, number) for number in streams], greeting, build, num_workers)
+    feed = ChunkFeed([ExampleStream(folder, number) for number in streams], settings, build, num_workers)
     rows = _bucket_rows(args, plan.num_streams, backend.world_size)
-    dataset = StreamedDataset(feed, plan.num_streams, rows, args.seed)
+    dataset = StreamedDataset(feed, fingerprint, plan.num_streams, rows, args.seed)
     if not feed.streams[streams[0]].known_samples:
         try:
             feed.wait_for({streams[0]: (0, 0)})
         except (UserError, OSError):
             feed.close()
             raise
-    return StreamLoader(dataset, fingerprint, args.rows_per_worker(), backend.rank, backend.world_size)
+    return StreamLoader(dataset, args.rows_per_worker(), backend.rank, backend.world_size)

@@ -26,15 +26,8 @@ from typing import Any
 import numpy as np
 
 from lm_experiments_tools.data.order import permute, stream_key
-from lm_experiments_tools.data.text.documents import (
-    BadLine,
-    Document,
-    Piece,
-    lines_before,
-    no_documents,
-    plan_pieces,
-    read_piece,
-)
+from lm_experiments_tools.data.text.bad_lines import BadLine, no_documents
+from lm_experiments_tools.data.text.documents import Document, Piece, lines_before, plan_pieces, read_piece
 from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
@@ -91,18 +84,13 @@ class StreamPlan:
         num_streams = next(n for n in range(min(max_streams, len(pieces)), 0, -1) if _is_even(loads, n))
         return cls(tuple(pieces), num_streams, seed)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "StreamPlan":
-        """The inverse of `asdict`."""
-        return cls(tuple(Piece(**piece) for piece in values["pieces"]), values["num_streams"], values["seed"])
-
     def pieces_of(self, stream: int, passes: int) -> list[Piece]:
-        """What a stream reads in one pass, in this order."""
+        """Pieces of a stream in one pass, in the order in which they are read."""
         return [self.pieces[number] for number in _deal(self, passes)[stream]]
 
 
 def _weights(pieces: Sequence[Piece]) -> list[int]:
-    """Bytes of each; shards of a dataset, whose size nobody knows, count as the average."""
+    """Bytes of each; shards of a dataset, whose size is not known, count as the average."""
     sizes = [piece.num_bytes for piece in pieces]
     average = sum(sizes) // max(sum(size > 0 for size in sizes), 1) or 1
     return [size or average for size in sizes]
@@ -245,7 +233,10 @@ def _weight(item: Document | BadLine) -> int:
 
 
 def _listing(piece: Piece, bad: BadLine) -> dict[str, Any]:
-    """What is said of a bad line. Where the file before its piece is too long to count, lines count from there."""
+    """File, line, reason and content of a bad line.
+
+    Where the file before its piece is too long to count, lines count from there.
+    """
     file, line = piece.path, bad.line
     if piece.kind == "dataset":
         file += f", shard {piece.start}"
@@ -259,21 +250,11 @@ def _listing(piece: Piece, bad: BadLine) -> dict[str, Any]:
 class StreamTokens:
     """Token ids of the documents of one stream; `position` is behind the last one given."""
 
-    def __init__(
-        self,
-        plan: StreamPlan,
-        stream: int,
-        position: Position,
-        vocabulary: Vocabulary,
-        encoding: Encoding,
-        max_bad_lines: int,
-        listed_in: str | os.PathLike = "",
-    ):
-        self._text = StreamText(plan, stream, position, encoding.text_key, max_bad_lines, listed_in)
-        self._vocabulary, self._encoding = vocabulary, encoding
+    def __init__(self, text: StreamText, vocabulary: Vocabulary, encoding: Encoding):
+        self._text, self._vocabulary, self._encoding = text, vocabulary, encoding
         self._encoded = self._encode()
-        self._taken_bad_lines = self._first_bad_line = position.bad_lines
-        self.position = position
+        self.position = text.position
+        self._taken_bad_lines = self._first_bad_line = text.position.bad_lines
 
     def next_document(self) -> tuple[array, int]:
         """Ids of the next document, and its bytes of text. Raises as `StreamText`."""

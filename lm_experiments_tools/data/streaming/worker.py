@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lm_experiments_tools.data.streaming.text import Position, StreamPlan, StreamTokens
+from lm_experiments_tools.data.streaming.text import Position, StreamPlan, StreamText, StreamTokens
 from lm_experiments_tools.data.text.encoding import Encoding
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, dataset_exists, token_dtype
-from lm_experiments_tools.data.tokens.workers import serve
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.data.tokens.indexed import IndexedDatasetWriter, finished_record, token_dtype
+from lm_experiments_tools.data.workers import Caller
 from lm_experiments_tools.files import locked
 
 FIRST_CHUNK = 1 << 15  # tokens: some hundred KB of text of each stream, and training begins
@@ -45,23 +44,31 @@ class ChunkRequest:
     again: bool
 
 
-class ChunkMaker:
-    """Makes chunks; goes on in a stream without reading anything twice as long as it is asked for one after the other.
+@dataclass(frozen=True)
+class ChunkSettings:
+    """Everything that decides what chunks hold, and the folder of all of them.
 
-    Args:
-        folder: of all chunks.
-        max_bad_lines: of one stream; the caller adds them up over streams.
+    `max_bad_lines` are those of one stream; the caller adds them up over streams.
     """
 
-    def __init__(self, plan: StreamPlan, folder: str, encoding: Encoding, max_bad_lines: int):
-        self.plan, self.folder, self.encoding, self.max_bad_lines = plan, folder, encoding, max_bad_lines
-        self.vocabulary = Vocabulary.load(encoding.vocab_path)
+    plan: StreamPlan
+    folder: str
+    encoding: Encoding
+    max_bad_lines: int
+
+
+class ChunkMaker:
+    """Makes chunks; goes on in a stream without reading anything twice as long as they are asked for in order."""
+
+    def __init__(self, settings: ChunkSettings):
+        self.settings = settings
+        self.vocabulary = Vocabulary.load(settings.encoding.vocab_path)
         self._streams: dict[int, StreamTokens] = {}
 
     def make(self, request: ChunkRequest) -> dict[str, Any]:
-        """What the chunk's sidecar holds; the chunk itself is made unless it is there."""
-        prefix = chunk_prefix(self.folder, request.stream, request.number)
-        if found := finished_chunk(prefix):
+        """Make the chunk unless it is there; returns the content of its sidecar."""
+        prefix = chunk_prefix(self.settings.folder, request.stream, request.number)
+        if found := finished_record(prefix, "end"):
             return found
         tokens = self._stream_at(request)
         num_documents = num_bytes = 0
@@ -75,7 +82,7 @@ class ChunkMaker:
                     num_documents += 1
                     num_bytes += size
                 meta = {
-                    "vocab_sha256": self.encoding.vocab_sha256,
+                    "vocab_sha256": self.settings.encoding.vocab_sha256,
                     "num_documents": num_documents,
                     "num_tokens": writer.num_tokens,
                     "num_bytes": num_bytes,
@@ -95,23 +102,30 @@ class ChunkMaker:
         begin = Position(**request.begin)
         stream = self._streams.get(request.stream)
         if stream is None or stream.position != begin:
-            where = (self.plan, request.stream, begin)
-            settings = (self.vocabulary, self.encoding, self.max_bad_lines, bad_lines_path(self.folder))
-            stream = StreamTokens(*where, *settings)
+            settings = self.settings
+            text = StreamText(
+                settings.plan,
+                request.stream,
+                begin,
+                settings.encoding.text_key,
+                settings.max_bad_lines,
+                bad_lines_path(settings.folder),
+            )
+            stream = StreamTokens(text, self.vocabulary, settings.encoding)
             self._streams[request.stream] = stream
         return stream
 
     def _publish(self, writer: IndexedDatasetWriter, prefix: str, meta: dict[str, Any]) -> None:
         """Another worker may have made the same chunk meanwhile, and may be reading it."""
         with locked(Path(f"{prefix}.lock")):
-            if finished_chunk(prefix):
+            if finished_record(prefix, "end"):
                 writer.abort()
             else:
                 writer.finalize(meta)
 
     def _list_bad_lines(self, lines: list[dict[str, Any]]) -> None:
         if lines:
-            with open(bad_lines_path(self.folder), "a", encoding="utf-8") as file:
+            with open(bad_lines_path(self.settings.folder), "a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -120,29 +134,6 @@ def bad_lines_path(folder: str | os.PathLike) -> Path:
     return Path(folder) / "bad_lines.jsonl"
 
 
-def finished_chunk(prefix: str) -> dict[str, Any] | None:
-    """The sidecar of a chunk that is there and whole."""
-    if not dataset_exists(prefix):
-        return None
-    try:
-        meta = IndexedDataset(prefix).meta
-    except (UserError, FileNotFoundError):  # damaged by what ended an earlier run, or removed meanwhile: made again
-        return None
-    return meta if "end" in meta else None
-
-
-def _main() -> None:
-    makers: list[ChunkMaker] = []
-
-    def answer(message: dict[str, Any]) -> Any:
-        if "plan" in message:
-            plan, encoding = StreamPlan.from_dict(message["plan"]), Encoding(**message["encoding"])
-            makers.append(ChunkMaker(plan, message["folder"], encoding, message["max_bad_lines"]))
-            return None
-        return makers[0].make(ChunkRequest(**message))
-
-    serve(answer)
-
-
-if __name__ == "__main__":
-    _main()
+def work(caller: Caller) -> None:
+    """A worker process: told its `ChunkSettings`, it answers each ChunkRequest with the sidecar of the chunk."""
+    caller.serve(lambda settings: ChunkMaker(settings).make)

@@ -22,13 +22,15 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO
 
 from lm_experiments_tools.data.text import hf_datasets
+from lm_experiments_tools.data.text.bad_lines import BadLine, Quarantine, listed, no_documents, no_key
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import human_bytes
 
@@ -37,7 +39,6 @@ logger = logging.getLogger(__name__)
 JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 TEXT_SUFFIXES = (".txt", ".txt.gz")
 DATASET_SUFFIXES = (".parquet", ".arrow")  # a folder of these is read by the datasets package
-NO_KEY = "no key"  # begins the reason why a record without the key is bad
 MAX_DOCUMENT_BYTES = 256 << 20  # on disk; encoding one takes many times that in memory
 _BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -52,15 +53,6 @@ class Document:
 
     text: str
     source: str
-
-
-@dataclass(frozen=True)
-class BadLine:
-    """A line that could not be used, counted from 1 at the start of its piece."""
-
-    line: int
-    reason: str
-    content: str
 
 
 @dataclass(frozen=True)
@@ -108,12 +100,8 @@ def find_files(inputs: Sequence[str]) -> list[tuple[str, str]]:
     """
     files = [file for item in inputs for file in _resolve(os.fspath(item))]
     if not any(kind == "dataset" or os.path.getsize(path) for path, kind in files):
-        raise UserError(f"there is no text in {_listed(inputs)}: {len(set(files))} files, all of them empty")
+        raise UserError(f"there is no text in {listed(inputs)}: {len(set(files))} files, all of them empty")
     return files
-
-
-def _listed(inputs: Sequence[str]) -> str:
-    return ", ".join(map(str, inputs)) or "an empty list of inputs"
 
 
 def _resolve(item: str) -> list[tuple[str, str]]:
@@ -147,7 +135,7 @@ def _resolve(item: str) -> list[tuple[str, str]]:
 
 
 def _is_output(name: str, names: Sequence[str]) -> bool:
-    """Whether a file of a folder with these names is what an earlier run wrote there: its record, or its bad lines."""
+    """True for what an earlier run wrote into a folder with these names: its record, or its bad lines."""
     return name.endswith(".bad_lines.jsonl") or (name.endswith(".json") and f"{name[:-5]}.idx" in names)
 
 
@@ -236,12 +224,6 @@ def too_long(num_bytes: int, max_bytes: int | None = None) -> str:
     return f"a document of more than {human_bytes(limit)}: cut it into several" if num_bytes > limit else ""
 
 
-def no_key(record: dict[str, Any], key: str) -> str:
-    """The reason why a record without `key` is bad, with the keys it has."""
-    keys = ", ".join(repr(key) for key in list(record)[:8])
-    return f"{NO_KEY} {key!r} (there is {keys or 'none'})"
-
-
 def _text_of(record: dict[str, Any], text_key: str) -> str | tuple[str]:
     if text_key not in record:
         return (no_key(record, text_key),)
@@ -257,7 +239,7 @@ def _unusable(text: str) -> str:
 
 
 def unusable_characters(text: str) -> str:
-    """What in a text no tokenizer can take; "" if there is nothing."""
+    """The reason why no tokenizer can take a text; "" if there is none."""
     if "\0" in text:
         return "contains a NUL character"
     if not text.isascii() and _SURROGATE.search(text):
@@ -321,13 +303,16 @@ def read_lines(piece: Piece, first_line: int = 1, max_bytes: int | None = None) 
 @lru_cache(maxsize=64)
 def lines_before(piece: Piece) -> int:
     """Lines of the file before a piece of it, from whose own start `read_piece` counts; reads all of that."""
-    if piece.kind == "dataset":
-        return 0
-    lines, left = 0, piece.start
-    with open(piece.path, "rb") as file:
-        while left:
-            block = file.read(min(left, 1 << 20))
-            lines, left = lines + block.count(b"\n"), left - len(block)
+    return 0 if piece.kind == "dataset" else count_lines(piece.path, 0, piece.start)
+
+
+def count_lines(path: str, start: int, end: int) -> int:
+    """Line ends among bytes start:end of a file."""
+    lines = 0
+    with open(path, "rb") as file:
+        file.seek(start)
+        while start < end and (block := file.read(min(1 << 20, end - start))):
+            lines, start = lines + block.count(b"\n"), start + len(block)
     return lines
 
 
@@ -346,61 +331,6 @@ def _read_dataset(piece: Piece, text_key: str, skip: int) -> Iterator[Document |
             yield BadLine(number, text[0], repr(row)[:_EXCERPT])
 
 
-class Quarantine:
-    """Counts bad lines, writes each to a JSON-lines file (`file`, `line`, `reason`, `content`), stops above `limit`.
-
-    The file exists only where there was a bad line; one of an earlier run is removed.
-    """
-
-    def __init__(self, path: str | os.PathLike, limit: int | None):
-        self.path = Path(path)
-        self.limit = limit
-        self.count = 0
-        self.first = ""
-        self._file: TextIO | None = None
-        self.path.unlink(missing_ok=True)
-
-    def add(self, file: str, bad: BadLine) -> None:
-        """Record one bad line; UserError where it is one too many (it is written first)."""
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 (open until close)
-        self.count += 1
-        self.first = self.first or f"{file}:{bad.line}: {bad.reason}"
-        self._file.write(
-            json.dumps({"file": file, "line": bad.line, "reason": bad.reason, "content": bad.content}) + "\n"
-        )
-        if self.limit is not None and self.count > self.limit:
-            self.close()
-            raise self.error()
-
-    def error(self) -> UserError:
-        """The sentence for "too many bad lines"."""
-        key = ", name the key that holds the text" if f": {NO_KEY} " in self.first else ""
-        return UserError(
-            f"more than {self.limit} bad lines: {self.count} so far, the first is {self.first}; they are listed in "
-            f"{self.path}: mend them{key} or allow more with --max_bad_lines"
-        )
-
-    def close(self) -> None:
-        """Flush the file to disk."""
-        if self._file is not None:
-            self._file.close()
-
-    def __str__(self) -> str:
-        return f"{self.count} bad lines left out (the first: {self.first}), listed in {self.path}"
-
-
-def no_documents(inputs: Sequence[str], bad_lines: int = 0, first: str = "", listed_in: object = "") -> UserError:
-    """The sentence for inputs that hold no document; `first` of the bad lines with its reason, the file of all."""
-    listed = f"; all are listed in {listed_in}" if listed_in else ""
-    details = f" (the first: {first}{listed})" if first else ""
-    remedy = ": name the key of the text by --text_key" if f": {NO_KEY} " in first else ""
-    return UserError(
-        f"there is no document in {_listed(inputs)}: {bad_lines} bad lines and nothing else{details}{remedy}"
-    )
-
-
 def iter_documents(
     inputs: Sequence[str],
     *,
@@ -413,18 +343,15 @@ def iter_documents(
     Bad lines are written to the file `quarantine` and counted. UserError is raised by more than `max_bad_lines` of
     them (None: any number), by an input that cannot be read, and by inputs without a single document.
     """
-    bad_lines = Quarantine(quarantine, max_bad_lines)
     found = False
-    try:
+    with closing(Quarantine(quarantine, max_bad_lines)) as bad_lines:
         for piece in plan_pieces(inputs, piece_bytes=sys.maxsize):
             for item in read_piece(piece, text_key):
                 if isinstance(item, BadLine):
-                    bad_lines.add(piece.path, item)
+                    bad_lines.list_line(piece.path, item)
                 else:
                     found = True
                     yield item
-    finally:
-        bad_lines.close()
     if bad_lines.count:
         logger.warning("%s", bad_lines)
     if not found:

@@ -2,7 +2,8 @@
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 
@@ -16,6 +17,10 @@ class Encoding:
     text_key: str = "text"
     append_eos: bool = False
     encode_by: str = "line"
+
+    def identity(self) -> dict[str, Any]:
+        """The settings without the place of the vocabulary."""
+        return {name: value for name, value in asdict(self).items() if name != "vocab_path"}
 
 
 def encode_documents(texts: Sequence[str], vocabulary: Vocabulary, encoding: Encoding) -> Iterator[array]:

@@ -72,7 +72,7 @@ def read_shard(item: str, shard: int, column: str, skip: int = 0) -> Iterator[di
 
 
 def identity(item: str, *, with_times: bool = False) -> list[str]:
-    """What makes it this dataset: the files of its split, with their revision on the hub or their size here.
+    """Identity of a dataset: the files of its split, with their revision on the hub or their size here.
 
     Args:
         with_times: also when files that lie here were changed last, which another machine's copy need not share.

@@ -16,14 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm_experiments_tools.data.text.documents import (
-    Document,
-    Piece,
-    lines_before,
-    no_documents,
-    plan_pieces,
-    read_piece,
-)
+from lm_experiments_tools.data.text.bad_lines import BadLines, no_documents
+from lm_experiments_tools.data.text.documents import Document, Piece, lines_before, plan_pieces, read_piece
 from lm_experiments_tools.data.text.vocabulary import DEFAULT_EXTRA_IDS, Vocabulary, sentinel_piece
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import write_atomic
@@ -44,7 +38,7 @@ _THREADS = 1
 
 @dataclass(frozen=True)
 class VocabSummary:
-    """What train_vocab wrote, and from how much text."""
+    """The trained vocabulary, and how much text it was trained on."""
 
     path: Path
     size: int
@@ -150,8 +144,7 @@ class _Sampler:
 
     def __init__(self, inputs: Sequence[str], text_key: str, limit: int):
         self._inputs, self._text_key, self._limit = inputs, text_key, limit
-        self.num_bytes = self._num_bad = 0
-        self._first_bad = ""
+        self.num_bytes, self._bad_lines = 0, BadLines(None)
 
     def __iter__(self) -> Iterator[str]:
         pieces = plan_pieces(self._inputs, piece_bytes=1 << 18)
@@ -165,16 +158,14 @@ class _Sampler:
                 self.num_bytes += len(line.encode())
                 yield line
         if not self.num_bytes:
-            raise no_documents(self._inputs, self._num_bad, self._first_bad)
+            raise no_documents(self._inputs, self._bad_lines.count, self._bad_lines.first)
 
     def _lines_of(self, piece: Piece) -> Iterator[str]:
         for item in read_piece(piece, self._text_key):
             if isinstance(item, Document):
                 yield from _short_lines(item.text)
-                continue
-            self._num_bad += 1
-            if not self._first_bad:
-                self._first_bad = f"{piece.path}:{lines_before(piece) + item.line}: {item.reason}"
+            else:
+                self._bad_lines.add(f"{piece.path}:{lines_before(piece) + item.line}", item.reason)
 
 
 def _short_lines(text: str) -> Iterator[str]:

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +47,7 @@ class Vocabulary:
         model = _parse_model(path, content)
         self.num_pieces = len(model.pieces)
         id_of = {piece.piece: index for index, piece in enumerate(model.pieces)}
-        inside = _count_sentinels(id_of)
+        inside = next(k for k in count() if sentinel_piece(k) not in id_of)
         self.num_sentinels = inside or extra_ids
         self.size = self.num_pieces + (0 if inside else extra_ids)
         if inside:
@@ -134,7 +135,7 @@ class Vocabulary:
         return index if self._processor.id_to_piece(index) == piece else None
 
     def starts_word(self, index: int) -> bool:
-        """Whether a piece begins a word: it carries the space before it."""
+        """True if a piece begins a word: it carries the space before it."""
         return index < self.num_pieces and self._processor.id_to_piece(index).startswith("\u2581")
 
     @cached_property
@@ -195,10 +196,3 @@ def _parse_model(path: Path, content: bytes):
     if model is None or not model.pieces:
         raise UserError(f"{path} is not a SentencePiece model ({len(content)} bytes); give the .model file")
     return model
-
-
-def _count_sentinels(id_of: dict[str, int]) -> int:
-    count = 0
-    while sentinel_piece(count) in id_of:
-        count += 1
-    return count

@@ -12,39 +12,28 @@ Document j holds the sequences document_indices[j] : document_indices[j + 1]. On
 The format is that of megatron/core/datasets/indexed_dataset.py (Megatron-LM): either reads the other's files.
 """
 
-import glob
 import hashlib
 import json
-import logging
 import os
 import secrets
 import struct
 import tempfile
-from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from lm_experiments_tools.data.tokens.files import OWN_BYTES, dataset_exists, dataset_paths, read_meta
 from lm_experiments_tools.errors import UserError
-
-logger = logging.getLogger(__name__)
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
-_META_TYPES = {  # of what other modules read in PREFIX.json
-    **dict.fromkeys(("num_bytes", "bad_lines", "num_sequences", "empty_documents"), int),
-    **dict.fromkeys(("vocab_file", "vocab_sha256", "bin_sha256", "tokenizer_fingerprint"), str),
-    "shard": dict,
-    "input": list,
-}
-_TOKEN_BYTES = 6  # of the part of a temporary name that is nobody else's
 _CHECK_BLOCK = 1 << 20  # index entries checked at a time: bounds the memory of opening a large index
 
 
@@ -54,90 +43,6 @@ def token_dtype(vocab_size: int) -> np.dtype:
     Not uint32: the format has no code for it, and int32 holds every id a vocabulary can have.
     """
     return np.dtype(np.uint16) if vocab_size < 65536 else np.dtype(np.int32)
-
-
-def dataset_paths(prefix: str | os.PathLike) -> tuple[Path, Path, Path]:
-    """(PREFIX.bin, PREFIX.idx, PREFIX.json)."""
-    prefix = os.fspath(prefix)
-    return Path(prefix + ".bin"), Path(prefix + ".idx"), Path(prefix + ".json")
-
-
-def dataset_exists(prefix: str | os.PathLike) -> bool:
-    """True where both PREFIX.bin and PREFIX.idx are files."""
-    bin_path, idx_path, _ = dataset_paths(prefix)
-    return bin_path.is_file() and idx_path.is_file()
-
-
-def read_meta(prefix: str | os.PathLike) -> dict[str, Any]:
-    """What PREFIX.json holds, {} where there is none; UserError where it cannot be what a writer of ours left."""
-    path = dataset_paths(prefix)[2]
-    if not path.is_file():
-        return {}
-    try:
-        meta = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); delete it or tokenize again") from None
-    if not isinstance(meta, dict):
-        raise UserError(f"{path} holds {type(meta).__name__}, not an object; delete it or tokenize again")
-    for key, kind in _META_TYPES.items():
-        if not isinstance(meta.get(key), (kind, type(None))):
-            raise UserError(
-                f"{path} records {key} {meta[key]!r}, which is no {kind.__name__}; copy it again or tokenize again"
-            )
-    return meta
-
-
-def check_replaceable(prefix: str, inputs: list[str], vocab_file: str, vocab_sha256: str) -> None:
-    """Refuse to write over tokens that nothing says to be of the same inputs and vocabulary."""
-    if not dataset_exists(prefix):
-        return
-    try:
-        meta = read_meta(prefix)
-    except UserError:  # damaged: as good as none
-        meta = {}
-    if inputs and (meta.get("input"), meta.get("vocab_sha256")) == (inputs, vocab_sha256):
-        return
-    made_of = ", ".join(map(str, meta.get("input") or ())) or "unknown text"
-    raise UserError(
-        f"{prefix}.bin and .idx are there already, tokens of {made_of} with the vocabulary "
-        f"{meta.get('vocab_file') or 'unknown'} (sha256 {(meta.get('vocab_sha256') or 'unknown')[:12]}), which "
-        f"{', '.join(inputs) or 'unknown text'} with {vocab_file} (sha256 {vocab_sha256[:12]}) would replace: choose "
-        f"another --output, or give --overwrite"
-    )
-
-
-@cache  # said once, however often a run opens the file
-def _warn_unrecorded(meta_path: Path) -> None:
-    fact = "records no vocabulary" if meta_path.is_file() else "does not exist"
-    logger.warning(
-        "%s %s, so that nothing tells whether these tokens are whole and of this vocabulary: copy the .json of "
-        "`lmtools tokenize` or preprocess_data.py beside its .bin and .idx",
-        *(meta_path, fact),
-    )
-
-
-def warn_unrecorded(prefix: str | os.PathLike, meta: dict[str, Any]) -> None:
-    """Say, once for each file, where PREFIX.json (`meta`) does not tell what made the tokens."""
-    if "vocab_sha256" not in meta:
-        _warn_unrecorded(dataset_paths(prefix)[2])
-
-
-def token_prefix(path: str | os.PathLike) -> str | None:
-    """The prefix of the token file that `path` names, also by its .bin or .idx; None where it is something else.
-
-    Raises UserError where one of PREFIX.bin and PREFIX.idx is there without the other.
-    """
-    path = os.fspath(path)
-    prefix = path.removesuffix(".bin").removesuffix(".idx")
-    bin_path, idx_path, _ = dataset_paths(prefix)
-    found = [file for file in (bin_path, idx_path) if file.is_file()]
-    if len(found) == 1 and (prefix != path or not os.path.exists(path)):
-        missing = idx_path if found[0] == bin_path else bin_path
-        raise UserError(
-            f"{found[0]} is there without {missing}, and a token file is both: copy the other one too, or make both "
-            f"again by `lmtools tokenize --output {prefix}`"
-        )
-    return prefix if len(found) == 2 else None
 
 
 def search_sorted(array: np.ndarray, values: np.ndarray, side: Literal["left", "right"] = "left") -> np.ndarray:
@@ -164,56 +69,39 @@ def search_sorted(array: np.ndarray, values: np.ndarray, side: Literal["left", "
 
 
 class _SpilledIntegers:
-    """Integers in the order of arrival; all but the last block of them lie in an unnamed temporary file."""
+    """Integers in the order of arrival, in memory up to some megabytes and then in an unnamed temporary file."""
 
-    def __init__(self, typecode: str, folder: Path):
-        self._block, self._folder = array(typecode), folder
-        self._file: Any = None
-        self._num_spilled = 0
+    def __init__(self, dtype: str, folder: Path):
+        self._dtype, self._folder, self._count = np.dtype(dtype), folder, 0
+        self._file: Any = tempfile.SpooledTemporaryFile(  # noqa: SIM115 (open until close)
+            _CHECK_BLOCK * self._dtype.itemsize, dir=folder
+        )
         self.last = 0
 
     def __len__(self) -> int:
-        return self._num_spilled + len(self._block)
+        return self._count
 
     def append(self, value: int) -> None:
-        self._block.append(value)
-        self.last = value
-        if len(self._block) >= _CHECK_BLOCK:
-            self._spill()
+        self._write(value.to_bytes(self._dtype.itemsize, "little"), 1, value)
 
     def extend(self, values: np.ndarray) -> None:
         """Append all of `values`; not more than a block of them at a time."""
-        self._block.frombytes(values.astype(self._block.typecode).tobytes())
-        self.last = self._block[-1] if len(self._block) else self.last
-        if len(self._block) >= _CHECK_BLOCK:
-            self._spill()
+        if len(values):
+            self._write(values.astype(self._dtype).tobytes(), len(values), int(values[-1]))
 
-    def _spill(self) -> None:
-        if self._file is None:
-            self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (open until close)
+    def _write(self, content: bytes, count: int, last: int) -> None:
         with _named(self._folder):
-            self._block.tofile(self._file)
-        self._num_spilled += len(self._block)
-        del self._block[:]
+            self._file.write(content)
+        self._count, self.last = self._count + count, last
 
     def blocks(self) -> Iterator[np.ndarray]:
         """All of them, in arrays of bounded size."""
-        if self._file is not None:
-            self._file.seek(0)
-            while content := self._file.read(_CHECK_BLOCK * self._block.itemsize):
-                yield np.frombuffer(content, self._block.typecode)
-        yield np.array(self._block, self._block.typecode)
+        self._file.seek(0)
+        while content := self._file.read(_CHECK_BLOCK * self._dtype.itemsize):
+            yield np.frombuffer(content, self._dtype)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-
-def remove_unfinished(prefix: str | os.PathLike) -> None:
-    """Delete what writers of PREFIX left that were killed. The caller holds a lock, so that none of them is alive."""
-    for path in dataset_paths(prefix):
-        for left in path.parent.glob(f"{glob.escape(path.name)}.tmp{'[0-9a-f]' * 2 * _TOKEN_BYTES}"):
-            left.unlink(missing_ok=True)
+        self._file.close()
 
 
 class IndexedDatasetWriter:
@@ -226,20 +114,16 @@ class IndexedDatasetWriter:
         self.dtype = np.dtype(dtype)
         if self.dtype not in _CODES or self.dtype.kind not in "iu":
             raise ValueError(f"tokens cannot be stored as {self.dtype}; use uint16 or int32")
-        self.bin_path, self.idx_path, self.meta_path = dataset_paths(prefix)
+        self.bin_path, self.idx_path, self.meta_path = paths = dataset_paths(prefix)
         self.bin_path.parent.mkdir(parents=True, exist_ok=True)
-        own = secrets.token_hex(_TOKEN_BYTES)  # a process number would be another's too, on a disk that machines share
-        self._temporary = {path: path.with_name(f"{path.name}.tmp{own}") for path in self._paths}
+        own = secrets.token_hex(OWN_BYTES)  # a process number would be another's too, on a disk that machines share
+        self._temporary = {path: path.with_name(f"{path.name}.tmp{own}") for path in paths}
         self._bin = open(self._temporary[self.bin_path], "wb")  # noqa: SIM115 (open until finalize or abort)
-        self._lengths = _SpilledIntegers("i", self.bin_path.parent)
-        self._document_indices = _SpilledIntegers("q", self.bin_path.parent)
+        self._lengths = _SpilledIntegers("<i4", self.bin_path.parent)
+        self._document_indices = _SpilledIntegers("<i8", self.bin_path.parent)
         self._document_indices.append(0)
         self._digest = hashlib.sha256()
         self.num_tokens = 0
-
-    @property
-    def _paths(self) -> tuple[Path, Path, Path]:
-        return self.bin_path, self.idx_path, self.meta_path
 
     @property
     def bin_sha256(self) -> str:
@@ -333,14 +217,14 @@ class IndexedDatasetWriter:
         num_sequences, num_indices = len(self._lengths), len(self._document_indices)
         file.write(_HEADER.pack(MAGIC, VERSION, _CODES[self.dtype], num_sequences, num_indices))
         for lengths in self._lengths.blocks():
-            file.write(lengths.astype("<i4").tobytes())
+            file.write(lengths)
         pointer = 0
         for lengths in self._lengths.blocks():
             ends = pointer + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
             file.write(np.concatenate([[pointer], ends])[:-1].astype("<i8").tobytes())
             pointer = int(ends[-1]) if ends.size else pointer
         for indices in self._document_indices.blocks():
-            file.write(indices.astype("<i8").tobytes())
+            file.write(indices)
         self._lengths.close()
         self._document_indices.close()
 
@@ -389,6 +273,10 @@ def _update_from_file(digest: Any, path: Path) -> None:
 class IndexedDataset:
     """Random access to a `.bin` / `.idx` pair through memory maps; the whole index is checked on opening.
 
+    Args:
+        prefix: of the files.
+        meta: what `read_meta` gave; None reads it.
+
     Attributes:
         tokens: memmap [num_tokens], all sequences in file order.
         sequence_lengths: int32[n], in tokens.
@@ -401,36 +289,27 @@ class IndexedDataset:
     Raises UserError where a file is missing, cut short, of another format, or its numbers contradict each other.
     """
 
-    def __init__(self, prefix: str | os.PathLike):
+    def __init__(self, prefix: str | os.PathLike, meta: dict[str, Any] | None = None):
         self.prefix = os.fspath(prefix)
         self.bin_path, self.idx_path, self.meta_path = dataset_paths(self.prefix)
-        missing = [path for path in (self.idx_path, self.bin_path) if not path.is_file()]
-        if len(missing) == 2:
+        found = [path for path in (self.idx_path, self.bin_path) if path.is_file()]
+        if not found:
             raise UserError(
                 f"token file {self.idx_path} does not exist; give the prefix of a .bin/.idx pair, which "
                 f"`lmtools tokenize --output PREFIX` makes from text"
             )
-        if missing:
-            there = self.bin_path if missing[0] == self.idx_path else self.idx_path
+        if len(found) == 1:
+            missing = self.bin_path if found[0] == self.idx_path else self.idx_path
             raise UserError(
-                f"token file {missing[0]} is missing beside {there}: copy it from where that came from, or make both"
+                f"token file {missing} is missing beside {found[0]}: copy it from where that came from, or make both"
             )
         self._read_index()
         self._check_index()
-        shape = (self.num_tokens,)
+        file_dtype = self.dtype.newbyteorder("<")
         # numpy cannot map an empty file
-        self.tokens = (
-            np.memmap(self.bin_path, self._file_dtype, "r", shape=shape) if self.num_tokens else self._no_tokens
-        )
-        self.meta = self._read_meta()
-
-    @property
-    def _file_dtype(self) -> np.dtype:
-        return self.dtype.newbyteorder("<")
-
-    @property
-    def _no_tokens(self) -> np.ndarray:
-        return np.empty(0, self._file_dtype)
+        self.tokens = np.memmap(self.bin_path, file_dtype, "r") if self.num_tokens else np.empty(0, file_dtype)
+        self.meta = read_meta(self.prefix) if meta is None else meta
+        self._check_meta()
 
     def _read_index(self) -> None:
         size = self.idx_path.stat().st_size
@@ -492,16 +371,14 @@ class IndexedDataset:
     def _damaged(self, detail: str) -> UserError:
         return UserError(f"{self.idx_path} is damaged: {detail}; copy it again or tokenize again")
 
-    def _read_meta(self) -> dict[str, Any]:
-        meta = read_meta(self.prefix)
+    def _check_meta(self) -> None:
         facts = {"dtype": self.dtype.name, "num_documents": self.num_documents, "num_tokens": self.num_tokens}
         for key, value in facts.items():
-            if meta.get(key, value) != value:
+            if self.meta.get(key, value) != value:
                 raise UserError(
-                    f"{self.meta_path} records {key} {meta[key]}, but {self.idx_path} has {value}; one of them is "
-                    f"damaged or from another data set: copy both again or tokenize again"
+                    f"{self.meta_path} records {key} {self.meta[key]}, but {self.idx_path} has {value}; one of them "
+                    f"is damaged or from another data set: copy both again or tokenize again"
                 )
-        return meta
 
     @cached_property
     def fingerprint(self) -> str:
@@ -561,3 +438,14 @@ class IndexedDataset:
     def __reduce__(self) -> tuple:
         # A pickled memmap carries its content: a loader worker gets the path instead and maps the file itself.
         return IndexedDataset, (self.prefix,)
+
+
+def finished_record(prefix: str | os.PathLike, key: str) -> dict[str, Any] | None:
+    """PREFIX.json of a token file that is whole and recorded with `key`; None where it has to be made."""
+    if not dataset_exists(prefix):
+        return None
+    try:
+        meta = IndexedDataset(prefix).meta
+    except (UserError, FileNotFoundError):  # damaged by what ended an earlier run, or removed meanwhile
+        return None
+    return meta if key in meta else None

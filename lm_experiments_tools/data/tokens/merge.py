@@ -13,12 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_experiments_tools.data.tokens.indexed import (
-    IndexedDataset,
-    IndexedDatasetWriter,
-    check_replaceable,
-    token_prefix,
-)
+from lm_experiments_tools.data.tokens.files import check_replaceable, token_prefix
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
 
@@ -167,7 +163,7 @@ def _write(datasets: list[IndexedDataset], output: str) -> dict[str, Any]:
 
 
 def _texts(datasets: list[IndexedDataset]) -> list[str]:
-    """What the tokens were made of; [] where not all files say."""
+    """The inputs that the tokens were made of; [] where not all files say."""
     if not all("input" in dataset.meta for dataset in datasets):
         return []
     return list(dict.fromkeys(item for dataset in datasets for item in dataset.meta["input"]))

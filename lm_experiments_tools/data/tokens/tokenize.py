@@ -13,46 +13,30 @@ import hashlib
 import json
 import logging
 import os
-import queue
 import shutil
-import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
+from contextlib import ExitStack, closing, contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lm_experiments_tools.data.text import hf_datasets
-from lm_experiments_tools.data.text.documents import (
-    BadLine,
-    Piece,
-    Quarantine,
-    no_documents,
-    plan_pieces,
-    read_piece,
-)
+from lm_experiments_tools.data.text.bad_lines import BadLine, Quarantine, no_documents
+from lm_experiments_tools.data.text.documents import Piece, count_lines, plan_pieces, read_piece
 from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.tokens.files import check_replaceable, dataset_exists
 from lm_experiments_tools.data.tokens.indexed import (
     IndexedDataset,
     IndexedDatasetWriter,
-    check_replaceable,
-    dataset_exists,
-    read_meta,
+    finished_record,
     token_dtype,
-    token_prefix,
-    warn_unrecorded,
 )
-from lm_experiments_tools.data.tokens.workers import WorkerEnded, ask, serve, start_worker
+from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked, write_atomic
-
-if TYPE_CHECKING:
-    from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +64,9 @@ def tokenize_corpus(
 
     Args:
         inputs: files, folders and Hugging Face dataset names (see documents.py).
-        workers: processes; None takes one for each CPU this process may use.
+        workers: processes; None: one for each CPU this process may use.
         append_eos: end each document with EOS (t5 does not; nanoT5 does).
-        max_bad_lines: how many unusable lines are left out, listed in PREFIX.bad_lines.jsonl, before it is an error
-            (None: any number).
+        max_bad_lines: lines to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error (None: any number).
         encode_by: "line" encodes the lines of a document apart, so that ids do not depend on the document's length and
             equal those of Hugging Face tokenizers; "document" encodes it whole, as seqio does (25 % faster; a few near
             ties come out differently, because SentencePiece sums scores in float32).
@@ -92,8 +75,7 @@ def tokenize_corpus(
         overwrite: replace token files of other inputs, or of another vocabulary.
 
     Raises:
-        UserError: an input or the vocabulary cannot be read, there is no document, there are too many bad lines, or
-            PREFIX holds something else.
+        UserError: an unreadable input or vocabulary, no document, too many bad lines, or a PREFIX of something else.
     """
     if encode_by not in ("line", "document"):
         raise UserError(f"encode_by is {encode_by!r}; it can be 'line' or 'document'")
@@ -126,75 +108,35 @@ def tokenize_corpus(
     return meta
 
 
-def ensure_tokenized(
-    data_path: str | os.PathLike | Sequence[str],
-    vocab_path: str | os.PathLike,
-    cache_dir: str | os.PathLike,
-    **options: Any,
-) -> str:
-    """The token prefix for `data_path`: itself where it is one, else text, tokenized once into `cache_dir`.
+def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.PathLike, **options: Any) -> str:
+    """The prefix of the tokens of a text (a file, a folder or a dataset), tokenized once into `cache_dir`.
 
     The cache is keyed by names, sizes and modification times of the input files (on the hub, the revision), the
     vocabulary and the encoding `options` (those of tokenize_corpus). Several processes may ask at once: one works, the
     others wait and use what it made.
 
     Raises:
-        UserError: as tokenize_corpus; or the tokens at `data_path` were made with another vocabulary.
+        UserError: as tokenize_corpus.
     """
-    if isinstance(data_path, (str, os.PathLike)):
-        if (prefix := token_prefix(data_path)) is not None:
-            check_vocabulary(prefix, vocab_path)
-            warn_unrecorded(prefix, read_meta(prefix))
-            return prefix
-        inputs = [os.fspath(data_path)]
-    else:
-        inputs = list(data_path)
-    vocabulary = Vocabulary.load(vocab_path)
-    encoding = Encoding(
-        os.path.abspath(vocabulary.path),
-        vocabulary.sha256,
-        options.get("text_key", "text"),
-        options.get("append_eos", False),
-        options.get("encode_by", "line"),
-    )
-    key = _plan_fingerprint(plan_pieces(inputs), encoding)[:16]
-    prefix = os.path.join(cache_dir, f"{Path(inputs[0]).name.replace(':', '_')}-{key}")
+    settings = {name: options[name] for name in ("text_key", "append_eos", "encode_by") if name in options}
+    encoding = Encoding(os.path.abspath(vocabulary.path), vocabulary.sha256, **settings)
+    key = _plan_fingerprint(plan_pieces([path]), encoding)[:16]
+    prefix = os.path.join(cache_dir, f"{Path(path).name.replace(':', '_')}-{key}")
     with locked(Path(f"{prefix}.cache.lock")):
         if not dataset_exists(prefix):
-            tokenize_corpus(inputs, vocab_path, prefix, **options)
+            tokenize_corpus([path], vocabulary.path, prefix, **options)
     return prefix
 
 
-def check_vocabulary(prefix: str, vocab_path: str | os.PathLike) -> None:
-    """Refuse token files that record another vocabulary; reads nothing but PREFIX.json and the vocabulary."""
-    meta = read_meta(prefix)
+def check_vocabulary(prefix: str, meta: Mapping[str, Any], vocabulary: Vocabulary) -> None:
+    """Refuse token files that record (`meta`, what PREFIX.json holds) another vocabulary."""
     made_with = meta.get("vocab_sha256")
-    if made_with is None:  # written by another program: the ids are all there is
-        return
-    vocabulary = Vocabulary.load(vocab_path)
-    if made_with != vocabulary.sha256:
+    if made_with not in (None, vocabulary.sha256):  # None: written by another program, the ids are all there is
         raise UserError(
             f"the tokens {prefix} were made with the vocabulary {meta.get('vocab_file')} (sha256 {made_with[:12]}, "
-            f"{meta.get('vocab_size')} pieces), not with {vocab_path} (sha256 {vocabulary.sha256[:12]}, "
+            f"{meta.get('vocab_size')} pieces), not with {vocabulary.path} (sha256 {vocabulary.sha256[:12]}, "
             f"{vocabulary.num_pieces} pieces); give that vocabulary or tokenize the text again"
         )
-
-
-def check_run_vocabulary(args: "T5PretrainingArgs") -> None:
-    """Refuse a run whose token files record another vocabulary than its `--vocab`.
-
-    `ensure_tokenized` does it too, but after torch and transformers are imported, which takes many times longer.
-    """
-    needs_train = not (args.validate_only and args.valid_data_path)
-    paths = [*(args.data_path if needs_train else ()), args.valid_data_path]
-    for path in paths if args.vocab is not None else ():
-        prefix = token_prefix(_in_working_dir(args, path)) if path else None
-        if prefix is not None:
-            check_vocabulary(prefix, _in_working_dir(args, args.vocab))
-
-
-def _in_working_dir(args: "T5PretrainingArgs", path: str) -> str:
-    return os.path.normpath(os.path.join(args.working_dir, path))
 
 
 # ---- the plan and its folder ----
@@ -220,7 +162,7 @@ def _part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Enco
     size = sum(piece.num_bytes for piece in pieces)
     if len(pieces) < _PIECES_PER_SHARD * count and size:
         pieces = plan_pieces(inputs, max(size // (_PIECES_PER_SHARD * count), _SMALLEST_PIECE))
-    average = max(size // len(pieces), 1)  # for shards of a dataset, whose size nobody knows
+    average = max(size // len(pieces), 1)  # for shards of a dataset, whose size is not known
     weights = [piece.num_bytes or average for piece in pieces]
     total, ends = sum(weights), accumulate(weights)
     own = [
@@ -229,11 +171,9 @@ def _part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Enco
         if (2 * end - weight) * count // (2 * total) == number
     ]
     logger.info("shard %d/%d: %d of %d pieces", number, count, len(own), len(pieces))
-    how = asdict(encoding)
-    del how["vocab_path"]
     whole = [(os.path.basename(piece.path), piece.kind, piece.start, piece.end, piece.num_bytes) for piece in pieces]
     identities = [hf_datasets.identity(name) for name in _datasets_of(pieces)]
-    return own, hashlib.sha256(json.dumps([FORMAT, whole, identities, how]).encode()).hexdigest()
+    return own, hashlib.sha256(json.dumps([FORMAT, whole, identities, encoding.identity()]).encode()).hexdigest()
 
 
 def _datasets_of(pieces: list[Piece]) -> list[str]:
@@ -246,11 +186,10 @@ def _plan_fingerprint(pieces: list[Piece], encoding: Encoding) -> str:
     for piece in pieces:
         if piece.kind != "dataset" and piece.path not in stamps:
             stamps[os.path.abspath(piece.path)] = os.stat(piece.path).st_mtime_ns
-    how = asdict(encoding)
-    del how["vocab_path"]
     parts = [(os.path.abspath(p.path) if p.kind != "dataset" else p.path, p.kind, p.start, p.end) for p in pieces]
     identities = [hf_datasets.identity(name, with_times=True) for name in _datasets_of(pieces)]
-    return hashlib.sha256(json.dumps([FORMAT, parts, sorted(stamps.items()), identities, how]).encode()).hexdigest()
+    plan = [FORMAT, parts, sorted(stamps.items()), identities, encoding.identity()]
+    return hashlib.sha256(json.dumps(plan).encode()).hexdigest()
 
 
 def _prepare_folder(folder: Path, fingerprint: str) -> None:
@@ -270,7 +209,7 @@ def _prepare_folder(folder: Path, fingerprint: str) -> None:
 def _jobs(pieces: list[Piece], folder: Path) -> list[tuple[Piece, str]]:
     """(piece, its prefix) of those that no earlier run has finished."""
     numbered = [(piece, _piece_prefix(folder, number)) for number, piece in enumerate(pieces)]
-    jobs = [(piece, path) for piece, path in numbered if not _is_finished(path)]
+    jobs = [(piece, path) for piece, path in numbered if finished_record(path, "num_documents") is None]
     if len(jobs) < len(pieces):
         logger.info("%d of %d pieces are there from an earlier run", len(pieces) - len(jobs), len(pieces))
     return jobs
@@ -284,7 +223,8 @@ def _kept_if_resumable(folder: Path, num_pieces: int) -> Iterator[None]:
     finally:
         if folder.exists():
             prefixes = (_piece_prefix(folder, number) for number in range(num_pieces))
-            if any(_is_finished(path) and IndexedDataset(path).num_documents for path in prefixes):
+            records = (finished_record(path, "num_documents") for path in prefixes)
+            if any(record and record["num_documents"] for record in records):
                 logger.info(
                     "finished pieces are kept in %s: another run over the same text goes on from there", folder
                 )
@@ -294,15 +234,6 @@ def _kept_if_resumable(folder: Path, num_pieces: int) -> Iterator[None]:
 
 def _piece_prefix(folder: Path, number: int) -> str:
     return str(folder / f"{number:06d}")
-
-
-def _is_finished(prefix: str) -> bool:
-    if not dataset_exists(prefix):
-        return False
-    try:
-        return "num_documents" in IndexedDataset(prefix).meta
-    except UserError:  # damaged by whatever ended the earlier run: made again
-        return False
 
 
 # ---- one piece ----
@@ -327,7 +258,7 @@ def tokenize_piece(piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: 
     with writer, closing(quarantine):
         for item in read_piece(piece, encoding.text_key):
             if isinstance(item, BadLine):
-                quarantine.add(piece.path, item)
+                quarantine.list_line(piece.path, item)
                 if limit is not None and quarantine.count > limit:
                     writer.abort()
                     return quarantine.count
@@ -357,102 +288,37 @@ def _run(
     advance: Callable[[Piece], None],
 ) -> None:
     """Tokenize (piece, prefix) jobs; returns early where the bad lines of all together pass `limit`."""
-    if min(workers, len(jobs)) <= 1:
-        vocabulary = Vocabulary.load(encoding.vocab_path)
-        num_bad = 0
-        for piece, prefix in jobs:
-            num_bad += tokenize_piece(piece, prefix, vocabulary, encoding, limit)
-            if limit is not None and num_bad > limit:
-                return
-            advance(piece)
-        return
-    pool = _WorkerPool(jobs, encoding, limit, advance)
-    with ThreadPoolExecutor(workers) as threads:
-        running = [threads.submit(pool.serve) for _ in range(min(workers, len(jobs)))]
+    num_bad, workers = 0, min(workers, len(jobs))
+    with ExitStack() as stack:
+        if workers <= 1:
+            vocabulary = Vocabulary.load(encoding.vocab_path)
+            counts = ((piece, tokenize_piece(piece, prefix, vocabulary, encoding, limit)) for piece, prefix in jobs)
+        else:
+            pool = stack.enter_context(WorkerPool(work, (encoding, limit), workers))
+            piece_of = {pool.submit(job): job[0] for job in jobs}
+            counts = ((piece_of[done], done.result()) for done in as_completed(piece_of))
         try:
-            wait(running, return_when=FIRST_EXCEPTION)
-        finally:  # also on Ctrl-C
-            pool.stop(kill=any(not future.done() for future in running))
-    for future in running:
-        future.result()
-
-
-class _WorkerPool:
-    """Hands jobs to worker subprocesses, one thread each (`serve`), until all are done, too many bad, or one fails."""
-
-    def __init__(
-        self, jobs: list[tuple[Piece, str]], encoding: Encoding, limit: int | None, advance: Callable[[Piece], None]
-    ):
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        for job in jobs:
-            self._jobs.put(job)
-        self._greeting = {"encoding": asdict(encoding), "limit": limit}
-        self._limit = limit
-        self._advance = advance
-        self._num_bad = 0
-        self._lock = threading.Lock()
-        self._processes: list[subprocess.Popen] = []
-        self._stopped = False
-
-    def stop(self, kill: bool) -> None:
-        """Start no further job; `kill` ends the workers at once, which leaves their pieces unfinished and whole."""
-        with self._lock:
-            self._stopped = True
-            for process in self._processes if kill else ():
-                process.kill()
-
-    def serve(self) -> None:
-        """Run one worker until there is nothing left to do."""
-        with self._lock:
-            if self._stopped:
-                return
-            process = _start_worker()
-            self._processes.append(process)
-        with process:
-            self._ask(process, self._greeting)
-            while not self._stopped:
-                try:
-                    piece, prefix = self._jobs.get_nowait()
-                except queue.Empty:
-                    break
-                answer = self._ask(process, {"piece": asdict(piece), "prefix": prefix})
-                with self._lock:
-                    self._num_bad += answer["bad_lines"]
-                    if self._limit is not None and self._num_bad > self._limit:
-                        self._stopped = True
-                        break
-                    self._advance(piece)
-            process.stdin.close()
-
-    def _ask(self, process: subprocess.Popen, message: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return ask(process, message)
+            for piece, count in counts:
+                num_bad += count
+                if limit is not None and num_bad > limit:
+                    return
+                advance(piece)
         except WorkerEnded as end:
-            if self._stopped:
-                return {"bad_lines": 0}
             raise UserError(
                 f"a tokenization process ended with exit code {end.returncode} (-9: killed, often for want of memory) "
-                f"at {message.get('piece', {}).get('path', 'its start')}; finished pieces are kept: try again with "
-                f"fewer workers"
+                f"at {end.request[0].path}; finished pieces are kept: try again with fewer workers"
             ) from None
 
 
-def _start_worker() -> subprocess.Popen:
-    return start_worker(__name__)
+def work(caller: Caller) -> None:
+    """A worker process: told the encoding and the limit, it answers (piece, prefix) with a number of bad lines."""
 
+    def prepare(settings: tuple[Encoding, int | None]) -> Callable[[tuple[Piece, str]], int]:
+        encoding, limit = settings
+        vocabulary = Vocabulary.load(encoding.vocab_path)
+        return lambda job: tokenize_piece(*job, vocabulary, encoding, limit)
 
-def _worker_main() -> None:
-    """Tokenize piece after piece for a `_WorkerPool`."""
-    settings: dict[str, Any] = {}
-
-    def answer(message: dict[str, Any]) -> dict[str, int]:
-        if "encoding" in message:
-            encoding = Encoding(**message["encoding"])
-            settings.update(encoding=encoding, limit=message["limit"], vocabulary=Vocabulary.load(encoding.vocab_path))
-            return {"bad_lines": 0}
-        return {"bad_lines": tokenize_piece(Piece(**message["piece"]), message["prefix"], **settings)}
-
-    serve(answer)
+    caller.serve(prepare)
 
 
 @contextmanager
@@ -491,22 +357,12 @@ def _collect_bad_lines(pieces: list[Piece], folder: Path, path: str, limit: int 
             if piece.path != where:
                 where, position, lines = piece.path, 0, 0
             if piece.kind != "dataset":
-                lines += _count_newlines(piece.path, position, piece.start)
+                lines += count_lines(piece.path, position, piece.start)
                 position = piece.start
             for line in bad.read_text(encoding="utf-8").splitlines():
                 record = json.loads(line)
-                quarantine.add(piece.path, BadLine(lines + record["line"], record["reason"], record["content"]))
+                quarantine.list_line(piece.path, BadLine(lines + record["line"], record["reason"], record["content"]))
     return quarantine
-
-
-def _count_newlines(path: str, start: int, end: int) -> int:
-    count = 0
-    with open(path, "rb") as file:
-        file.seek(start)
-        while start < end and (block := file.read(min(1 << 20, end - start))):
-            count += block.count(b"\n")
-            start += len(block)
-    return count
 
 
 def _join(
@@ -547,7 +403,3 @@ def _join(
         }
         writer.finalize(meta)
     return meta
-
-
-if __name__ == "__main__":
-    _worker_main()

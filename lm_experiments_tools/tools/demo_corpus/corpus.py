@@ -14,20 +14,17 @@ import inspect
 import json
 import logging
 import os
-import queue
-import subprocess
 import sysconfig
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lm_experiments_tools.data.tokens.workers import WorkerEnded, ask, serve, start_worker
+from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import write_atomic
 from lm_experiments_tools.tools.demo_corpus.prose import paragraphs, similarity_key
@@ -62,7 +59,7 @@ _Docstring = list[tuple[str, list[int]]]  # its paragraphs, each with the hashes
 
 @dataclass(frozen=True)
 class CorpusSummary:
-    """What build_corpus wrote. Sizes are bytes of UTF-8 text, without the JSON around it."""
+    """Files that build_corpus wrote. Sizes are bytes of UTF-8 text, without the JSON around it."""
 
     train_path: Path
     valid_path: Path
@@ -292,42 +289,17 @@ def _read_all(paths: list[str], workers: int) -> Iterator[list[_Docstring]]:
     if workers <= 1:
         yield from map(_read_paragraphs, paths)
         return
-    processes = [_start_worker() for _ in range(workers)]
-    idle: queue.SimpleQueue = queue.SimpleQueue()  # never empty for long: there are as many threads as workers
-    for process in processes:
-        idle.put(process)
-
-    def read(batch: list[str]) -> list[list[_Docstring]]:
-        process = idle.get()
+    with WorkerPool(work, None, workers) as pool:
         try:
-            return _ask(process, batch)
-        finally:
-            idle.put(process)
-
-    try:
-        # Closing `answers`, which also an exception here does, drops the batches that nobody began.
-        with ThreadPoolExecutor(workers) as threads, closing(threads.map(read, batches)) as answers:
-            for answer in answers:
+            for answer in pool.map(batches):
                 yield from answer
-    finally:
-        for process in processes:
-            with process:  # closes stdin, with which the worker ends, and waits for it
-                pass
+        except WorkerEnded as end:
+            raise UserError(
+                f"a process that reads documentation ended with exit code {end.returncode} (-9: killed, often for "
+                f"want of memory) between {end.request[0]} and {end.request[-1]}; try again with fewer workers"
+            ) from None
 
 
-def _ask(process: subprocess.Popen, batch: list[str]) -> list[list[_Docstring]]:
-    try:
-        return ask(process, batch)
-    except WorkerEnded as end:
-        raise UserError(
-            f"a process that reads documentation ended with exit code {end.returncode} (-9: killed, often for want of "
-            f"memory) between {batch[0]} and {batch[-1]}; try again with fewer workers"
-        ) from None
-
-
-def _start_worker() -> subprocess.Popen:
-    return start_worker(__name__)
-
-
-if __name__ == "__main__":
-    serve(lambda paths: [_read_paragraphs(path) for path in paths])
+def work(caller: Caller) -> None:
+    """A worker process: answers paths with the prose of each."""
+    caller.serve(lambda _: lambda paths: [_read_paragraphs(path) for path in paths])

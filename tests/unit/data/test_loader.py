@@ -10,8 +10,8 @@ import torch
 
 from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
 from lm_experiments_tools.data.objectives.denoising import SpanCorruptionDataset
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import UserError
+from tests.helpers.token_toys import token_data
 
 SENTINELS = np.arange(9_999, 9_899, -1)
 
@@ -136,12 +136,8 @@ def test_several_sources_are_read_as_one():
 
 
 def test_reads_token_files(tmp_path):
-    writer = IndexedDatasetWriter(tmp_path / "data", np.uint16)
-    for start in range(10, 1010, 50):
-        writer.add_sequence(range(start, start + 50))
-        writer.end_document()
-    writer.finalize()
-    files = dataset(tokens=IndexedDataset(tmp_path / "data"))
+    documents = [[range(start, start + 50)] for start in range(10, 1010, 50)]
+    files = dataset(tokens=token_data(tmp_path / "data", documents))
     numbers = np.arange(len(files))
     for name, values in dataset(1000).batch(numbers).items():
         np.testing.assert_array_equal(files.batch(numbers)[name], values)

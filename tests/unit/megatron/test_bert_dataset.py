@@ -10,10 +10,11 @@ import torch
 
 from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
 from megatron.bert_dataset import BertDataset, truncated_lengths
 from megatron.sample_mapping import MappingSettings, build_mapping, load_mapping
+from tests.helpers.token_toys import token_data
 
 CLS, SEP, MASK, PAD, FIRST = 1, 2, 3, 0, 5
 
@@ -30,16 +31,6 @@ def tokenizer(vocab_size=20_000, continues=(), **changes):
         "other_case": None,
     }
     return SimpleNamespace(**special | settings | changes)
-
-
-def write(prefix, documents, meta=None):
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for document in documents:
-            for sentence in document:
-                writer.add_sequence(sentence)
-            writer.end_document()
-        writer.finalize(meta)
-    return IndexedDataset(prefix)
 
 
 def numbered(lengths):
@@ -60,7 +51,7 @@ def random_lengths(seed=0, documents=40, sentence=12):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("data") / "numbered", numbered(random_lengths()))
+    return token_data(tmp_path_factory.mktemp("data") / "numbered", numbered(random_lengths()))
 
 
 def dataset(tokens, **settings):
@@ -85,7 +76,7 @@ def same(first, second):
 
 def test_the_worked_example(tmp_path):
     words = tokenizer(200, continues=(11, 21, 22), cls=101, sep=102, mask=103, special_ids=[0, 101, 102, 103])
-    tokens = write(tmp_path / "one", [[[10, 11], [12], [20, 21, 22]]])
+    tokens = token_data(tmp_path / "one", [[[10, 11], [12], [20, 21, 22]]])
     samples = BertDataset(tokens, words, max_seq_length=10, short_seq_prob=0).batch(np.arange(300))
     expected = {
         "input_ids": [101, 10, 11, 103, 102, 20, 21, 22, 102, 0],
@@ -142,7 +133,7 @@ def test_lengths_after_truncation_are_those_of_the_loop():
 
 
 def test_tokens_are_cut_from_the_front_as_often_as_from_the_end(tmp_path):
-    tokens = write(tmp_path / "long", numbered([[100, 300]]))
+    tokens = token_data(tmp_path / "long", numbered([[100, 300]]))
     samples = dataset(tokens, max_seq_length=43, short_seq_prob=0)
     fronts = [
         (a[0] - FIRST, b[0] - FIRST - 100) for a, b, label in rows_of(samples.batch(np.arange(2000))) if not label
@@ -154,7 +145,7 @@ def test_tokens_are_cut_from_the_front_as_often_as_from_the_end(tmp_path):
 
 def test_laws_of_pairs_and_masks(tmp_path):
     continues = np.random.default_rng(1).choice(np.arange(FIRST, 15_000), 4000, replace=False)
-    tokens = write(tmp_path / "many", numbered(random_lengths(documents=90)))
+    tokens = token_data(tmp_path / "many", numbered(random_lengths(documents=90)))
     words = tokenizer(continues=continues)
     samples = dataset(tokens, tokenizer=words, max_seq_length=128)
     batch = samples.batch(np.arange(3000))
@@ -177,7 +168,7 @@ def test_laws_of_pairs_and_masks(tmp_path):
 
 
 def test_splits_are_uniform(tmp_path):
-    tokens = write(tmp_path / "five", numbered([[3, 3, 3, 3, 3]]))
+    tokens = token_data(tmp_path / "five", numbered([[3, 3, 3, 3, 3]]))
     samples = dataset(tokens, max_seq_length=18, short_seq_prob=0)
     sizes = [len(a) for a, _, label in rows_of(samples.batch(np.arange(2000))) if not label]
     share = np.bincount(sizes, minlength=13)[3:13:3] / len(sizes)
@@ -186,7 +177,7 @@ def test_splits_are_uniform(tmp_path):
 
 def test_nsp_random_takes_b_from_any_other_document(tmp_path):
     lengths = [[10, 10, 10], [5] * 6, [10], [20, 4]]
-    tokens = write(tmp_path / "others", numbered(lengths))
+    tokens = token_data(tmp_path / "others", numbered(lengths))
     bounds = FIRST + np.cumsum([0] + [sum(document) for document in lengths])
     document_of = lambda token: int(np.searchsorted(bounds, token, side="right")) - 1  # noqa: E731
     samples = dataset(tokens, nsp="random", max_seq_length=43, short_seq_prob=0)
@@ -210,7 +201,7 @@ def test_nsp_random_takes_b_from_any_other_document(tmp_path):
 
 
 def test_single_segments_use_documents_of_one_sentence(tmp_path):
-    tokens = write(tmp_path / "single", numbered([[30], [10, 10], [700], [5]]))
+    tokens = token_data(tmp_path / "single", numbered([[30], [10, 10], [700], [5]]))
     samples = dataset(tokens, binary_head=False, max_seq_length=32, short_seq_prob=0)
     batch = samples.batch(np.arange(len(samples)))
     assert set(batch) == {"input_ids", "token_type_ids", "attention_mask", "labels"}
@@ -219,7 +210,7 @@ def test_single_segments_use_documents_of_one_sentence(tmp_path):
 
 
 def test_special_tokens_of_the_text_are_not_predicted(tmp_path):
-    tokens = write(tmp_path / "eod", [[[10, 11, SEP], [12, 13, SEP]]] * 5)
+    tokens = token_data(tmp_path / "eod", [[[10, 11, SEP], [12, 13, SEP]]] * 5)
     batch = dataset(tokens, masked_lm_prob=0.9, max_ngram=1).batch(np.arange(500))
     assert set(batch["labels"].ravel().tolist()) == {-100, 10, 11, 12, 13}
 
@@ -258,15 +249,15 @@ def test_mixtures_pad_shorter_rows(data):
 
 
 def test_settings_and_data_that_do_not_go_together_are_refused(tmp_path, data):
-    whole = write(tmp_path / "documents", numbered([[30], [10], []]))
-    long = write(tmp_path / "long", numbered([[600, 600]]))
-    foreign = write(tmp_path / "foreign", numbered([[5, 5]]), {"vocab_sha256": "e" * 64})
+    whole = token_data(tmp_path / "documents", numbered([[30], [10], []]))
+    long = token_data(tmp_path / "long", numbered([[600, 600]]))
+    foreign = token_data(tmp_path / "foreign", numbered([[5, 5]]), meta={"vocab_sha256": "e" * 64})
     for tokens, settings, sentence in [
         (whole, {}, "3 documents of one sequence each, .* --split-sentences"),
         (long, {}, "gives no sample: of 1 documents with 1,200 tokens.* 1 with a sentence that is too long"),
         (foreign, {}, "were made with the tokenizer .* eeeeeeeeeeee"),
-        (write(tmp_path / "empty", []), {}, "has no tokens"),
-        (write(tmp_path / "alone", numbered([[5, 5], []])), {"nsp": "random"}, "one document, but nsp random"),
+        (token_data(tmp_path / "empty", []), {}, "has no tokens"),
+        (token_data(tmp_path / "alone", numbered([[5, 5], []])), {"nsp": "random"}, "one document, but nsp random"),
         (data, {"tokenizer": tokenizer(100)}, "holds token id [0-9]+, but the tokenizer has ids 0 to 99"),
         (data, {"max_seq_length": 4}, "at least 5"),
         (data, {"masked_lm_prob": 0.0}, "masked_lm_prob is 0.0"),
@@ -281,7 +272,7 @@ def test_settings_and_data_that_do_not_go_together_are_refused(tmp_path, data):
 
 
 def test_what_is_left_out_is_logged(tmp_path, caplog):
-    tokens = write(tmp_path / "mixed", numbered([[10, 10], [7], [], [513, 2, 2]]))
+    tokens = token_data(tmp_path / "mixed", numbered([[10, 10], [7], [], [513, 2, 2]]))
     with caplog.at_level(logging.INFO):
         assert len(dataset(tokens)) == 1
     assert (
@@ -292,7 +283,7 @@ def test_what_is_left_out_is_logged(tmp_path, caplog):
 @pytest.mark.parametrize("binary_head", [False, True])
 def test_what_no_sample_has_room_for_is_what_an_epoch_does_not_read(tmp_path, caplog, binary_head):
     # more than a sample, two sentences, one short one, one longer than max_sentence_length
-    tokens = write(tmp_path / "mixed", numbered([[1000], [30, 20], [50], [513, 7], [300, 1]]))
+    tokens = token_data(tmp_path / "mixed", numbered([[1000], [30, 20], [50], [513, 7], [300, 1]]))
     samples = dataset(tokens, binary_head=binary_head, short_seq_prob=0)
     seen = {token for a, b, _ in rows_of(samples.batch(np.arange(len(samples)))) for token in a + b}
     counts = samples.mapping.counts
@@ -304,17 +295,17 @@ def test_what_no_sample_has_room_for_is_what_an_epoch_does_not_read(tmp_path, ca
 
 
 def test_data_most_of_which_no_sample_has_room_for_is_refused_unless_it_is_allowed(tmp_path, caplog):
-    whole = write(tmp_path / "whole", numbered([[1000], [900], [40]]), {"level": "document"})
+    whole = token_data(tmp_path / "whole", numbered([[1000], [900], [40]]), meta={"level": "document"})
     with pytest.raises(
         UserError, match=r"room for 91.5% of the tokens, 1,776 of 1,940 .*without --split-sentences: pre"
     ):
         dataset(whole, binary_head=False, max_unread=0.5)
     assert len(dataset(whole, binary_head=False, max_unread=0.92)) == 3
     assert "91.5% of the tokens" in caplog.text
-    long = write(tmp_path / "long", numbered([[600, 600], [10, 10]]))
+    long = token_data(tmp_path / "long", numbered([[600, 600], [10, 10]]))
     with pytest.raises(UserError, match="raise --max_sentence_length 512 .*allow it with --max_unread 1"):
         dataset(long, max_unread=0.5)
-    lone = write(tmp_path / "lone", numbered([[30], [30], [10, 10]]))
+    lone = token_data(tmp_path / "lone", numbered([[30], [30], [10, 10]]))
     with pytest.raises(UserError, match="give longer documents, or leave out sentence pairs .--use_nsp 0."):
         dataset(lone, max_unread=0.5)
     with pytest.raises(UserError, match="raise --input_seq_len 12, or preprocess the text again if it was without"):

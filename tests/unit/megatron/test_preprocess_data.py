@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ import pytest
 
 from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.workers import Worker
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
 from megatron import preprocess_data as module
@@ -23,6 +23,7 @@ from megatron.sentences import SentenceSplitter
 from megatron.tokenizers import build_tokenizer
 from tests.helpers import ROOT
 from tests.helpers.real_data import DATA, lacking
+from tests.helpers.token_toys import read_documents
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{c}" for c in LETTERS), *"!'(),-.:;?\""]
@@ -54,14 +55,6 @@ def arguments(folder, *flags, source=None):
 
 def run(folder, *flags, **options):
     return preprocess(arguments(folder, *flags, **options))
-
-
-def documents(prefix):
-    dataset = IndexedDataset(prefix)
-    return [
-        [dataset[index].tolist() for index in range(start, end)]
-        for start, end in pairwise(dataset.document_indices.tolist())
-    ]
 
 
 def ancestor(records, key, tokenizer, split, *, split_sentences, split_tokens, append_eod):
@@ -107,7 +100,7 @@ def test_each_document_is_what_the_ancestor_makes_of_it(folder, tokenizer, split
     for key in ("text", "title"):
         prefix = f"{folder}/out/x_{key}_{level}"
         expected = ancestor(RECORDS, key, tokenizer, SentenceSplitter(), **options)
-        assert documents(prefix) == expected
+        assert read_documents(prefix) == expected
         meta = IndexedDataset(prefix).meta
         assert meta == metas[prefix] and meta["vocab_sha256"] == tokenizer.fingerprint
         assert meta["num_documents"] == len(expected) and meta["empty_documents"] == len(RECORDS) - len(expected)
@@ -120,7 +113,7 @@ def test_worked_example(folder, tokenizer):
     run(folder, "--split-sentences", "--append-eod")
     a, b, c, d, stop = (PIECES.index(piece) for piece in ("a", "##b", "c", "d", "."))
     # a sequence a sentence, a document a line, [SEP] after the last sentence of each
-    assert documents(f"{folder}/out/x_text_sentence") == [[[a, b, stop], [c, SEP]], [[d, SEP]]]
+    assert read_documents(f"{folder}/out/x_text_sentence") == [[[a, b, stop], [c, SEP]], [[d, SEP]]]
 
 
 def test_files_of_a_folder_in_sorted_order_and_compressed(folder, tokenizer, caplog):
@@ -132,7 +125,7 @@ def test_files_of_a_folder_in_sorted_order_and_compressed(folder, tokenizer, cap
     (folder / "in" / "notes.txt").write_text("text too\nof two lines\n\n\nand another\n")
     caplog.set_level("INFO")
     run(folder)
-    texts = [tokenizer.decode(document[0]) for document in documents(f"{folder}/out/x_text_document")]
+    texts = [tokenizer.decode(document[0]) for document in read_documents(f"{folder}/out/x_text_document")]
     assert texts == ["first", "second", "third", "text too of two lines", "and another", "last"]
     assert "1 text files in" in caplog.text and "no sentence pairs" in caplog.text
 
@@ -180,7 +173,7 @@ def test_every_bad_line_is_quarantined_and_every_good_one_kept(folder, tokenizer
     flags = ("--max-document-mb", 1, "--workers", workers, "--split-sentences")
     run(folder, *flags)
     fine = tokenizer.tokenize("fine")
-    assert documents(f"{folder}/out/x_text_sentence") == [[fine], [fine, fine], [fine]]
+    assert read_documents(f"{folder}/out/x_text_sentence") == [[fine], [fine, fine], [fine]]
     bad = [json.loads(line) for line in (folder / "out" / "x.bad_lines.jsonl").read_text().splitlines()]
     assert [entry["line"] for entry in bad] == [n for n, (_, reason) in enumerate(LINES, 1) if reason]
     for entry in bad:
@@ -266,105 +259,12 @@ def test_large_vocabularies_are_stored_as_int32(folder):
     assert dataset.dtype == "int32" and dataset[0].tolist() == [len(filler) + PIECES.index(piece) for piece in "ab"]
 
 
-# Sentence splitters
-
-
-def upper(text):
-    return [text.upper()]
-
-
-def drops_the_end(text):
-    return [text.split()[0]]
-
-
-def words(text):
-    return text.split()
-
-
-def numbers(text):
-    return [1]
-
-
-@pytest.mark.parametrize("name", ["nupunkt", "sentencex", "sentencex:de", "newline", f"{__name__}:words"])
-def test_sentences_cover_the_text_whatever_the_splitter(name):
-    strip, keep = SentenceSplitter(name), SentenceSplitter(name, keep_newlines=True)
-    texts = [
-        "",
-        " \n ",
-        "One. Two\ngoes on.\n\nThree",
-        "\n\n a\r\n\r\nb ",
-        "Dr. No? \u201cYes!\u201d\u3000Oui.\n",
-        "x",
-    ]
-    for text in texts * 2:  # twice: a splitter remembers nothing
-        spans = keep.spans(text)
-        if not text.strip():
-            assert spans == [] and strip(text) == keep(text) == []
-            continue
-        assert [start for start, _ in spans] == [0, *(end for _, end in spans[:-1])] and spans[-1][1] == len(text)
-        assert "".join(keep(text)) == text and [part.strip() for part in keep(text)] == strip(text)
-        assert all(strip(text))
-
-
-def test_newlines_are_kept_with_the_sentence_they_follow_or_nowhere():
-    text = "One. Two\ngoes on.\n\nThree"
-    assert SentenceSplitter()(text) == ["One.", "Two\ngoes on.", "Three"]
-    assert SentenceSplitter(keep_newlines=True)(text) == ["One. ", "Two\ngoes on.\n\n", "Three"]
-    assert SentenceSplitter("newline")(text) == ["One. Two", "goes on.", "Three"]
-    assert SentenceSplitter("newline", keep_newlines=True)("\na\n\nb\n") == ["\na\n\n", "b\n"]
-
-
-def test_abbreviations_end_no_sentence():
-    text = "Dr. Smith paid $3.50 to Acme Inc. in Washington. It was 5 p.m. on Monday. Why? He left."
-    assert SentenceSplitter()(text) == [
-        "Dr. Smith paid $3.50 to Acme Inc. in Washington.",
-        "It was 5 p.m. on Monday.",
-        "Why?",
-        "He left.",
-    ]
-
-
-def test_a_splitter_that_does_not_exist_or_changes_the_text_is_one_sentence(folder):
-    for name, message in [
-        ("punkt", "does not exist; it can be nupunkt, sentencex, newline, or module:callable"),
-        ("no_such_module:f", r"module no_such_module cannot be imported \(No module named 'no_such_module'\)"),
-        (f"{__name__}:f", f"{__name__} has no f"),
-        (f"{__name__}:PIECES", r"is \[.*\], which cannot be called"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            SentenceSplitter(name)
-    for function, message in [
-        (upper, "changed the text: its sentence 1, 'ONE TWO', does not follow ''"),
-        (drops_the_end, "lost the end of a text: 'two'"),
-        (numbers, "returned a int as sentence 1, not a string"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            SentenceSplitter(f"{__name__}:{function.__name__}")("one two")
-
-
-def test_a_text_on_which_the_splitter_fails_is_a_bad_line(folder, tokenizer, monkeypatch):
+def test_a_text_on_which_the_splitter_fails_is_a_bad_line(folder, tokenizer):
     write_lines(folder / "in" / "data.jsonl", [{"text": "FINE"}, {"text": "changed"}])
-    run(folder, "--split-sentences", "--sentence-splitter", f"{__name__}:upper")
-    assert documents(f"{folder}/out/x_text_sentence") == [[tokenizer.tokenize("fine")]]
+    run(folder, "--split-sentences", "--sentence-splitter", "tests.unit.megatron.test_sentences:upper")
+    assert read_documents(f"{folder}/out/x_text_sentence") == [[tokenizer.tokenize("fine")]]
     (bad,) = [json.loads(line) for line in (folder / "out" / "x.bad_lines.jsonl").read_text().splitlines()]
     assert bad["line"] == 2 and "changed the text" in bad["reason"]
-
-    class PanicException(BaseException):
-        pass
-
-    def panics(language, text):
-        raise PanicException("byte index 30 is not a char boundary")
-
-    monkeypatch.setattr("sentencex.segment", panics)
-    with pytest.raises(UserError, match="sentencex fails on the text: byte index 30"):
-        SentenceSplitter("sentencex")("text")
-
-
-@pytest.mark.parametrize("package", ["nupunkt", "sentencex"])
-def test_a_splitter_that_is_not_installed_is_one_sentence(package, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=f"needs the {package} package: pip install {package}"):
-        SentenceSplitter(package)
 
 
 # As programs
@@ -445,7 +345,7 @@ def test_text_files_give_what_the_same_documents_give_as_json(folder, workers):
         folder / "j",
         source=folder / "data.jsonl",
     )
-    assert documents(f"{folder}/out/x_body_sentence") == documents(f"{folder}/j_body_sentence")
+    assert read_documents(f"{folder}/out/x_body_sentence") == read_documents(f"{folder}/j_body_sentence")
     bad = [json.loads(line) for line in (folder / "out" / "x.bad_lines.jsonl").read_text().splitlines()]
     assert [(entry["line"], entry["reason"]) for entry in bad] == [
         (4, "not UTF-8 at byte 4"),
@@ -463,7 +363,7 @@ def test_a_key_that_some_lines_lack_leaves_these_out(folder, tokenizer):
     with pytest.raises(UserError, match="more than 100 bad lines: 101 so far, the first is .*no key 'text'"):
         run(folder)
     run(folder, "--max-bad-lines", 150)
-    assert documents(f"{folder}/out/x_text_document") == [[tokenizer.tokenize("fine")]]
+    assert read_documents(f"{folder}/out/x_text_document") == [[tokenizer.tokenize("fine")]]
     bad = (folder / "out" / "x.bad_lines.jsonl").read_text().splitlines()
     assert [json.loads(line)["line"] for line in bad] == list(range(2, 152))
 
@@ -496,14 +396,15 @@ def test_runs_to_one_prefix_wait_for_each_other(folder, tokenizer):
         assert [path.name for path in (folder / "out").iterdir()] == ["x.lock"]  # nothing written yet
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert documents(f"{folder}/out/x_text_sentence") == [[tokenizer.tokenize("fine")]]
+    assert read_documents(f"{folder}/out/x_text_sentence") == [[tokenizer.tokenize("fine")]]
 
 
 def test_a_worker_that_dies_is_one_sentence(folder, monkeypatch):
     write_lines(folder / "in" / "data.jsonl", [{"text": "a"}])
-    monkeypatch.setattr(sys, "path", [str(folder)])  # there is no megatron package, so workers end at once
+    ask = Worker.ask
+    monkeypatch.setattr(Worker, "ask", lambda worker, batch: worker.kill() or ask(worker, batch))
     with pytest.raises(
-        UserError, match=r"a process of --workers 2 ended with exit code 1 .*data.jsonl from line 1 on"
+        UserError, match=r"a process of --workers 2 ended with exit code -9 .*data.jsonl from line 1 on"
     ):
         run(folder, "--workers", 2)
     assert list((folder / "out").iterdir()) == []
@@ -531,7 +432,7 @@ def test_real_corpus_equals_the_ancestors_rules(folder):
     tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=vocab)
     options = {"split_sentences": True, "split_tokens": False, "append_eod": False}
     expected = ancestor(records, "text", tokenizer, SentenceSplitter(), **options)
-    assert documents(f"{folder}/out/x_text_sentence") == expected and sum(map(len, expected)) > 100
+    assert read_documents(f"{folder}/out/x_text_sentence") == expected and sum(map(len, expected)) > 100
 
 
 def test_what_an_earlier_run_wrote_into_the_folder_is_not_read_as_text(folder):

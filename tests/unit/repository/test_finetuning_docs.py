@@ -1,4 +1,4 @@
-"""What docs/finetuning.md and examples/ tell people to type is understood, and the notebooks run."""
+"""Commands of docs/finetuning.md and examples/ are understood, and the notebooks run."""
 
 import ast
 import importlib

@@ -21,7 +21,9 @@ from lm_experiments_tools.recipes.bert_data import bert_datasets, bert_metrics
 from megatron.bert_dataset import BertDataset
 from megatron.tokenizers import build_tokenizer
 from run_bert_pretraining import main
+from tests.helpers import runs
 from tests.helpers.bert_toys import TINY, make_bert_data
+from tests.helpers.runs import words
 
 METRICS = ["accuracy_mlm", "accuracy_nsp", "loss", "loss_mlm", "loss_nsp"]
 
@@ -43,10 +45,7 @@ def start(data, **changed):
         "model_cfg": data / "tiny.json", "batch_size": 8, "lr": 1e-3, "iters": 3, "log_interval": 1,
         "backend": "local", **changed,
     }  # fmt: skip
-    words = []
-    for name, value in flags.items():
-        words += [] if value is None else [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
-    main(words)
+    main(words(**flags))
 
 
 def refused(data, sentence, **changed):
@@ -56,10 +55,7 @@ def refused(data, sentence, **changed):
 
 
 def records(split="train", run="run"):
-    lines = map(json.loads, Path(run, "metrics.jsonl").read_text().splitlines())
-    return [
-        {name: line[name] for name in line["metrics"]} for line in lines if line["split"] == split and line["metrics"]
-    ]
+    return [{name: line[name] for name in line["metrics"]} for line in runs.records(run, split)]
 
 
 def test_the_logs_do_not_depend_on_the_split_into_micro_batches(data, work):
@@ -181,7 +177,7 @@ def test_the_ancestors_command_line_is_understood(caplog, data, work):
         ({"max_unread": 75}, "--max_unread is 75.0: it is a part"),
         ({"report": True}, "--report shows masked words.*--valid_data_path"),
         ({"save_best": True}, "--save_best needs validation data"),
-        ({"use_generate_on_valid": True}, "--use_generate_on_valid: BERT"),
+        ({"use_generate_on_valid": True}, "--use_generate_on_valid is for models that write text, and BERT"),
         ({"model_cfg": None}, "no model is named: .*bert_base_uncased"),
         # what only the files tell
         ({"lower_case": False}, r"in lower case .* is to be read as cased here: leave out --no_lower_case, or run"),
@@ -189,7 +185,7 @@ def test_the_ancestors_command_line_is_understood(caplog, data, work):
             {"data_path": "nowhere.jsonl"},
             r"nowhere.jsonl does not exist: .*megatron.preprocess_data .*--split-sentences",
         ),
-        ({"input_seq_len": 65}, "--input_seq_len 65 is more than the model's 64 positions"),
+        ({"input_seq_len": 65}, "--input_seq_len 65 is more than the 64 positions of the model"),
         ({"model_cls": "transformers:BertForMaskedLM"}, "does not judge pairs.*--use_nsp 0"),
         (
             {"model_cls": "transformers:BertModel", "use_nsp": 0},
@@ -289,7 +285,7 @@ def test_other_settings_of_the_same_run_are_refused(data, work):
 
 
 def test_accuracy_of_masked_tokens_from_logits_of_these_alone():
-    """What a class gives that computes no other logits."""
+    """A class may compute no other logits."""
     labels = torch.tensor([[-100, 2, -100], [1, -100, 0]])
     every = torch.tensor([[[0.0, 1, 0], [0, 0, 1], [1, 0, 0]], [[0, 1, 0], [0, 0, 1], [0, 1, 0]]])
     right, number = bert_metrics({"labels": labels}, {"logits": every})["accuracy_mlm"]

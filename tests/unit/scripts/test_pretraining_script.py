@@ -15,6 +15,7 @@ from lm_experiments_tools.recipes import t5_data as pretraining
 from lm_experiments_tools.training.micro_batches import split_batch
 from run_t5_pretraining import main
 from tests.distributed.launch import ROOT, environment
+from tests.helpers.runs import losses, words
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 TINY = {
@@ -67,7 +68,7 @@ def start(vocab, **changed):
         "target_seq_len": 16, "batch_size": 4, "lr": 1e-3, "iters": 2, "log_interval": 1, "data_n_workers": 1,
         "backend": "local", "data_pipeline": "native", **changed,
     }  # fmt: skip
-    main([f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items() if value is not None])
+    main(words(**flags))
 
 
 def refused(vocab, sentence, **changed):
@@ -181,8 +182,7 @@ def test_the_record_of_a_continued_run_is_whole(work, vocab):
     """--model_path is relative here, as users write it."""
     start(vocab, iters=2)
     start(vocab, iters=4)
-    lines = map(json.loads, (work / "run" / "metrics.jsonl").read_text().splitlines())
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [step for step, _ in losses("run")] == [1, 2, 3, 4]
     assert not (work / "run" / "metrics.superseded.jsonl").exists()
 
 
@@ -249,11 +249,9 @@ def test_each_objective_learns_and_resumes_exactly(work, vocab, objective):
     start(vocab, iters=9, model_path="half", **flags)
     start(vocab, iters=20, model_path="half", **flags)
     start(vocab, iters=20, model_path="whole", **flags)
-    losses, other = (
-        [json.loads(line)["loss"] for line in (work / run / "metrics.jsonl").open()] for run in ("whole", "half")
-    )
-    assert losses == other and len(losses) == 20
-    assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
+    found = [loss for _, loss in losses("whole")]
+    assert losses("half") == losses("whole") and len(found) == 20
+    assert sum(found[-5:]) < 0.85 * sum(found[:5])
     weights = [(work / run / "last" / "model.safetensors").read_bytes() for run in ("whole", "half")]
     assert weights[0] == weights[1]
 
@@ -273,7 +271,7 @@ def test_the_report_shows_what_the_model_makes_of_held_out_text(work, vocab, obj
 
 
 def test_counted_labels_of_a_decoder_are_those_its_loss_averages():
-    """Rows of unlike length: the mean over all rows is the mean of the parts, weighted by the labels that we count."""
+    """Rows of different lengths: the mean over all rows is the mean of the parts, weighted by our count of labels."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -312,18 +310,11 @@ def test_several_sources_are_mixed(work, vocab, caplog):
 
 def test_an_objective_wants_its_kind_of_model(work, vocab):
     causal, masked = OBJECTIVES["causal_lm of a decoder"], OBJECTIVES["mlm"]
-    refused(
-        vocab,
-        "prefix_lm is for encoder-decoders, and .*GPT2LMHeadModel is a decoder",
-        **{**causal, "task": "prefix_lm"},
-    )
-    refused(vocab, "ul2 is for encoder-decoders, and .*BertForMaskedLM is an encoder", **{**masked, "task": "ul2"})
-    refused(
-        vocab,
-        "mlm is for encoders, and .*T5ForConditionalGeneration is an encoder-decoder",
-        task="mlm",
-        target_seq_len=None,
-    )
+    kinds = "is for encoder-decoders, and"
+    refused(vocab, f"prefix_lm {kinds} .*GPT2LMHeadModel is a decoder", **{**causal, "task": "prefix_lm"})
+    refused(vocab, f"ul2 {kinds} .*BertForMaskedLM is an encoder", **{**masked, "task": "ul2"})
+    t5 = "mlm is for encoders, and .*T5ForConditionalGeneration is an encoder-decoder"
+    refused(vocab, t5, task="mlm", target_seq_len=None)
     refused(vocab, "causal_lm is for decoders and encoder-decoders", **{**masked, "task": "causal_lm"})
     refused(vocab, "--input_seq_len 65 is more than the 64 positions", **causal, input_seq_len=65)
 

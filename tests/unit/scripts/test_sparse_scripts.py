@@ -17,6 +17,7 @@ from lm_experiments_tools.attention import huggingface
 from lm_experiments_tools.models.build import list_presets
 from tests.helpers.bert_toys import TINY as TINY_BERT
 from tests.helpers.bert_toys import make_bert_data
+from tests.helpers.runs import losses, words
 from tests.unit.scripts.test_pretraining_script import TINY as TINY_T5
 from tests.unit.scripts.test_pretraining_script import vocab  # noqa: F401 - a fixture
 
@@ -40,9 +41,8 @@ def layouts(monkeypatch) -> list[Any]:
 def run(main: Any, **flags: Any) -> list[float]:
     """The losses that were logged."""
     flags = {"model_path": "run", "batch_size": 4, "lr": 1e-2, "log_interval": 1, "backend": "local", **flags}
-    main([f"--{name}={value}" for name, value in flags.items()])
-    with open("run/metrics.jsonl") as lines:
-        return [line["loss"] for line in map(json.loads, lines) if line["split"] == "train" and line["metrics"]]
+    main(words(**flags))
+    return [loss for _, loss in losses("run")]
 
 
 def assert_loads_sparse(model_cls: type, layouts: list[Any]) -> None:
@@ -67,11 +67,11 @@ def test_t5_trains_block_sparsely_resumes_and_loads(tmp_path, monkeypatch, vocab
         "target_seq_len": 32, "data_n_workers": 1, "data_pipeline": "native", "save_interval": 2,
         "model_cls": "transformers:T5ForConditionalGeneration",
     }  # fmt: skip
-    losses = run(run_t5_pretraining.main, iters=4, **flags)
-    assert len(losses) == 4 and losses[-1] < losses[0]
+    logged = run(run_t5_pretraining.main, iters=4, **flags)
+    assert len(logged) == 4 and logged[-1] < logged[0]
     names = [type(layout).__name__ for layout in layouts]
     assert names == ["BigBirdSparsityConfig", "NoneType", "NoneType"] * 4  # encoder, decoder, cross-attention
-    assert run(run_t5_pretraining.main, iters=5, **flags)[:4] == losses
+    assert run(run_t5_pretraining.main, iters=5, **flags)[:4] == logged
     assert_loads_sparse(T5ForConditionalGeneration, layouts)
 
 
@@ -79,10 +79,10 @@ def test_bert_trains_block_sparsely_and_loads(tmp_path, monkeypatch, layouts):
     monkeypatch.chdir(tmp_path)
     data = make_bert_data(tmp_path)
     (tmp_path / "sparse.json").write_text(json.dumps({**TINY_BERT, **LAYOUT}))
-    losses = run(
+    logged = run(
         run_bert_pretraining.main, data_path=data / "train", vocab_file=data / "vocab.txt", input_seq_len=48, iters=3,
         model_cls="transformers:BertForPreTraining", model_cfg="sparse.json",
     )  # fmt: skip
-    assert len(losses) == 3 and losses[-1] < losses[0]
+    assert len(logged) == 3 and logged[-1] < logged[0]
     assert [type(layout).__name__ for layout in layouts] == ["BigBirdSparsityConfig"] * 6
     assert_loads_sparse(BertForPreTraining, layouts)

@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 import sentencepiece
 
+from lm_experiments_tools.data import workers
 from lm_experiments_tools.data.text.train_vocabulary import train_vocab
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
@@ -162,45 +163,50 @@ def test_corpus_is_the_same_again_and_nothing_moves_between_the_sets(installatio
     assert part[0] < whole[0] and part[1] <= whole[1]
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_corpus_is_the_same_for_any_number_of_workers(installation, tmp_path, monkeypatch, workers):
+@pytest.fixture
+def started(monkeypatch):
+    """The workers that have been started; each reads a file at a time."""
+    start, started = workers.Worker.__init__, []
+
+    def count(worker, *args):
+        start(worker, *args)
+        started.append(worker)
+
+    monkeypatch.setattr(workers.Worker, "__init__", count)
     monkeypatch.setattr(module, "_BATCH_FILES", 1)  # the files are few
-    real, processes = module._start_worker, []
-    monkeypatch.setattr(module, "_start_worker", lambda: processes.append(real()) or processes[-1])
-    for max_bytes in (20_000_000, 20_000):  # all, and where most of the files are left
+    return started
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_corpus_is_the_same_for_any_number_of_workers(installation, tmp_path, started, num_workers):
+    for max_bytes, code in ((20_000_000, 0), (20_000, -9)):  # all, and where most of the files are left
         build_corpus(tmp_path / "one", max_bytes=max_bytes, validation_share=0.5, workers=1)
-        assert not processes
-        build_corpus(tmp_path / "many", max_bytes=max_bytes, validation_share=0.5, workers=workers)
-        assert [process.returncode for process in processes] == [0] * workers
-        processes.clear()
+        assert not started
+        build_corpus(tmp_path / "many", max_bytes=max_bytes, validation_share=0.5, workers=num_workers)
+        assert [worker.process.returncode for worker in started] == [code] * num_workers
+        started.clear()
         for name in ("train.jsonl", "valid.jsonl", "manifest.json", "README.md"):
             assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "many" / name).read_bytes()
 
 
-def test_a_worker_that_dies_is_one_sentence_and_its_mates_end(installation, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_BATCH_FILES", 1)
-    real, processes = module._start_worker, []
-
-    def start():
-        processes.append(real())
-        if len(processes) == 1:
-            processes[0].kill()
-        return processes[-1]
-
-    monkeypatch.setattr(module, "_start_worker", start)
+def test_a_worker_that_dies_is_one_sentence_and_its_mates_end(installation, tmp_path, started, monkeypatch):
+    ask = workers.Worker.ask
+    monkeypatch.setattr(workers.Worker, "ask", lambda worker, paths: started[0].kill() or ask(worker, paths))
     with pytest.raises(UserError, match=r"exit code -9 .* try again with fewer workers"):
         build_corpus(tmp_path / "out", workers=2)
-    assert [process.returncode for process in processes] == [-9, 0]
+    assert [worker.process.returncode for worker in started] == [-9, -9]
     assert not (tmp_path / "out" / "train.jsonl").exists()
 
 
 def test_workers_import_neither_torch_nor_transformers(installation):
+    path = str(installation / "stdlib" / "mod0.py")
     code = (
-        "import runpy, sys\nrunpy.run_module('lm_experiments_tools.tools.demo_corpus.corpus', run_name='__main__')\n"
+        "import json, sys\nfrom lm_experiments_tools.data.workers import Worker\n"
+        "from lm_experiments_tools.tools.demo_corpus.corpus import work\n"
+        f"with Worker(work) as worker:\n    print(json.dumps(worker.ask([{path!r}])))\n"
         "assert not {'torch', 'transformers', 'numpy', 'sentencepiece'} & set(sys.modules)"
     )
-    request = json.dumps([str(installation / "stdlib" / "mod0.py")]) + "\n"
-    run = subprocess.run([sys.executable, "-c", code], input=request, capture_output=True, text=True, check=False)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert len(json.loads(run.stdout)[0]) == 61
 

@@ -8,13 +8,25 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
+from lm_experiments_tools.config.cli import parse
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+from lm_experiments_tools.data.loader import TrainLoader
+from lm_experiments_tools.data.objectives.denoising import SpanCorruptionDataset
+from lm_experiments_tools.data.objectives.registry import ObjectiveContext, mixed_dataset
+from lm_experiments_tools.data.objectives.span_corruption import random_spans_lengths
+from lm_experiments_tools.data.text import documents, hf_datasets
+from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tools import inspect as command
+from lm_experiments_tools.tools.look import Source, whole_epoch
 from lm_experiments_tools.tools.main import main
-from lm_experiments_tools.tools.samples import render_ids, render_predictions, render_sample
-from lm_experiments_tools.tools.statistics import token_statistics
+from lm_experiments_tools.tools.samples import Wording, render_ids, render_predictions, render_sample
+from lm_experiments_tools.tools.statistics import length_percentiles, token_statistics
+from lm_experiments_tools.training.micro_batches import split_batch
 from megatron.bert_dataset import BertDataset
 from megatron.tokenizers import build_tokenizer
 from tests.helpers.bert_toys import make_bert_data
@@ -41,11 +53,12 @@ def tokens(tmp_path):
 def test_counts_of_the_worked_example(tokens):
     counts = token_statistics(tokens, vocab_size=10)
     assert counts.document_lengths.tolist() == [3, 2, 0]
-    assert (counts.num_documents, counts.num_sequences, counts.num_tokens) == (3, 3, 5)
+    assert counts.sequence_lengths.tolist() == [2, 1, 2] and counts.num_counted == 5
     assert counts.frequencies.tolist() == [0, 0, 0, 0, 0, 3, 1, 1, 0, 0]
     assert counts.most_frequent(2) == [(5, 3), (6, 1)] and counts.ids_in_use == 3
     assert counts.rate(5) == 0.6 and counts.rate(-1) == 0.0
-    assert counts.length_percentiles()[50] == 2 and counts.length_percentiles()[100] == 3
+    percentiles = length_percentiles(counts.document_lengths)
+    assert percentiles[50] == 2 and percentiles[100] == 3
 
 
 def test_percentiles_are_those_of_a_sorted_list(tmp_path):
@@ -54,7 +67,7 @@ def test_percentiles_are_those_of_a_sorted_list(tmp_path):
         for length in lengths:
             writer.add_sequence(np.ones(length, np.int64))
             writer.end_document()
-    found = token_statistics(IndexedDataset(tmp_path / "tokens"), 2).length_percentiles()
+    found = length_percentiles(token_statistics(IndexedDataset(tmp_path / "tokens"), 2).document_lengths)
     ordered = sorted(lengths.tolist())
     assert found == {p: ordered[max(-(-len(ordered) * p // 100), 1) - 1] for p in found}
 
@@ -78,7 +91,7 @@ def test_a_sample_shows_every_entry_of_the_batch():
         "input_ids": np.array([0, 1, 9, 8]), "attention_mask": np.array([1, 1, 1, 0]),
         "labels": np.array([2, 9, -100]), "token_type_ids": np.array([0, 0, 1, 0]), "next_sentence_label": np.int64(1),
     }  # fmt: skip
-    assert render_sample(row, letters, {8: "<pad>", 9: "</s>"}) == [
+    assert render_sample(row, Wording(letters, {8: "<pad>", 9: "</s>"})) == [
         "input    4 tokens, 3 attended",
         "  a b </s> <pad>",
         "target   3 tokens, 2 of them predicted",
@@ -107,22 +120,8 @@ def inspect(vocab, *flags: str) -> int:
 
 
 def test_the_command_shows_the_first_samples_of_the_run(vocab, text, capsys):
-    from lm_experiments_tools.data.objectives.denoising import SpanCorruptionDataset
-    from lm_experiments_tools.data.text.vocabulary import Vocabulary
-
-    flags = [
-        "--input_seq_len",
-        "32",
-        "--target_seq_len",
-        "16",
-        "--seed",
-        "7",
-        "--batch_size",
-        "2",
-        "--world_size",
-        "3",
-    ]
-    assert inspect(vocab, *flags, "--samples", "3", "--output", "look", "--iters", "20") == 0
+    flags = "--input_seq_len 32 --target_seq_len 16 --seed 7 --batch_size 2 --world_size 3 --samples 3 --iters 20"
+    assert inspect(vocab, *flags.split(), "--output", "look") == 0
     printed = capsys.readouterr().out
     vocabulary = Vocabulary.load(vocab)
     (prefix,) = (text / ".cache" / "tokens").glob("*.idx")
@@ -141,7 +140,8 @@ def test_the_command_shows_the_first_samples_of_the_run(vocab, text, capsys):
 def test_the_settings_of_a_run_are_read_as_they_are(vocab, text, capsys):
     (text / "run.yaml").write_text(
         f"data_path: text.jsonl\nvocab: {vocab}\nmodel_cfg: nowhere.json\nmodel_path: run\nlr: 1e-3\n"
-        "data_pipeline: native\ninput_seq_len: 16\noptimizer: Adafactor\n"
+        "data_pipeline: native\ninput_seq_len: 16\noptimizer: Adafactor\nvalidate_only: true\n"
+        "valid_data_path: elsewhere.jsonl\n"
     )
     assert main(["inspect", "--config", "run.yaml"]) == 0
     assert "16 inputs" in capsys.readouterr().out
@@ -154,9 +154,7 @@ def number_of(printed: str, name: str) -> int:
 
 @pytest.fixture
 def counted_reads(monkeypatch):
-    """How many documents are read, whoever asks for them."""
-    from lm_experiments_tools.data.text import documents
-
+    """One entry for each document read."""
     read = []
     parse = documents.parse_json_line
     monkeypatch.setattr(documents, "parse_json_line", lambda *args: read.append(0) or parse(*args))
@@ -173,8 +171,6 @@ def test_the_first_documents_only(vocab, text, capsys, counted_reads, flags):
     # the steps of all the text, from the part of its bytes that four documents are
     lines = (text / "text.jsonl").read_bytes().splitlines(keepends=True)
     share = sum(map(len, lines[:4])) / sum(map(len, lines))
-    from lm_experiments_tools.data.objectives.span_corruption import random_spans_lengths
-
     examples = -(-number_of(printed, "tokens") // random_spans_lengths(16, 0.15, 3.0)[0])
     assert f"about {round(examples / share):,} examples" in printed and "estimated from these documents" in printed
 
@@ -195,9 +191,6 @@ def test_the_first_documents_of_a_token_file(vocab, text, capsys):
 
 def test_the_first_documents_of_a_dataset_are_streamed(vocab, text, capsys, monkeypatch):
     import datasets
-
-    from lm_experiments_tools.data.text import hf_datasets
-    from lm_experiments_tools.tools import inspect as command
 
     read = []
 
@@ -227,24 +220,14 @@ def test_text_is_tokenized_as_the_run_tokenizes_it(vocab, text, capsys):
 @pytest.mark.parametrize("task", ["prefix_lm", "span_corruption", "mlm"])
 def test_samples_and_padding_are_those_of_the_micro_batches_of_the_run(vocab, text, capsys, task):
     """Against loaders of every worker and the loop's own cutting."""
-    import torch
-
-    from lm_experiments_tools.config.cli import parse
-    from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-    from lm_experiments_tools.data.loader import TrainLoader
-    from lm_experiments_tools.data.text.vocabulary import Vocabulary
-    from lm_experiments_tools.recipes.objectives import mixed_dataset
-    from lm_experiments_tools.tools.samples import render_ids
-    from lm_experiments_tools.training.micro_batches import split_batch
-
-    flags = ["--task", task, "--input_seq_len", "48", "--seed", "5"]
-    flags += ["--batch_size", "3", "--gradient_accumulation_steps", "2"]
+    flags = f"--task {task} --input_seq_len 48 --seed 5 --batch_size 3 --gradient_accumulation_steps 2".split()
     assert inspect(vocab, *flags, "--samples", "5", "--world_size", "4") == 0
     printed = capsys.readouterr().out
     (prefix,) = (str(path).removesuffix(".idx") for path in (text / ".cache" / "tokens").glob("*.idx"))
     args, _ = parse(T5PretrainingArgs, ["--data_path", prefix, "--model_cfg", "x", "--lr", "1", *flags])
     vocabulary = Vocabulary.load(vocab)
-    dataset = mixed_dataset(args, [IndexedDataset(prefix)], vocabulary, seed=5, world_size=4)
+    context = ObjectiveContext(args, vocabulary, "encoder-decoder", seed=5)
+    dataset = mixed_dataset(context, [IndexedDataset(prefix)], world_size=4)
     has_decoder = task != "mlm"
     cells = {"inputs": [0, 0], "targets": [0, 0]}
     first, passes = {}, []
@@ -273,20 +256,16 @@ def test_samples_and_padding_are_those_of_the_micro_batches_of_the_run(vocab, te
         rank, batch, row = first[number]
         text = printed.split(f"sample {number} (worker {rank})\n")[1]
         lines = text.split("\n\nsample")[0]
-        assert (
-            f"input    {batch['input_ids'].shape[1]} tokens, {int(batch['attention_mask'][row].sum())} attended"
-            in lines
-        )
-        assert render_ids(batch["input_ids"][row].numpy(), vocabulary.decode, shown) in lines
+        attended = int(batch["attention_mask"][row].sum())
+        assert f"input    {batch['input_ids'].shape[1]} tokens, {attended} attended" in lines
         assert f"target   {batch['labels'].shape[1]} tokens" in lines
-        assert render_ids(batch["labels"][row].numpy(), vocabulary.decode, shown) in lines
+        for name in ("input_ids", "labels"):
+            assert render_ids(batch[name][row].numpy(), vocabulary.decode, shown) in lines
     if task == "prefix_lm":
         assert inputs < 0.2 and first[0][1]["labels"].shape[1] < 48
 
 
 def test_the_epoch_of_all_the_data_worked_example(tmp_path):
-    from lm_experiments_tools.tools.look import Source, whole_epoch
-
     sources = []
     for name, size, share in (("a", 100, 0.1), ("b", 200, 1.0)):
         with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:

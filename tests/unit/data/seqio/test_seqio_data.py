@@ -1,7 +1,7 @@
 """The training side of seqio: rows, positions, failures and ends, with a worker process that needs no TensorFlow.
 
-The process is the real one (`seqio_worker.main`), except that what makes the examples is replaced by a few lines of
-numpy: example g is [g, g + 1] -> [g]. What TensorFlow makes of real tasks is tested in tests/parity and
+The process is the real one, except that examples are made by a few lines of numpy (fake_worker.py): example g is
+[g, g + 1] -> [g]. What TensorFlow makes of real tasks is tested in tests/parity and
 tests/distributed.
 """
 
@@ -25,61 +25,26 @@ from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.seqio import client as module
 from lm_experiments_tools.data.seqio import worker as seqio_worker
 from lm_experiments_tools.data.seqio.client import SeqioLoader, WorkerProcess, seqio_data, to_batch
-from lm_experiments_tools.data.seqio.worker import Job
+from lm_experiments_tools.data.seqio.job import Job
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import RunError, UserError
-from lm_experiments_tools.recipes import t5_data as pretraining
+from lm_experiments_tools.recipes.t5_data import pretraining_data
+from lm_experiments_tools.recipes.t5_sources import T5Sources
 from tests.distributed.launch import environment
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
+from tests.unit.data.seqio import fake_worker
 
 LENGTHS = (4, 2)
-FAKE = """
-import sys, types
-import numpy as np
-from lm_experiments_tools.data.seqio import worker as seqio_worker
-from lm_experiments_tools.errors import UserError
-
-class TaskExamples:
-    title = "numbers"
-
-    def __init__(self, job, log):
-        print("what a library prints")
-        self.job = job
-        if job.task == "tasks:refused":
-            raise UserError("no such task")
-        if job.task == "tasks:crashes":
-            raise KeyError("boom")
-
-    def fingerprint(self):
-        return f"seed {self.job.seed}"
-
-    def rows(self, numbers):
-        rows = np.full((len(numbers), self.job.inputs_length + self.job.targets_length), -100, np.int32)
-        rows[:, 0], rows[:, 1], rows[:, self.job.inputs_length] = numbers, numbers + 1, numbers
-        return rows
-
-    def batches(self, start, rows):
-        for first in range(start, sys.maxsize, rows):
-            if first > 1000 and self.job.task == "tasks:ends":
-                raise UserError("more than 3 bad lines")
-            yield self.rows(np.arange(first, first + rows))
-
-    def validation(self):
-        yield self.rows(np.arange(4))
-        yield self.rows(np.arange(4, self.job.valid_samples or 7))
-
-tasks = types.ModuleType("lm_experiments_tools.data.seqio.tasks")
-tasks.TaskExamples, tasks.limit_threads = TaskExamples, lambda threads: None
-sys.modules[tasks.__name__] = tasks
-seqio_worker.main()
-"""
+needs_seqio = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("tensorflow", "seqio", "t5")),
+    reason="without seqio its absence is what is said",
+)
 
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     """Start a fake worker; all are ended after the test."""
-    (tmp_path / "fake.py").write_text(FAKE)
-    monkeypatch.setattr(module, "_COMMAND", (sys.executable, str(tmp_path / "fake.py")))
+    monkeypatch.setattr(module, "work", fake_worker.work)
     started = []
 
     def start(**changed):
@@ -88,7 +53,7 @@ def start(tmp_path, monkeypatch):
             task="tasks:numbers", data_path=[], text_key="text", max_bad_lines=0, quarantine="", vocab_path="",
             inputs_length=LENGTHS[0], targets_length=LENGTHS[1], noise_density=0.15, mean_noise_span_length=3.0,
             seed=1, validation=False, valid_samples=None, threads=1, clients=1,
-            folder=str(tmp_path / f"worker_{len(started)}"), parent=os.getpid(),
+            folder=str(tmp_path / f"worker_{len(started)}"),
         )  # fmt: skip
         started.append(WorkerProcess(replace(job, **changed), tmp_path / "worker.log"))
         return started[-1]
@@ -157,7 +122,7 @@ def test_signals_to_the_whole_job_leave_the_worker_to_its_parent(start):
     (source,) = loaders(worker, 1)
     next(source)
     for number in (signal.SIGTERM, signal.SIGINT):
-        os.kill(worker._process.pid, number)
+        os.kill(worker.pid, number)
     assert len(list(islice(source, 300))) == 300
 
 
@@ -165,7 +130,7 @@ def test_a_killed_worker_is_a_sentence_on_each_process(start, tmp_path):
     worker = start(clients=2)
     sources = loaders(worker, 2)
     list(global_batches(sources, 1))
-    os.kill(worker._process.pid, signal.SIGKILL)
+    os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(RunError, match="killed by SIGKILL.*memory.*worker.log"):
         list(islice(sources[0], 10_000))
     with pytest.raises(RunError, match="the process that started it says why"):
@@ -199,19 +164,19 @@ def test_an_error_within_the_stream_reaches_every_process(start):
 def test_the_worker_dies_with_its_parent(start, tmp_path):
     """Even where a forked child of the parent lives on, which holds the pipe open."""
     script = f"""
-import os, sys, time
-sys.path.insert(0, {str(tmp_path)!r})
+import os, time
 from lm_experiments_tools.data.seqio import client as module
-from lm_experiments_tools.data.seqio.worker import Job
-module._COMMAND = (sys.executable, {str(tmp_path / "fake.py")!r})
-fields = dict.fromkeys(Job.__dataclass_fields__, 1) | dict(task="tasks:numbers", validation=False,
-              folder={str(tmp_path / "own")!r}, parent=os.getpid())
+from lm_experiments_tools.data.seqio.job import Job
+from tests.unit.data.seqio.fake_worker import work
+module.work = work
+fields = dict.fromkeys(Job.__dataclass_fields__, 1)
+fields |= dict(task="tasks:numbers", validation=False, folder={str(tmp_path / "own")!r})
 os.mkdir(fields["folder"])
 worker = module.WorkerProcess(Job(**fields), module.Path({str(tmp_path / "own.log")!r}))
 if os.fork() == 0:
     time.sleep(5)
     os._exit(0)
-print(worker._process.pid, flush=True)
+print(worker.pid, flush=True)
 time.sleep(60)
 """
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment())
@@ -254,7 +219,7 @@ def test_a_run_gets_its_loaders_and_is_told_the_memory(start, vocab, tmp_path, m
     next(train)
     train.close()
     assert "seqio worker: " in caplog.text and " MiB" in caplog.text
-    assert not os.path.exists(folder) and not psutil.pid_exists(train._worker._process.pid)
+    assert not os.path.exists(folder) and not psutil.pid_exists(train._worker.pid)
 
 
 def test_validation_is_made_only_where_it_is_asked_for(start, vocab, tmp_path, monkeypatch):
@@ -274,10 +239,7 @@ def test_a_missing_package_is_a_sentence(vocab, monkeypatch, package):
         sources_of(args, vocab)
 
 
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("tensorflow", "seqio", "t5")),
-    reason="without seqio its absence is what is said",
-)
+@needs_seqio
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
@@ -293,13 +255,13 @@ def test_a_missing_package_is_a_sentence(vocab, monkeypatch, package):
 def test_what_needs_no_tensorflow_is_said_before_it_starts(vocab, tmp_path, monkeypatch, settings, sentence):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "WorkerProcess", lambda *_: pytest.fail("the worker was started"))
-    monkeypatch.setattr(pretraining, "open_tokens", lambda *_: pytest.fail("validation text was tokenized"))
+    monkeypatch.setattr(T5Sources, "tokens", lambda *_: pytest.fail("validation text was tokenized"))
     for name in ("empty.jsonl", "half.bin", "my_tasks.py"):
         Path(name).touch()
     of_text = {"task": "prefix_lm", "data_pipeline": "seqio", "valid_data_path": "v.jsonl", "target_seq_len": 3}
     args = arguments(vocab, **(of_text if "data_path" in settings else {}), **settings)
     with pytest.raises(UserError, match=sentence):
-        pretraining.pretraining_data(args, get_backend(args))
+        pretraining_data(args, get_backend(args), T5Sources(args), "encoder-decoder")
     module.check_module("my_tasks:a.b_1:#")
 
 
@@ -321,10 +283,7 @@ def test_tokens_are_not_text(vocab, tmp_path):
         sources_of(args, vocab)
 
 
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("tensorflow", "seqio", "t5")),
-    reason="these settings are looked at when seqio is installed",
-)
+@needs_seqio
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [

@@ -7,8 +7,6 @@ import shutil
 import threading
 import time
 from collections import Counter
-from contextlib import nullcontext
-from itertools import chain, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -23,43 +21,15 @@ from lm_experiments_tools.data.streaming import stream as streaming
 from lm_experiments_tools.data.streaming import text as stream_text
 from lm_experiments_tools.data.streaming import worker as streaming_worker
 from lm_experiments_tools.data.streaming.stream import streaming_data, streams_of
-from lm_experiments_tools.data.streaming.text import Position, StreamPlan, StreamText, StreamTokens
-from lm_experiments_tools.data.streaming.worker import ChunkMaker, ChunkRequest
-from lm_experiments_tools.data.text import hf_datasets
-from lm_experiments_tools.data.text.documents import Document, plan_pieces, read_piece
-from lm_experiments_tools.data.text.encoding import Encoding
-from lm_experiments_tools.data.text.train_vocabulary import train_vocab
+from lm_experiments_tools.data.streaming.worker import ChunkMaker
+from lm_experiments_tools.data.text.documents import read_piece
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import RunError, UserError
-from tests.unit.data.tokens.test_tokenize import make_texts, write_jsonl
+from tests.helpers.token_toys import make_texts, write_jsonl, write_tokens
 
 TEXTS = make_texts(4000)
 FIRST_CHUNK = 5000
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """The texts as JSON lines in two files, as Parquet in six, and their vocabulary."""
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "text").mkdir()
-    write_jsonl(folder / "text" / "a.jsonl", TEXTS[:2500])
-    write_jsonl(folder / "text" / "b.jsonl", TEXTS[2500:])
-    train_vocab([str(folder / "text" / "b.jsonl")], 190, folder / "v.model")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def parquet(data):
-    """The name of a local Hugging Face dataset of six shards; the datasets package streams it from disk."""
-    pytest.importorskip("datasets")
-    write_table = pytest.importorskip("pyarrow.parquet").write_table
-    from_pylist = pytest.importorskip("pyarrow").Table.from_pylist
-    (data / "parquet").mkdir()
-    for number in range(6):
-        rows = [{"id": i, "text": text} for i, text in enumerate(TEXTS[number::6])]
-        write_table(from_pylist(rows), data / "parquet" / f"train-{number:05d}-of-00006.parquet", row_group_size=100)
-    return str(data / "parquet")
 
 
 class InProcess:
@@ -67,10 +37,8 @@ class InProcess:
 
     before = staticmethod(lambda request: None)
 
-    def __init__(self, _module):
-        self.stdin = nullcontext()
-        self.stdin.close = lambda: None
-        self.maker = None
+    def __init__(self, work, settings):
+        self.maker = ChunkMaker(settings)
 
     def __enter__(self):
         return self
@@ -78,13 +46,9 @@ class InProcess:
     def __exit__(self, *_):
         return None
 
-    def ask(self, message):
-        if "plan" in message:
-            settings = (message["folder"], Encoding(**message["encoding"]), message["max_bad_lines"])
-            self.maker = ChunkMaker(StreamPlan.from_dict(message["plan"]), *settings)
-            return None
-        self.before(ChunkRequest(**message))
-        return json.loads(json.dumps(self.maker.make(ChunkRequest(**message))))
+    def ask(self, request):
+        self.before(request)
+        return self.maker.make(request)
 
 
 class OneOfMany(LocalBackend):
@@ -102,8 +66,7 @@ def in_process(monkeypatch):
     """Workers in threads, and small chunks."""
     monkeypatch.setattr(streaming_worker, "FIRST_CHUNK", FIRST_CHUNK)
     monkeypatch.setattr(streaming_worker, "LARGEST_CHUNK", 4 * FIRST_CHUNK)
-    monkeypatch.setattr(stream_chunks, "start_worker", InProcess)
-    monkeypatch.setattr(stream_chunks, "ask", lambda process, message: process.ask(message))
+    monkeypatch.setattr(stream_chunks, "Worker", InProcess)
     return monkeypatch
 
 
@@ -122,7 +85,7 @@ def start(data, tmp_path, monkeypatch):
         }  # fmt: skip
         args = T5PretrainingArgs(**(settings | changes))
         backend = OneOfMany(rank, world_size)
-        loader, _ = streaming_data(args, backend, Vocabulary.load(args.vocab), args.vocab)
+        loader, _ = streaming_data(args, backend, Vocabulary.load(args.vocab), args.vocab, "encoder-decoder")
         loaders.append(loader)
         return loader
 
@@ -146,121 +109,6 @@ def assert_equal(found, expected):
     assert found.keys() == expected.keys()
     for name in expected:
         assert torch.equal(found[name], expected[name]), name
-
-
-# ---- the text ----
-
-
-def documents_of_pass(plan, stream, passes):
-    """Texts of a stream in one pass, and the pieces they are from."""
-    text, found = StreamText(plan, stream, Position(passes=passes), "text", 0), []
-    for document in text:
-        if text.position.passes > passes:
-            break
-        found.append((document.text, plan.pieces_of(stream, passes)[text.position.piece]))
-    return found
-
-
-@pytest.mark.parametrize("source", ["text", "parquet"])
-def test_each_pass_has_each_document_once_in_an_order_of_its_own(data, source, request):
-    name = request.getfixturevalue("parquet") if source == "parquet" else str(data / "text")
-    plan = StreamPlan.make([name], 3, seed=1)
-    assert plan.num_streams == 3
-    orders = []
-    for passes in range(2):
-        streams = [documents_of_pass(plan, stream, passes) for stream in range(3)]
-        assert Counter(text for text, _ in chain(*streams)) == Counter(TEXTS)
-        pieces = [{piece for _, piece in stream} for stream in streams]
-        assert not pieces[0] & pieces[1] and not pieces[0] & pieces[2] and not pieces[1] & pieces[2]
-        sizes = [len(stream) for stream in streams]
-        assert max(sizes) < 1.2 * min(sizes)
-        orders.append([text for text, _ in chain(*streams)])
-    assert orders[0] != orders[1]
-    assert orders[0] != [text for text, _ in documents_of_pass(StreamPlan.make([name], 1, seed=1), 0, 0)]
-
-
-def test_any_position_is_found_again(data):
-    plan = StreamPlan.make([str(data / "text")], 4, seed=0)
-    vocabulary = Vocabulary.load(data / "v.model")
-    encoding = Encoding(str(data / "v.model"), vocabulary.sha256)
-
-    def tokens(position):
-        return StreamTokens(plan, 2, position, vocabulary, encoding, 0)
-
-    stream, positions, ids = tokens(Position()), [Position()], []
-    for _ in range(1500):  # more than a pass
-        ids.append(stream.next_document()[0].tolist())
-        positions.append(stream.position)
-    assert positions[-1].passes == 1
-    assert sum(map(len, ids)) > 10_000
-    for number in [0, 1, 250, 999, 1100]:
-        again = tokens(positions[number])
-        assert [again.next_document()[0].tolist() for _ in range(20)] == ids[number : number + 20]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "most", "num_streams"),
-    [
-        ([1] * 1024, 16, 16), ([1] * 100, 16, 15), ([1] * 17, 16, 9), ([1] * 5, 16, 5), ([1] * 3, 2, 1),
-        ([8, 1, 1], 3, 1), ([4, 2, 2], 3, 2),
-    ],
-)  # fmt: skip
-def test_as_many_streams_as_come_out_even(monkeypatch, sizes, most, num_streams):
-    pieces = [stream_text.Piece("x", "json", 100 * i, 100 * i + size) for i, size in enumerate(sizes)]
-    monkeypatch.setattr(stream_text, "plan_pieces", lambda *_: pieces)
-    assert StreamPlan.make(["x"], most, 0).num_streams == num_streams
-
-
-def documents_of(plan, passes, begin=None):
-    """(position, document) of the passes that are left from `begin` on."""
-    text = StreamText(plan, 0, begin or Position(), "text", 10)
-    return list(takewhile(lambda found: found[0].passes < passes, ((text.position, item) for item in text)))
-
-
-@pytest.mark.parametrize("number", [1, 40])  # of one piece and of several
-def test_a_tiny_text_is_read_once_however_many_passes_a_chunk_takes(tmp_path, monkeypatch, number):
-    lines = [json.dumps({"text": text}) for text in make_texts(number)] + ["broken"]
-    (tmp_path / "tiny.jsonl").write_text("\n".join(lines) + "\n")
-    monkeypatch.setattr(stream_text, "_SMALLEST_PIECE", 1 << 10)
-    plan = StreamPlan.make([str(tmp_path / "tiny.jsonl")], 1, seed=3)
-    assert (len(plan.pieces) == 1) == (number == 1)
-    reads = []
-    monkeypatch.setattr(stream_text, "read_piece", lambda *args, **more: reads.append(1) or read_piece(*args, **more))
-    passes = 3000 if number == 1 else 20
-    began = time.process_time()
-    kept = documents_of(plan, passes)
-    assert len(reads) == len(plan.pieces) and len(kept) == passes * number
-    if number == 1:  # each pass drew a permutation of one piece, which took 5 ms
-        assert time.process_time() - began < 3.0
-    middle = kept[len(kept) // 2][0]
-    assert documents_of(plan, passes, middle) == kept[len(kept) // 2 + 1 :]
-    monkeypatch.setattr(stream_text, "_KEPT_BYTES", 0)
-    assert documents_of(plan, min(passes, 50)) == [found for found in kept if found[0].passes < 50]
-    assert len(reads) > 2 * len(plan.pieces) + 40
-
-
-def test_a_broken_connection_is_taken_up_where_it_broke(parquet, monkeypatch):
-    breaks = iter([3, 0, 600, 0, 1])
-    monkeypatch.setattr(stream_text, "_WAITS", (0.0, 0.0))
-
-    def breaking(piece, text_key, skip):
-        for number, item in enumerate(read_piece(piece, text_key, skip=skip)):
-            if number == next_break[0]:
-                next_break[0] = next(breaks, None)
-                raise ConnectionError("Server Disconnected")
-            yield item
-
-    next_break = [next(breaks)]
-    monkeypatch.setattr(stream_text, "read_piece", breaking)
-    plan = StreamPlan.make([parquet], 1, seed=0)
-    assert Counter(text for text, _ in documents_of_pass(plan, 0, 0)) == Counter(TEXTS)
-    assert next_break == [None]
-    next_break[0] = 0
-    monkeypatch.setattr(stream_text, "read_piece", lambda *_, **__: (_ for _ in ()).throw(TimeoutError("timed out")))
-    with pytest.raises(
-        OSError, match=r"shard \d of .*parquet, after 0 documents: timed out; 2 more tries did not help"
-    ):
-        next(iter(StreamText(plan, 0, Position(), "text", 0)))
 
 
 # ---- batches ----
@@ -437,7 +285,7 @@ def test_a_real_worker_process_and_its_death(start, monkeypatch):
     expected_error = r"the streamed text stopped: the process that tokenizes ended with exit code -9 \(-9: killed"
     loader = start()
     take(loader, 3)
-    processes = loader.dataset.feed._processes
+    processes = [worker.process for worker in loader.dataset.feed._workers]
     assert len(processes) == 2
     modules = Path(f"/proc/{processes[0].pid}/maps").read_text() if Path("/proc").is_dir() else ""
     assert "libtorch" not in modules and "tensorflow" not in modules
@@ -496,7 +344,7 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
         ({"data_path": ("TOKENS",)}, "is tokenized already: leave out --streaming"),
         (
             {"data_path": ("BLANK", "NUMBERS"), "data_weights": (1.0, 2.0)},
-            "--data_weights cannot be had with --streaming",
+            "--data_weights is not available with --streaming",
         ),
         ({"noise_density": 0.9, "mean_noise_span_length": 1.0}, "noise_density|spans"),
     ],
@@ -504,8 +352,7 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
 def test_what_cannot_work_is_refused_before_training(start, in_process, tmp_path, changes, message):
     (tmp_path / "blank.jsonl").write_text("\n" * 10)
     (tmp_path / "numbers.jsonl").write_text('{"text": 5}\n' * 1000)
-    with IndexedDatasetWriter(tmp_path / "tokens", np.uint16) as writer:
-        writer.end_document()
+    write_tokens(tmp_path / "tokens", [[]])
     (tmp_path / "half.idx").write_bytes((tmp_path / "tokens.idx").read_bytes())
     names = {name.upper(): str(tmp_path / name) for name in ("tokens", "half", "blank.jsonl", "numbers.jsonl")}
     names = {name.removesuffix(".JSONL"): path for name, path in names.items()}
@@ -562,18 +409,6 @@ def test_the_fingerprint_names_text_objective_and_seed_but_not_where_it_lies(sta
     ]  # fmt: skip
     prints = [start(**change).fingerprint for change in changes]
     assert len({first, *prints}) == len(changes) + 1
-
-
-def test_a_dataset_is_known_by_its_files(parquet):
-    assert [entry.split(":")[0] for entry in hf_datasets.identity(parquet)] == [
-        f"train-{number:05d}-of-00006.parquet" for number in range(6)
-    ]
-    assert hf_datasets.split_name("a/b") == ("a/b", None, "train")
-    assert hf_datasets.split_name("a/b:en:test") == ("a/b", "en", "test")
-    pieces = plan_pieces([f"{parquet}::train"])
-    assert len(pieces) == 6
-    rows = list(read_piece(pieces[3], skip=600))
-    assert [row.text for row in rows] == TEXTS[3::6][600:] and isinstance(rows[0], Document)
 
 
 def test_streams_of_workers():

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from lm_experiments_tools.data.text import documents
+from lm_experiments_tools.data.text.bad_lines import BadLine
 from lm_experiments_tools.data.text.documents import (
-    BadLine,
     Document,
     iter_documents,
     plan_pieces,

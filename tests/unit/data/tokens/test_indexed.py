@@ -1,37 +1,21 @@
 """The .bin/.idx writer and reader: the documented example byte for byte, round trips, and every kind of damage."""
 
-import itertools
 import pickle
 import struct
 
 import numpy as np
 import pytest
 
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, dataset_exists, token_dtype
+from lm_experiments_tools.data.tokens.files import dataset_exists
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
 from lm_experiments_tools.errors import UserError
+from tests.helpers.token_toys import read_documents, token_data, write_tokens
 
 EXAMPLE = [[[5, 6], [7]], [[8, 9]]]
 
 
-def write(prefix, documents, dtype=np.uint16, meta=None):
-    writer = IndexedDatasetWriter(prefix, dtype)
-    for document in documents:
-        for sequence in document:
-            writer.add_sequence(sequence)
-        writer.end_document()
-    writer.finalize(meta)
-    return prefix
-
-
-def read(prefix):
-    dataset = IndexedDataset(prefix)
-    sequences = [dataset[i].tolist() for i in range(len(dataset))]
-    bounds = dataset.document_indices.tolist()
-    return [sequences[start:end] for start, end in itertools.pairwise(bounds)]
-
-
 def test_documented_example_byte_for_byte(tmp_path):
-    write(tmp_path / "x", EXAMPLE)
+    write_tokens(tmp_path / "x", EXAMPLE)
     assert (tmp_path / "x.bin").read_bytes() == struct.pack("<5H", 5, 6, 7, 8, 9)
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ3i3q3q", 1, 8, 3, 3, 2, 1, 2, 0, 4, 6, 0, 2, 3)
     assert (tmp_path / "x.idx").read_bytes() == index
@@ -39,7 +23,7 @@ def test_documented_example_byte_for_byte(tmp_path):
 
 
 def test_attributes_and_meta(tmp_path):
-    dataset = IndexedDataset(write(tmp_path / "x", EXAMPLE, meta={"vocab_size": 10}))
+    dataset = token_data(tmp_path / "x", EXAMPLE, meta={"vocab_size": 10})
     assert dataset.tokens.tolist() == [5, 6, 7, 8, 9]
     assert (len(dataset), dataset.num_tokens, dataset.num_documents) == (3, 5, 2)
     assert dataset.dtype == np.uint16 and dataset.meta == {"vocab_size": 10}
@@ -56,14 +40,14 @@ def test_round_trip_of_random_documents(tmp_path, dtype):
         [rng.integers(0, limit, rng.integers(0, 9), endpoint=True).tolist() for _ in range(rng.integers(0, 4))]
         for _ in range(50)
     ]
-    assert read(write(tmp_path / "x", documents, dtype)) == documents
+    assert read_documents(write_tokens(tmp_path / "x", documents, dtype)) == documents
 
 
 def test_add_dataset_equals_writing_at_once(tmp_path):
     first, second = [[[1], [2, 3]], []], [[[4, 5, 6]]]
-    write(tmp_path / "a", first)
-    write(tmp_path / "b", second)
-    write(tmp_path / "whole", first + second)
+    write_tokens(tmp_path / "a", first)
+    write_tokens(tmp_path / "b", second)
+    write_tokens(tmp_path / "whole", first + second)
     with IndexedDatasetWriter(tmp_path / "merged", np.uint16) as writer:
         writer.add_dataset(IndexedDataset(tmp_path / "a"))
         writer.add_dataset(IndexedDataset(tmp_path / "b"))
@@ -73,7 +57,7 @@ def test_add_dataset_equals_writing_at_once(tmp_path):
 
 def test_adding_whole_documents_equals_adding_their_sequences(tmp_path):
     documents = [[[1], [2, 3]], [], [[], [4, 5, 6]]]
-    write(tmp_path / "one_by_one", documents * 2)
+    write_tokens(tmp_path / "one_by_one", documents * 2)
     with IndexedDatasetWriter(tmp_path / "at_once", np.uint16) as writer:
         for _ in range(2):
             writer.add_documents(np.arange(1, 7), np.array([1, 2, 0, 3]), np.array([2, 0, 2]))
@@ -86,15 +70,15 @@ def test_adding_whole_documents_equals_adding_their_sequences(tmp_path):
 
 def test_a_sidecar_of_other_files_is_refused(tmp_path):
     for key, value, actual in (("dtype", "int16", "uint16"), ("num_documents", 3, 2), ("num_tokens", 6, 5)):
-        write(tmp_path / "x", EXAMPLE, meta={key: value})
+        write_tokens(tmp_path / "x", EXAMPLE, meta={key: value})
         with pytest.raises(UserError, match=rf"x\.json records {key} {value}, but .*x\.idx has {actual}"):
             IndexedDataset(tmp_path / "x")
-    write(tmp_path / "x", EXAMPLE, meta={"dtype": "uint16", "num_documents": 2, "num_tokens": 5})
+    write_tokens(tmp_path / "x", EXAMPLE, meta={"dtype": "uint16", "num_documents": 2, "num_tokens": 5})
     assert len(IndexedDataset(tmp_path / "x")) == 3
 
 
 def test_empty_dataset_opens(tmp_path):
-    dataset = IndexedDataset(write(tmp_path / "x", []))
+    dataset = token_data(tmp_path / "x", [])
     assert (len(dataset), dataset.num_tokens, dataset.num_documents) == (0, 0, 0)
 
 
@@ -123,13 +107,13 @@ def test_dtype_by_vocabulary_size():
 
 
 def test_fingerprint_follows_content_not_name(tmp_path):
-    first = IndexedDataset(write(tmp_path / "a", EXAMPLE)).fingerprint
-    assert IndexedDataset(write(tmp_path / "b", EXAMPLE)).fingerprint == first
-    assert IndexedDataset(write(tmp_path / "c", EXAMPLE[::-1])).fingerprint != first
+    first = token_data(tmp_path / "a", EXAMPLE).fingerprint
+    assert token_data(tmp_path / "b", EXAMPLE).fingerprint == first
+    assert token_data(tmp_path / "c", EXAMPLE[::-1]).fingerprint != first
 
 
 def test_pickle_carries_the_path_not_the_tokens(tmp_path):
-    dataset = IndexedDataset(write(tmp_path / "x", [[list(range(5000))]]))
+    dataset = token_data(tmp_path / "x", [[list(range(5000))]])
     content = pickle.dumps(dataset)
     assert len(content) < 500
     assert pickle.loads(content)[0].tolist() == list(range(5000))
@@ -196,7 +180,7 @@ def test_random_headers_never_crash(tmp_path):
 def test_missing_files_and_bad_sidecar_are_named(tmp_path):
     with pytest.raises(UserError, match=r"nothing\.idx does not exist"):
         IndexedDataset(tmp_path / "nothing")
-    write(tmp_path / "x", EXAMPLE)
+    write_tokens(tmp_path / "x", EXAMPLE)
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(UserError, match=r"x\.json is not valid JSON"):
         IndexedDataset(tmp_path / "x")
@@ -208,4 +192,4 @@ def test_missing_files_and_bad_sidecar_are_named(tmp_path):
 )
 def test_a_sidecar_with_a_value_of_another_kind_is_named(tmp_path, meta):
     with pytest.raises(UserError, match=r"x\.json records \w+ .*, which is no (int|str|dict)"):
-        IndexedDataset(write(tmp_path / "x", EXAMPLE, meta=meta))
+        token_data(tmp_path / "x", EXAMPLE, meta=meta)

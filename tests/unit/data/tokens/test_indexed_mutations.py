@@ -9,15 +9,16 @@ import random
 import struct
 from array import array
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-from lm_experiments_tools.data.text.documents import BadLine, Document, plan_pieces, read_piece
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
+from lm_experiments_tools.data.text.bad_lines import BadLine
+from lm_experiments_tools.data.text.documents import Document, plan_pieces, read_piece
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
 from megatron.encoding import Encoder, EncodingSettings
 from megatron.preprocess_data import _line_batches
+from tests.helpers.token_toys import write_tokens
 
 MUTATIONS_PER_FILE = 450
 # code of the format -> (bytes, struct character); the others of the format are floating point
@@ -79,15 +80,6 @@ def mutate(rng: random.Random, content: bytes, edges: list[int]) -> bytes:
     return bytes(content)
 
 
-def write(prefix: Path, documents, dtype: str, meta=None) -> None:
-    writer = IndexedDatasetWriter(prefix, dtype)
-    for document in documents:
-        for sequence in document:
-            writer.add_sequence(sequence)
-        writer.end_document()
-    writer.finalize(meta)
-
-
 FILES = {
     "sentences": ([[[5, 6, 7], [8]], [[65535, 9], [], [10, 11]]], "uint16", {}),
     "empty documents": ([[], [[1, 2]], [], [[3]], []], "int32", {}),
@@ -102,7 +94,7 @@ def test_a_mutated_token_file_is_refused_in_a_sentence_or_opens_to_what_it_says(
     documents, dtype, meta = FILES[name]
     rng = random.Random(name)
     prefix = tmp_path / "x"
-    write(prefix, documents, dtype, meta or None)
+    write_tokens(prefix, documents, dtype, meta or None)
     idx, tokens = (tmp_path / "x.idx").read_bytes(), (tmp_path / "x.bin").read_bytes()
     idx += bytes(sum(map(len, documents))) if name == "modes" else b""
     # 9 magic, 8 version, 1 dtype, 8 sequences, 8 documents, then numbers of 4 and 8 bytes
@@ -136,7 +128,7 @@ def test_a_mutated_token_file_is_refused_in_a_sentence_or_opens_to_what_it_says(
 
 def test_a_mutated_sidecar_is_refused_or_contradicts_nothing(tmp_path):
     documents, dtype, meta = FILES["sidecar"]
-    write(tmp_path / "x", documents, dtype, meta)
+    write_tokens(tmp_path / "x", documents, dtype, meta)
     good = (tmp_path / "x.json").read_bytes()
     rng = random.Random(5)
     outcomes = Counter()

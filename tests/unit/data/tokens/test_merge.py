@@ -12,12 +12,14 @@ from lm_experiments_tools.data.text.documents import plan_pieces
 from lm_experiments_tools.data.text.train_vocabulary import train_vocab
 from lm_experiments_tools.data.tokens import indexed
 from lm_experiments_tools.data.tokens import tokenize as module
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, dataset_exists, token_prefix
+from lm_experiments_tools.data.tokens.files import dataset_exists, token_prefix
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.data.tokens.merge import merge_datasets
-from lm_experiments_tools.data.tokens.tokenize import ensure_tokenized, shard_prefix, tokenize_corpus
+from lm_experiments_tools.data.tokens.tokenize import shard_prefix, tokenize_corpus
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools import main
-from tests.unit.data.tokens.test_tokenize import files, make_texts, write_jsonl
+from tests.helpers.token_toys import make_texts, write_jsonl, write_tokens
+from tests.unit.data.tokens.test_tokenize import files
 
 SHARDS = 3
 
@@ -78,8 +80,8 @@ def test_the_index_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
         for sequence in sequences:
             writer.add_sequence(sequence)
             writer.end_document()
-        held = [len(integers._block) for integers in (writer._lengths, writer._document_indices)]
-        assert max(held) <= 100 and len(writer._lengths) == 5000
+        assert writer._lengths._file._rolled and writer._document_indices._file._rolled  # they are on the disk
+        assert len(writer._lengths) == 5000
     dataset = IndexedDataset(tmp_path / "x")
     assert [dataset[i].tolist() for i in range(5000)] == sequences
     assert dataset.document_indices.tolist() == list(range(5001))
@@ -293,12 +295,9 @@ def test_the_fingerprint_is_of_the_tokens_themselves(whole, tmp_path):
 
 def test_files_of_sentences_are_merged(tmp_path):
     for number, sizes in enumerate(([2, 1], [4])):
-        with IndexedDatasetWriter(tmp_path / f"in{number}", np.uint16) as writer:
-            for size in sizes:
-                for sentence in range(size):
-                    writer.add_sequence([sentence, number])
-                writer.end_document()
-            writer.finalize({"num_sequences": sum(sizes), "empty_documents": number})
+        documents = [[[sentence, number] for sentence in range(size)] for size in sizes]
+        meta = {"num_sequences": sum(sizes), "empty_documents": number}
+        write_tokens(tmp_path / f"in{number}", documents, meta=meta)
     meta = merge_datasets([str(tmp_path / f"in{number}") for number in range(2)], tmp_path / "out")
     assert (meta["num_sequences"], meta["empty_documents"]) == (7, 1)
     assert IndexedDataset(tmp_path / "out").document_indices.tolist() == [0, 2, 3, 7]
@@ -306,20 +305,13 @@ def test_files_of_sentences_are_merged(tmp_path):
 
 @pytest.mark.parametrize("shard", [{"number": 0, "of": 10**9, "source": "a"}, {"number": "0", "of": 2}, {}])
 def test_a_shard_that_cannot_be_is_named(tmp_path, shard):
-    with IndexedDatasetWriter(tmp_path / "in", np.uint16) as writer:
-        writer.add_sequence([1])
-        writer.end_document()
-        writer.finalize({"shard": shard})
+    write_tokens(tmp_path / "in", [[[1]]], meta={"shard": shard})
     with pytest.raises(UserError, match="which cannot be"):
         merge_datasets([str(tmp_path / "in")], tmp_path / "out")
 
 
 def token_file(prefix, dtype=np.uint16, documents=1, **meta):
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for _ in range(documents):
-            writer.add_sequence([1])
-            writer.end_document()
-        writer.finalize(meta or None)
+    write_tokens(prefix, [[[1]]] * documents, dtype, meta or None)
     return str(prefix)
 
 
@@ -351,7 +343,5 @@ def test_half_a_token_file_is_named(tmp_path, missing):
             token_prefix(written)
     with pytest.raises(UserError, match="without"):
         merge_datasets([prefix], tmp_path / "m")
-    with pytest.raises(UserError, match="without"):
-        ensure_tokenized(prefix, "no.model", tmp_path)
     (tmp_path / "half").mkdir()  # a folder of this name is text, whatever lies beside it
     assert token_prefix(prefix) is None and token_prefix(tmp_path / "none") is None

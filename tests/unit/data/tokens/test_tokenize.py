@@ -11,35 +11,21 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import sentencepiece
 
 from lm_experiments_tools.data.text.documents import plan_pieces
 from lm_experiments_tools.data.text.train_vocabulary import train_vocab
+from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens import tokenize as module
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, dataset_exists
-from lm_experiments_tools.data.tokens.tokenize import ensure_tokenized, tokenize_corpus
+from lm_experiments_tools.data.tokens.files import dataset_exists
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
+from lm_experiments_tools.data.workers import Worker
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main
 from tests.helpers import ROOT
-
-WORDS = (
-    "the a of model token language memory buffer returns value when number is zero lines text and file open".split()
-)
-
-
-def make_texts(count, seed=0):
-    rng = np.random.default_rng(seed)
-    return [
-        "\n".join(" ".join(rng.choice(WORDS, rng.integers(1, 12))) + f" {i}." for _ in range(rng.integers(1, 6)))
-        for i in range(count)
-    ]
-
-
-def write_jsonl(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return str(path)
+from tests.helpers.token_toys import make_texts, write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -210,15 +196,14 @@ def test_sigkill_leaves_no_worker_behind_and_the_next_run_gives_the_same_bytes(t
 
 def test_a_dead_worker_is_one_sentence(tmp_path, vocab, small_pieces, monkeypatch):
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(3000))
-    real = module._start_worker
+    start = Worker.__init__
 
-    def start_and_kill():
-        process = real()
-        process.kill()
-        process.wait()
-        return process
+    def start_and_kill(worker, *args):
+        start(worker, *args)
+        worker.kill()
+        worker.process.wait()
 
-    monkeypatch.setattr(module, "_start_worker", start_and_kill)
+    monkeypatch.setattr(Worker, "__init__", start_and_kill)
     with pytest.raises(UserError, match=r"exit code -9 .*fewer workers"):
         tokenize_corpus([data], vocab, tmp_path / "t", workers=2)
 
@@ -308,6 +293,10 @@ def test_too_many_bad_lines_leave_the_finished_pieces_to_a_run_with_a_higher_lim
     assert not (tmp_path / "t.pieces").exists()
 
 
+def ensure_tokenized(path, vocab, cache, **options):
+    return module.ensure_tokenized(str(path), Vocabulary.load(vocab), cache, **options)
+
+
 def test_ensure_tokenized_reuses_its_cache_until_text_or_options_change(tmp_path, vocab, monkeypatch):
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(20))
     cache = tmp_path / "cache"
@@ -336,23 +325,6 @@ def test_tokens_of_a_dataset_are_not_those_of_its_former_files(tmp_path, vocab):
         sources.append(origin["shard"]["source"])
     assert len(found[0]) == len(found[1]) == 1 and found[0] != found[1] and len(found[2]) == 3
     assert sources[2] not in sources[:2]
-
-
-def test_ensure_tokenized_takes_a_prefix_as_it_is_and_checks_its_vocabulary(tmp_path, vocab, caplog):
-    data = write_jsonl(tmp_path / "d.jsonl", make_texts(20))
-    prefix = str(tmp_path / "t")
-    tokenize_corpus([data], vocab, prefix, workers=1)
-    for path in (prefix, f"{prefix}.bin", f"{prefix}.idx"):
-        assert ensure_tokenized(path, vocab, tmp_path / "cache") == prefix
-    other = tmp_path / "other.model"
-    train_vocab([data], 150, other)
-    with pytest.raises(UserError, match=r"made with the vocabulary .*v\.model .*not with .*other\.model"):
-        ensure_tokenized(prefix, other, tmp_path / "cache")
-    assert not caplog.records
-    Path(f"{prefix}.json").unlink()  # tokens of another program say nothing about their vocabulary
-    for _ in range(2):
-        assert ensure_tokenized(prefix, other, tmp_path / "cache") == prefix
-    assert len(caplog.records) == 1 and caplog.messages[0].startswith(f"{prefix}.json does not exist, so that nothing")
 
 
 WITHOUT_TORCH = """

@@ -1,0 +1,104 @@
+"""Lines that cannot be used: counted, listed with file and line, and an error when they are too many."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from lm_experiments_tools.errors import UserError
+
+NO_KEY = "no key"  # begins the reason why a record without the key is bad
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line that could not be used, counted from 1 at the start of its piece."""
+
+    line: int
+    reason: str
+    content: str
+
+
+class BadLines:
+    """Counts what is left out, remembers the first with its place and reason, and stops above `limit`.
+
+    Args:
+        limit: how many may be left out; None: any number.
+
+    Attributes:
+        count, first: how many there were, and `place: reason` of the first ("" without one).
+    """
+
+    def __init__(self, limit: int | None):
+        self.limit, self.count, self.first = limit, 0, ""
+
+    def add(self, where: str, reason: str) -> None:
+        """Record one; UserError (see `error`) where it is one too many."""
+        self.count += 1
+        self.first = self.first or f"{where}: {reason}"
+        if self.limit is not None and self.count > self.limit:
+            raise self.error()
+
+    def error(self) -> UserError:
+        """The sentence for "too many bad lines"."""
+        return UserError(f"more than {self.limit} bad lines: {self.count} so far, the first is {self.first}")
+
+
+class Quarantine(BadLines):
+    """Bad lines that are written to a JSON-lines file (`file`, `line`, `reason`, `content`).
+
+    The file exists only where there was a bad line; one of an earlier run is removed.
+    """
+
+    def __init__(self, path: str | os.PathLike, limit: int | None):
+        super().__init__(limit)
+        self.path = Path(path)
+        self._file: TextIO | None = None
+        self.path.unlink(missing_ok=True)
+
+    def list_line(self, file: str, bad: BadLine) -> None:
+        """Write one to the file and record it; raises as `add`."""
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 (open until close)
+        self._file.write(
+            json.dumps({"file": file, "line": bad.line, "reason": bad.reason, "content": bad.content}) + "\n"
+        )
+        self.add(f"{file}:{bad.line}", bad.reason)
+
+    def error(self) -> UserError:
+        key = ", name the key that holds the text" if f": {NO_KEY} " in self.first else ""
+        return UserError(
+            f"{super().error()}; they are listed in {self.path}: mend them{key} or allow more with --max_bad_lines"
+        )
+
+    def close(self) -> None:
+        """Flush the file to disk."""
+        if self._file is not None:
+            self._file.close()
+
+    def __str__(self) -> str:
+        return f"{self.count} bad lines left out (the first: {self.first}), listed in {self.path}"
+
+
+def no_documents(inputs: Sequence[str], bad_lines: int = 0, first: str = "", listed_in: object = "") -> UserError:
+    """The sentence for inputs that hold no document; `first` of the bad lines with its reason, the file of all."""
+    all_listed = f"; all are listed in {listed_in}" if listed_in else ""
+    details = f" (the first: {first}{all_listed})" if first else ""
+    remedy = ": name the key of the text by --text_key" if f": {NO_KEY} " in first else ""
+    return UserError(
+        f"there is no document in {listed(inputs)}: {bad_lines} bad lines and nothing else{details}{remedy}"
+    )
+
+
+def listed(inputs: Sequence[str]) -> str:
+    """Inputs as a message names them."""
+    return ", ".join(map(str, inputs)) or "an empty list of inputs"
+
+
+def no_key(record: dict[str, Any], key: str) -> str:
+    """The reason why a record without `key` is bad, with the keys it has."""
+    keys = ", ".join(repr(key) for key in list(record)[:8])
+    return f"{NO_KEY} {key!r} (there is {keys or 'none'})"

@@ -1,0 +1,113 @@
+"""The three files of a token prefix: their names, the record in PREFIX.json, and when they may be written over."""
+
+import glob
+import json
+import logging
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lm_experiments_tools.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+OWN_BYTES = 6  # of the unique part of a temporary name
+_META_TYPES = {  # of what other modules read in PREFIX.json
+    **dict.fromkeys(("num_bytes", "bad_lines", "num_sequences", "empty_documents"), int),
+    **dict.fromkeys(("vocab_file", "vocab_sha256", "bin_sha256", "tokenizer_fingerprint"), str),
+    "shard": dict,
+    "input": list,
+}
+
+
+def dataset_paths(prefix: str | os.PathLike) -> tuple[Path, Path, Path]:
+    """(PREFIX.bin, PREFIX.idx, PREFIX.json)."""
+    prefix = os.fspath(prefix)
+    return Path(prefix + ".bin"), Path(prefix + ".idx"), Path(prefix + ".json")
+
+
+def dataset_exists(prefix: str | os.PathLike) -> bool:
+    """True where both PREFIX.bin and PREFIX.idx are files."""
+    bin_path, idx_path, _ = dataset_paths(prefix)
+    return bin_path.is_file() and idx_path.is_file()
+
+
+def read_meta(prefix: str | os.PathLike) -> dict[str, Any]:
+    """The content of PREFIX.json, {} where there is none; UserError where it cannot be what a writer of ours left."""
+    path = dataset_paths(prefix)[2]
+    if not path.is_file():
+        return {}
+    try:
+        meta = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); delete it or tokenize again") from None
+    if not isinstance(meta, dict):
+        raise UserError(f"{path} holds {type(meta).__name__}, not an object; delete it or tokenize again")
+    for key, kind in _META_TYPES.items():
+        if not isinstance(meta.get(key), (kind, type(None))):
+            raise UserError(
+                f"{path} records {key} {meta[key]!r}, which is no {kind.__name__}; copy it again or tokenize again"
+            )
+    return meta
+
+
+def check_replaceable(prefix: str, inputs: list[str], vocab_file: str, vocab_sha256: str) -> None:
+    """Refuse to write over tokens that nothing says to be of the same inputs and vocabulary."""
+    if not dataset_exists(prefix):
+        return
+    try:
+        meta = read_meta(prefix)
+    except UserError:  # damaged: as good as none
+        meta = {}
+    if inputs and (meta.get("input"), meta.get("vocab_sha256")) == (inputs, vocab_sha256):
+        return
+    made_of = ", ".join(map(str, meta.get("input") or ())) or "unknown text"
+    raise UserError(
+        f"{prefix}.bin and .idx are there already, tokens of {made_of} with the vocabulary "
+        f"{meta.get('vocab_file') or 'unknown'} (sha256 {(meta.get('vocab_sha256') or 'unknown')[:12]}), which "
+        f"{', '.join(inputs) or 'unknown text'} with {vocab_file} (sha256 {vocab_sha256[:12]}) would replace: choose "
+        f"another --output, or give --overwrite"
+    )
+
+
+@cache  # said once, however often a run opens the file
+def _warn_unrecorded(meta_path: Path) -> None:
+    fact = "records no vocabulary" if meta_path.is_file() else "does not exist"
+    logger.warning(
+        "%s %s, so that nothing tells whether these tokens are whole and of this vocabulary: copy the .json of "
+        "`lmtools tokenize` or preprocess_data.py beside its .bin and .idx",
+        meta_path,
+        fact,
+    )
+
+
+def warn_unrecorded(prefix: str | os.PathLike, meta: dict[str, Any]) -> None:
+    """Say, once for each file, where PREFIX.json (`meta`) does not tell what made the tokens."""
+    if "vocab_sha256" not in meta:
+        _warn_unrecorded(dataset_paths(prefix)[2])
+
+
+def token_prefix(path: str | os.PathLike) -> str | None:
+    """The prefix of the token file that `path` names, also by its .bin or .idx; None where it is something else.
+
+    Raises UserError where one of PREFIX.bin and PREFIX.idx is there without the other.
+    """
+    path = os.fspath(path)
+    prefix = path.removesuffix(".bin").removesuffix(".idx")
+    bin_path, idx_path, _ = dataset_paths(prefix)
+    found = [file for file in (bin_path, idx_path) if file.is_file()]
+    if len(found) == 1 and (prefix != path or not os.path.exists(path)):
+        missing = idx_path if found[0] == bin_path else bin_path
+        raise UserError(
+            f"{found[0]} is there without {missing}, and a token file is both: copy the other one too, or make both "
+            f"again by `lmtools tokenize --output {prefix}`"
+        )
+    return prefix if len(found) == 2 else None
+
+
+def remove_unfinished(prefix: str | os.PathLike) -> None:
+    """Delete what writers of PREFIX left that were killed. The caller holds a lock, so that none of them is alive."""
+    for path in dataset_paths(prefix):
+        for left in path.parent.glob(f"{glob.escape(path.name)}.tmp{'[0-9a-f]' * 2 * OWN_BYTES}"):
+            left.unlink(missing_ok=True)

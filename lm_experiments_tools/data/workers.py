@@ -1,0 +1,238 @@
+"""Worker subprocesses: one way to start them, talk to them, notice their death and end them.
+
+    caller                              worker process
+    Worker(work, settings)              work(caller), which calls caller.serve(prepare)
+    worker.ask(request)    -- pickle -> prepare(settings)(request)
+
+Not multiprocessing.Process: it would import the caller's main script, and with it torch, into every worker, and would
+leave workers behind when the caller is killed. These end with their caller, however it ends. Standard library only,
+because some of them need nothing else.
+"""
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lm_experiments_tools.errors import UserError
+
+_GRACE = 5.0  # seconds that a worker has left for the work in hand when its caller is gone
+_SECONDS_TO_END = 10.0  # from a closed connection to the end of the process
+_GONE = object()  # the last message
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+
+
+class WorkerEnded(Exception):
+    """The process is gone, with this exit code (negative: the signal that ended it; None: it hung up but goes on).
+
+    `request` is the one that it did not answer.
+    """
+
+    def __init__(self, returncode: int | None, request: Any = None):
+        super().__init__(f"exit code {returncode}")
+        self.returncode, self.request = returncode, request
+
+
+class Worker:
+    """One worker process, as its caller sees it; for one thread at a time.
+
+    Args:
+        work: a function of a module, run in the process with its `Caller`.
+        settings: given to it first; anything that can be pickled.
+        environment: variables besides this process's.
+        log: takes what the worker prints; None: this process's stderr.
+
+    Attributes:
+        process: the subprocess.
+    """
+
+    def __init__(
+        self,
+        work: Callable[["Caller"], None],
+        settings: Any = None,
+        *,
+        environment: Mapping[str, str] | None = None,
+        log: BinaryIO | None = None,
+    ):
+        self._connection, theirs = Pipe()
+        with theirs:
+            descriptor = theirs.fileno()
+            # Signals to the whole group are the caller's to handle. The import path is copied word for word, because
+            # `python -m` and `python -c` would put the current folder first; ours is added in case that has changed.
+            script = (
+                "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+                f"signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.path[:] = {[*sys.path, _PACKAGE_ROOT]!r}; "
+                f"from {__name__} import Caller; from {work.__module__} import {work.__qualname__} as work; "
+                f"work(Caller({descriptor}, {os.getpid()}))"
+            )
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", script],
+                stdin=subprocess.DEVNULL,
+                stdout=log or 2,
+                stderr=log,
+                pass_fds=[descriptor],
+                env={**os.environ, **(environment or {})},
+            )
+        self._send(settings)
+
+    def _send(self, message: Any) -> None:
+        with suppress(ConnectionError):  # it is dead, but may have said why: `receive` finds out
+            self._connection.send(message)
+
+    def receive(self) -> Any:
+        """The worker's next message.
+
+        Raises:
+            UserError, OSError: as they were raised in the worker.
+            WorkerEnded: it has died.
+        """
+        try:
+            message = self._connection.recv()
+        except (EOFError, OSError):
+            try:
+                returncode = self.process.wait(_SECONDS_TO_END)
+            except subprocess.TimeoutExpired:
+                returncode = None
+            raise WorkerEnded(returncode) from None
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    def ask(self, request: Any) -> Any:
+        """The worker's answer to `request`; raises as `receive`."""
+        self._send(request)
+        try:
+            return self.receive()
+        except WorkerEnded as end:
+            raise WorkerEnded(end.returncode, request) from None
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self.process.kill()
+
+    def close(self) -> None:
+        """Hang up, with which the worker ends, and wait for it."""
+        self._connection.close()
+        self.process.wait()
+
+    def __enter__(self) -> "Worker":  # noqa: PYI034 (typing.Self needs Python 3.11)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.kill()
+        self.close()
+
+
+class WorkerPool:
+    """Workers with the same settings; each request goes to one that is idle.
+
+    The end of the block waits for the requests in hand; an exception in it kills the workers.
+    """
+
+    def __init__(self, work: Callable[["Caller"], None], settings: Any, num_workers: int):
+        self._workers = [Worker(work, settings) for _ in range(num_workers)]
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()  # as many threads ask as there are workers
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(num_workers)
+        self._death: WorkerEnded | None = None  # the first one, which all later requests repeat
+
+    def submit(self, request: Any) -> "Future[Any]":
+        """The answer to come; raises as `Worker.ask`."""
+        return self._threads.submit(self._ask, request)
+
+    def map(self, requests: Iterable[Any]) -> Iterator[Any]:
+        """The answers in the order of the requests, of which no more than three for each worker are held."""
+        waiting: deque[Future[Any]] = deque()
+        for request in requests:
+            waiting.append(self.submit(request))
+            if len(waiting) > 2 * len(self._workers):
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+    def _ask(self, request: Any) -> Any:
+        worker = self._idle.get()
+        try:
+            if self._death is None:
+                return worker.ask(request)
+        except WorkerEnded as end:
+            self._death = self._death or end
+        finally:
+            self._idle.put(worker)
+        raise self._death
+
+    def __enter__(self) -> "WorkerPool":  # noqa: PYI034 (typing.Self needs Python 3.11)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            for worker in self._workers:
+                worker.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+
+
+class Caller:
+    """The process that started a worker, as the worker sees it: iterates over its messages until it is gone.
+
+    The worker then has some seconds to end by itself. A forked child of the caller keeps the connection open, hence
+    the look at the parent's process id.
+
+    Attributes:
+        settings: those given to `Worker`.
+    """
+
+    def __init__(self, descriptor: int, parent: int):
+        self._connection = Connection(descriptor)
+        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, args=(parent,), daemon=True).start()
+        self.settings = self._messages.get()
+        if self.settings is _GONE:
+            os._exit(1)
+
+    def _listen(self, parent: int) -> None:
+        with suppress(EOFError, OSError):
+            while os.getppid() == parent:
+                if self._connection.poll(1.0):
+                    self._messages.put(self._connection.recv())
+        self._messages.put(_GONE)
+        time.sleep(_GRACE)
+        os._exit(1)  # the main thread hangs in a download or a long piece of work
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._messages.get, _GONE)
+
+    def send(self, message: Any) -> None:
+        """Send a message, asked for or not; ConnectionError where the caller is gone."""
+        self._connection.send(message)
+
+    def serve(self, prepare: Callable[[Any], Callable[[Any], Any]]) -> None:
+        """Answer requests by `prepare(settings)`; a UserError or OSError is the last answer, raised at the caller."""
+        try:
+            answer = prepare(self.settings)
+            for request in self:
+                self._reply(answer(request))
+        except UserError as error:
+            self._reply(UserError(str(error)))
+        except OSError as error:  # anew: one of a library's own classes may not be known to the caller
+            numbered = error.errno is not None
+            self._reply(OSError(error.errno, error.strerror, error.filename) if numbered else OSError(str(error)))
+
+    def _reply(self, reply: Any) -> None:
+        try:
+            self.send(reply)
+        except ConnectionError:  # nobody waits for it any more
+            os._exit(1)

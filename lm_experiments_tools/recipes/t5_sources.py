@@ -1,0 +1,128 @@
+"""The vocabulary and the data paths of a T5 pre-training run, each read once.
+
+Nothing here imports torch or transformers, which takes many times longer than to see that a token file was made with
+another vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.tokens.files import read_meta, token_prefix, warn_unrecorded
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, ensure_tokenized
+from lm_experiments_tools.errors import UserError
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+
+CACHE = Path(".cache") / "tokens"  # below the working directory
+
+
+class T5Sources:
+    """The files that a run reads, handed on from its start to whatever needs them.
+
+    Made before the run enters `--working_dir`, in which relative paths start.
+
+    Attributes:
+        vocabulary: that of `--vocab`, or the one that the first data path records.
+
+    Raises:
+        UserError: a vocabulary that is missing or is none, a token file that is half there, whose record is damaged,
+            or that was made with another vocabulary.
+    """
+
+    def __init__(self, args: T5PretrainingArgs) -> None:
+        folder = args.working_folder()
+        self._args, self._folder = args, "" if folder == "." else os.path.abspath(folder)
+        paths = [args.valid_data_path] if args.valid_data_path else []
+        if not (args.validate_only and paths):
+            paths = [*args.data_path, *paths]
+        elif args.vocab is None:
+            paths = [args.data_path[0], *paths]
+        self._prefixes: dict[str, str | None] = {}
+        self._records = {path: read_meta(prefix) for path in paths if (prefix := self.prefix(path)) is not None}
+        self._opened: dict[str, IndexedDataset] = {}
+        self.vocabulary = Vocabulary.load(self._from_anywhere(args.vocab) if args.vocab else self._recorded())
+        for path, record in self._records.items():
+            check_vocabulary(self.prefix(path), record, self.vocabulary)
+
+    def prefix(self, path: str) -> str | None:
+        """The prefix of the token file that a data path names; None for text and for datasets."""
+        if path not in self._prefixes:
+            self._prefixes[path] = token_prefix(self._from_anywhere(path))
+        return self._prefixes[path]
+
+    def tokens(self, path: str) -> IndexedDataset:
+        """The token file of a data path, opened once; text is tokenized first (once, cached).
+
+        Raises:
+            UserError: files that are damaged, or text that cannot be tokenized.
+        """
+        if path not in self._opened:
+            self._opened[path] = self._tokenized(path) if self.prefix(path) is None else self._indexed(path)
+        return self._opened[path]
+
+    def add(self, tokens: IndexedDataset) -> str:
+        """Take a token file that is open already; returns the data path under which it is found here."""
+        self._prefixes[tokens.prefix], self._opened[tokens.prefix] = tokens.prefix, tokens
+        return tokens.prefix
+
+    def _indexed(self, path: str) -> IndexedDataset:
+        prefix, record = self.prefix(path), self._records[path]
+        warn_unrecorded(prefix, record)
+        return IndexedDataset(prefix, record)
+
+    def _tokenized(self, path: str) -> IndexedDataset:
+        args = self._args
+        prefix = ensure_tokenized(
+            path,
+            self.vocabulary,
+            CACHE,
+            workers=args.data_n_workers,
+            text_key=args.text_key,
+            max_bad_lines=args.max_bad_lines,
+        )
+        tokens = IndexedDataset(prefix)
+        bad_lines = tokens.meta.get("bad_lines", 0)
+        if bad_lines > args.max_bad_lines:  # tokenized earlier, with more patience
+            raise UserError(
+                f"{path} has {bad_lines} bad lines, listed in {prefix}.bad_lines.jsonl, more than --max_bad_lines "
+                f"{args.max_bad_lines} allows; mend them, or raise the limit"
+            )
+        return tokens
+
+    def _from_anywhere(self, path: str) -> str:
+        """The same file for a process that has entered `--working_dir` and for one that has not."""
+        return os.path.join(self._folder, path)
+
+    def _recorded(self) -> Path:
+        """The vocabulary that made the token file of the first data path."""
+        if not self._args.data_path:
+            raise UserError(f"--task {self._args.task} needs --vocab: the SentencePiece .model file of its features")
+        path = self._args.data_path[0]
+        if path not in self._records:
+            if not os.path.exists(self._from_anywhere(path)):
+                raise UserError(
+                    f"--data_path {path}: there is neither a token prefix (.idx, .bin) nor text of this name"
+                )
+            raise UserError(
+                f"--vocab is missing, and {path} is not a token prefix that records one; give a SentencePiece .model "
+                "file, for example one trained by `lmtools vocab`"
+            )
+        record = Path(f"{self.prefix(path)}.json")
+        made_with = self._records[path].get("vocab_file")
+        if made_with is None:
+            raise UserError(
+                f"--vocab is missing, and {record} does not exist or names none: give the SentencePiece .model file "
+                f"that made the tokens {path}"
+            )
+        for candidate in (Path(made_with), record.parent / Path(made_with).name):
+            if candidate.is_file():
+                return candidate
+        raise UserError(
+            f"--vocab is missing, and the vocabulary that {record} names ({made_with}) is not there; give --vocab"
+        )

@@ -1,0 +1,142 @@
+"""The text of --streaming: pieces dealt to streams, each document once a pass, any position found again."""
+
+import json
+import time
+from collections import Counter
+from itertools import chain, takewhile
+
+import pytest
+
+from lm_experiments_tools.data.streaming import text as stream_text
+from lm_experiments_tools.data.streaming.text import Position, StreamPlan, StreamText, StreamTokens
+from lm_experiments_tools.data.text import hf_datasets
+from lm_experiments_tools.data.text.documents import Document, plan_pieces, read_piece
+from lm_experiments_tools.data.text.encoding import Encoding
+from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from tests.helpers.token_toys import make_texts
+
+TEXTS = make_texts(4000)
+
+
+def documents_of_pass(plan, stream, passes):
+    """Texts of a stream in one pass, and the pieces they are from."""
+    text, found = StreamText(plan, stream, Position(passes=passes), "text", 0), []
+    for document in text:
+        if text.position.passes > passes:
+            break
+        found.append((document.text, plan.pieces_of(stream, passes)[text.position.piece]))
+    return found
+
+
+@pytest.mark.parametrize("source", ["text", "parquet"])
+def test_each_pass_has_each_document_once_in_an_order_of_its_own(data, source, request):
+    name = request.getfixturevalue("parquet") if source == "parquet" else str(data / "text")
+    plan = StreamPlan.make([name], 3, seed=1)
+    assert plan.num_streams == 3
+    orders = []
+    for passes in range(2):
+        streams = [documents_of_pass(plan, stream, passes) for stream in range(3)]
+        assert Counter(text for text, _ in chain(*streams)) == Counter(TEXTS)
+        pieces = [{piece for _, piece in stream} for stream in streams]
+        assert not pieces[0] & pieces[1] and not pieces[0] & pieces[2] and not pieces[1] & pieces[2]
+        sizes = [len(stream) for stream in streams]
+        assert max(sizes) < 1.2 * min(sizes)
+        orders.append([text for text, _ in chain(*streams)])
+    assert orders[0] != orders[1]
+    assert orders[0] != [text for text, _ in documents_of_pass(StreamPlan.make([name], 1, seed=1), 0, 0)]
+
+
+def test_any_position_is_found_again(data):
+    plan = StreamPlan.make([str(data / "text")], 4, seed=0)
+    vocabulary = Vocabulary.load(data / "v.model")
+    encoding = Encoding(str(data / "v.model"), vocabulary.sha256)
+
+    def tokens(position):
+        return StreamTokens(StreamText(plan, 2, position, "text", 0), vocabulary, encoding)
+
+    stream, positions, ids = tokens(Position()), [Position()], []
+    for _ in range(1500):  # more than a pass
+        ids.append(stream.next_document()[0].tolist())
+        positions.append(stream.position)
+    assert positions[-1].passes == 1
+    assert sum(map(len, ids)) > 10_000
+    for number in [0, 1, 250, 999, 1100]:
+        again = tokens(positions[number])
+        assert [again.next_document()[0].tolist() for _ in range(20)] == ids[number : number + 20]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "num_streams"),
+    [
+        ([1] * 1024, 16, 16), ([1] * 100, 16, 15), ([1] * 17, 16, 9), ([1] * 5, 16, 5), ([1] * 3, 2, 1),
+        ([8, 1, 1], 3, 1), ([4, 2, 2], 3, 2),
+    ],
+)  # fmt: skip
+def test_as_many_streams_as_come_out_even(monkeypatch, sizes, most, num_streams):
+    pieces = [stream_text.Piece("x", "json", 100 * i, 100 * i + size) for i, size in enumerate(sizes)]
+    monkeypatch.setattr(stream_text, "plan_pieces", lambda *_: pieces)
+    assert StreamPlan.make(["x"], most, 0).num_streams == num_streams
+
+
+def documents_of(plan, passes, begin=None):
+    """(position, document) of the passes that are left from `begin` on."""
+    text = StreamText(plan, 0, begin or Position(), "text", 10)
+    return list(takewhile(lambda found: found[0].passes < passes, ((text.position, item) for item in text)))
+
+
+@pytest.mark.parametrize("number", [1, 40])  # of one piece and of several
+def test_a_tiny_text_is_read_once_however_many_passes_a_chunk_takes(tmp_path, monkeypatch, number):
+    lines = [json.dumps({"text": text}) for text in make_texts(number)] + ["broken"]
+    (tmp_path / "tiny.jsonl").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(stream_text, "_SMALLEST_PIECE", 1 << 10)
+    plan = StreamPlan.make([str(tmp_path / "tiny.jsonl")], 1, seed=3)
+    assert (len(plan.pieces) == 1) == (number == 1)
+    reads = []
+    monkeypatch.setattr(stream_text, "read_piece", lambda *args, **more: reads.append(1) or read_piece(*args, **more))
+    passes = 3000 if number == 1 else 20
+    began = time.process_time()
+    kept = documents_of(plan, passes)
+    assert len(reads) == len(plan.pieces) and len(kept) == passes * number
+    if number == 1:  # each pass drew a permutation of one piece, which took 5 ms
+        assert time.process_time() - began < 3.0
+    middle = kept[len(kept) // 2][0]
+    assert documents_of(plan, passes, middle) == kept[len(kept) // 2 + 1 :]
+    monkeypatch.setattr(stream_text, "_KEPT_BYTES", 0)
+    assert documents_of(plan, min(passes, 50)) == [found for found in kept if found[0].passes < 50]
+    assert len(reads) > 2 * len(plan.pieces) + 40
+
+
+def test_a_broken_connection_is_taken_up_where_it_broke(parquet, monkeypatch):
+    breaks = iter([3, 0, 600, 0, 1])
+    monkeypatch.setattr(stream_text, "_WAITS", (0.0, 0.0))
+
+    def breaking(piece, text_key, skip):
+        for number, item in enumerate(read_piece(piece, text_key, skip=skip)):
+            if number == next_break[0]:
+                next_break[0] = next(breaks, None)
+                raise ConnectionError("Server Disconnected")
+            yield item
+
+    next_break = [next(breaks)]
+    monkeypatch.setattr(stream_text, "read_piece", breaking)
+    plan = StreamPlan.make([parquet], 1, seed=0)
+    assert Counter(text for text, _ in documents_of_pass(plan, 0, 0)) == Counter(TEXTS)
+    assert next_break == [None]
+    next_break[0] = 0
+    monkeypatch.setattr(stream_text, "read_piece", lambda *_, **__: (_ for _ in ()).throw(TimeoutError("timed out")))
+    with pytest.raises(
+        OSError, match=r"shard \d of .*parquet, after 0 documents: timed out; 2 more tries did not help"
+    ):
+        next(iter(StreamText(plan, 0, Position(), "text", 0)))
+
+
+def test_a_dataset_is_known_by_its_files(parquet):
+    assert [entry.split(":")[0] for entry in hf_datasets.identity(parquet)] == [
+        f"train-{number:05d}-of-00006.parquet" for number in range(6)
+    ]
+    assert hf_datasets.split_name("a/b") == ("a/b", None, "train")
+    assert hf_datasets.split_name("a/b:en:test") == ("a/b", "en", "test")
+    pieces = plan_pieces([f"{parquet}::train"])
+    assert len(pieces) == 6
+    rows = list(read_piece(pieces[3], skip=600))
+    assert [row.text for row in rows] == TEXTS[3::6][600:] and isinstance(rows[0], Document)

@@ -1,0 +1,94 @@
+"""Workers: answers and errors of another process, its death, and who is killed when."""
+
+import os
+import time
+
+import pytest
+
+from lm_experiments_tools.data.workers import Worker, WorkerEnded, WorkerPool
+from lm_experiments_tools.errors import UserError
+
+
+class OfALibrary(OSError):
+    """An error that cannot be made again out of its arguments."""
+
+    def __init__(self, host, port):
+        super().__init__(f"no answer from {host}:{port}")
+
+
+def calculate(settings):
+    """`settings` plus the request, or what the request says."""
+    if settings == "refused":
+        raise UserError("no such settings")
+
+    def answer(request):
+        if request == "user":
+            raise UserError("mend it")
+        if request == "missing":
+            return open("/nowhere").read()
+        if request == "library":
+            raise OfALibrary("hub", 80)
+        if request == "die":
+            os._exit(3)
+        if request == "crash":
+            raise KeyError("a bug")
+        if request == "hang up":
+            os.closerange(3, 100)
+            time.sleep(60)
+        time.sleep(0.02 * (request % 3))
+        return settings + request
+
+    return answer
+
+
+def work(caller):
+    caller.serve(calculate)
+
+
+def test_a_worker_answers_by_its_settings_and_ends_with_the_block():
+    with Worker(work, 10) as worker:
+        assert [worker.ask(number) for number in range(3)] == [10, 11, 12]
+        assert worker.process.poll() is None
+    assert worker.process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "request_", "error", "sentence"),
+    [
+        (0, "user", UserError, "^mend it$"),
+        (0, "missing", FileNotFoundError, "No such file or directory: '/nowhere'"),
+        (0, "library", OSError, "^no answer from hub:80$"),
+        ("refused", 1, UserError, "^no such settings$"),
+        (0, "die", WorkerEnded, "^exit code 3$"),
+        (0, "crash", WorkerEnded, "^exit code 1$"),
+    ],
+)
+def test_errors_and_death_reach_the_caller(settings, request_, error, sentence):
+    worker = Worker(work, settings)
+    with pytest.raises(error, match=sentence) as caught:
+        worker.ask(request_)
+    assert getattr(caught.value, "request", request_) == request_
+    worker.close()
+    assert worker.process.returncode is not None
+
+
+def test_a_worker_that_hangs_up_and_goes_on_is_no_riddle(monkeypatch):
+    monkeypatch.setattr("lm_experiments_tools.data.workers._SECONDS_TO_END", 0.1)
+    with pytest.raises(WorkerEnded, match="exit code None"), Worker(work, 0) as worker:
+        worker.ask("hang up")
+
+
+def test_a_pool_answers_in_order_and_takes_few_requests_ahead():
+    taken, given = [], []
+    with WorkerPool(work, 0, 2) as pool:
+        for answer in pool.map(taken.append(number) or number for number in range(40)):
+            given.append(answer)
+            assert len(taken) - len(given) <= 4
+    assert given == list(range(40))
+
+
+def test_a_death_in_a_pool_is_said_once_and_kills_the_others():
+    with pytest.raises(WorkerEnded) as caught, WorkerPool(work, 0, 2) as pool:
+        list(pool.map([0, 1, "die", *range(50)]))
+    assert caught.value.request == "die" and caught.value.returncode == 3
+    assert sorted(worker.process.returncode for worker in pool._workers) == [-9, 3]

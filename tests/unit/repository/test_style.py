@@ -1,0 +1,88 @@
+"""The rules of CONTRIBUTING.md that the linter does not know, read from the source of every Python file."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 500, 60
+WRONG_OPENINGS = {"What", "Whether", "Those", "That"}
+MOST_WRONG_OPENINGS = 0.02  # of all docstrings
+
+
+def python_files() -> list[Path]:
+    """The repository's files, without what lies in hidden folders or was built."""
+    folders = (path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "." and path.name != "build")
+    return sorted(ROOT.glob("*.py")) + sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+def violations(source: str) -> list[tuple[int, str]]:
+    """(line, rule broken there); an unpacked `*(a, b)` of a call is written `a, b`."""
+    found = [(1, "a long file")] if source.count("\n") > MOST_LINES_OF_A_FILE else []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if node.end_lineno - node.lineno + 1 > MOST_LINES_OF_A_FUNCTION:
+                found.append((node.lineno, f"a long function, {node.name}"))
+        elif isinstance(node, ast.Call):
+            unpacked = [word for word in node.args if isinstance(word, ast.Starred)]
+            literals = [word for word in unpacked if isinstance(word.value, (ast.Tuple, ast.List))]
+            found += [(word.lineno, "an unpacked literal") for word in literals]
+    return found
+
+
+def docstrings(source: str) -> list[str]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = (ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, kinds))
+    return [text for text in found if text]
+
+
+def opens_wrongly(docstring: str) -> bool:
+    return docstring.split()[0].strip(",.:;`") in WRONG_OPENINGS
+
+
+def test_there_is_something_to_check():
+    assert {"run_t5_pretraining.py", "tests/unit/repository/test_style.py"} <= {
+        path.relative_to(ROOT).as_posix() for path in python_files()
+    }
+
+
+def test_files_and_functions_are_short_and_calls_written_out():
+    assert [
+        f"{path.relative_to(ROOT)}:{line}: {rule}"
+        for path in python_files()
+        for line, rule in violations(path.read_text(encoding="utf-8"))
+    ] == []
+
+
+def test_docstrings_open_with_a_verb_or_a_noun():
+    texts = [text for path in python_files() for text in docstrings(path.read_text(encoding="utf-8"))]
+    wrong = [text.partition("\n")[0] for text in texts if opens_wrongly(text)]
+    assert len(wrong) <= MOST_WRONG_OPENINGS * len(texts), wrong
+
+
+@pytest.mark.parametrize(
+    ("source", "rule"),
+    [
+        ("\n" * 501, "a long file"),
+        ("def f():\n" + "    pass\n" * 60, "a long function, f"),
+        ("async def f(\n    a,\n):\n" + "    pass\n" * 58, "a long function, f"),
+        ("f(*(1, 2), x=3)", "an unpacked literal"),
+        ("f(0, *[1, 2])", "an unpacked literal"),
+    ],
+)
+def test_each_rule_can_be_broken(source, rule):
+    assert [found for _, found in violations(source)] == [rule]
+
+
+@pytest.mark.parametrize("source", ["\n" * 500, "def f():\n" + "    pass\n" * 59, "f(*values)", "x = [*(1, 2)]"])
+def test_rules_allow_what_they_should(source):
+    assert violations(source) == []
+
+
+def test_a_docstring_that_opens_wrongly_is_found_wherever_it_stands():
+    source = '"""What a."""\nclass A:\n    """Whether b."""\n    async def f(self):\n        """Those, of c."""\n'
+    texts = docstrings(source)
+    assert len(texts) == 3 and all(map(opens_wrongly, texts))
+    assert not any(map(opens_wrongly, ["Whatever.", "Names of `What`.", "Thatched roofs."]))
