@@ -1,4 +1,4 @@
-"""What a call leaves behind, and what may change between two calls: seeds, masks, layouts, traces, devices."""
+"""Traces that a call leaves, and what may change between two calls: seeds, masks, layouts, traces, devices."""
 
 from __future__ import annotations
 
