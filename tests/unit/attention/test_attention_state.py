@@ -1,4 +1,4 @@
-"""State that attention keeps: constants that serve all later calls, and no matrix more than needed for a backward pass."""
+"""State that attention keeps: constants for all later calls, and no matrix more than a backward pass needs."""
 
 import pytest
 import torch
