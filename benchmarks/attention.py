@@ -79,7 +79,7 @@ def with_frozen_bias(x: Inputs) -> Tensor:
 
 
 def with_shared_bias(x: Inputs) -> Tensor:
-    """What each layer of a T5 costs: the matrix is made, and its gradient brought back to the weight, once for all."""
+    """Cost of each layer of a T5: the matrix is made, and its gradient brought back to the weight, once for all."""
     if x.shared is None:
         x.shared = x.matrix().detach().requires_grad_()
     return sdpa(x.q, x.k, x.v, attn_mask=x.shared)
@@ -104,7 +104,9 @@ def flex(layout: object | None) -> Callable[[Inputs], Tensor]:
                 lambda b, h, i, j: blocks[h, i // layout.block, j // layout.block], 1, blocks.shape[0], length, length
             )
         return attend(
-            *(x.q, x.k, x.v),
+            x.q,
+            x.k,
+            x.v,
             score_mod=lambda s, b, h, i, j: s + table[h, (j - i).clamp(-reach, reach) + reach],
             block_mask=made.get(length),
         )
@@ -225,7 +227,7 @@ def resident() -> dict[str, int]:
 
 
 class Row(NamedTuple):
-    """What was measured of one contender at one length."""
+    """Measurements of one contender at one length."""
 
     length: int
     dtype: str
@@ -272,7 +274,7 @@ def rows_of(args: argparse.Namespace, length: int, dtype: torch.dtype, slow: set
 
 
 def baseline_of(row: Row, rows: Rows) -> Row | None:
-    """What a row is compared with, if that has been measured."""
+    """The row to compare with, if that has been measured."""
     baseline = rows.get((row.dtype, row.length, BASELINE))
     return baseline if baseline is not None and baseline.times else None
 

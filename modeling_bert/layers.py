@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 
 from lm_experiments_tools.attention.attend import attend, shared_bias
 from lm_experiments_tools.attention.huggingface import configured_layout
-from lm_experiments_tools.attention.kernels.bias import DistanceBias
+from lm_experiments_tools.attention.kernels.bias import Bias
 from lm_experiments_tools.attention.layouts import SparsityConfig
 from lm_experiments_tools.attention.positions import PositionScheme
 from modeling_bert.configuration_bert import BertConfig
@@ -76,7 +76,7 @@ class BertSelfAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        bias: DistanceBias | Tensor | None,
+        bias: Bias | None,
         position: PositionScheme,
         allowed: Allowed,
         output_attentions: bool,
@@ -90,7 +90,9 @@ class BertSelfAttention(nn.Module):
         if self.distance_embedding is not None:
             bias = self.distance_embedding(q, k)
         output, weights = attend(
-            *(q, k, v),
+            q,
+            k,
+            v,
             implementation=implementation(self.config),
             layout=self.layout,
             bias=bias,
@@ -154,7 +156,7 @@ class BertLayer(GradientCheckpointingLayer):
     def forward(
         self,
         x: Tensor,
-        bias: DistanceBias | Tensor | None,
+        bias: Bias | None,
         position: PositionScheme,
         allowed: Allowed,
         output_attentions: bool,
@@ -184,14 +186,14 @@ class BertEncoder(nn.Module):
         length = x.shape[1]
         bias = self.position.bias(length, length, device=x.device)
         is_dense = self.config.sparse_config_cls is None
-        bias = shared_bias(*(bias, length, length, implementation(self.config), x.device, is_dense, self.training))
+        bias = shared_bias(bias, length, length, implementation(self.config), x.device, is_dense, self.training)
         for layer in self.layer:
             x = layer(x, bias, self.position, allowed, output_attentions)
         return self.last_layer_ln(x)
 
 
 def implementation(config: BertConfig) -> str:
-    """Who computes attention: whoever can do a layout where there is one, else what the user chose."""
+    """The attention that computes a layout where there is one, else the user's choice."""
     return config._attn_implementation if config.sparse_config_cls is None else "block_sparse"
 
 

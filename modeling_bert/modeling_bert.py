@@ -8,7 +8,7 @@ Shapes: B sequences, L tokens, D features, V words.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from lm_experiments_tools.attention.positions import PositionScheme, RelativeBiasPosition
+from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.modules.user_classes import set_own_values
 from modeling_bert.configuration_bert import BertConfig
 from modeling_bert.layers import Allowed, BertEmbeddings, BertEncoder, BertLayer, BertSelfAttention
@@ -103,18 +104,14 @@ class BertPooler(nn.Module):
 class BertModel(BertPreTrainedModel):
     """BERT without a head: hidden states, and the first token's, pooled."""
 
+    _input_embed_layer = "word_embeddings"
+
     def __init__(self, config: BertConfig, add_pooling_layer: bool = True) -> None:
         super().__init__(config)
         self.embeddings = BertEmbeddings(config)
         self.encoder = BertEncoder(config)
         self.pooler = BertPooler(config) if add_pooling_layer else None
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.embeddings.word_embeddings
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.embeddings.word_embeddings = value
 
     @capture_outputs
     def forward(
@@ -192,7 +189,7 @@ class BertPredictions(nn.Module):
 
 
 class BertHeads(nn.Module):
-    """What a BERT is pre-trained with: words for masked tokens and, where asked for, one judgement of a pair."""
+    """The heads of pre-training: words for masked tokens and, where asked for, one judgement of a pair."""
 
     def __init__(self, config: BertConfig, judges_pairs: bool) -> None:
         super().__init__()
@@ -205,6 +202,13 @@ class _WithWords(BertPreTrainedModel):
     """Models that have the words' matrix twice, as input and as output, and tie the two."""
 
     _tied_weights_keys = TIED
+    _judges_pairs: ClassVar[bool]
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.bert = BertModel(config, add_pooling_layer=self._judges_pairs)
+        self.cls = BertHeads(config, self._judges_pairs)
+        self.post_init()
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.cls.predictions.decoder
@@ -230,11 +234,7 @@ class BertForPreTrainingOutput(ModelOutput):
 class BertForPreTraining(_WithWords):
     """Masked words and sentence pairs, as BERT was pre-trained."""
 
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__(config)
-        self.bert = BertModel(config)
-        self.cls = BertHeads(config, judges_pairs=True)
-        self.post_init()
+    _judges_pairs = True
 
     @can_return_tuple
     def forward(
@@ -264,29 +264,22 @@ class BertForPreTraining(_WithWords):
         words = self.cls.predictions(outputs.last_hidden_state)
         pairs = self.cls.seq_relationship(outputs.pooler_output)
         loss_mlm = None if labels is None else _mean_loss(words, labels)
-        loss_nsp = None
-        if next_sentence_label is not None:
-            loss_nsp = _mean_loss(pairs, next_sentence_label)
+        loss_nsp = None if next_sentence_label is None else _mean_loss(pairs, next_sentence_label)
         parts = [part for part in (loss_mlm, loss_nsp) if part is not None]
         return BertForPreTrainingOutput(
             loss=sum(parts) if parts else None,
             prediction_logits=words,
             seq_relationship_logits=pairs,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
             loss_mlm=loss_mlm,
             loss_nsp=loss_nsp,
+            **_recorded(outputs),
         )
 
 
 class BertForMaskedLM(_WithWords):
     """Masked words alone."""
 
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__(config)
-        self.bert = BertModel(config, add_pooling_layer=False)
-        self.cls = BertHeads(config, judges_pairs=False)
-        self.post_init()
+    _judges_pairs = False
 
     @can_return_tuple
     def forward(
@@ -304,24 +297,29 @@ class BertForMaskedLM(_WithWords):
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
         words = self.cls.predictions(outputs.last_hidden_state)
-        return MaskedLMOutput(
-            loss=None if labels is None else _mean_loss(words, labels),
-            logits=words,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        loss = None if labels is None else _mean_loss(words, labels)
+        return MaskedLMOutput(loss=loss, logits=words, **_recorded(outputs))
 
 
-class BertForSequenceClassification(BertPreTrainedModel):
-    """A label, several labels or a number for each sequence."""
+class _WithClassifier(BertPreTrainedModel):
+    """Models with a linear layer on hidden states, or on the pooled one."""
+
+    _is_pooled: ClassVar[bool]
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.bert = BertModel(config)
-        self.dropout = nn.Dropout(_classifier_dropout(config))
+        self.bert = BertModel(config, add_pooling_layer=self._is_pooled)
+        dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+        self.dropout = nn.Dropout(dropout)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
+
+
+class BertForSequenceClassification(_WithClassifier):
+    """A label, several labels or a number for each sequence."""
+
+    _is_pooled = True
 
     @can_return_tuple
     def forward(
@@ -341,12 +339,8 @@ class BertForSequenceClassification(BertPreTrainedModel):
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
         logits = self.classifier(self.dropout(outputs.pooler_output))
-        return SequenceClassifierOutput(
-            loss=None if labels is None else self._loss(logits, labels),
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        loss = None if labels is None else self._loss(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits, **_recorded(outputs))
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         problem = self.config.problem_type
@@ -363,16 +357,10 @@ class BertForSequenceClassification(BertPreTrainedModel):
         return binary_cross_entropy_with_logits(logits, labels)
 
 
-class BertForTokenClassification(BertPreTrainedModel):
+class BertForTokenClassification(_WithClassifier):
     """A label for each token."""
 
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        self.bert = BertModel(config, add_pooling_layer=False)
-        self.dropout = nn.Dropout(_classifier_dropout(config))
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
+    _is_pooled = False
 
     @can_return_tuple
     def forward(
@@ -390,12 +378,8 @@ class BertForTokenClassification(BertPreTrainedModel):
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
-        return TokenClassifierOutput(
-            loss=None if labels is None else _mean_loss(logits, labels),
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        loss = None if labels is None else _mean_loss(logits, labels)
+        return TokenClassifierOutput(loss=loss, logits=logits, **_recorded(outputs))
 
 
 class BertForQuestionAnswering(BertPreTrainedModel):
@@ -428,13 +412,7 @@ class BertForQuestionAnswering(BertPreTrainedModel):
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = (_place_loss(start, start_positions) + _place_loss(end, end_positions)) / 2
-        return QuestionAnsweringModelOutput(
-            loss=loss,
-            start_logits=start,
-            end_logits=end,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        return QuestionAnsweringModelOutput(loss=loss, start_logits=start, end_logits=end, **_recorded(outputs))
 
 
 def _allowed(attention_mask: Tensor | None, batch: int, length: int) -> Allowed:
@@ -458,7 +436,7 @@ def _exact(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _mean_loss(logits: Tensor, labels: Tensor, ignored: int = -100) -> Tensor:
+def _mean_loss(logits: Tensor, labels: Tensor, ignored: int = IGNORED_LABEL) -> Tensor:
     """Cross-entropy of logits [..., classes], mean over the labels [...] that are not `ignored`; 0 if all are."""
     labels = labels.flatten()
     total = cross_entropy(_exact(logits.flatten(0, -2)), labels, ignore_index=ignored, reduction="sum")
@@ -471,17 +449,6 @@ def _place_loss(scores: Tensor, positions: Tensor) -> Tensor:
     return _mean_loss(scores, positions.clamp(0, length), ignored=length)
 
 
-def _classifier_dropout(config: BertConfig) -> float:
-    return config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
-
-
-__all__ = [
-    "BertForMaskedLM",
-    "BertForPreTraining",
-    "BertForQuestionAnswering",
-    "BertForSequenceClassification",
-    "BertForTokenClassification",
-    "BertLayer",
-    "BertModel",
-    "BertPreTrainedModel",
-]
+def _recorded(outputs: BaseModelOutputWithPooling) -> dict[str, Any]:
+    """Fields that every head hands on as it gets them."""
+    return {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}

@@ -30,8 +30,7 @@ def shared_position(config: BertConfig) -> PositionScheme:
         "rotary": lambda: RotaryPosition(config.hidden_size // heads, config.rotary_dim, config.rotary_base),
         "alibi": lambda: AlibiPosition(heads),
         "relative_attention_bias": lambda: RelativeBiasPosition(
-            *(config.relative_attention_num_buckets, config.relative_last_bucket_distance, heads),
-            bidirectional=True,
+            config.relative_attention_num_buckets, config.relative_last_bucket_distance, heads, bidirectional=True
         ),
     }
     return schemes.get(kind, NoPosition)()
@@ -59,7 +58,7 @@ class RelativeKeyPosition(nn.Module):
         nn.init.normal_(self.weight)
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        """What is added to scaled scores [B, H, L, L], from q and k [B, H, L, d]."""
+        """The bias of scaled scores [B, H, L, L], from q and k [B, H, L, d]."""
         return self.by_query(q) * q.shape[-1] ** -0.5
 
     def by_query(self, q: Tensor) -> Tensor:
@@ -67,7 +66,7 @@ class RelativeKeyPosition(nn.Module):
         return diagonals(q @ self._embeddings(q.shape[2]).flip(0).t())
 
     def _embeddings(self, length: int) -> Tensor:
-        """Those of distances -(L - 1)..L - 1, [2 L - 1, d]."""
+        """Vectors of distances -(L - 1)..L - 1, [2 L - 1, d]."""
         return self.weight[self.max_length - length : self.max_length + length - 1]
 
 

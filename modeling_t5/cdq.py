@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 
-from lm_experiments_tools.attention.kernels.bias import DistanceBias
+from lm_experiments_tools.attention.kernels.bias import Bias
 from modeling_t5.configuration_t5 import T5Config
 from modeling_t5.layers import ENCODER_SELF, Allowed, T5Attention, limit_float16
 
@@ -52,11 +52,11 @@ class T5CDQAttention(T5Attention):
         self,
         x: Tensor,
         allowed: Allowed,
-        bias: DistanceBias | Tensor | None = None,
+        bias: Bias | None = None,
         key_value_states: Tensor | None = None,
         past_key_values: Cache | None = None,
         output_attentions: bool = False,
-    ) -> tuple[Tensor, DistanceBias | Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Bias | None, Tensor | None]:
         if not self.num_cdq_heads:
             return super().forward(x, allowed, bias, output_attentions=output_attentions)
         k, v = self.split_heads(self.k(x)), self.split_heads(self.v(x))

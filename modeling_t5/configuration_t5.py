@@ -109,7 +109,7 @@ class T5Config(VariantConfig, transformers.T5Config):
 
     @property
     def shares_position_bias(self) -> bool:
-        """Whether all layers of a stack add the bias that the first one makes; a scheme of yours is asked in each."""
+        """True if all layers of a stack add the bias that the first one makes; a scheme of yours is asked in each."""
         return not self.relative_attention_bias_per_layer and ":" not in self.position_embedding_type
 
     def _check_sizes(self) -> None:

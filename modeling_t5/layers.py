@@ -20,7 +20,7 @@ from transformers.activations import ACT2FN
 
 from lm_experiments_tools.attention.attend import attend, limit_float16, shared_bias
 from lm_experiments_tools.attention.huggingface import configured_layout
-from lm_experiments_tools.attention.kernels.bias import DistanceBias
+from lm_experiments_tools.attention.kernels.bias import Bias
 from lm_experiments_tools.attention.layouts import SparsityConfig
 from lm_experiments_tools.attention.positions import (
     AlibiPosition,
@@ -46,6 +46,24 @@ class Allowed(NamedTuple):
     mask: Tensor | None = None  # bool [1 or B, 1 or H, Q, K], True where allowed
     causal: bool = False  # query i sees keys 0..i
     added: Tensor | None = None  # [1 or B, 1 or H, Q, K], added to scores: a user's mask of floats
+
+
+def allowed_by(attention_mask: Tensor | None, causal: bool = False) -> Allowed:
+    """From a mask as in transformers: 1 and 0 [B, K] or, of bool or integers, [B, Q, K] or [B, 1 or heads, Q, K].
+
+    A mask of floats [B, 1 or heads, Q, K] is added to scores, and the lowest number of its type says "never".
+    """
+    if attention_mask is None or attention_mask.dim() == 2:
+        return Allowed(None if attention_mask is None else attention_mask != 0, causal=causal)
+    if not attention_mask.is_floating_point():
+        return Allowed(mask=(attention_mask[:, None] if attention_mask.dim() == 3 else attention_mask) != 0)
+    if attention_mask.dim() != 4:
+        raise ValueError(
+            f"attention_mask is {attention_mask.dtype} {list(attention_mask.shape)}: one that is added to scores has "
+            "4 dimensions, [batch, heads or 1, queries, keys], and one of 0 and 1 must be bool or integer."
+        )
+    allowed = attention_mask > torch.finfo(attention_mask.dtype).min / 2
+    return Allowed(mask=allowed, added=attention_mask.masked_fill(~allowed, 0.0))
 
 
 class T5LayerNorm(nn.Module):
@@ -118,6 +136,21 @@ class T5LayerFF(nn.Module):
         return limit_float16(x + self.dropout(self.DenseReluDense(self.layer_norm(x))))
 
 
+class T5ClassificationHead(nn.Module):
+    """out_proj(tanh(dense(x))): [B, D] -> [B, num_labels]."""
+
+    linear_layers = ("dense", "out_proj")
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.d_model, config.d_model)
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.out_proj = nn.Linear(config.d_model, config.num_labels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out_proj(self.dropout(torch.tanh(self.dense(self.dropout(x)))))
+
+
 def position_scheme(config: T5Config, kind: str, layer_idx: int) -> PositionScheme:
     """How one layer learns of positions. Layers behind one with a shared bias are given it, and have none."""
     name, bidirectional = config.position_embedding_type, kind == ENCODER_SELF
@@ -128,8 +161,10 @@ def position_scheme(config: T5Config, kind: str, layer_idx: int) -> PositionSche
         return resolve_name(name, PositionScheme, f"position_embedding_type={name!r}")(config, bidirectional)
     schemes = {
         "relative_attention_bias": lambda: RelativeBiasPosition(
-            *(config.relative_attention_num_buckets, config.relative_attention_max_distance, config.num_heads),
-            bidirectional=bidirectional,
+            config.relative_attention_num_buckets,
+            config.relative_attention_max_distance,
+            config.num_heads,
+            bidirectional,
         ),
         "rotary": lambda: RotaryPosition(config.d_kv, config.rotary_dim, config.rotary_base),
         "alibi": lambda: AlibiPosition(config.num_heads),
@@ -191,11 +226,11 @@ class T5Attention(nn.Module):
         self,
         x: Tensor,
         allowed: Allowed,
-        bias: DistanceBias | Tensor | None = None,
+        bias: Bias | None = None,
         key_value_states: Tensor | None = None,
         past_key_values: Cache | None = None,
         output_attentions: bool = False,
-    ) -> tuple[Tensor, DistanceBias | Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Bias | None, Tensor | None]:
         """Attend.
 
         Args:
@@ -222,7 +257,7 @@ class T5Attention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        bias: DistanceBias | Tensor | None,
+        bias: Bias | None,
         allowed: Allowed,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
@@ -232,7 +267,9 @@ class T5Attention(nn.Module):
             added = limit_float16(allowed.added.to(q.dtype))
             bias = added if bias is None else bias + added
         return attend(
-            *(q, k, v),
+            q,
+            k,
+            v,
             implementation=self.implementation,
             layout=self.layout,
             bias=bias,
@@ -280,24 +317,23 @@ class T5Attention(nn.Module):
 
     def position_bias(
         self,
-        bias: DistanceBias | Tensor | None,
+        bias: Bias | None,
         query_length: int,
         key_length: int,
         offset: int | Tensor,
         device: torch.device,
-    ) -> DistanceBias | Tensor | None:
+    ) -> Bias | None:
         """The bias of an earlier layer, or else this layer's own."""
         if bias is None:
             bias = self.position.bias(query_length, key_length, offset, device)
-        return shared_bias(
-            *(bias, query_length, key_length, self.implementation, device, self.layout is None, self.training)
-        )
+        is_dense = self.layout is None
+        return shared_bias(bias, query_length, key_length, self.implementation, device, is_dense, self.training)
 
 
 def with_cache(
     allowed: Allowed, query_length: int, key_length: int, offset: int | Tensor, device: torch.device
 ) -> Allowed:
-    """What a decoder's queries, `offset` tokens into a cache, may look at; unchanged where nothing is cached."""
+    """Keys that a decoder's queries, `offset` tokens into a cache, may look at; unchanged where nothing is cached."""
     if allowed.mask is not None or (isinstance(offset, int) and offset == 0 and query_length == key_length):
         return allowed
     queries = torch.arange(query_length, device=device) + offset
@@ -329,10 +365,10 @@ class T5LayerSelfAttention(nn.Module):
         self,
         x: Tensor,
         allowed: Allowed,
-        bias: DistanceBias | Tensor | None,
+        bias: Bias | None,
         past_key_values: Cache | None,
         output_attentions: bool,
-    ) -> tuple[Tensor, DistanceBias | Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Bias | None, Tensor | None]:
         output, bias, weights = self.SelfAttention(
             self.layer_norm(x), allowed, bias, past_key_values=past_key_values, output_attentions=output_attentions
         )
@@ -380,12 +416,12 @@ class T5Block(GradientCheckpointingLayer):
         self,
         x: Tensor,
         allowed: Allowed,
-        bias: DistanceBias | Tensor | None = None,
+        bias: Bias | None = None,
         encoder_hidden_states: Tensor | None = None,
         encoder_allowed: Allowed | None = None,
         past_key_values: Cache | None = None,
         output_attentions: bool = False,
-    ) -> tuple[Tensor, DistanceBias | Tensor | None]:
+    ) -> tuple[Tensor, Bias | None]:
         x, bias, _ = self.layer[0](x, allowed, bias, past_key_values, output_attentions)
         if encoder_hidden_states is not None:
             x, _ = self.layer[1](x, encoder_hidden_states, encoder_allowed, past_key_values, output_attentions)

@@ -1,4 +1,4 @@
-"""Cross-entropy over a large vocabulary, of all logits or of some at a time."""
+"""Cross-entropy over a large vocabulary, of all logits or of some at a time, and the losses of classes and values."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 from torch.utils.checkpoint import checkpoint
 
-IGNORED = -100
+from lm_experiments_tools.labels import IGNORED_LABEL as IGNORED
+from modeling_t5.configuration_t5 import T5Config
 
 
 def token_loss(logits: Tensor, labels: Tensor, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Tensor:
@@ -57,3 +58,20 @@ def chunked_token_loss(
         for states, targets in zip(hidden_states.split(chunk_size), labels.split(chunk_size), strict=True)
     ]
     return torch.stack(losses).sum()
+
+
+def classification_loss(config: T5Config, logits: Tensor, labels: Tensor) -> Tensor:
+    """By `config.problem_type`, which is set from the first labels seen, as transformers does; in float32 at least."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if config.problem_type is None:
+        if config.num_labels == 1:
+            config.problem_type = "regression"
+        else:
+            is_class = labels.dtype in (torch.long, torch.int)
+            config.problem_type = "single_label_classification" if is_class else "multi_label_classification"
+    if config.problem_type == "regression":
+        return mse_loss(logits.squeeze(), labels.squeeze().to(logits.dtype))
+    if config.problem_type == "single_label_classification":
+        labels = labels.flatten()
+        return token_loss(logits.view(-1, config.num_labels), labels) / (labels != IGNORED).sum().clamp(min=1)
+    return binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))

@@ -17,7 +17,7 @@ from modeling_t5.losses import IGNORED
 
 
 def segment_masks(segment_ids: Tensor, decoder_segment_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What may be looked at: bool [B, 1, L, L] of the encoder, [B, 1, T, T] of the decoder, [B, 1, T, L] across.
+    """Masks, True where allowed: bool [B, 1, L, L] of the encoder, [B, 1, T, T] of the decoder, [B, 1, T, L] across.
 
     Padding sees padding, so that no row of a mask is empty. A decoder's padding has no source padding to look at where
     the row is full; it then sees all of the source, which nothing learns from.

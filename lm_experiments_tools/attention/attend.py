@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm_experiments_tools.attention.kernels.bias import DistanceBias, dense_bias
+from lm_experiments_tools.attention.kernels.bias import Bias, dense_bias
 from lm_experiments_tools.attention.kernels.dispatch import block_sparse_attention, shares_matrix
-from lm_experiments_tools.attention.kernels.plan import Layout, SparsityConfig
-from lm_experiments_tools.attention.kernels.reference import attend_mask
+from lm_experiments_tools.attention.kernels.plan import AnyLayout, resolve_layout
+from lm_experiments_tools.attention.kernels.request import Request
+from lm_experiments_tools.attention.kernels.sdpa import masked
 from lm_experiments_tools.errors import UserError
 
 IMPLEMENTATIONS = ("eager", "sdpa", "block_sparse")
@@ -21,8 +25,8 @@ def attend(
     v: Tensor,
     *,
     implementation: str = "sdpa",
-    layout: SparsityConfig | Layout | None = None,
-    bias: DistanceBias | Tensor | None = None,
+    layout: AnyLayout = None,
+    bias: Bias | None = None,
     key_padding_mask: Tensor | None = None,
     mask: Tensor | None = None,
     causal: bool = False,
@@ -59,32 +63,32 @@ def attend(
         raise UserError(f'a sparse layout needs attn_implementation="block_sparse", not {implementation!r}.')
     if implementation == "block_sparse" and mask is None and not output_attentions:
         output = block_sparse_attention(
-            *(q, k, v, layout, bias, key_padding_mask),
-            causal=causal,
-            scale=scale,
-            dropout_p=dropout_p,
+            q, k, v, layout, bias, key_padding_mask, causal=causal, scale=scale, dropout_p=dropout_p
         )
         return output, None
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     bias = shared_bias(bias, q.shape[2], k.shape[2], "eager")
-    only_causal = causal and bias is None and key_padding_mask is None and mask is None and layout is None
-    if only_causal and implementation == "sdpa" and not output_attentions:  # has fused kernels
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True, scale=scale), None
-    allowed = _allowed(q, k, layout, key_padding_mask, mask, causal)
+    request = Request(q, k, v, layout, bias, key_padding_mask, None, causal, scale, dropout_p)
     if output_attentions or implementation == "eager":
-        return _eager(q, k, v, bias, allowed, scale, dropout_p, output_attentions)
-    return _sdpa(q, k, v, bias, allowed, scale, dropout_p), None
+        return _eager(request, _allowed(request, mask), output_attentions)
+    only_causal = causal and bias is None and key_padding_mask is None and mask is None and layout is None
+    allowed = None if only_causal else _allowed(request, mask)
+    if allowed is not None:
+        return masked(q, k, v, bias, allowed, scale, dropout_p), None
+    attn_mask = None if bias is None else bias.to(q.dtype)
+    output = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal=only_causal, scale=scale)
+    return output, None
 
 
 def shared_bias(
-    bias: DistanceBias | Tensor | None,
+    bias: Bias | None,
     query_length: int,
     key_length: int,
     implementation: str,
     device: torch.device | None = None,
     is_dense: bool = False,
     training: bool = True,
-) -> DistanceBias | Tensor | None:
+) -> Bias | None:
     """The bias in the form that layers share: its matrix, made once, or itself for "block_sparse" and long inputs.
 
     Args:
@@ -111,66 +115,32 @@ def limit_float16(x: Tensor) -> Tensor:
     return x.clamp(-limit, limit)
 
 
-def _allowed(
-    q: Tensor,
-    k: Tensor,
-    layout: SparsityConfig | Layout | None,
-    key_padding_mask: Tensor | None,
-    mask: Tensor | None,
-    causal: bool,
-) -> Tensor | None:
+def _allowed(request: Request, mask: Tensor | None) -> Tensor | None:
     """Keys each query may attend to, bool broadcastable to [batch, heads, query_length, key_length]; None for all."""
-    query_length, key_length = q.shape[2], k.shape[2]
-    allowed = mask
-    if layout is not None:  # queries are the last of the keys, as with a cache
-        blocks = attend_mask(1, q.shape[1], key_length, key_length, layout, device=q.device)
-        blocks = blocks[:, :, key_length - query_length :]
-        allowed = blocks if allowed is None else allowed & blocks
-    if causal or key_padding_mask is not None:
-        rest = attend_mask(
-            *(q.shape[0], q.shape[1], query_length, key_length),
-            key_padding_mask=key_padding_mask,
-            causal=causal,
-            device=q.device,
-        )
-        allowed = rest if allowed is None else allowed & rest
-    return allowed
+    (_, num_heads, query_length, key_length), device = request.scores_shape, request.q.device
+    masks = [] if mask is None else [mask]
+    if request.layout is not None:  # queries are the last of the keys, as with a cache
+        tokens = resolve_layout(request.layout, num_heads, key_length, key_length).tokens(device)
+        masks.append(tokens[:, :, key_length - query_length : key_length, :key_length])
+    if request.causal:
+        masks.append(torch.ones(query_length, key_length, dtype=torch.bool, device=device).tril()[None, None])
+    if request.key_padding_mask is not None:
+        masks.append(request.key_padding_mask[:, None, None, :])
+    return functools.reduce(operator.and_, masks) if masks else None
 
 
-def _eager(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    allowed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    output_attentions: bool,
-) -> tuple[Tensor, Tensor | None]:
-    scores = limit_float16(q @ k.transpose(-1, -2) * scale)
+def _eager(request: Request, allowed: Tensor | None, output_attentions: bool) -> tuple[Tensor, Tensor | None]:
+    q, v, bias = request.q, request.v, request.bias
+    scores = limit_float16(q @ request.k.transpose(-1, -2) * request.scale)
     if bias is not None:
         scores = limit_float16(scores + bias)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)
-    weights = F.dropout(weights, dropout_p)
+    weights = F.dropout(weights, request.dropout_p)
     empty = None if allowed is None else ~allowed.any(-1, keepdim=True)  # rows that have been given equal weights
     if output_attentions:  # the very weights of the output, so that they have a gradient
         weights = weights if empty is None else weights.masked_fill(empty, 0.0)
         return weights @ v, weights
     output = weights @ v
     return output if empty is None else output.masked_fill(empty, 0.0), None
-
-
-def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, allowed: Tensor | None, scale: float, dropout_p: float
-) -> Tensor:
-    if allowed is None:
-        attn_mask = None if bias is None else bias.to(q.dtype)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale)
-    empty = ~allowed.any(-1, keepdim=True)  # softmax over nothing has no gradient: open these rows, then zero them
-    attn_mask = allowed | empty
-    if bias is not None:
-        attn_mask = bias.to(q.dtype).masked_fill(~attn_mask, -torch.inf)
-    output = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale)
-    return output.masked_fill(empty, 0.0)

@@ -21,15 +21,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from lm_experiments_tools.attention.attend import shared_bias
-from lm_experiments_tools.attention.kernels.bias import DistanceBias, T5Bias, dense_bias
+from lm_experiments_tools.attention.attend import attend, shared_bias
+from lm_experiments_tools.attention.kernels.bias import Bias, T5Bias, dense_bias
 from lm_experiments_tools.attention.kernels.dispatch import block_sparse_attention
-from lm_experiments_tools.attention.kernels.reference import attend_mask, attention_probabilities
+from lm_experiments_tools.attention.kernels.reference import attention_probabilities
 from lm_experiments_tools.attention.layouts import (
     TYPE_KEY,
     DenseSparsityConfig,
@@ -164,10 +163,7 @@ def attention_mask(
     _check_cache(config, q_length, kv_length, q_offset, kv_offset)
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     return sdpa_mask(
-        *(batch_size, q_length, kv_length, q_offset, kv_offset),
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        **kwargs,
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask=attention_mask, **kwargs
     )
 
 
@@ -226,13 +222,9 @@ def attention_forward(
     if attention_mask is not None and attention_mask.dim() == 4:
         output = _attend_with_mask(query, key, value, attention_mask, bias, layout, dropout, scaling)
     else:
+        options = {"causal": _is_causal(module, is_causal, query, key), "scale": scaling, "dropout_p": dropout}
         output = block_sparse_attention(
-            *(query, key, value, layout),
-            bias=bias,
-            key_padding_mask=attention_mask,
-            causal=_is_causal(module, is_causal, query, key),
-            scale=scaling,
-            dropout_p=dropout,
+            query, key, value, layout, bias=bias, key_padding_mask=attention_mask, **options
         )
     return output.transpose(1, 2).contiguous(), None
 
@@ -250,11 +242,10 @@ def forward_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """The same attention with its weights, [batch, heads, queries, keys], to look at: dense, without dropout."""
     key, value = (_for_all_heads(x, query.shape[1]) for x in (key, value))
-    weights = attention_probabilities(
-        *(query, key, _layout(module, query.shape[1]), _bias(module, position_bias), attention_mask),
-        causal=_is_causal(module, is_causal, query, key),
-        scale=scaling,
-    ).to(query.dtype)
+    layout, bias = _layout(module, query.shape[1]), _bias(module, position_bias)
+    causal = _is_causal(module, is_causal, query, key)
+    weights = attention_probabilities(query, key, layout, bias, attention_mask, causal=causal, scale=scaling)
+    weights = weights.to(query.dtype)
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
@@ -279,7 +270,7 @@ def _refuse_unsupported(options: dict[str, Any]) -> None:
             raise UserError(f"Block-sparse attention has no {name!r}, which this model needs: use another attention.")
 
 
-def _bias(module: nn.Module, position_bias: Tensor | None) -> DistanceBias | Tensor | None:
+def _bias(module: nn.Module, position_bias: Tensor | None) -> Bias | None:
     if position_bias is None or position_bias.numel() == 0:
         return None
     if position_bias.dim() == 4:
@@ -303,7 +294,7 @@ def _layout(module: nn.Module, num_heads: int) -> SparsityConfig | None:
 
 
 def _stays_exact(module: object, config: PreTrainedConfig) -> bool:
-    """Whether a layer (or configuration) is of a decoder that reads an encoder; decoders alone may be sparse."""
+    """True if a layer (or configuration) is of a decoder that reads an encoder; decoders alone may be sparse."""
     if not getattr(module, "is_decoder", getattr(config, "is_decoder", False)):
         return False
     reads = config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
@@ -326,7 +317,7 @@ def _attend_with_mask(
     key: Tensor,
     value: Tensor,
     mask: Tensor,
-    bias: DistanceBias | Tensor | None,
+    bias: Bias | None,
     layout: SparsityConfig | None,
     dropout: float,
     scale: float | None,
@@ -335,19 +326,14 @@ def _attend_with_mask(
 
     Queries are the last ones of the keys, as in generation with a cache.
     """
-    query_length, key_length = query.shape[2], key.shape[2]
     if bias is not None and not isinstance(bias, Tensor):
-        bias = dense_bias(bias, query_length, key_length, query.dtype)
-    if mask.dtype != torch.bool:
-        bias, mask = mask if bias is None else bias + mask, None
-    if layout is not None:
-        blocks = attend_mask(1, query.shape[1], key_length, key_length, layout, device=query.device)
-        blocks = blocks[:, :, key_length - query_length :]
-        mask = blocks if mask is None else mask & blocks
-    if bias is not None:
-        lowest = torch.finfo(query.dtype).min
-        mask = bias.to(query.dtype) if mask is None else bias.to(query.dtype).masked_fill(~mask, lowest)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
+        bias = dense_bias(bias, query.shape[2], key.shape[2], query.dtype)
+    if mask.dtype != torch.bool:  # added to scores
+        bias, mask = mask if bias is None else bias + mask, mask.new_ones(1, 1, 1, 1, dtype=torch.bool)
+    output, _ = attend(
+        query, key, value, implementation=NAME, layout=layout, bias=bias, mask=mask, scale=scale, dropout_p=dropout
+    )
+    return output
 
 
 def _keep_biases_short(modeling: ModuleType) -> None:
@@ -380,9 +366,7 @@ def _short_bias(compute_bias: Any) -> Any:
         # gradients of all layers meet here whatever checkpoints activations.
         table = self.relative_attention_bias(torch.arange(self.relative_attention_num_buckets, device=device))
         is_dense = _layout(self, table.shape[1]) is None
-        bias = shared_bias(
-            *(_bias(self, table), query_length, key_length, NAME, table.device, is_dense, self.training)
-        )
+        bias = shared_bias(_bias(self, table), query_length, key_length, NAME, table.device, is_dense, self.training)
         return bias if isinstance(bias, Tensor) else table
 
     return short_bias

@@ -17,18 +17,16 @@ for a causal model pass `causal=True` to the attention as well, which is exact f
 from __future__ import annotations
 
 import difflib
-import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from hashlib import blake2b
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lm_experiments_tools.attention.kernels.plan import describe, is_int
-from lm_experiments_tools.attention.own_layouts import arguments_of, as_layout, giving_tensors, plain
+from lm_experiments_tools.attention.own_layouts import as_layout, check_settings, giving_tensors, misfit, settings_of
+from lm_experiments_tools.attention.random_blocks import deepspeed_columns, random_columns
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.names import resolve_name
 
@@ -36,26 +34,12 @@ TYPE_KEY = "sparse_config_cls"
 _DIRECTIONS = "bidirectional", "unidirectional"
 
 
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool | np.bool_) or (is_int(value) and value in (0, 1))
-
-
-def is_ints(value: object) -> bool:
-    return isinstance(value, Sequence | np.ndarray) and all(map(is_int, value))
-
-
-# By annotation: what a setting must be, in words and as a test.
-_TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
-    "int": ("an integer", is_int),
-    "bool": ("true or false", _is_bool),
-    "Sequence[int]": ("a list of integers", is_ints),
-}
 _MODULES = "deepspeed.ops.sparse_attention", "lm_experiments_tools.attention"
 
 
 @dataclass
 class SparsityConfig:
-    """What all layouts share; subclass it and write `blocks` (or `make_layout`) for a layout of your own.
+    """Base of all layouts; subclass it and write `blocks` (or `make_layout`) for a layout of your own.
 
     An `__init__` of your own keeps its arguments in attributes of the same names, from which they are saved.
 
@@ -92,7 +76,13 @@ class SparsityConfig:
             cls.make_layout = giving_tensors(cls.make_layout)
 
     def __post_init__(self) -> None:
-        self._check_types()
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            expected = misfit(setting, value)
+            if expected is not None:
+                raise self._error(f"{setting.name}={value!r} must be {expected}")
+            if value is not None and "Sequence[int]" in str(setting.type):
+                setattr(self, setting.name, tuple(value))
         self._check_minimum(1, "num_heads", "block")
         self._check_minimum(0, "layer_idx")
         if self.attention not in _DIRECTIONS:
@@ -161,17 +151,9 @@ class SparsityConfig:
         Raises:
             UserError: an `__init__` of your own takes what is in no attribute of the same name.
         """
-        names, others = arguments_of(type(self))
-        values = {}
-        for name in names:
-            if not hasattr(self, name):
-                raise self._error(f"its __init__ takes {name}, but it has no attribute {name}: set self.{name} there")
-            values[name] = plain(getattr(self, name))
-        # Those that pass through **kwargs: at their defaults they may be what the class itself gives its base.
-        values |= {
-            name: plain(getattr(self, name)) for name, default in others.items() if getattr(self, name) != default
-        }
-        return {TYPE_KEY: _name_of(type(self)), **values}
+        ours = SPARSITY_CONFIGS.get(type(self).__name__) is type(self)
+        name = type(self).__name__ if ours else f"{type(self).__module__}:{type(self).__qualname__}"
+        return {TYPE_KEY: name, **settings_of(self)}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> SparsityConfig:
@@ -198,19 +180,6 @@ class SparsityConfig:
             if self.compat and getattr(self, name) > num_blocks:
                 raise self._error(f"{name}={getattr(self, name)} is more than the {num_blocks} blocks of the input")
 
-    def _check_types(self) -> None:
-        """Whether settings are what their annotations say; lists of numbers become tuples."""
-        for setting in fields(self):
-            value = getattr(self, setting.name)
-            kind, _, optional = getattr(setting.type, "__name__", str(setting.type)).partition(" | ")
-            if kind not in _TYPES or (value is None and optional == "None"):
-                continue
-            expected, fits = _TYPES[kind]
-            if not fits(value):
-                raise self._error(f"{setting.name}={value!r} must be {expected}{' or None' if optional else ''}")
-            if kind == "Sequence[int]":
-                setattr(self, setting.name, tuple(value))
-
     def _check_minimum(self, minimum: int, *names: str) -> None:
         for name in names:
             if getattr(self, name) < minimum:
@@ -219,9 +188,6 @@ class SparsityConfig:
     def _error(self, problem: str) -> UserError:
         return UserError(f"{type(self).__name__}: {problem}.")
 
-    def _empty(self, num_blocks: int) -> Tensor:
-        return torch.zeros(1, num_blocks, num_blocks, dtype=torch.bool, device="cpu")
-
     def _window(self, num_blocks: int, width: int) -> Tensor:
         """|row - column| <= width // 2, so that an even width counts as the next odd one: [1, blocks, blocks]."""
         rows, columns = _grid(num_blocks)
@@ -229,45 +195,15 @@ class SparsityConfig:
 
     def _random(self, num_blocks: int, count: int, past_only: bool) -> Tensor:
         """`count` random blocks in each row, drawn without replacement: [num_layout_heads, blocks, blocks]."""
-        draw = self._deepspeed_columns if self.compat else self._columns
-        columns = draw(num_blocks, count, past_only)
-        layout = torch.zeros(self.num_layout_heads, num_blocks, num_blocks + 1, dtype=torch.bool, device="cpu")
-        return layout.scatter_(2, columns, True)[..., :num_blocks]  # the last column takes what was not drawn
-
-    def _columns(self, num_blocks: int, count: int, past_only: bool) -> Tensor:
-        """Columns drawn in each row, int64 [num_layout_heads, blocks, count]; `num_blocks` stands for none.
-
-        Floyd's algorithm (Bentley and Floyd, "A sample of brilliance", CACM 1987) for all rows at once. Words depend
-        on the row and not on the number of rows, so unidirectional layouts of two lengths agree where both exist.
-        """
-        words = np.stack([self._words(head, num_blocks * count) for head in range(self.num_layout_heads)])
-        words = words.reshape(self.num_layout_heads, num_blocks, count)
-        population = np.arange(1, num_blocks + 1) if past_only else np.full(num_blocks, num_blocks)
-        drawn = np.full(words.shape, num_blocks, dtype=np.int64)
-        for step in range(count):
-            last = population - count + step
-            column = (words[..., step] % np.maximum(last + 1, 1).astype(np.uint64)).astype(np.int64)
-            taken = (drawn[..., :step] == column[..., None]).any(-1)
-            drawn[..., step] = np.where(last < 0, num_blocks, np.where(taken, last, column))
-        return torch.from_numpy(drawn)
-
-    def _words(self, head: int, count: int) -> np.ndarray:
-        """64-bit random words of a head; the bit stream of Philox is the same in every release of numpy."""
-        name = f"sparse attention/{self.seed}/{self.layer_idx}/{head}"
-        key = int.from_bytes(blake2b(name.encode(), digest_size=16).digest(), "little")
-        return np.random.Philox(key=key).random_raw(count)
-
-    def _deepspeed_columns(self, num_blocks: int, count: int, past_only: bool) -> Tensor:
-        """What DeepSpeed draws from Python's generator: head by head, row by row, layer by layer."""
-        if past_only and count > 1:
+        heads = self.num_layout_heads
+        if self.compat is None:
+            columns = random_columns(self.seed, self.layer_idx, heads, num_blocks, count, past_only)
+        elif past_only and count > 1:
             raise self._error(f"the first block has no {count} blocks before it to draw: leave out compat='deepspeed'")
-        generator = random.Random(self.seed)
-        for _ in range(self.layer_idx + 1):
-            columns = [
-                [generator.sample(range(row + 1 if past_only else num_blocks), count) for row in range(num_blocks)]
-                for _ in range(self.num_layout_heads)
-            ]
-        return torch.tensor(columns, dtype=torch.int64, device="cpu").view(self.num_layout_heads, num_blocks, count)
+        else:
+            columns = deepspeed_columns(self.seed, self.layer_idx, heads, num_blocks, count, past_only)
+        layout = torch.zeros(heads, num_blocks, num_blocks + 1, dtype=torch.bool, device="cpu")
+        return layout.scatter_(2, columns, True)[..., :num_blocks]  # the last column takes what was not drawn
 
 
 @dataclass
@@ -275,7 +211,7 @@ class DenseSparsityConfig(SparsityConfig):
     """Every block attends to every block: exact attention, and the yardstick of the others."""
 
     def blocks(self, num_blocks: int) -> Tensor:
-        return ~self._empty(num_blocks)
+        return torch.ones(1, num_blocks, num_blocks, dtype=torch.bool, device="cpu")
 
 
 @dataclass
@@ -417,9 +353,7 @@ class BigBirdSparsityConfig(SparsityConfig):
         super().__post_init__()
         self._check_minimum(0, "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks")
 
-    @property
-    def uses_random_blocks(self) -> bool:
-        return self.num_random_blocks > 0
+    uses_random_blocks = VariableSparsityConfig.uses_random_blocks
 
     def blocks(self, num_blocks: int) -> Tensor:
         self._fits(num_blocks, "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks")
@@ -510,16 +444,7 @@ def get_sparsity_config(name: str, num_heads: int, **settings: Any) -> SparsityC
     """
     config_cls = _config_class(name)
     settings["num_heads"] = num_heads
-    names, others = arguments_of(config_cls)
-    known = [*names, *others]
-    for key in settings:
-        if key not in known:
-            near = [name for name in known if name.startswith(key)] or difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}."
-            raise UserError(f"{config_cls.__name__} has no setting {key!r}: {hint}")
-    missing = [name for name, default in names.items() if default is MISSING and name not in settings]
-    if missing:
-        raise UserError(f"{config_cls.__name__} needs a value for {', '.join(missing)}, which its __init__ takes.")
+    check_settings(config_cls, settings)
     return config_cls(**settings)
 
 
@@ -537,11 +462,6 @@ def _config_class(name: str) -> type[SparsityConfig]:
         raise UserError(f"There is no sparsity configuration {name!r}: {known}")
     path = name if ":" in name else f"{module}:{bare}"
     return resolve_name(path, SparsityConfig, f"sparsity configuration {name!r}")
-
-
-def _name_of(config_cls: type[SparsityConfig]) -> str:
-    ours = SPARSITY_CONFIGS.get(config_cls.__name__) is config_cls
-    return config_cls.__name__ if ours else f"{config_cls.__module__}:{config_cls.__qualname__}"
 
 
 def _grid(num_blocks: int) -> tuple[Tensor, Tensor]:

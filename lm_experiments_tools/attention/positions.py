@@ -16,7 +16,7 @@ from lm_experiments_tools.errors import UserError
 
 
 class PositionScheme(nn.Module):
-    """What all schemes share: both questions answered by "nothing"."""
+    """Base of all schemes: both questions answered by "nothing"."""
 
     def rotate(self, q: Tensor, k: Tensor, offset: int | Tensor = 0) -> tuple[Tensor, Tensor]:
         """Queries and keys with their positions in them.
@@ -34,7 +34,7 @@ class PositionScheme(nn.Module):
         offset: int | Tensor = 0,
         device: torch.device | str | None = None,
     ) -> DistanceBias | Tensor | None:
-        """What is added to scores: a short table where queries and keys are the same tokens, which `attend` takes as
+        """A bias to add to scores: a short table where queries and keys are the same tokens, which `attend` takes as
         it is, a matrix [1, heads, query_length, key_length] for `query_length` tokens after `offset` others."""
         return None
 

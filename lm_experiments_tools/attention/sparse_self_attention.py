@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lm_experiments_tools.attention.kernels.bias import DistanceBias, dense_bias
+from lm_experiments_tools.attention.kernels.bias import Bias, dense_bias
 from lm_experiments_tools.attention.kernels.dispatch import block_sparse_attention
 from lm_experiments_tools.attention.kernels.plan import Layout, describe, num_blocks
 from lm_experiments_tools.attention.layouts import SparsityConfig
@@ -68,7 +68,7 @@ class SparseSelfAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        rpe: Tensor | DistanceBias | None = None,
+        rpe: Bias | None = None,
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
@@ -148,7 +148,7 @@ class SparseSelfAttention(nn.Module):
         return keep, added[:, None, None, :] if bool(added.any()) else None
 
     def _attention_mask(self, mask: Tensor, query: Tensor) -> Tensor:
-        """What the mask adds to scores, -inf where it leaves nothing: [1, 1, length, length]."""
+        """The mask as it is added to scores, -inf where it leaves nothing: [1, 1, length, length]."""
         length = query.shape[2]
         _check_mask("attn_mask", mask, query)
         if mask.shape[-2:] != (length, length) or mask.numel() != length * length:
@@ -170,8 +170,8 @@ def _check_mask(name: str, mask: Tensor, query: Tensor) -> None:
         raise UserError(f"SparseSelfAttention: {name} is on {mask.device}, but query is on {query.device}.")
 
 
-def _check_rpe(rpe: Tensor | DistanceBias | None, query: Tensor) -> None:
-    """What sums with masks rely on; the attention call checks the rest."""
+def _check_rpe(rpe: Bias | None, query: Tensor) -> None:
+    """Check what sums with masks rely on; the attention call checks the rest."""
     length = query.shape[2]
     if isinstance(rpe, Tensor):
         fits = rpe.dim() == 4 and rpe.shape[2:] == (length, length) and rpe.device == query.device
@@ -192,7 +192,7 @@ def _check_additive(name: str, mask: Tensor) -> None:
         )
 
 
-def _plus(bias: Tensor | DistanceBias | None, added: Tensor | None, length: int) -> Tensor | DistanceBias | None:
+def _plus(bias: Bias | None, added: Tensor | None, length: int) -> Bias | None:
     if added is None:
         return bias
     if bias is None:

@@ -21,18 +21,18 @@ class VariantConfig:
 
     @property
     def is_variant(self) -> bool:
-        """Whether transformers' own class would compute something else, or drop keys of a class derived from ours."""
+        """True if transformers' own class would compute something else, or drop keys of a class derived from ours."""
         ours = next(cls for cls in type(self).__mro__ if "variant_type" in vars(cls))
         return type(self) is not ours or any(getattr(self, key) != getattr(ours, key) for key in self.variant_keys)
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """What is written to config.json."""
+        """Values that are written to config.json."""
         values = super().to_diff_dict()
         return {**values, "model_type": self.variant_type} if self.is_variant else values
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What is read from config.json, and the keyword arguments that are left."""
+        """Values that are read from config.json, and the keyword arguments that are left."""
         values, unused = super().get_config_dict(*args, **kwargs)
         if values.get("model_type") == cls.variant_type:
             values["model_type"] = cls.model_type

@@ -53,7 +53,7 @@ class LayoutsArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionArgs(LayoutsArgs, MapsArgs, OutputArgs):
-    """What to look at, and where to write it."""
+    """Inputs and layers to look at, and where to write them."""
 
     def __post_init__(self) -> None:
         if (self.model is None) == (self.layout is None):
@@ -116,7 +116,7 @@ def _draw_maps(args: AttentionArgs) -> Path:
 
 
 def numbers(text: str, flag: str) -> list[int] | None:
-    """Those of "0,3-5": [0, 3, 4, 5]; None for "all"."""
+    """Numbers of "0,3-5": [0, 3, 4, 5]; None for "all"."""
     if text == "all":
         return None
     chosen = []

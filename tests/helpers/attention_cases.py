@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention import AlibiBias, Layout, T5Bias, block_sparse_attention
+from lm_experiments_tools.attention import AlibiBias, Layout, T5Bias, attention_probabilities, block_sparse_attention
 from lm_experiments_tools.attention.kernels.plan import num_blocks
-from lm_experiments_tools.attention.kernels.reference import reference_attention
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig, BSLongformerSparsityConfig
 
 
@@ -38,6 +37,13 @@ class Case:
     heads: int = 2
     head_dim: int = 8
     value_dim: int = 8
+
+
+def tensors(*shape: int, count: int = 3, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
+    """Random leaves that want gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(count)]
+    return [x.to(dtype).requires_grad_() for x in drawn]
 
 
 def make_layout(case: Case) -> object:
@@ -104,7 +110,7 @@ def errors(case: Case, backend: str, dtype: torch.dtype = torch.float64, device:
             q, k, values, layout, bias, **keywords, dropout_p=case.dropout_p, backend=backend
         )
 
-    dropout_mask = None
+    dropout_mask = 1.0
     if case.dropout_p:  # values that are the identity show the weights, and so which of them were dropped
         identity = torch.eye(case.key_length, dtype=dtype, device=device).expand(*k.shape[:2], -1, -1)
         kept = (call(identity).detach() != 0).double()
@@ -113,7 +119,7 @@ def errors(case: Case, backend: str, dtype: torch.dtype = torch.float64, device:
     leaves = [q, k, v] if leaf is None else [q, k, v, leaf]
     exact = [x.detach().double().requires_grad_() for x in leaves]
     bias = make_bias(case, exact[3] if leaf is not None else None)
-    expected = reference_attention(*exact[:3], layout, bias, **keywords, dropout_mask=dropout_mask)
+    expected = attention_probabilities(*exact[:2], layout, bias, **keywords) * dropout_mask @ exact[2]
     grad = torch.randn(expected.shape, generator=generator, dtype=torch.float64).to(device, dtype)
     found = [output, *torch.autograd.grad(output, leaves, grad)]
     wanted = [expected, *torch.autograd.grad(expected, exact, grad.double())]

@@ -126,7 +126,7 @@ def test_dense_layout_equals_eager_in_loss_and_every_gradient(make, reentrant, b
 
 
 def allowed_tokens(config: Any, length: int = LENGTH) -> Tensor:
-    """What a layout lets queries attend to, bool [1, heads, queries, keys]."""
+    """Keys that a layout lets queries attend to, bool [1, heads, queries, keys]."""
     blocks = config.make_layout(-(-length // config.block) * config.block).bool()
     tokens = blocks.repeat_interleave(config.block, 1).repeat_interleave(config.block, 2)
     return tokens[None, :, :length, :length]
@@ -194,7 +194,7 @@ def test_generation_equals_eager(options):
 
 @pytest.fixture
 def calls(monkeypatch) -> list[dict[str, Any]]:
-    """What our attention is given."""
+    """Arguments that our attention is given."""
     seen: list[dict[str, Any]] = []
     attend: Callable[..., Tensor] = huggingface.block_sparse_attention
 
@@ -233,7 +233,7 @@ def test_only_the_encoder_is_sparse_and_no_bias_is_a_matrix(calls, as_if_long):
 
 
 def test_layers_without_random_blocks_share_one_layout_object(calls):
-    """What kernels need of a layout is made once."""
+    """Lists that kernels need of a layout are made once."""
     model = convert(bert(), "BSLongformer", block=4)
     model(**batch(model))
     assert calls[0]["layout"] is calls[1]["layout"]

@@ -1,4 +1,4 @@
-"""What modeling_t5 is given in forms that are less common: masks that are added, encoder outputs, several `</s>`."""
+"""Inputs of modeling_t5 in less common forms: masks that are added, encoder outputs, several `</s>`."""
 
 import pytest
 import torch

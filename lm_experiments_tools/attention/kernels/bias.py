@@ -31,6 +31,9 @@ class DistanceBias(Protocol):
         those beyond s by the value at s (and by that at -s to the left)."""
 
 
+Bias = DistanceBias | Tensor
+
+
 def t5_bucket(relative_position: Tensor, bidirectional: bool, num_buckets: int, max_distance: int) -> Tensor:
     """Bucket of each distance (Raffel et al. 2020, section 2.1), in the arithmetic of transformers' T5: float32.
 
@@ -63,9 +66,8 @@ def _table_buckets(bidirectional: bool, num_buckets: int, max_distance: int, dev
     """Buckets of distances -s..s, int64[2 * s + 1], where s is the smallest beyond which nothing changes."""
     reach = torch.arange(-max_distance - 1, max_distance + 2, device="cpu")
     buckets = t5_bucket(reach, bidirectional, num_buckets, max_distance)
-    changes = (
-        (buckets[1:] != buckets[:-1]).nonzero().flatten() - max_distance - 1
-    )  # between this distance and the next
+    # Distances whose next one has another bucket.
+    changes = (buckets[1:] != buckets[:-1]).nonzero().flatten() - max_distance - 1
     saturation = int(max(-changes[0], changes[-1] + 1))
     covered = torch.arange(-saturation, saturation + 1, device="cpu")
     return t5_bucket(covered, bidirectional, num_buckets, max_distance).to(device)
@@ -126,10 +128,9 @@ class T5Bias:
 
     def between(self, low: int, high: int) -> Tensor:
         """Values [heads, high - low + 1] for distances low..high, without a table where few are wanted."""
-        find = _buckets_between if isinstance(low, int) and isinstance(high, int) else _buckets_between.__wrapped__
-        buckets = find(  # torch.export traces lengths that are no numbers yet
-            *(low, high, self.bidirectional, self.num_buckets, self.max_distance, self.weight.device)
-        )
+        is_traced = not (isinstance(low, int) and isinstance(high, int))  # by torch.export, without numbers yet
+        find = _buckets_between.__wrapped__ if is_traced else _buckets_between
+        buckets = find(low, high, self.bidirectional, self.num_buckets, self.max_distance, self.weight.device)
         # contiguous, as is then the matrix made of it: adding a mask to that takes a quarter of the time
         return self.weight[buckets].t().contiguous()
 
@@ -231,8 +232,8 @@ def dense_bias(bias: DistanceBias, query_length: int, key_length: int, dtype: to
     return toeplitz(vector.to(dtype or vector.dtype), query_length, key_length).unsqueeze(0)
 
 
-def wants_gradient(bias: DistanceBias | Tensor | None) -> bool:
-    """Whether a bias is trained in this call."""
+def wants_gradient(bias: Bias | None) -> bool:
+    """True if a bias is trained in this call."""
     if bias is None or not torch.is_grad_enabled():
         return False
     if isinstance(bias, Tensor):

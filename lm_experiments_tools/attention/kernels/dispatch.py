@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -11,13 +11,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lm_experiments_tools.attention.kernels import gather, sdpa
-from lm_experiments_tools.attention.kernels.bias import DistanceBias, T5Bias, wants_gradient
-from lm_experiments_tools.attention.kernels.plan import Layout, SparsityConfig
+from lm_experiments_tools.attention.kernels.bias import Bias, DistanceBias, T5Bias, wants_gradient
+from lm_experiments_tools.attention.kernels.plan import AnyLayout
 from lm_experiments_tools.attention.kernels.request import Request, Segments, check
 from lm_experiments_tools.errors import UserError
 
 # Each is a module with refusal(request), cost(request) and attend(request, seed); imported when it is first needed.
-_BACKENDS = {name: f"{__package__}.{name}" for name in ("reference", "gather", "sdpa", "flex", "triton")}
+_BACKENDS = "reference", "gather", "sdpa", "flex", "triton"
 
 # Lengths and densities at which two backends take equally long, forward and backward, on a CPU.
 _SHORT = 256  # up to here a dense call costs less than making pieces of it
@@ -32,8 +32,8 @@ def block_sparse_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: SparsityConfig | Layout | Tensor | None = None,
-    bias: DistanceBias | Tensor | None = None,
+    layout: AnyLayout = None,
+    bias: Bias | None = None,
     key_padding_mask: Tensor | None = None,
     segment_ids: Segments | None = None,
     causal: bool = False,
@@ -73,15 +73,12 @@ def block_sparse_attention(
     Raises:
         UserError: arguments that do not fit each other, or a named backend that cannot do what is asked.
     """
-    signature, is_compiling = None, torch.compiler.is_compiling()
-    if layout is None and segment_ids is None and backend == "auto" and not is_compiling:
-        signature = _signature(q, k, v, bias, key_padding_mask, causal, scale, dropout_p)
-        if signature in _PLAIN:
-            return sdpa.attend_dense(q, k, v, bias, key_padding_mask, causal, scale, dropout_p)
-    # A compiled model leaves its graph here: lists are made from values, and the kernels are compiled already.
-    attend = torch.compiler.disable(_attend) if is_compiling else _attend
-    arguments = q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p
-    return attend(*arguments, backend=backend, signature=signature)
+    request = Request(q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p)
+    if torch.compiler.is_compiling():
+        # A compiled model leaves its graph here: lists are made from values, and the kernels are compiled already.
+        return torch.compiler.disable(_attend)(request, backend, None)
+    signature = _signature(request) if backend == "auto" else None
+    return sdpa.attend_dense(request) if signature in _PLAIN else _attend(request, backend, signature)
 
 
 # Signatures of calls that have been checked once and are SDPA's. To check a call and choose takes as long as computing
@@ -90,20 +87,14 @@ _PLAIN: set[tuple] = set()
 _MAX_PLAIN = 4096
 
 
-def _signature(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: DistanceBias | Tensor | None,
-    key_padding_mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    dropout_p: float,
-) -> tuple | None:
+def _signature(request: Request) -> tuple | None:
     """All that check and choice go by in a dense call on a CPU; None for any other call, and for odd types.
 
     Each line costs every call a tenth of a microsecond or two.
     """
+    q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p = request
+    if layout is not None or segment_ids is not None:
+        return None
     if type(causal) is not bool or type(dropout_p) is not float or not (scale is None or type(scale) is float):
         return None
     if not (type(q) is type(k) is type(v) is Tensor and q.is_cpu and k.is_cpu and v.is_cpu):
@@ -121,29 +112,29 @@ def _signature(
     return signature
 
 
-def _attend(*arguments: object, backend: str, signature: tuple | None) -> Tensor:
-    if isinstance(arguments[0], FakeTensor):
+def _attend(request: Request, backend: str, signature: tuple | None) -> Tensor:
+    if isinstance(request.q, FakeTensor):
         raise UserError(
             "torch.export's tensors hold no numbers, and lists of blocks are made from numbers: export the model with "
             'another attention, such as attn_implementation="sdpa".'
         )
-    request = check(*arguments)
-    if request.q.is_meta:
+    checked = check(request)
+    if checked.q.is_meta:
         raise UserError("q, k and v are on the meta device and hold no numbers: move them to a CPU or GPU.")
-    module, _ = _choose(request, backend)
+    module, _ = _choose(checked, backend)
     if module is sdpa and signature is not None and len(_PLAIN) < _MAX_PLAIN:
-        with_mask = replace(request, key_padding_mask=arguments[5])  # the next one may not be all True
+        with_mask = checked._replace(key_padding_mask=request.key_padding_mask)  # the next one may not be all True
         if _choose(with_mask, backend)[0] is sdpa:
             _PLAIN.add(signature)
     seed = 0
-    if request.dropout_p and module is not sdpa:  # which draws itself, here as in calls that are checked no more
+    if checked.dropout_p and module is not sdpa:  # which draws itself, here as in calls that are checked no more
         seed = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
-    return module.attend(request, seed)
+    return module.attend(checked, seed)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend serves a call, and what it costs."""
+    """The backend that serves a call, and what it costs."""
 
     backend: str
     reason: str
@@ -162,8 +153,8 @@ def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: SparsityConfig | Layout | Tensor | None = None,
-    bias: DistanceBias | Tensor | None = None,
+    layout: AnyLayout = None,
+    bias: Bias | None = None,
     key_padding_mask: Tensor | None = None,
     segment_ids: Segments | None = None,
     causal: bool = False,
@@ -171,25 +162,29 @@ def explain(
     dropout_p: float = 0.0,
     backend: str = "auto",
 ) -> Explanation:
-    """What `block_sparse_attention` would do with these arguments; `print(explain(...))` is a sentence."""
-    request = check(q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p)
+    """The backend that `block_sparse_attention` takes for these arguments; `print(explain(...))` is a sentence."""
+    request = check(Request(q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p))
     module, reason = _choose(request, backend)
     effective_density, memory_bytes = module.cost(request)
-    name = next(name for name, home in _BACKENDS.items() if home == module.__name__)
+    name = module.__name__.rpartition(".")[2]
     return Explanation(name, reason, request.density, effective_density, memory_bytes)
 
 
 def _choose(request: Request, backend: str) -> tuple[ModuleType, str]:
     """The backend's module and why it was taken."""
     if backend != "auto":
-        if not isinstance(backend, str) or backend not in _BACKENDS:
+        if backend not in _BACKENDS:
             raise UserError(f'backend is {backend!r}; it must be "auto" or one of {", ".join(_BACKENDS)}.')
-        module = importlib.import_module(_BACKENDS[backend])
+        module = _module(backend)
         refused = module.refusal(request)
         if refused:
             raise UserError(f'backend "{backend}" cannot do this: {refused}; "auto" finds one that can.')
         return module, "asked for"
     return _choose_on_gpu(request) if request.q.device.type == "cuda" else _choose_on_cpu(request)
+
+
+def _module(backend: str) -> ModuleType:
+    return importlib.import_module(f"{__package__}.{backend}")
 
 
 def _choose_on_cpu(request: Request) -> tuple[ModuleType, str]:
@@ -211,8 +206,8 @@ def _choose_on_cpu(request: Request) -> tuple[ModuleType, str]:
 def shares_matrix(
     bias: DistanceBias, query_length: int, key_length: int, device: torch.device, is_dense: bool, training: bool
 ) -> bool:
-    """Whether all layers of a model had better share this bias as one matrix, as implementations of T5 do: where
-    "auto" takes SDPA, for which each layer would make the matrix for itself.
+    """True if all layers of a model should share this bias as one matrix, as implementations of T5 do: where "auto"
+    takes SDPA, for which each layer would make the matrix for itself.
 
     In `training` the answer is that for a trained bias, also where gradients are off: reentrant checkpoints ask twice,
     without and with them, and must be told the same.
@@ -228,7 +223,7 @@ def shares_matrix(
 def _choose_on_gpu(request: Request) -> tuple[ModuleType, str]:
     if request.is_dense and not sdpa.needs_matrix(request):
         return sdpa, "a dense call without masks or bias has a fused kernel in PyTorch"
-    triton = importlib.import_module(_BACKENDS["triton"])
+    triton = _module("triton")
     refused = triton.refusal(request)
     if refused is None:
         return triton, "its kernels skip blocks and train the bias without atomics"

@@ -123,7 +123,9 @@ def attend(request: Request, seed: int) -> Tensor:
     call = _compiled() if request.q.device.type == "cuda" else flex_attention
     with torch.autocast(request.q.device.type, enabled=False):
         return call(
-            *(request.q, request.k, request.v),
+            request.q,
+            request.k,
+            request.v,
             score_mod=_score_mod(request),
             block_mask=_mask(request),
             scale=request.scale,

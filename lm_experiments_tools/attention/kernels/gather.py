@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention.kernels.bias import DistanceBias, distance_tiles
+from lm_experiments_tools.attention.kernels.bias import Bias, distance_tiles
 from lm_experiments_tools.attention.kernels.plan import Layout, cached, num_blocks
 from lm_experiments_tools.attention.kernels.request import Request
 
@@ -85,7 +85,7 @@ class BiasTiles:
 
 
 def bias_tiles(
-    bias: DistanceBias | Tensor | None, block: int, query_length: int, key_length: int, causal: bool, like: Tensor
+    bias: Bias | None, block: int, query_length: int, key_length: int, causal: bool, like: Tensor
 ) -> BiasTiles | None:
     """Tiles of a bias, and of the causal mask: -inf above the diagonal of tiles that lie on it. Differentiable."""
     future = torch.ones(block, block, dtype=torch.bool, device=like.device).triu(1)
@@ -126,7 +126,7 @@ def _matrix_tiles(bias: Tensor, block: int, future: Tensor | None) -> BiasTiles:
 
 @dataclass
 class Call:
-    """What one call fixes besides its tensors that need gradients."""
+    """Everything that one call fixes besides its tensors that need gradients."""
 
     layout: Layout
     groups: list[Group]
@@ -138,7 +138,7 @@ class Call:
     segments: list[Tensor] | None  # of queries and keys, int [batch * query_blocks or key_blocks, block]
     dropout_p: float
     seed: int
-    blocking_bias: bool = False  # whether the bias may be -inf for all keys of a query
+    blocking_bias: bool = False  # True if the bias may be -inf for all keys of a query
 
     @property
     def query_blocks(self) -> int:
@@ -243,7 +243,7 @@ def probabilities(call: Call, piece: Piece, q: Tensor, k: Tensor, tiles: Tensor 
 
 
 def dropout_mask(call: Call, piece: Piece, like: Tensor) -> Tensor | None:
-    """What the probabilities of a piece are multiplied with: 0 or 1 / (1 - p), the same in forward and backward."""
+    """Factors of the probabilities of a piece: 0 or 1 / (1 - p), the same in forward and backward."""
     if call.dropout_p == 0.0:
         return None
     generator = torch.Generator(like.device).manual_seed(call.seed + piece.number)
@@ -353,7 +353,11 @@ def attend(request: Request, seed: int) -> Tensor:
     if request.segment_ids is not None:
         segments = [_kept(ids, n).view(-1, block) for ids, n in zip(request.segment_ids, lengths, strict=True)]
     call = Call(
-        *(layout, groups_of(layout, num_heads, request.causal, device), batch, num_heads, request.scale),
+        layout,
+        groups_of(layout, num_heads, request.causal, device),
+        batch,
+        num_heads,
+        request.scale,
         tile_index=None if tiles is None else tiles.index,
         key_mask=None if key_mask is None else _kept(key_mask, lengths[1]).view(-1, block),
         segments=segments,
@@ -367,7 +371,7 @@ def attend(request: Request, seed: int) -> Tensor:
 
 
 def _may_block(request: Request) -> bool:
-    """Whether the bias has -inf anywhere; on a GPU, where looking would make it wait, whether there is one."""
+    """True if the bias has -inf anywhere; on a GPU, where looking would make it wait, if there is a bias."""
     bias = request.bias
     if bias is None:
         return False

@@ -19,11 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lm_experiments_tools.errors import UserError
 
-DENSE_BLOCK = 64
+DENSE_BLOCK = 64  # tokens of a block where no layout is given
 
 
-class SparsityConfig(Protocol):
-    """What is needed of the classes in `layouts`."""
+class LayoutMaker(Protocol):
+    """A layout for any length, as the classes in `layouts` are."""
 
     block: int
 
@@ -62,9 +62,17 @@ class Layout:
         """Fraction of blocks attended to."""
         return self.blocks.count_nonzero().item() / max(1, self.blocks.numel())
 
+    def tokens(self, device: torch.device) -> Tensor:
+        """Which keys each query attends to: bool [1, heads or 1, query_blocks * block, key_blocks * block]."""
+        rows = self.blocks.to(device).repeat_interleave(self.block, 1)
+        return rows.repeat_interleave(self.block, 2)[None]
+
+
+AnyLayout = LayoutMaker | Layout | Tensor | None
+
 
 def is_int(x: object) -> bool:
-    """Whether x is a whole number, of Python or numpy, and no truth value."""
+    """True for a whole number, of Python or numpy, that is no truth value."""
     return isinstance(x, Integral) and not isinstance(x, bool)
 
 
@@ -95,9 +103,7 @@ def cached(owner: object, key: tuple, make: Callable[[], object]) -> object:
     return values[key]
 
 
-def resolve_layout(
-    layout: SparsityConfig | Layout | Tensor | None, num_heads: int, query_length: int, key_length: int
-) -> Layout:
+def resolve_layout(layout: AnyLayout, num_heads: int, query_length: int, key_length: int) -> Layout:
     """The blocks of a layout for these lengths; inputs that do not fill the last block are padded there.
 
     The blocks of a tensor have query_length / query_blocks tokens, rounded up. That must be a power of two: it is then
@@ -127,9 +133,8 @@ def resolve_layout(
     owner = _DENSE if layout is None else layout
     kept, version = cached(owner, ("blocks", num_heads, *shape, block), dict), _version(layout)
     if version not in kept:
-        made = _resolve(
-            *(Layout(layout, block) if isinstance(layout, Tensor) else layout, num_heads, query_length, key_length)
-        )
+        source = Layout(layout, block) if isinstance(layout, Tensor) else layout
+        made = _resolve(source, num_heads, query_length, key_length)
         if isinstance(made.blocks, FakeTensor):  # good only while torch.export traces
             return made
         kept.clear()  # what the object said before it was changed
@@ -149,8 +154,8 @@ def _block_of(blocks: Tensor, query_length: int) -> int:
     return block
 
 
-def _version(layout: SparsityConfig | Layout | Tensor | None) -> object:
-    """What the object says now, so that blocks written to and settings changed since are seen."""
+def _version(layout: AnyLayout) -> object:
+    """Content of a layout now, so that blocks written to and settings changed since are seen."""
     blocks = layout.blocks if isinstance(layout, Layout) else layout
     if not isinstance(blocks, Tensor):
         values = getattr(layout, "__dict__", None)
@@ -162,7 +167,7 @@ def _version(layout: SparsityConfig | Layout | Tensor | None) -> object:
     return blocks._version
 
 
-def _resolve(layout: SparsityConfig | Layout | None, num_heads: int, query_length: int, key_length: int) -> Layout:
+def _resolve(layout: LayoutMaker | Layout | None, num_heads: int, query_length: int, key_length: int) -> Layout:
     if layout is None:
         shape = 1, num_blocks(query_length, DENSE_BLOCK), num_blocks(key_length, DENSE_BLOCK)
         return Layout(torch.ones(shape, dtype=torch.bool, device="cpu"), DENSE_BLOCK)

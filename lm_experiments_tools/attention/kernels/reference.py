@@ -7,47 +7,27 @@ import math
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention.kernels.bias import DistanceBias
-from lm_experiments_tools.attention.kernels.plan import Layout, SparsityConfig, resolve_layout
+from lm_experiments_tools.attention.kernels.bias import Bias, DistanceBias
+from lm_experiments_tools.attention.kernels.plan import AnyLayout
 from lm_experiments_tools.attention.kernels.request import Request, Segments, check
 
 
-def attend_mask(
-    batch: int,
-    num_heads: int,
-    query_length: int,
-    key_length: int,
-    layout: SparsityConfig | Layout | Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    segment_ids: Segments | None = None,
-    causal: bool = False,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """Which keys each query may attend to: bool, broadcastable to [batch, num_heads, query_length, key_length].
-
-    Args are those of `block_sparse_attention`.
-    """
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-    if layout is not None:
-        resolved = resolve_layout(layout, num_heads, query_length, key_length)
-        blocks = resolved.blocks.to(device)
-        tokens = blocks.repeat_interleave(resolved.block, 1).repeat_interleave(resolved.block, 2)
-        mask = tokens[None, :, :query_length, :key_length]
-    if causal:
+def allowed_keys(request: Request) -> Tensor:
+    """Keys that each query may attend to: bool, broadcastable to [batch, heads, query_length, key_length]."""
+    (_, _, query_length, key_length), device = request.scores_shape, request.q.device
+    mask = request.layout.tokens(device)[..., :query_length, :key_length]
+    if request.causal:
         mask = mask & torch.ones(query_length, key_length, dtype=torch.bool, device=device).tril()
-    if key_padding_mask is not None:
-        mask = mask & key_padding_mask[:, None, None, :]
-    if segment_ids is not None:
-        queries, keys = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-        mask = mask & (queries[:, None, :, None] == keys[:, None, None, :])
-    return mask
+    if request.key_padding_mask is not None:
+        mask = mask & request.key_padding_mask[:, None, None, :]
+    return mask if request.segment_ids is None else mask & request.same_segments
 
 
 def attention_probabilities(
     q: Tensor,
     k: Tensor,
-    layout: SparsityConfig | Layout | Tensor | None = None,
-    bias: DistanceBias | Tensor | None = None,
+    layout: AnyLayout = None,
+    bias: Bias | None = None,
     key_padding_mask: Tensor | None = None,
     segment_ids: Segments | None = None,
     causal: bool = False,
@@ -60,7 +40,7 @@ def attention_probabilities(
     Raises:
         UserError: arguments that do not fit each other.
     """
-    return _probabilities(check(q, k, k, layout, bias, key_padding_mask, segment_ids, causal, scale, 0.0))
+    return _probabilities(check(Request(q, k, k, layout, bias, key_padding_mask, segment_ids, causal, scale)))
 
 
 def _probabilities(request: Request) -> Tensor:
@@ -70,11 +50,7 @@ def _probabilities(request: Request) -> Tensor:
         scores = scores + bias.double()
     elif bias is not None:
         scores = scores + _matrix(bias, *request.scores_shape[2:])
-    mask = attend_mask(
-        *request.scores_shape,
-        *(request.layout, request.key_padding_mask, request.segment_ids, request.causal, q.device),
-    )
-    mask = mask & ~scores.isneginf()
+    mask = allowed_keys(request) & ~scores.isneginf()
     # Finite, so that a row of nothing else has finite gradients; those of masked places are zero either way.
     probabilities = scores.masked_fill(~mask, torch.finfo(torch.float64).min / 2).softmax(-1)
     return probabilities.masked_fill(~mask, 0.0)
@@ -89,42 +65,6 @@ def _matrix(bias: DistanceBias, query_length: int, key_length: int) -> Tensor:
     return table[:, distances.clamp(-saturation, saturation) + saturation]
 
 
-def reference_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: SparsityConfig | Layout | Tensor | None = None,
-    bias: DistanceBias | Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    segment_ids: Segments | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    dropout_mask: Tensor | None = None,
-) -> Tensor:
-    """softmax(q k^T * scale + bias) v over the keys allowed, computed in float64, gradients by autograd.
-
-    Args:
-        q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale: as of `block_sparse_attention`.
-        dropout_mask: what probabilities are multiplied with, [batch, heads, query_length, key_length]: 0 where dropped
-            and 1 / (1 - p) where kept; None drops nothing.
-
-    Returns:
-        [batch, heads, query_length, v's head_dim] in the dtype of q.
-
-    Raises:
-        UserError: arguments that do not fit each other.
-    """
-    request = check(q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, 0.0)
-    return _attend(request, dropout_mask)
-
-
-def _attend(request: Request, dropout_mask: Tensor | None) -> Tensor:
-    probabilities = _probabilities(request)
-    if dropout_mask is not None:
-        probabilities = probabilities * dropout_mask
-    return torch.einsum("bhqk,bhkd->bhqd", probabilities, request.v.double()).to(request.q.dtype)
-
-
 def refusal(request: Request) -> str | None:
     """Why this backend cannot serve a request; None if it can."""
     return None
@@ -136,10 +76,10 @@ def cost(request: Request) -> tuple[float, int]:
 
 
 def attend(request: Request, seed: int) -> Tensor:
-    """`block_sparse_attention` of a checked request."""
-    dropout_mask = None
+    """`block_sparse_attention` of a checked request, gradients by autograd."""
+    weights = _probabilities(request)
     if request.dropout_p:
         generator = torch.Generator(request.q.device).manual_seed(seed)
-        drawn = torch.rand(request.scores_shape, generator=generator, dtype=torch.float64, device=request.q.device)
-        dropout_mask = (drawn >= request.dropout_p) / (1 - request.dropout_p)
-    return _attend(request, dropout_mask)
+        drawn = torch.rand(weights.shape, generator=generator, dtype=torch.float64, device=request.q.device)
+        weights = weights * ((drawn >= request.dropout_p) / (1 - request.dropout_p))
+    return torch.einsum("bhqk,bhkd->bhqd", weights, request.v.double()).to(request.q.dtype)

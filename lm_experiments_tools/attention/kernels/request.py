@@ -1,16 +1,16 @@
-"""One attention call after its arguments have been checked: what a backend is given."""
+"""One attention call: its arguments, checked once, which every backend is given."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from numbers import Real
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention.kernels.bias import AlibiBias, DistanceBias, T5Bias, wants_gradient
-from lm_experiments_tools.attention.kernels.plan import Layout, SparsityConfig, cached, describe, resolve_layout
+from lm_experiments_tools.attention.kernels.bias import AlibiBias, Bias, T5Bias, wants_gradient
+from lm_experiments_tools.attention.kernels.plan import AnyLayout, cached, describe, resolve_layout
 from lm_experiments_tools.errors import UserError
 
 Segments = Tensor | tuple[Tensor, Tensor]
@@ -18,20 +18,23 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-@dataclass(frozen=True)
-class Request:
-    """Arguments of `block_sparse_attention`, checked; `layout` holds the blocks for these lengths and heads."""
+class Request(NamedTuple):
+    """Arguments of `block_sparse_attention`, as given or checked.
+
+    `check` makes the one of the other: its `layout` holds the blocks for these lengths and heads, its segments are a
+    pair, its scale is a number. The properties below `scores_shape` are those of a checked one.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    layout: Layout
-    bias: DistanceBias | Tensor | None
-    key_padding_mask: Tensor | None
-    segment_ids: tuple[Tensor, Tensor] | None
-    causal: bool
-    scale: float
-    dropout_p: float
+    layout: AnyLayout = None
+    bias: Bias | None = None
+    key_padding_mask: Tensor | None = None
+    segment_ids: Segments | None = None
+    causal: bool = False
+    scale: float | None = None
+    dropout_p: float = 0.0
 
     @property
     def scores_shape(self) -> tuple[int, int, int, int]:
@@ -49,13 +52,19 @@ class Request:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the layout keeps every block (causality may still leave some out)."""
+        """True if the layout keeps every block (causality may still leave some out)."""
         return cached(self.layout, ("dense",), lambda: bool(self.layout.blocks.all()))
 
     @property
     def trains_bias(self) -> bool:
-        """Whether the bias wants a gradient."""
+        """True if the bias wants a gradient."""
         return wants_gradient(self.bias)
+
+    @property
+    def same_segments(self) -> Tensor:
+        """Keys of a query's own segment, bool [batch, 1, query_length, key_length]."""
+        queries, keys = self.segment_ids
+        return queries[:, None, :, None] == keys[:, None, None, :]
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -63,19 +72,9 @@ class Request:
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
 
-def check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: SparsityConfig | Layout | Tensor | None,
-    bias: DistanceBias | Tensor | None,
-    key_padding_mask: Tensor | None,
-    segment_ids: Segments | None,
-    causal: bool,
-    scale: float | None,
-    dropout_p: float,
-) -> Request:
-    """A request, or a UserError that names the argument at fault."""
+def check(request: Request) -> Request:
+    """The request as backends take it, or a UserError that names the argument at fault."""
+    q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p = request
     _check_tensors(q, k, v)
     batch, num_heads, query_length, head_dim = q.shape
     key_length = k.shape[2]
@@ -95,10 +94,13 @@ def check(
         _check_device("key_padding_mask", key_padding_mask, q)
         if key_padding_mask.device.type == "cpu" and key_padding_mask.all():  # looking would make a GPU wait
             key_padding_mask = None
-    return Request(
-        *(q, k, v, resolve_layout(layout, num_heads, query_length, key_length), bias, key_padding_mask),
-        *(_check_segments(segment_ids, q, key_length), bool(causal)),
-        *(head_dim**-0.5 if scale is None else float(scale), float(dropout_p)),
+    return request._replace(
+        layout=resolve_layout(layout, num_heads, query_length, key_length),
+        key_padding_mask=key_padding_mask,
+        segment_ids=_check_segments(segment_ids, q, key_length),
+        causal=bool(causal),
+        scale=head_dim**-0.5 if scale is None else float(scale),
+        dropout_p=float(dropout_p),
     )
 
 
@@ -129,7 +131,7 @@ def _home(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} on {x.device}"
 
 
-def _check_bias(bias: DistanceBias | Tensor | None, q: Tensor, key_length: int) -> None:
+def _check_bias(bias: Bias | None, q: Tensor, key_length: int) -> None:
     if bias is None:
         return
     batch, num_heads, query_length, _ = q.shape

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lm_experiments_tools.attention.kernels.bias import DistanceBias, dense_bias, wants_gradient
+from lm_experiments_tools.attention.kernels.bias import AlibiBias, Bias, T5Bias, dense_bias, wants_gradient
 from lm_experiments_tools.attention.kernels.plan import cached
-from lm_experiments_tools.attention.kernels.reference import attend_mask
 from lm_experiments_tools.attention.kernels.request import Request
 
 _KEPT = 1 << 22  # bytes of a layout's or causal mask up to which it is kept for the next layer
@@ -23,7 +21,7 @@ def refusal(request: Request) -> str | None:
 
 
 def needs_matrix(request: Request) -> bool:
-    """Whether a mask or bias matrix has to be written out."""
+    """True if a mask or bias matrix has to be written out."""
     masks = request.key_padding_mask, request.segment_ids, request.bias
     return not request.is_dense or any(mask is not None for mask in masks)
 
@@ -54,42 +52,30 @@ def attend(request: Request, seed: int) -> Tensor:
     if not request.is_dense:
         allowed = _allowed_by_layout(request)
     if request.segment_ids is not None:
-        same = attend_mask(*request.scores_shape, segment_ids=request.segment_ids, device=request.q.device)
-        allowed = same if allowed is None else allowed & same
-    return attend_dense(
-        *(request.q, request.k, request.v, request.bias, request.key_padding_mask),
-        *(request.causal, request.scale, request.dropout_p, allowed),
-    )
+        allowed = request.same_segments if allowed is None else allowed & request.same_segments
+    return attend_dense(request, allowed)
 
 
-def attend_dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: DistanceBias | Tensor | None,
-    key_padding_mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    allowed: Tensor | None = None,
-) -> Tensor:
-    """The same of checked arguments, and of keys `allowed`, bool broadcastable to the scores.
+def attend_dense(request: Request, allowed: Tensor | None = None) -> Tensor:
+    """The same whatever the layout and the segments, for keys `allowed`, bool broadcastable to the scores.
 
     Short calls take tens of microseconds, as long as ten operations on the smallest tensors: none is wasted here.
     """
+    q, k, v, _, bias, key_padding_mask, _, causal, scale, dropout_p = request
     on_cpu, dtype = q.is_cpu, q.dtype
     device = "cpu" if on_cpu else q.device.type
     if torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):
-            return attend_dense(q, k, v, bias, key_padding_mask, causal, scale, dropout_p, allowed)
+            return attend_dense(request, allowed)
     if on_cpu and dtype.itemsize == 2 and _half_is_slow(q, k, v, bias):
         q, k, v = q.float(), k.float(), v.float()
     if bias is not None:
-        if isinstance(bias, Tensor) and not on_cpu:  # which may leave a query without any key
-            reached = bias != -torch.inf
-            allowed = reached if allowed is None else allowed & reached
+        may_block = not on_cpu and not isinstance(bias, T5Bias | AlibiBias)
         bias = bias if isinstance(bias, Tensor) else dense_bias(bias, q.shape[2], k.shape[2], q.dtype)
         bias = bias if bias.dtype == q.dtype else bias.to(q.dtype)
+        if may_block:  # and leave a query without any key
+            reached = bias != -torch.inf
+            allowed = reached if allowed is None else allowed & reached
     if key_padding_mask is not None:
         alone = bias is None and allowed is None and not causal  # a mask of one row, which costs next to nothing
         if alone or not on_cpu or not key_padding_mask.all():  # looking would make a GPU wait
@@ -99,7 +85,7 @@ def attend_dense(
         causal, past = False, _past(q.shape[2], k.shape[2], q.device)
         allowed = past if allowed is None else allowed & past
     if allowed is not None and not on_cpu:
-        return _with_dead_rows(q, k, v, bias, allowed, scale, dropout_p).to(dtype)
+        return masked(q, k, v, bias, allowed, scale, dropout_p).to(dtype)
     mask = bias if allowed is None else allowed
     if bias is not None and allowed is not None:  # added, because a sum has no gradient to compute
         mask = bias + torch.where(allowed, 0.0, -torch.inf).to(q.dtype)
@@ -107,8 +93,23 @@ def attend_dense(
     return out if q.dtype == dtype else out.to(dtype)
 
 
-def _half_is_slow(q: Tensor, k: Tensor, v: Tensor, bias: DistanceBias | Tensor | None) -> bool:
-    """Whether 16-bit floats had better be computed with as float32: PyTorch's fused backward pass takes three to six
+def masked(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, allowed: Tensor, scale: float | None, dropout_p: float
+) -> Tensor:
+    """PyTorch's attention to keys `allowed`, where `bias` is finite; queries without any give zeros, get no gradient.
+
+    PyTorch's CPU kernels promise so much for queries without keys. Of the GPU's several kernels and of exported graphs
+    it is not known, so here these rows are opened and then zeroed.
+    """
+    dead = ~allowed.any(-1, keepdim=True)
+    mask = allowed | dead
+    if bias is not None:
+        mask = torch.where(allowed, bias.to(q.dtype), torch.where(dead, 0.0, -torch.inf).to(q.dtype))
+    return scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale).masked_fill(dead, 0.0)
+
+
+def _half_is_slow(q: Tensor, k: Tensor, v: Tensor, bias: Bias | None) -> bool:
+    """True if 16-bit floats are better computed in float32: PyTorch's fused backward pass takes three to six
     times as long where the CPU has no instructions for them. Its forward pass and the unfused loop of a trained bias
     do not."""
     if "AVX512" in torch.backends.cpu.get_cpu_capability() or not torch.is_grad_enabled():
@@ -121,11 +122,10 @@ def _allowed_by_layout(request: Request) -> Tensor:
 
     @torch.inference_mode(False)  # what is kept serves training too, whoever asks first
     def make() -> Tensor:
-        return attend_mask(1, num_heads, *lengths, layout, device=request.q.device)
+        return layout.tokens(request.q.device)  # one mask serves all lengths that fill the blocks
 
-    layout, (_, num_heads, query_length, key_length) = request.layout, request.scores_shape
-    lengths = [count * layout.block for count in layout.blocks.shape[1:]]  # one mask serves all that fill the blocks
-    keeps = layout.blocks.shape[0] * math.prod(lengths) <= _KEPT
+    layout, (query_length, key_length) = request.layout, request.scores_shape[2:]
+    keeps = layout.blocks.numel() * layout.block**2 <= _KEPT
     mask = cached(layout, ("allowed", request.q.device), make) if keeps else make()
     return mask[..., :query_length, :key_length]
 
@@ -140,15 +140,3 @@ def _past(query_length: int, key_length: int, device: torch.device) -> Tensor:
 @torch.inference_mode(False)
 def _kept_past(query_length: int, key_length: int, device: torch.device) -> Tensor:
     return torch.ones(query_length, key_length, dtype=torch.bool, device=device).tril()
-
-
-def _with_dead_rows(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, allowed: Tensor, scale: float | None, dropout_p: float
-) -> Tensor:
-    """Queries that may attend to nothing: PyTorch's CPU kernels give them zeros and no gradient, as we promise. Of the
-    GPU's several kernels this is not known, so these rows are opened and then zeroed."""
-    dead = ~allowed.any(-1, keepdim=True)
-    mask = allowed | dead
-    if bias is not None:
-        mask = bias.masked_fill(~allowed, -torch.inf).masked_fill(dead, 0.0)
-    return scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale).masked_fill(dead, 0.0)

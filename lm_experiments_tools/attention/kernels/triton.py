@@ -9,7 +9,8 @@ import importlib
 import importlib.util
 import math
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
 
@@ -90,7 +91,7 @@ class Cut:
     left: Tensor  # bool [query tiles, key tiles]: tiles before all that is near the diagonal
     right: Tensor  # tiles after it
     dense: bool
-    has_bits: bool  # whether any tile is attended to in part
+    has_bits: bool  # True if any tile is attended to in part
 
 
 def cut(request: Request, tile: Tile, saturation: int | None) -> Cut:
@@ -149,8 +150,10 @@ def lists_of(cut: Cut, by_key: bool, device: torch.device) -> TileLists:
     near, far = begin + (active & first).sum(-1), begin + counts - (active & last).sum(-1)
     ranges = torch.stack([begin, near, far, begin + counts], dim=-1)
     return TileLists(
-        *(ranges.int().to(device), counts.argsort(dim=-1, descending=True, stable=True).int().to(device)),
-        *(active.nonzero()[:, 2].int().to(device), bits[active].to(device)),
+        ranges.int().to(device),
+        counts.argsort(dim=-1, descending=True, stable=True).int().to(device),
+        active.nonzero()[:, 2].int().to(device),
+        bits[active].to(device),
         rank_major=bool(counts.max() > _UNEVEN * counts.float().mean()),
     )
 
@@ -176,15 +179,13 @@ def diagonals_of(cut: Cut, rough: Cut, device: torch.device) -> DiagonalLists:
     order = diagonal.argsort(stable=True)
     counts = torch.bincount(diagonal, minlength=cut.active.shape[0] * diagonals)
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    return DiagonalLists(
-        *(starts.int().to(device), row[order].int().to(device), cut.bits[head, row, column][order].to(device)),
-        diagonals,
-    )
+    bits = cut.bits[head, row, column][order]
+    return DiagonalLists(starts.int().to(device), row[order].int().to(device), bits.to(device), diagonals)
 
 
 @dataclass
 class Call:
-    """What the kernels of one call have in common."""
+    """Settings that the kernels of one call share, and their launches."""
 
     request: Request  # with empty tensors: what the backward pass needs is for autograd to keep, or to drop
     device: torch.device
@@ -216,10 +217,57 @@ class Call:
         lengths = request.scores_shape[2:]
         return cached(request.layout, ("triton", kernel, tile, lengths, request.causal, self.near, device), make)
 
-    def tensors(self, *main: Tensor | None) -> tuple[Tensor, ...]:
-        """Pointers for a kernel: `main`, then the masks; what no one reads is replaced by something that exists."""
-        masks = self.key_mask, *(self.segments or (None, None))
-        return tuple(main[0] if x is None else x for x in (*main, *masks))
+    def launch(self, kernel: str, tensors: Mapping[str, Tensor | None], **more: object) -> None:
+        """Run a kernel that walks lists, one program for each tile of each sequence of each head.
+
+        Args:
+            tensors, more: its own arguments, by name.
+        """
+        parts, lists = self.plan(kernel)
+        batch, num_heads, num_tiles = *self.request.scores_shape[:2], lists.order.shape[1]
+        self.run(
+            kernel,
+            num_tiles * batch * num_heads,
+            parts,
+            {**tensors, "ranges": lists.ranges, "order": lists.order, "tiles": lists.tiles, "tile_bits": lists.bits},
+            num_tiles=num_tiles,
+            sequences=batch * num_heads,
+            BLOCK_N=parts.tile.keys,
+            SUB_N=parts.sub_keys,
+            BIAS=self.bias,
+            DENSE=parts.dense,
+            RANK_MAJOR=lists.rank_major,
+            STAGES=parts.tile.num_stages,
+            **more,
+        )
+
+    def run(
+        self, kernel: str, programs: int, parts: Cut, tensors: Mapping[str, Tensor | None], **more: object
+    ) -> None:
+        """Run any kernel; in place of a tensor that it does not read, it is given one that exists."""
+        query_segments, key_segments = self.segments or (None, None)
+        masks = {"key_mask": self.key_mask, "query_segments": query_segments, "key_segments": key_segments}
+        pointers = {name: tensors["q"] if x is None else x for name, x in {**tensors, **masks}.items()}
+        output = tensors["o"] if "o" in tensors else tensors["do"]
+        strides = {
+            f"stride_{name}{dimension}": stride
+            for name, x in zip("qkvo", (tensors["q"], tensors["k"], tensors["v"], output), strict=True)
+            for dimension, stride in zip("bhn", x.stride()[:3], strict=True)
+        }
+        _, num_heads, query_length, key_length = self.request.scores_shape
+        getattr(self.kernels, f"{kernel}_kernel")[(programs,)](
+            **pointers,
+            seed=self.seed,
+            dropout_p=self.request.dropout_p,
+            scale2=self.request.scale * _LOG2_E,
+            num_heads=num_heads,
+            layout_heads=parts.active.shape[0],
+            query_length=query_length,
+            key_length=key_length,
+            **strides,
+            **self.constants(parts),
+            **more,
+        )
 
     def constants(self, parts: Cut) -> dict[str, object]:
         """Compile-time arguments that all kernels take."""
@@ -245,11 +293,6 @@ class Call:
             "num_stages": parts.tile.num_stages,
         }
 
-    def list_constants(self, parts: Cut, lists: TileLists) -> dict[str, object]:
-        """Those of the kernels that walk lists."""
-        own = {"BLOCK_N": parts.tile.keys, "SUB_N": parts.sub_keys, "BIAS": self.bias, "DENSE": parts.dense}
-        return {**self.constants(parts), **own, "RANK_MAJOR": lists.rank_major, "STAGES": parts.tile.num_stages}
-
 
 def _power_of_two(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
@@ -272,20 +315,10 @@ class _TritonAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, call: Call) -> Tensor:
-        batch, num_heads, query_length, key_length = call.request.scores_shape
         o = v.new_empty(*q.shape[:3], v.shape[3])
-        lse = torch.empty(batch, num_heads, query_length, dtype=torch.float32, device=q.device)
-        parts, lists = call.plan("forward")
-        tiles = parts.active.shape[1]
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         with torch.cuda.device_of(q):
-            call.kernels.forward_kernel[(tiles * batch * num_heads,)](
-                *call.tensors(q, k, v, o, lse, _base_two(table)),
-                *(lists.ranges, lists.order, lists.tiles, lists.bits),
-                *(call.seed, call.request.dropout_p, call.request.scale * _LOG2_E),
-                *(tiles, num_heads, parts.active.shape[0], batch * num_heads, query_length, key_length),
-                *_strides(q, k, v, o),
-                **call.list_constants(parts, lists),
-            )
+            call.launch("forward", {"q": q, "k": k, "v": v, "o": o, "lse": lse, "table": _base_two(table)})
         ctx.save_for_backward(q, k, v, o, lse, table)
         ctx.call = call
         return o
@@ -294,18 +327,21 @@ class _TritonAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, table = ctx.saved_tensors
-        call, do = ctx.call, do.contiguous()
-        delta, dq, dk, dv = torch.empty_like(lse), torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        train_bias = ctx.needs_input_grad[3]
-        table2 = _base_two(table)
+        call, scale, train_bias = ctx.call, ctx.call.request.scale, ctx.needs_input_grad[3]
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        given = {"q": q, "k": k, "v": v, "do": do.contiguous(), "lse": lse, "table": _base_two(table)}
+        given["delta"] = torch.empty_like(lse)  # filled by the first kernel
+        far_sums = None  # of the scores' gradients, left and right of near tiles
+        if train_bias:
+            far_sums = lse.new_empty(*lse.shape[:2], call.plan("query_gradient")[0].active.shape[1], 2)
         with torch.cuda.device_of(q):
-            far_sums = _query_gradient(call, q, k, v, o, do, lse, delta, dq, table2, train_bias)
-            _key_gradient(call, q, k, v, do, lse, delta, dk, dv, table2)
+            written = {"o": o, "dq": dq, "far_sums": far_sums}
+            call.launch("query_gradient", {**given, **written}, scale=scale, TRAIN_BIAS=train_bias)
+            call.launch("key_gradient", {**given, "dk": dk, "dv": dv}, scale=scale)
             d_table = None
-            if train_bias and call.bias == _ALIBI:
-                d_table = far_sums[:, 0]
-            elif train_bias:
-                d_table = _bias_gradient(call, q, k, v, do, lse, delta, table2, far_sums)
+            if train_bias:
+                far_sums = far_sums.sum((0, 2))  # [heads, 2]
+                d_table = far_sums[:, 0] if call.bias == _ALIBI else _bias_gradient(call, given, far_sums)
         return dq, dk, dv, d_table, None
 
 
@@ -313,72 +349,27 @@ def _base_two(table: Tensor | None) -> Tensor | None:
     return None if table is None else (table * _LOG2_E).contiguous()
 
 
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(stride for x in tensors for stride in x.stride()[:3])
-
-
-def _query_gradient(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
-    table2: Tensor | None, train_bias: bool,
-) -> Tensor | None:  # fmt: skip
-    """Fills dq and delta; returns the scores' gradients summed left and right of near tiles, [heads, 2]."""
-    request, (parts, lists) = call.request, call.plan("query_gradient")
-    batch, num_heads, query_length, key_length = request.scores_shape
-    tiles = parts.active.shape[1]
-    far_sums = lse.new_empty(batch, num_heads, tiles, 2) if train_bias else None
-    call.kernels.query_gradient_kernel[(tiles * batch * num_heads,)](
-        *call.tensors(q, k, v, o, do, lse, delta, dq, far_sums, table2),
-        *(lists.ranges, lists.order, lists.tiles, lists.bits),
-        *(call.seed, request.dropout_p, request.scale, request.scale * _LOG2_E),
-        *(tiles, num_heads, parts.active.shape[0], batch * num_heads, query_length, key_length),
-        *_strides(q, k, v, o),
-        **call.list_constants(parts, lists),
-        TRAIN_BIAS=train_bias,
-    )
-    return None if far_sums is None else far_sums.sum((0, 2))
-
-
-def _key_gradient(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
-    table2: Tensor | None,
-) -> None:  # fmt: skip
-    """Fills dk and dv."""
-    request, (parts, lists) = call.request, call.plan("key_gradient")
-    batch, num_heads, query_length, key_length = request.scores_shape
-    tiles = parts.active.shape[2]
-    call.kernels.key_gradient_kernel[(tiles * batch * num_heads,)](
-        *call.tensors(q, k, v, do, lse, delta, dk, dv, table2),
-        *(lists.ranges, lists.order, lists.tiles, lists.bits),
-        *(call.seed, request.dropout_p, request.scale, request.scale * _LOG2_E),
-        *(tiles, num_heads, parts.active.shape[0], batch * num_heads, query_length, key_length),
-        *_strides(q, k, v, do),
-        **call.list_constants(parts, lists),
-    )
-
-
-def _bias_gradient(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, table2: Tensor,
-    far_sums: Tensor,
-) -> Tensor:  # fmt: skip
+def _bias_gradient(call: Call, given: Mapping[str, Tensor], far_sums: Tensor) -> Tensor:
     """Gradient of the table, [heads, 2 * saturation + 1]: near tiles by one more kernel, the rest is `far_sums`."""
-    request, (parts, lists) = call.request, call.plan("bias_gradient")
-    batch, num_heads, query_length, key_length = request.scores_shape
-    size, saturation = parts.tile.queries, call.saturation
-    splits = max(1, min(_PROGRAMS // (num_heads * lists.diagonals), batch * parts.active.shape[1]))
-    sums = lse.new_empty(num_heads, lists.diagonals, splits, size, size)
-    call.kernels.bias_gradient_kernel[(num_heads * lists.diagonals * splits,)](
-        *call.tensors(q, k, v, do, lse, delta, sums, table2),
-        *(lists.starts, lists.tiles, lists.bits),
-        *(call.seed, request.dropout_p, request.scale * _LOG2_E),
-        *(lists.diagonals, splits, batch, num_heads, parts.active.shape[0], query_length, key_length),
-        *_strides(q, k, v, do),
-        **call.constants(parts),
+    parts, lists = call.plan("bias_gradient")
+    batch, num_heads, lse = *call.request.scores_shape[:2], given["lse"]
+    size, saturation, diagonals = parts.tile.queries, call.saturation, lists.diagonals
+    splits = max(1, min(_PROGRAMS // (num_heads * diagonals), batch * parts.active.shape[1]))
+    sums = lse.new_empty(num_heads, diagonals, splits, size, size)
+    call.run(
+        "bias_gradient",
+        num_heads * diagonals * splits,
+        parts,
+        {**given, "sums": sums, "starts": lists.starts, "tiles": lists.tiles, "tile_bits": lists.bits},
+        num_diagonals=diagonals,
+        splits=splits,
+        batch_size=batch,
     )
     by_distance = sum_diagonals(sums.sum(2))  # [heads, diagonals, 2 * size - 1]
-    reach = lists.diagonals // 2 * size + size - 1
+    reach = diagonals // 2 * size + size - 1
     extended = lse.new_zeros(num_heads, 2 * max(reach, saturation) + 1)
     middle = max(reach, saturation)
-    for diagonal in range(lists.diagonals):  # neighbours overlap
+    for diagonal in range(diagonals):  # neighbours overlap
         begin = middle - reach + diagonal * size
         extended[:, begin : begin + 2 * size - 1] += by_distance[:, diagonal]
     d_table = extended[:, middle - saturation : middle + saturation + 1].clone()
@@ -423,7 +414,7 @@ def cost(request: Request) -> tuple[float, int]:
 
 def attend(request: Request, seed: int) -> Tensor:
     """`block_sparse_attention` of a checked request."""
-    kernels = importlib.import_module("lm_experiments_tools.attention.kernels.triton_kernels")
+    kernels = importlib.import_module(f"{__package__}.triton_kernels")
     table, kind, saturation = None, _NO_BIAS, 0
     if type(request.bias) is AlibiBias:
         table, kind = request.bias.slopes.float(), _ALIBI
@@ -434,8 +425,11 @@ def attend(request: Request, seed: int) -> Tensor:
     q, k, v = (_packed(x) for x in (request.q, request.k, request.v))
     empty = {name: x.detach().to("meta") for name, x in (("q", q), ("k", k), ("v", v))}
     call = Call(
-        *(replace(request, **empty, bias=None, key_padding_mask=None, segment_ids=None), q.device),
-        *(kernels, kind, saturation),
+        request._replace(**empty, bias=None, key_padding_mask=None, segment_ids=None),
+        q.device,
+        kernels,
+        kind,
+        saturation,
         # copies, because the backward pass reads them after their owner may have written the next batch into them
         key_mask=None if mask is None else mask.clone(memory_format=torch.contiguous_format).view(torch.uint8),
         segments=None if segments is None else tuple(ids.to(torch.int64, copy=True).contiguous() for ids in segments),

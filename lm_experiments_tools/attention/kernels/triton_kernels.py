@@ -80,10 +80,25 @@ def score(
 
 @triton.jit
 def kept(seed, sequence, queries, keys, dropout_p):
-    """Which attention weights dropout leaves: a function of the seed and of where they stand, not of the tiles."""
+    """True for weights that dropout leaves: a function of the seed and of where they stand, not of the tiles."""
     zeros = queries * 0 + keys * 0
     words, _, _, _ = tl.philox(seed, zeros + keys, zeros + queries, zeros + sequence, zeros, 7)
     return tl.uint_to_uniform_float(words) >= dropout_p
+
+
+@triton.jit
+def dropped(values, seed, sequence, queries, keys, dropout_p):
+    """The values that dropout leaves, scaled up for those that it does not."""
+    return tl.where(kept(seed, sequence, queries, keys, dropout_p), values / (1.0 - dropout_p), 0.0)
+
+
+@triton.jit
+def tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE: tl.constexpr, HAS_BITS: tl.constexpr):
+    """(tile, its bits) of a step of a loop; the steps are those of `steps_of`."""
+    index = step + tl.where(step < first_steps, first, second)
+    tile = index if DENSE else tl.load(tiles + index)
+    bits = tl.load(tile_bits + index) if HAS_BITS else 0
+    return tile, bits
 
 
 @triton.jit
@@ -162,9 +177,7 @@ def forward_kernel(
         if NEAR == 0 or BIAS == T5 or CAUSAL:
             steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
             for step in tl.range(0, steps, num_stages=1 if NEAR else STAGES):
-                index = step + tl.where(step < first_steps, first, second)
-                key_tile = index if DENSE else tl.load(tiles + index)
-                bits = tl.load(tile_bits + index) if HAS_BITS else 0
+                key_tile, bits = tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE, HAS_BITS)
                 keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 k_tile = load_rows(k, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
                 scores = score(
@@ -179,8 +192,7 @@ def forward_kernel(
                 shrink = tl.exp2(peak - finite_peak)
                 total = total * shrink + tl.sum(weights, 1)
                 if HAS_DROPOUT:
-                    keep = kept(seed, sequence, queries[:, None], keys[None, :], dropout_p)
-                    weights = tl.where(keep, weights / (1.0 - dropout_p), 0.0)
+                    weights = dropped(weights, seed, sequence, queries[:, None], keys[None, :], dropout_p)
                 v_tile = load_rows(v, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
                 output = tl.dot(weights.to(v_tile.dtype), v_tile, output * shrink[:, None], input_precision=PRECISION)
                 peak = new_peak
@@ -190,6 +202,18 @@ def forward_kernel(
     store_rows(o_base, output, queries, stride_on, query_length, VALUE_DIM, BLOCK_V)
     logarithm = tl.where(nothing, float("inf"), peak + tl.log2(tl.where(nothing, 1.0, total)))
     tl.store(lse + sequence.to(tl.int64) * query_length + queries, logarithm, mask=queries < query_length)
+
+
+@triton.jit
+def add_far(first_sum, second_sum, ds, queries, keys, is_first, BIAS: tl.constexpr, NEAR: tl.constexpr):
+    """Sums of the bias gradient of each row, those of a tile added: of far-left and far-right tiles, or of ALiBi's."""
+    if BIAS == ALIBI:
+        first_sum -= tl.sum(ds * tl.abs(keys[None, :] - queries[:, None]).to(tl.float32), 1)
+    if BIAS == T5 and NEAR == 0:
+        row_sum = tl.sum(ds, 1)
+        first_sum += tl.where(is_first, row_sum, 0.0)
+        second_sum += tl.where(is_first, 0.0, row_sum)
+    return first_sum, second_sum
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -225,15 +249,12 @@ def query_gradient_kernel(
     row_delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     tl.store(delta + rows, row_delta, mask=inside)
     gradient = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    first_sum = tl.zeros([BLOCK_M], tl.float32)
-    second_sum = tl.zeros([BLOCK_M], tl.float32)
+    first_sum, second_sum = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     for NEAR in tl.static_range(2):
         if NEAR == 0 or BIAS == T5 or CAUSAL:
             steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
             for step in tl.range(0, steps, num_stages=1 if NEAR else STAGES):
-                index = step + tl.where(step < first_steps, first, second)
-                key_tile = index if DENSE else tl.load(tiles + index)
-                bits = tl.load(tile_bits + index) if HAS_BITS else 0
+                key_tile, bits = tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE, HAS_BITS)
                 keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 k_tile = load_rows(k, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
                 v_tile = load_rows(v, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
@@ -245,16 +266,12 @@ def query_gradient_kernel(
                 )  # fmt: skip
                 dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
                 if HAS_DROPOUT:
-                    keep = kept(seed, sequence, queries[:, None], keys[None, :], dropout_p)
-                    dp = tl.where(keep, dp / (1.0 - dropout_p), 0.0)
+                    dp = dropped(dp, seed, sequence, queries[:, None], keys[None, :], dropout_p)
                 ds = tl.exp2(scores - row_lse[:, None]) * (dp - row_delta[:, None])
                 gradient = tl.dot(ds.to(k_tile.dtype), k_tile, gradient, input_precision=PRECISION)
-                if TRAIN_BIAS and BIAS == ALIBI:
-                    first_sum -= tl.sum(ds * tl.abs(keys[None, :] - queries[:, None]).to(tl.float32), 1)
-                if TRAIN_BIAS and BIAS == T5 and NEAR == 0:
-                    row_sum = tl.sum(ds, 1)
-                    first_sum += tl.where(step < first_steps, row_sum, 0.0)
-                    second_sum += tl.where(step < first_steps, 0.0, row_sum)
+                if TRAIN_BIAS:
+                    is_first = step < first_steps
+                    first_sum, second_sum = add_far(first_sum, second_sum, ds, queries, keys, is_first, BIAS, NEAR)
     store_rows(dq + of_query, gradient * scale, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D)
     if TRAIN_BIAS:
         far_sums += (sequence.to(tl.int64) * num_tiles + tile) * 2
@@ -298,9 +315,7 @@ def key_gradient_kernel(
         if NEAR == 0 or BIAS == T5 or CAUSAL:
             steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
             for step in tl.range(0, steps, num_stages=1 if NEAR else STAGES):
-                index = step + tl.where(step < first_steps, first, second)
-                query_tile = index if DENSE else tl.load(tiles + index)
-                bits = tl.load(tile_bits + index) if HAS_BITS else 0
+                query_tile, bits = tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE, HAS_BITS)
                 queries = query_tile * BLOCK_M + tl.arange(0, BLOCK_M)
                 inside = queries < query_length
                 q_tile = load_rows(q, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
@@ -370,8 +385,7 @@ def bias_gradient_kernel(
         )  # fmt: skip
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         if HAS_DROPOUT:
-            keep = kept(seed, sequence.to(tl.int32), queries[:, None], keys[None, :], dropout_p)
-            dp = tl.where(keep, dp / (1.0 - dropout_p), 0.0)
+            dp = dropped(dp, seed, sequence.to(tl.int32), queries[:, None], keys[None, :], dropout_p)
         total += tl.exp2(scores - row_lse[:, None]) * (dp - row_delta[:, None])
     places = tl.arange(0, BLOCK_M)
     sums += program.to(tl.int64) * BLOCK_M * BLOCK_M

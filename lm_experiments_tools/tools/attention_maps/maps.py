@@ -28,7 +28,7 @@ MAX_TICKS = 48  # tokens beside a map of a PNG; more than this would overlap
 
 @dataclass(frozen=True, eq=False)
 class AttentionMap:
-    """What each query of one head attends to.
+    """Keys that each query of one head attends to.
 
     `weights` is float32 [queries, keys], rows summing to one; kind is "encoder", "decoder", "cross" or "self".
     """
@@ -102,7 +102,7 @@ def attention_maps(
 def _decoder_input(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, inputs: Any, target: str | None
 ) -> dict[str, Tensor]:
-    """What the decoder of an encoder-decoder reads; nothing for other models."""
+    """Inputs that the decoder of an encoder-decoder reads; nothing for other models."""
     if not model.config.is_encoder_decoder:
         if target is not None:
             raise UserError(

@@ -1,4 +1,4 @@
-"""What a call leaves behind, and what may change between two calls: seeds, masks, layouts, traces, devices."""
+"""Traces that a call leaves, and what may change between two calls: seeds, masks, layouts, traces, devices."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ from lm_experiments_tools.attention.kernels import plan, sdpa
 from lm_experiments_tools.attention.kernels.bias import alibi_slopes
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
 from lm_experiments_tools.errors import UserError
-
-
-def tensors(*shape: int, count: int = 3) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(count)]
+from tests.helpers.attention_cases import tensors
 
 
 @pytest.fixture(autouse=True)
@@ -209,7 +205,7 @@ def test_rows_opened_for_gpus_may_be_closed_by_the_bias():
     q, k, v = tensors(1, 2, 6, 8)
     bias = torch.zeros(1, 2, 6, 6, dtype=torch.float64)
     bias[:, :, 2] = bias[:, :, :, 4] = -torch.inf
-    output = sdpa._with_dead_rows(q, k, v, bias, bias != -torch.inf, None, 0.0)
+    output = sdpa.masked(q, k, v, bias, bias != -torch.inf, None, 0.0)
     expected = block_sparse_attention(q, k, v, bias=bias, backend="reference")
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
     assert all(x.isfinite().all() for x in torch.autograd.grad(output.sum(), [q, k, v]))

@@ -20,7 +20,6 @@ from lm_experiments_tools.attention import (
     block_sparse_attention,
     get_sparsity_config,
 )
-from lm_experiments_tools.attention.kernels.reference import reference_attention
 from lm_experiments_tools.attention.layouts import (
     SPARSITY_CONFIGS,
     BigBirdSparsityConfig,
@@ -419,7 +418,7 @@ def test_an_attention_map_checks_its_arguments_as_the_attention_does():
         with pytest.raises(UserError, match=message):
             attention_probabilities(q, q, **arguments)
         with pytest.raises(UserError, match=message):
-            reference_attention(q, q, q, **arguments)
+            block_sparse_attention(q, q, q, **arguments, backend="reference")
     with pytest.raises(UserError, match="q is float32"):
         attention_probabilities(q[0], q)
 

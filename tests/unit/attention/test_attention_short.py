@@ -6,21 +6,14 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from lm_experiments_tools.attention import T5Bias, block_sparse_attention, explain
 from lm_experiments_tools.attention.kernels import dispatch as functional
 from lm_experiments_tools.attention.kernels import sdpa
-from lm_experiments_tools.attention.kernels.request import check
+from lm_experiments_tools.attention.kernels.request import Request, check
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
 from lm_experiments_tools.errors import UserError
-from tests.helpers.attention_cases import Case, errors
-
-
-def tensors(*shape: int, count: int = 3) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(count)]
-
+from tests.helpers.attention_cases import Case, errors, tensors
 
 PLAIN = [
     {},
@@ -42,7 +35,7 @@ def test_repeated_short_calls_skip_the_checks_and_stay_exact(chosen, dtype, monk
     monkeypatch.setattr(functional, "_PLAIN", set())
     band = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
     checked: list[int] = []
-    monkeypatch.setattr(functional, "check", lambda *arguments: checked.append(1) or check(*arguments))
+    monkeypatch.setattr(functional, "check", lambda request: checked.append(1) or check(request))
     for _ in range(3):
         assert max(errors(case, "auto", dtype).values()) < band
     assert len(checked) == 1
@@ -93,8 +86,8 @@ def test_rows_opened_for_gpus_are_what_the_cpu_gives():
     leaves = [q, k, v, bias]
     results = []
     for call in (
-        lambda: sdpa._with_dead_rows(q, k, v, bias, mask[:, None, None], 0.3, 0.0),
-        lambda: sdpa.attend_dense(q, k, v, bias, mask, False, 0.3, 0.0),
+        lambda: sdpa.masked(q, k, v, bias, mask[:, None, None], 0.3, 0.0),
+        lambda: sdpa.attend_dense(Request(q, k, v, bias=bias, key_padding_mask=mask, scale=0.3)),
     ):
         output = call()
         results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])

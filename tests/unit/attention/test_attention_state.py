@@ -1,4 +1,4 @@
-"""What attention keeps: constants that serve all later calls, and no matrix more than needed for a backward pass."""
+"""State that attention keeps: constants for all later calls, and no matrix more than a backward pass needs."""
 
 import pytest
 import torch
@@ -81,7 +81,9 @@ def test_a_mask_costs_eager_attention_no_matrix_for_the_backward_pass(output_att
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             _, weights = attend(
-                *(q, k, v),
+                q,
+                k,
+                v,
                 implementation="eager",
                 key_padding_mask=key_padding_mask,
                 output_attentions=output_attentions,

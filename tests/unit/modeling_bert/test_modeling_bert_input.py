@@ -1,4 +1,4 @@
-"""What BERT of our own does with unusual input: the right result, or one sentence."""
+"""Our BERT with unusual input: the right result, or one sentence."""
 
 import functools
 import json

@@ -56,7 +56,7 @@ def test_weights_scaled_to_overflow_float16_give_finite_losses_and_gradients(par
 
 
 def test_the_scaled_weights_do_overflow():
-    """What the test above guards against: the same weights in transformers' T5, in float16 throughout."""
+    """The failure that the test above guards against: the same weights in transformers' T5, in float16 throughout."""
     config = transformers.T5Config(**SIZES, attn_implementation="eager")
     theirs = transformers.T5ForConditionalGeneration(config).eval()
     theirs.load_state_dict(make().state_dict())

@@ -1,0 +1,130 @@
+"""The backend that "auto" takes, and arguments that are refused with a sentence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lm_experiments_tools.attention import AlibiBias, Layout, T5Bias, block_sparse_attention, explain
+from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig, LocalSlidingWindowSparsityConfig
+from lm_experiments_tools.errors import UserError
+
+
+def test_auto_takes_what_is_fast_and_says_why():
+    def taken(length: int, layout: object = None, bias: object = None, **keywords: object) -> tuple[str, str]:
+        q = torch.empty(1, 2, length, 64)
+        found = explain(q, q, q, layout, bias, **keywords)
+        return found.backend, str(found)
+
+    learned, frozen = T5Bias(torch.zeros(32, 2, requires_grad=True)), T5Bias(torch.zeros(32, 2))
+    bigbird = BigBirdSparsityConfig(2, block=64)
+    assert taken(256, bigbird, learned)[0] == taken(512, None, learned)[0] == taken(768, None, learned)[0] == "sdpa"
+    assert taken(512, bigbird, learned)[0] == taken(512, None, learned, causal=True)[0] == "gather"
+    assert taken(4096)[0] == taken(2048, None, frozen)[0] == taken(16384, causal=True)[0] == "sdpa"
+    assert taken(1024, None, learned)[0] == taken(4096, bigbird)[0] == taken(4096, bigbird, frozen)[0] == "gather"
+    assert taken(512, LocalSlidingWindowSparsityConfig(2, block=64, num_sliding_window_blocks=15))[0] == "sdpa"
+    backend, sentence = taken(16384, None, frozen)
+    assert backend == "gather" and "GiB" in sentence
+    backend, sentence = taken(4096, bigbird, learned)
+    assert "the bias is trained" in sentence and "density 0.090" in sentence and "MiB" in sentence
+    assert taken(512, backend="reference")[1].startswith("reference: asked for; density 1.000")
+
+
+def test_memory_that_explain_estimates_grows_linearly_with_the_length():
+    def bytes_at(length: int, backend: str) -> int:
+        q = torch.empty(1, 2, length, 64)
+        bias = T5Bias(torch.zeros(32, 2, requires_grad=True))
+        return explain(q, q, q, BigBirdSparsityConfig(2, block=64), bias, backend=backend).memory_bytes
+
+    assert bytes_at(8192, "gather") < 2 * bytes_at(4096, "gather")
+    assert bytes_at(8192, "sdpa") == 4 * bytes_at(4096, "sdpa")
+
+
+Q = torch.zeros(2, 4, 32, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"q": Q[0]}, r"q is float32 \[4, 32, 8\]; it must be float \[batch, heads, length, head_dim\]"),
+        ({"k": Q[:, :2]}, r"k \[2, 2, 32, 8\] .* do not belong together"),
+        ({"v": Q[:, :, :31]}, "do not belong together"),
+        (
+            {"v": Q.double()},
+            "must share dtype and device; they are float32 on cpu, float32 on cpu and float64 on cpu",
+        ),
+        ({"q": [[1.0]]}, r"q is \[\[1.0\]\] \(list\); it must be float"),
+        ({"q": Q.to("meta"), "k": Q.to("meta"), "v": Q.to("meta")}, "on the meta device and hold no numbers"),
+        ({"dropout_p": "0.1"}, "dropout_p is '0.1'; it must be a number"),
+        ({"dropout_p": -0.1}, "dropout_p is -0.1"),
+        ({"scale": "1"}, "scale is '1'; it must be a finite number"),
+        ({"scale": torch.ones(())}, "a learned one is multiplied into q"),
+        ({"causal": "no"}, "causal is 'no'; it must be True or False"),
+        ({"backend": ["gather"]}, r"backend is \['gather'\]; it must be"),
+        ({"bias": torch.ones(1, 4, 32, 32, device="meta")}, "bias is on meta, but q is on cpu"),
+        (
+            {"key_padding_mask": torch.ones(2, 32, device="meta").bool()},
+            "key_padding_mask is on meta, but q",
+        ),
+        (
+            {"segment_ids": torch.ones(2, 32, device="meta").int()},
+            "segment_ids of queries is on meta, but q",
+        ),
+        ({"bias": T5Bias}, "it must be a T5Bias, an AlibiBias, a matrix or None"),
+        ({"bias": "alibi"}, r"bias is 'alibi' \(str\); it must be a T5Bias"),
+        ({"key_padding_mask": [True]}, r"key_padding_mask is \[True\] \(list\); it must be bool"),
+        ({"segment_ids": (torch.zeros(2, 32, dtype=torch.long),) * 3}, "or a pair, .* for queries and .* for keys"),
+        ({"segment_ids": torch.ones(2, 32, dtype=torch.bool)}, "segment_ids of queries is bool"),
+        ({"segment_ids": True}, r"segment_ids is True \(bool\)"),
+        ({"layout": "bigbird"}, r"layout is 'bigbird' \(str\); it must be a configuration"),
+        ({"layout": BigBirdSparsityConfig}, "it must be a configuration"),
+        ({"layout": torch.ones(4, 3, 3)}, r"float32 \[4, 3, 3\] for 32 queries, but 11 tokens a block .*: wrap it"),
+        ({"layout": torch.ones(2, 2)}, r"float32 \[2, 2\] for 32 queries, but that is not \[heads or 1"),
+        ({"layout": torch.full((4, 2, 2), 0.5)}, "values besides 0 and 1"),
+        ({"layout": torch.ones(4, 2, 4)}, r"blocks \[4, 2, 4\] of 16 tokens, but .* need \[4 or 1, 2, 2\]"),
+        ({"q": Q.long()}, "q is int64"),
+        ({"q": Q[:, :, :0]}, "none of them 0"),
+        ({"dropout_p": 1.0}, "dropout_p is 1.0"),
+        ({"scale": float("nan")}, "scale is nan"),
+        ({"backend": "cuda"}, "backend is 'cuda'; it must be \"auto\" or one of reference, gather"),
+        ({"bias": T5Bias(torch.zeros(32, 3))}, "values for 3 heads, but q has 4"),
+        (
+            {"bias": torch.zeros(4, 32, 32)},
+            r"bias is float32 \[4, 32, 32\]; it must be float \[1 or 2, 1 or 4, 32, 32\]",
+        ),
+        ({"key_padding_mask": torch.ones(2, 32)}, r"key_padding_mask is float32 \[2, 32\]; it must be bool"),
+        ({"key_padding_mask": torch.ones(2, 31, dtype=torch.bool)}, r"bool \[2, 31\]; it must be bool \[2, 32\]"),
+        ({"segment_ids": torch.zeros(2, 32)}, "segment_ids of queries is float32"),
+        ({"segment_ids": torch.zeros(2, 30, dtype=torch.long)}, r"int64 \[2, 30\]; it must be integer \[2, 32\]"),
+        ({"q": Q[:, :, :8], "segment_ids": torch.zeros(2, 8, dtype=torch.long)}, "give a pair"),
+        ({"layout": Layout(torch.ones(3, 2, 2), 16)}, r"blocks \[3, 2, 2\] of 16 tokens, but 4 heads"),
+        ({"layout": Layout(torch.ones(4, 2, 2), 8)}, r"need \[4 or 1, 4, 4\]"),
+        ({"q": Q[:, :, :8], "layout": BigBirdSparsityConfig(4)}, "8 queries and 32 keys: give a Layout"),
+        ({"backend": "triton"}, 'backend "triton" cannot do this: .*(run on a GPU|not installed)'),
+        ({"backend": "flex", "dropout_p": 0.1}, "FlexAttention has no dropout"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_a_sentence(arguments, sentence):
+    with pytest.raises(UserError, match=sentence):
+        block_sparse_attention(**{"q": Q, "k": Q, "v": Q, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: T5Bias(torch.zeros(16, 4)), r"weight has shape \[16, 4\], but num_buckets=32 needs \[32, heads\]"),
+        (lambda: T5Bias(torch.zeros(2, 4), num_buckets=2), "num_buckets at least 4"),
+        (lambda: T5Bias(torch.zeros(32, 4), max_distance=8), "max_distance=8 must be larger"),
+        (lambda: AlibiBias(torch.zeros(2, 2)), r"slopes has shape \[2, 2\]"),
+        (lambda: Layout(torch.zeros(2, 2), 16), r"blocks is float32 \[2, 2\]; it must be a tensor"),
+        (lambda: Layout([[[1]]], 16), r"blocks is \[\[\[1\]\]\] \(list\); it must be a tensor"),
+        (lambda: Layout(torch.ones(1, 2, 2, device="meta"), 16), r"blocks is float32 \[1, 2, 2\] on meta"),
+        (lambda: Layout(torch.tensor([[[1.0, torch.nan]]]), 16), "values besides 0 and 1"),
+        (lambda: Layout(torch.tensor([[[1, -1]]]), 16), "values besides 0 and 1"),
+        (lambda: Layout(torch.ones(1, 2, 2), 16.0), "block is 16.0; it must be a whole number of tokens"),
+        (lambda: Layout(torch.ones(1, 2, 2), 0), "block is 0; it must be a whole number of tokens"),
+    ],
+)
+def test_biases_and_layouts_that_make_no_sense_are_refused(make, sentence):
+    with pytest.raises(UserError, match=sentence):
+        make()
