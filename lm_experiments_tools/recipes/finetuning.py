@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, read_manifest
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.evaluation.measuring import chosen_metrics
 from lm_experiments_tools.evaluation.predictions import Predictions, TextDecoder
-from lm_experiments_tools.evaluation.text import check_metrics
 from lm_experiments_tools.models.adapters import new_token_prefix
 from lm_experiments_tools.models.freezing import summary
 from lm_experiments_tools.modules.inspection import forward_names
@@ -80,7 +80,7 @@ def finetuning_loop(
     """
     if args.packing and data.train is not None:
         on_all(backend, lambda: check_packing(model, args))
-    check_metrics(args.metric_names(), args.bleu_tokenize)
+    chosen_metrics(args)  # so that a missing one is refused before the first step
     folder = None if args.model_path is None else Path(args.model_path) / "predictions"
 
     def collect(split: str) -> Predictions:
