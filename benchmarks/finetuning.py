@@ -217,7 +217,8 @@ def run_ours(setting: Setting, variant: Variant) -> dict[str, Any]:
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.config.cli import parse
     from lm_experiments_tools.config.finetuning import FinetuningArgs
-    from lm_experiments_tools.models.pretrained import load_tokenizer, pretrained_model
+    from lm_experiments_tools.models.pretrained import pretrained_model
+    from lm_experiments_tools.models.tokenizers import load_tokenizer
     from lm_experiments_tools.recipes.common import optimizer_from_args, seed_worker
     from lm_experiments_tools.recipes.finetuning import finetuning_loop
     from lm_experiments_tools.recipes.finetuning_data import finetuning_data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from lm_experiments_tools.names import nearest_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from lm_experiments_tools.checkpoint.source import Source
 
 PRESET_FOLDER = Path(__file__).resolve().parents[2] / "models_configs"
 
@@ -41,7 +44,9 @@ GENERAL_KEYS = {
 SPARSE_KEYS = {"sparse_config_cls", "sparse_attention"}
 # Keys of the Hub's older files that transformers has given up, with the one value that changes nothing.
 INERT_VALUES = {"gradient_checkpointing": False, "position_embedding_type": "absolute"}
-# What only a class of our own varies.
+# Kinds of model of our own: importing their package makes transformers know them.
+OWN_PACKAGES = {"lm_experiments_t5": "modeling_t5", "lm_experiments_bert": "modeling_bert"}
+# Keys that only a class of our own varies.
 OWN_KEYS = {
     "modeling_bert.modeling_bert:BertForPreTraining": {
         "last_layer_norm",
@@ -69,6 +74,12 @@ OWN_KEYS = {
         "z_loss",
     },
 }
+
+
+def register_own_models(source: Source) -> None:
+    """Let transformers' Auto classes know the kind of model that config.json names, where it is one of ours."""
+    if package := OWN_PACKAGES.get(source.config.get("model_type")):
+        importlib.import_module(package)
 
 
 def list_presets() -> dict[str, Path]:
@@ -157,7 +168,7 @@ def build_model(model_cls: type, config: PreTrainedConfig, *, seed: int) -> PreT
 
 
 def takes_our_attention(config: PreTrainedConfig) -> bool:
-    """Whether the model is to be converted to block-sparse attention, whose name transformers then knows."""
+    """True for a model to be converted to block-sparse attention, whose name transformers then knows."""
     from transformers import AttentionInterface
 
     name = getattr(config, "_attn_implementation", None)

@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.backends.collective import on_main
 from lm_experiments_tools.checkpoint import writer as checkpoint
-from lm_experiments_tools.checkpoint.source import find_source
+from lm_experiments_tools.checkpoint.source import ModelFiles
 from lm_experiments_tools.config.cli import suggestion
 from lm_experiments_tools.config.finetuning import (
     FinetuningArgs,
@@ -45,7 +45,8 @@ from lm_experiments_tools.data.examples.text_encoder import pad_id
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.predictions import TextDecoder
 from lm_experiments_tools.models.freezing import ModelSummary, freeze, summary
-from lm_experiments_tools.models.pretrained import load_tokenizer, pretrained_model
+from lm_experiments_tools.models.pretrained import pretrained_model
+from lm_experiments_tools.models.tokenizers import load_tokenizer
 from lm_experiments_tools.modules.inspection import forward_names, is_adapted
 from lm_experiments_tools.recipes.common import optimizer_from_args, seed_worker, show_run, start_run
 from lm_experiments_tools.recipes.finetuning import evaluate_last, finetuning_loop, save_tokenizer, with_new_tokens
@@ -102,11 +103,12 @@ class FineTuner:
         if from_pretrained is not None:
             settings["from_pretrained"] = str(from_pretrained)
         self.args = _changed(None, settings)
-        self.tokenizer = load_tokenizer(self.args)
+        self.files = ModelFiles(self.args)
+        self.tokenizer = load_tokenizer(self.args, self.files)
         self.label_names: tuple[str, ...] = ()
         if self.args.task == "classification":
             self.label_names = self.args.label_names or self._known_labels()
-        self.model: nn.Module = pretrained_model(self.args, self.tokenizer, self.label_names)
+        self.model: nn.Module = pretrained_model(self.args, self.tokenizer, self.label_names, self.files)
         self._run_folders: set[Path] = set()  # that this object has trained in
         self._passes = 0  # over the training data, begun so far
         self._added_rows = False  # to the embedding, which are in no file yet
@@ -122,14 +124,14 @@ class FineTuner:
         args = self.args
         evaluates = not args.data_path and (args.valid_data_path or args.test_data_path)
         args = replace(args, validate_only=True) if evaluates else args.resolved()
-        return finetuning_data(with_new_tokens(args, self.tokenizer), self.backend, self.tokenizer)
+        return finetuning_data(with_new_tokens(args, self.tokenizer), self.backend, self.tokenizer, self.files)
 
     def _known_labels(self) -> tuple[str, ...]:
         """Those of the data, where any is named; else those that a saved classifier brings: it predicts without."""
         args = self.args
         if args.data_path or args.valid_data_path or args.test_data_path:
             return self.data.label_names
-        names = find_source(args.from_pretrained).label_names if args.from_pretrained else ()
+        names = self.files.named.label_names if self.files.named is not None else ()
         if not names and args.model_type == "encoder":
             raise UserError(
                 "the labels and their order are those of the training data, or of a saved classifier: give data_path, "

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lm_experiments_tools.backends.collective import on_all
-from lm_experiments_tools.checkpoint.source import find_source
+from lm_experiments_tools.checkpoint.source import ModelFiles
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
 from lm_experiments_tools.data.examples.dataset import ExampleDataset, encode_examples
 from lm_experiments_tools.data.examples.examples import (
@@ -87,24 +87,27 @@ class FinetuningData:
     objective: str = ""
 
 
-def finetuning_data(args: FinetuningArgs, backend: Backend, tokenizer: Any) -> FinetuningData:
+def finetuning_data(
+    args: FinetuningArgs, backend: Backend, tokenizer: Any, files: ModelFiles | None = None
+) -> FinetuningData:
     """Read and tokenize the data of a run. Every worker calls it.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
+        files: of the model, whose labels a trained classifier brings; where others read them too.
 
     Raises:
         UserError: data that is missing, empty, or has more bad rows than `--max_bad_lines`; labels that are not
             those of the training data; lengths that leave no room.
     """
-    return on_all(backend, lambda: _Reader(args, backend, tokenizer).read())
+    return on_all(backend, lambda: _Reader(args, backend, tokenizer, files or ModelFiles(args)).read())
 
 
 class _Reader:
     """The steps of `finetuning_data`, none of which talks to another worker."""
 
-    def __init__(self, args: FinetuningArgs, backend: Backend, tokenizer: Any) -> None:
-        self.args, self.backend, self.tokenizer = args, backend, tokenizer
+    def __init__(self, args: FinetuningArgs, backend: Backend, tokenizer: Any, files: ModelFiles) -> None:
+        self.args, self.backend, self.tokenizer, self.files = args, backend, tokenizer, files
         self.label_names, self.label_words = self._labels()
 
     def read(self) -> FinetuningData:
@@ -169,7 +172,7 @@ class _Reader:
     def _found_labels(self) -> tuple[str, ...]:
         """Those of the training data; a trained head numbers them in its own order, and knows them without data."""
         args = self.args
-        saved = find_source(args.from_pretrained).label_names if args.from_pretrained else ()
+        saved = self.files.named.label_names if self.files.named is not None else ()
         if args.data_path:
             paths = [resolve(path, "train") for path in args.data_path]
             names = find_label_names(paths, self._label_fields(), args.max_bad_lines)

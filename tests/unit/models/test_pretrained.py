@@ -9,7 +9,8 @@ from transformers import AutoModelForSeq2SeqLM, T5ForConditionalGeneration
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import build_model
-from lm_experiments_tools.models.pretrained import load_tokenizer, pretrained_model
+from lm_experiments_tools.models.pretrained import pretrained_model
+from lm_experiments_tools.models.tokenizers import load_tokenizer
 from tests.helpers.pretrained_toys import save_toy, t5_config, toy_args, toy_batch, toy_model, toy_tokenizer
 
 

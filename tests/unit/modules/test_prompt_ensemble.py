@@ -7,7 +7,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from lm_experiments_tools.checkpoint.writer import load_weights, save_model
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.models.pretrained import load_tokenizer, pretrained_model
+from lm_experiments_tools.models.pretrained import pretrained_model
+from lm_experiments_tools.models.tokenizers import load_tokenizer
 from lm_experiments_tools.modules.inspection import is_spread
 from lm_experiments_tools.modules.prompt_ensemble import most_frequent, vote
 from tests.helpers.pretrained_toys import save_toy, toy_args, toy_batch
