@@ -19,7 +19,7 @@ import numpy as np
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.checkpoint.source import ModelFiles
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
-from lm_experiments_tools.data.examples.dataset import ExampleDataset, encode_examples
+from lm_experiments_tools.data.examples.dataset import EncodedExamples, ExampleDataset, encode_examples
 from lm_experiments_tools.data.examples.examples import (
     LABEL_FIELDS,
     TARGET_FIELDS,
@@ -294,16 +294,7 @@ class _Reader:
             examples, encoder, args.model_type, all_targets=training and args.task == "instructions"
         )
         self._report(split, encoder)
-        return ExampleDataset(
-            encoded,
-            args.model_type,
-            pad_id=pad_id(self.tokenizer),
-            seed=args.seed if training else FIXED_SEED,
-            limits=(args.input_seq_len, args.target_seq_len),
-            multiple=args.trim_to(),
-            with_prompts=not training,
-            title=args.task,
-        )
+        return example_dataset(args, encoded, self.tokenizer, training=training)
 
     def _encoder(self) -> TextEncoder:
         """Tokenizes one split, and counts what it cuts off."""
@@ -323,6 +314,22 @@ class _Reader:
         if self.backend.is_main:
             loses = encoder.sources.long or encoder.targets.long
             logger.log(logging.WARNING if loses else logging.INFO, "%s: %s", split, "; ".join(parts))
+
+
+def example_dataset(
+    args: FinetuningArgs, encoded: EncodedExamples, tokenizer: Any, *, training: bool
+) -> ExampleDataset:
+    """Examples as the model of these arguments is trained or evaluated on them."""
+    return ExampleDataset(
+        encoded,
+        args.model_type,
+        pad_id=pad_id(tokenizer),
+        seed=args.seed if training else FIXED_SEED,
+        limits=(args.input_seq_len, args.target_seq_len),
+        multiple=args.trim_to(),
+        with_prompts=not training,
+        title=args.task,
+    )
 
 
 def text_encoder(args: FinetuningArgs, tokenizer: Any) -> TextEncoder:
