@@ -1,4 +1,4 @@
-"""Attention with block-sparse layouts and learned position biases, for CPU and GPU.
+"""Attention with block-sparse layouts and learned position biases; imports attention.kernels.
 
 The public names below are imported on first use; Triton, transformers and matplotlib only by what needs them.
 """

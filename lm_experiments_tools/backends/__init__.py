@@ -1,4 +1,6 @@
-"""How workers talk: one protocol, three backends; `get_backend` picks the one the launcher started us under."""
+"""Workers and how they talk: one protocol, three backends; imports config and modules.
+
+`get_backend` picks the backend of the launcher that started the process."""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""Evaluation of fine-tuned models: predictions of all workers are stored, measured by `metrics`, and written."""
+"""Evaluation: predictions of all workers stored, measured, written; imports evaluation.metrics, data.examples, backends.
+
+Text metrics are computed on rank 0 over the strings of all workers: corpus metrics such as BLEU are not means of parts.
+"""

@@ -1,4 +1,4 @@
-"""Optimizers by name: ours, torch's, transformers', NVIDIA apex's, or `module:Class`."""
+"""Optimizers by name: ours, torch's, transformers', apex's, or `module:Class`; imports modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registry of the metrics of fine-tuning, by the rules and on the scales of the programs that people compare with.
+"""Metrics of fine-tuning, by the rules and on the scales of the programs that people compare with; imports errors.
 
 A metric is a function and its entry in the `METRICS` of its file. The command line reads them, so these files import
 the standard library alone at their top. docs/finetuning.md has the table, docs/new_metric.md how to add one.

@@ -1,7 +1,4 @@
-"""Metrics of generated text against one or several references each.
-
-They are computed over the strings of all workers: corpus metrics such as BLEU are not means of parts.
-"""
+"""Metrics of generated text against one or several references each."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ def test_help_lists_every_flag_in_groups_within_a_second():
 @pytest.mark.parametrize("flags", [["--help"], [*REQUIRED, "--print_config"]])
 def test_a_reader_that_leaves_early_is_no_error(flags):
     program = (
-        f"from lm_experiments_tools import pretraining_args as args, cli\ncli.parse(args.T5PretrainingArgs, {flags})"
+        f"from lm_experiments_tools.config import pretraining as args, cli\ncli.parse(args.T5PretrainingArgs, {flags})"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
