@@ -75,7 +75,7 @@ def _own(name: str) -> Metric:
 
 
 def _asked(function: Callable[..., Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the facts that the function's keyword-only parameters name."""
+    """The facts that the function's keyword-only parameters name."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: facts[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in facts}
 

@@ -144,7 +144,8 @@ def _check_labels(name: str, saved: Sequence[str], label_names: Sequence[str]) -
 
 def _check_length(model: nn.Module, args: FinetuningArgs) -> None:
     """Inputs, prompt and text to be generated within the positions of the model. Raises UserError."""
-    before = max((getattr(c, "num_virtual_tokens", None) or 0 for c in _peft_configs(model)), default=0)
+    adapters = getattr(model, "peft_config", {}).values()
+    before = max((getattr(c, "num_virtual_tokens", None) or 0 for c in adapters), default=0)
     written = args.max_new_tokens or args.target_seq_len
     lengths = {f"--input_seq_len {args.input_seq_len}": args.input_seq_len}
     if args.model_type == "encoder-decoder":
@@ -157,10 +158,6 @@ def _check_length(model: nn.Module, args: FinetuningArgs) -> None:
     for what, length in lengths.items():
         prompt = f" with the {before} tokens of the prompt" if before else ""
         check_positions(model.config, length + before, what + prompt, first)
-
-
-def _peft_configs(model: nn.Module) -> list[Any]:
-    return list(getattr(model, "peft_config", {}).values())
 
 
 def _base_model(
@@ -280,8 +277,9 @@ def _model_class(args: FinetuningArgs, config: PreTrainedConfig) -> type:
     named = get_cls_by_name(args.model_cls) if args.model_cls else None
     reads_only = named is not None and args.model_type == "encoder" and not named.can_generate()
     if found is not None and found != args.model_type and not reads_only:
+        article = "a" if found == "decoder" else "an"
         raise UserError(
-            f"--model_type {args.model_type} does not fit the weights, which are of {_article(found)} "
+            f"--model_type {args.model_type} does not fit the weights, which are of {article} {found} "
             f"({config.model_type}): choose --model_type {found}, or other weights."
         )
     if named is not None:
@@ -300,10 +298,6 @@ def _kind(config: PreTrainedConfig) -> str | None:
     if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING:  # BERT is in both
         return "encoder"
     return "decoder" if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else None
-
-
-def _article(kind: str) -> str:
-    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def _set_up_config(config: PreTrainedConfig, args: FinetuningArgs, label_names: Sequence[str]) -> None:

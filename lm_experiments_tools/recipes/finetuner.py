@@ -13,8 +13,7 @@ Its settings are the flags of run_finetuning.py, under the same names, and what 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from math import ceil
@@ -49,7 +48,13 @@ from lm_experiments_tools.models.pretrained import pretrained_model
 from lm_experiments_tools.models.tokenizers import load_tokenizer
 from lm_experiments_tools.modules.inspection import forward_names, is_adapted
 from lm_experiments_tools.recipes.common import optimizer_from_args, seed_worker, show_run, start_run
-from lm_experiments_tools.recipes.finetuning import evaluate_last, finetuning_loop, save_tokenizer, with_new_tokens
+from lm_experiments_tools.recipes.finetuning import (
+    evaluate_last,
+    evaluated,
+    finetuning_loop,
+    save_tokenizer,
+    with_new_tokens,
+)
 from lm_experiments_tools.recipes.finetuning_data import example_dataset, finetuning_data, text_encoder
 from lm_experiments_tools.training.generation import generate
 from lm_experiments_tools.training.micro_batches import MicroBatch
@@ -151,9 +156,9 @@ class FineTuner:
         Raises:
             UserError: a pattern that matches nothing.
         """
-        before = self._trainable()
+        before = self.summary().all.trainable
         freeze(self.model, parts)
-        return before - self._trainable()
+        return before - self.summary().all.trainable
 
     def add_tokens(self, tokens: str | Sequence[str]) -> int:
         """Add words to the vocabulary, with new rows in the embedding to be trained; how many were not there yet.
@@ -226,7 +231,7 @@ class FineTuner:
         generates = self.args.needs_generation()
         args = replace(self.args, **_ONLY_EVALUATION, use_generate_on_valid=generates)
         data = replace(self.data, train=None)
-        with self._evaluating():
+        with evaluated(self.model):
             loop = finetuning_loop(args, self.backend, self.model, None, data, self.tokenizer)
             try:
                 return loop.validate(data.splits[split].loader, split)
@@ -271,7 +276,7 @@ class FineTuner:
         encoded = encode_examples(self._examples(texts), encoder, args.model_type)
         dataset = example_dataset(replace(args, pad_to_multiple_of=None), encoded, self.tokenizer, training=False)
         found: list[str] = []
-        with self._evaluating(), self.backend.autocast():
+        with evaluated(self.model), torch.no_grad(), self.backend.autocast():
             for start in range(0, len(dataset), batch_size):
                 rows = np.arange(start, min(start + batch_size, len(dataset)))
                 found += self._answers(dataset.rows(np.zeros_like(rows), rows), options)
@@ -336,7 +341,8 @@ class FineTuner:
     def _answers(self, rows: dict[str, np.ndarray], options: dict[str, Any]) -> list[str]:
         batch = {name: torch.from_numpy(values) for name, values in rows.items()}
         known = forward_names(self.model) - {"labels"}
-        inputs = {name: values.to(self._device()) for name, values in batch.items() if name in known}
+        device = next(self.model.parameters()).device
+        inputs = {name: values.to(device) for name, values in batch.items() if name in known}
         if self.args.model_type == "encoder":
             return self._labels(self.model(**inputs).logits)
         synced = self.backend.shards_model and self.backend.holds(self.model)
@@ -393,22 +399,6 @@ class FineTuner:
         self.__dict__.pop("_sentence_names", None)
         if data is not None and data.train is not None:
             data.train.close()
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.model.train(training)
-
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-    def _trainable(self) -> int:
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
 
 def _changed(args: FinetuningArgs | None, settings: dict[str, Any]) -> FinetuningArgs:

@@ -19,7 +19,7 @@ def args_of(**changes) -> FinetuningArgs:
 
 
 def generated(*texts: str, filler: int = PAD) -> dict[str, torch.Tensor]:
-    """What T5's `generate` returns: start token, words, end, padding."""
+    """Output of T5's `generate`: start token, words, end, padding."""
     rows = [[PAD, *map(WORDS.index, text.split()), END] for text in texts]
     width = max(map(len, rows))
     return {"generation_outputs": torch.tensor([row + [filler] * (width - len(row)) for row in rows])}

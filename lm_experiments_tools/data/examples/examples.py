@@ -259,11 +259,8 @@ def label_examples(
 
     def convert(row: Row) -> Example:
         nonlocal sentences, rounded
-        keys = fields.texts_of(row.fields)
-        sentences = sentences or len(keys)
-        if len(keys) != sentences:
-            raise BadRow(f"{len(keys)} sentences ({', '.join(keys)}), where the first row has {sentences}")
-        texts = [_text(row.fields, key) for key in keys]
+        keys, texts = _sentences(row, fields, sentences)
+        sentences = len(keys)
         label, name = label_of(row), _name(row.fields, "id")
         if words is None:
             return Example(fields.prefix + texts[0], pair=texts[1] if len(texts) > 1 else None, label=label, name=name)
@@ -281,6 +278,14 @@ def label_examples(
             "%s: %d numbers are rounded to the nearest 0.2 in the texts to be written, as T5 did for STS-B; where "
             "that is too coarse, give the labels on a larger scale", path, rounded,
         )  # fmt: skip
+
+
+def _sentences(row: Row, fields: LabelFields, number: int) -> tuple[tuple[str, ...], list[str]]:
+    """Names and texts of the sentences in a row; `number` is how many there have to be, 0: any."""
+    keys = fields.texts_of(row.fields)
+    if number and len(keys) != number:
+        raise BadRow(f"{len(keys)} sentences ({', '.join(keys)}), where the first row has {number}")
+    return keys, [_text(row.fields, key) for key in keys]
 
 
 def numbered(

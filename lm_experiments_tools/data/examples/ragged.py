@@ -63,7 +63,7 @@ class RaggedBuilder:
         self._lengths.append(lengths)
 
     def build(self) -> Ragged:
-        """What has been appended."""
+        """All rows that have been appended."""
         return Ragged(
             np.concatenate([np.empty(0, self.dtype), *self._values]),
             np.concatenate([np.empty(0, np.int64), *self._lengths]),

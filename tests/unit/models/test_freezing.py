@@ -1,4 +1,4 @@
-"""What is frozen stays, bit for bit; parts and summaries add up."""
+"""Frozen parameters stay, bit for bit; parts and summaries add up."""
 
 import pytest
 import torch
