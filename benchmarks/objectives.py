@@ -23,9 +23,9 @@ import torch
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.buckets import BucketedDataset
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader
+from lm_experiments_tools.data.objectives.registry import ObjectiveContext, objective_dataset
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.labels import IGNORED_LABEL
-from lm_experiments_tools.recipes.objectives import objective_dataset
 from lm_experiments_tools.training.micro_batches import split_batch
 
 TASKS = {
@@ -49,7 +49,7 @@ def datasets(options: argparse.Namespace) -> dict[str, SampleDataset]:
             data_path=("random",), task=task, input_seq_len=512, batch_size=options.rows, model_cfg="t5-small", lr=1.0,
             **flags,
         )  # fmt: skip
-        made[task] = objective_dataset(args, source, vocabulary, seed=0)
+        made[task] = objective_dataset(ObjectiveContext(args, vocabulary, "encoder-decoder", seed=0), source)
     return made
 
 

@@ -31,7 +31,7 @@ if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from lm_experiments_tools.config.cli import parse, run_main
-from lm_experiments_tools.config.training import check_minimum
+from lm_experiments_tools.config.flags import check_minimum
 from lm_experiments_tools.data.text.documents import (
     JSON_SUFFIXES,
     NO_KEY,

@@ -1,15 +1,36 @@
 """Arguments of run_bert_pretraining.py: sentences made by megatron/preprocess_data.py, and what is asked of the model.
 
-As in args.py: a class that declares fields is a group of `--help`, the line under a field is its help text. Standard
-library only.
+As in training.py: a class that declares fields is a group of `--help`, the line under a field is its help text.
+Standard library only.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from lm_experiments_tools.config.pretraining import check_weights
-from lm_experiments_tools.config.training import ExperimentArgs, check_conflict, check_minimum
+from lm_experiments_tools.config.flags import (
+    COUNT,
+    FRACTION,
+    HARMLESS,
+    NOT_NEGATIVE,
+    PART,
+    Range,
+    Unread,
+    at_least,
+    check_conflict,
+    given_flags,
+    needs,
+)
+from lm_experiments_tools.config.pretraining import MIXES, check_weights
+from lm_experiments_tools.config.training import ExperimentArgs
 from lm_experiments_tools.errors import UserError
+
+_SENTENCE_LENGTH = Range(COUNT.holds, f"{COUNT.reason}, or none, which leaves out no document")
+_IGNORED = Unread(lambda args: False, "")  # reported, not refused
+_OF_PAIRS = needs("use_nsp", "{nsp} is about pairs of sentences, which --use_nsp 0 leaves out")
+_NO_TEXT = Unread(lambda args: True, "is for models that write text, and BERT only fills in masked tokens: drop it")
+_SHOWS_HELD_OUT_TEXT = Unread(
+    lambda args: args.valid_data_path is None, "shows masked words filled in on held-out text: give --valid_data_path"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,13 +39,13 @@ class BertDataArgs:
 
     data_path: tuple[str, ...]
     """Prefix of the .bin and .idx files that megatron/preprocess_data.py wrote; several are mixed."""
-    data_weights: tuple[float, ...] = ()
+    data_weights: Annotated[tuple[float, ...], MIXES] = ()
     """Weight of each --data_path. Empty: 1 for each."""
-    data_blending: Literal["proportional", "megatron"] = "proportional"
+    data_blending: Annotated[Literal["proportional", "megatron"], MIXES] = "proportional"
     """proportional: weight 2 takes each sample of a source twice an epoch; megatron: weights are shares of it."""
-    valid_data_path: str | None = None
+    valid_data_path: Annotated[str | None, HARMLESS] = None
     """Prefix of the validation data."""
-    valid_samples: int | None = None
+    valid_samples: Annotated[int | None, HARMLESS, COUNT] = None
     """Validation samples to use, the same random ones each time. None: all."""
     tokenizer: str | None = None
     """Folder or name of the Hugging Face tokenizer that made the data."""
@@ -34,20 +55,18 @@ class BertDataArgs:
     """--vocab_file: BERT's uncased tokenizer; --no_lower_case is the cased one."""
     data_name: str = ""
     """Folder below .cache/bert_samples for the sample mappings, which are kept there from one start to the next."""
-    data_n_epochs: int | None = None
+    data_n_epochs: Annotated[int | None, COUNT] = None
     """Passes over the documents, each with its own short samples, that make one epoch. None: 1."""
-    data_n_samples: int | None = None
+    data_n_samples: Annotated[int | None, COUNT] = None
     """Samples after which no further pass is added to an epoch. None: no limit."""
     data_impl: Literal["mmap", "lazy", "cached"] = "mmap"
     """Of the data files; mmap is the only one left."""
-    data_skip_warmup: bool = False
+    data_skip_warmup: Annotated[bool, _IGNORED] = False
     """For scripts of the ancestor, without effect: the data is never read ahead to warm it up."""
-    data_n_workers: int | None = None
+    data_n_workers: Annotated[int | None, HARMLESS, NOT_NEGATIVE, _IGNORED] = None
     """For scripts of the ancestor, without effect: a thread makes batches faster than training uses them."""
 
     def check(self) -> None:
-        check_minimum(self, 1, "data_n_epochs", "data_n_samples", "valid_samples")
-        check_minimum(self, 0, "data_n_workers")
         check_weights(self)
         check_conflict(self, "tokenizer", "vocab_file", "both name the tokenizer")
         if self.tokenizer is None and self.vocab_file is None:
@@ -66,51 +85,34 @@ class BertDataArgs:
                 "memory, so leave it out."
             )
 
-    def without_effect(self) -> tuple[str, ...]:
+    def without_effect(self) -> list[str]:
         """Names of the flags in use that change nothing."""
-        return tuple(flag for flag in ("data_skip_warmup", "data_n_workers") if getattr(self, flag))
+        return given_flags(self, _IGNORED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BertObjectiveArgs:
     """The training objective."""
 
-    input_seq_len: int = 128
+    input_seq_len: Annotated[int, at_least(5)] = 128
     """Length of a sample, in tokens, [CLS] and [SEP] included."""
-    mlm_prob: float = 0.15
+    mlm_prob: Annotated[float, PART] = 0.15
     """Fraction of tokens to predict: 80 % of them become [MASK], 10 % another token, 10 % stay."""
-    short_seq_prob: float = 0.1
+    short_seq_prob: Annotated[float, FRACTION] = 0.1
     """Fraction of samples that are shorter than --input_seq_len."""
-    max_sentence_length: int | None = 512
+    max_sentence_length: Annotated[int | None, _SENTENCE_LENGTH] = 512
     """Documents with a longer sentence, in tokens, are left out, as rarely prose (Megatron's rule). None: all stay."""
-    max_unread: float = 0.75
+    max_unread: Annotated[float, FRACTION] = 0.75
     """Part of the tokens that samples may have no room for, as where documents are not split in sentences, before the
     data is refused; 1 allows all. `lmtools inspect_bert` prints it."""
     use_nsp: bool = True
     """Also tell right pairs of sentences from wrong ones; --use_nsp 0 masks only."""
-    nsp: Literal["swap", "random"] = "swap"
+    nsp: Annotated[Literal["swap", "random"], _OF_PAIRS] = "swap"
     """A wrong pair: swap exchanges its sides (Megatron's), random takes the second from another document (BERT's)."""
     whole_word: bool = True
     """Mask all pieces of a word; --no_whole_word masks pieces."""
-    max_ngram: int = 3
+    max_ngram: Annotated[int, COUNT] = 3
     """Most words in a row that are masked together."""
-
-    def check(self) -> None:
-        check_minimum(self, 5, "input_seq_len")
-        check_minimum(self, 1, "max_ngram")
-        if self.max_sentence_length is not None and self.max_sentence_length < 1:
-            raise UserError(
-                f"--max_sentence_length is {self.max_sentence_length}: it must be at least 1, or none, which leaves "
-                "out no document."
-            )
-        if not 0.0 < self.mlm_prob < 1.0:
-            raise UserError(f"--mlm_prob is {self.mlm_prob}: it must lie between 0 and 1, for example 0.15.")
-        if not 0.0 <= self.short_seq_prob <= 1.0:
-            raise UserError(f"--short_seq_prob is {self.short_seq_prob}: it is a fraction, from 0 to 1.")
-        if not 0.0 <= self.max_unread <= 1.0:
-            raise UserError(f"--max_unread is {self.max_unread}: it is a part of the tokens, from 0 to 1.")
-        if self.nsp != "swap" and not self.use_nsp:
-            raise UserError(f"--nsp {self.nsp} is about pairs of sentences, which --use_nsp 0 leaves out.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,12 +120,8 @@ class BertPretrainingArgs(ExperimentArgs, BertObjectiveArgs, BertDataArgs):
     """All arguments of run_bert_pretraining.py."""
 
     model_cls: str = "transformers:BertForPreTraining"
-    """Model class, as module:Class."""
+    use_generate_on_valid: Annotated[bool, _NO_TEXT] = False
+    report: Annotated[bool, _SHOWS_HELD_OUT_TEXT] = False
 
-    def check(self) -> None:
-        if self.use_generate_on_valid:
-            raise UserError("--use_generate_on_valid: BERT fills in masked tokens and generates no text.")
-        if self.valid_data_path is None and self.needs_validation():
-            raise UserError(f"--{self.needs_validation()[0]} needs validation data: give --valid_data_path.")
-        if self.valid_data_path is None and self.report:
-            raise UserError("--report shows masked words filled in on held-out text: give --valid_data_path.")
+    def lacks_validation(self) -> bool:
+        return self.valid_data_path is None

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import tyro
 import yaml
 
-from lm_experiments_tools.config.training import help_groups
+from lm_experiments_tools.config.flags import help_groups
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
 
 Args = TypeVar("Args")
@@ -90,7 +90,7 @@ def parse(
     """Build `args_class` from the command line and the YAML files it names.
 
     Args:
-        args_class: flat dataclass whose base classes are the groups of `--help` (see `args.help_groups`).
+        args_class: flat dataclass whose base classes are the groups of `--help` (see `flags.help_groups`).
         argv: arguments without the program's name; `sys.argv[1:]` by default.
         description: first paragraph of `--help`.
 
@@ -106,8 +106,8 @@ def parse(
         with _reader_may_leave():
             _print_help(args_class, description)
         sys.exit(0)
-    own_types = _field_types(args_class)
-    written = _read_command_line(argv, own_types | _field_types(ConfigArgs))
+    own_types = typing.get_type_hints(args_class)
+    written = _read_command_line(argv, own_types | typing.get_type_hints(ConfigArgs))
     settings: dict[str, Setting] = {}
     for path in written["config"].values if "config" in written else ():
         settings |= _read_yaml(path, own_types)
@@ -156,9 +156,7 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     except RunError as error:
-        step = getattr(error, "step", None)
-        where = f"rank {launcher_rank()}" + ("" if step is None else f" step {step}")
-        print(f"error: {where}: {error}", file=sys.stderr, flush=True)
+        print(f"error: {_where(error)}: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
     except OSError as error:
         if error.errno is None:  # raised by a library for reasons of its own
@@ -181,10 +179,13 @@ def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 def _report_crash(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
     sys.__excepthook__(kind, error, trace)
-    step = getattr(error, "step", None)
-    where = f"rank {launcher_rank()}" + ("" if step is None else f" step {step}")
     reason = str(error).strip().splitlines()
-    print(f"{where}: {kind.__name__}: {reason[0] if reason else 'no message'}", file=sys.stderr, flush=True)
+    print(f"{_where(error)}: {kind.__name__}: {reason[0] if reason else 'no message'}", file=sys.stderr, flush=True)
+
+
+def _where(error: BaseException) -> str:
+    step = getattr(error, "step", None)
+    return f"rank {launcher_rank()}" + ("" if step is None else f" step {step}")
 
 
 @contextlib.contextmanager
@@ -204,14 +205,20 @@ def _print_help(args_class: type, description: str | None) -> None:
     """
     if description is not None:
         print(wrapped(description, shutil.get_terminal_size().columns), end="\n\n")
-    defaults = {field.name: field.default for cls in (args_class, ConfigArgs) for field in dataclasses.fields(cls)}
+    known = {field.name: field for cls in (args_class, ConfigArgs) for field in dataclasses.fields(cls)}
+    types_by_name = typing.get_type_hints(args_class) | typing.get_type_hints(ConfigArgs)
+    texts = _help_texts(args_class) | _help_texts(ConfigArgs)
     titled = []
     for group in (*help_groups(args_class), ConfigArgs):
-        texts, fields = _help_texts(group), []
-        for name, kind in group.__annotations__.items():
-            default = tyro.MISSING if defaults[name] is dataclasses.MISSING else defaults[name]
-            text = tyro.conf.arg(help=texts[name]) if name in texts else None  # None: overrides only the default
-            fields.append((name, typing.Annotated[kind, text], dataclasses.field(default=default)))
+        fields = []
+        for name in group.__annotations__:
+            default = tyro.MISSING if known[name].default is dataclasses.MISSING else known[name].default
+            text = texts.get(name) or known[name].metadata.get("help")
+            fields.append((
+                name,
+                typing.Annotated[types_by_name[name], tyro.conf.arg(help=text)],
+                dataclasses.field(default=default),
+            ))  # fmt: skip
         shown = dataclasses.make_dataclass(group.__name__, fields, frozen=True, namespace={"__doc__": group.__doc__})
         title = group.__name__.removesuffix("Args").lower()
         titled.append((title, shown, dataclasses.field(default=shown())))
@@ -223,14 +230,23 @@ def _print_help(args_class: type, description: str | None) -> None:
     sys.stdout.flush()
 
 
-def _help_texts(group: type) -> dict[str, str]:
-    """The string under each field in the source of a class, as one line; tyro would keep its line breaks."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(group))).body[0].body
-    return {
-        field.target.id: " ".join(text.value.value.split())
-        for field, text in pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
-    }
+def _help_texts(args_class: type) -> dict[str, str]:
+    """The string under each field in the source of a class, as one line (tyro would keep its line breaks).
+
+    A class that repeats a field may have a text of its own; else that of the class that declares it stays.
+    """
+    texts = {}
+    for cls in reversed(args_class.__mro__):
+        if not vars(cls).get("__annotations__"):
+            continue
+        try:
+            source = inspect.getsource(cls)
+        except (OSError, TypeError):  # a class made at run time
+            continue
+        for field, text in pairwise(ast.parse(textwrap.dedent(source)).body[0].body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                texts[field.target.id] = " ".join(text.value.value.split())
+    return texts
 
 
 def wrapped(text: str, width: int) -> str:
@@ -350,7 +366,7 @@ def _boolean(flag: str, text: str, origin: str, negated: bool) -> str:
 
 
 def _resolve(written: str, names: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Field name (dashes stand for underscores, nothing is abbreviated), and whether `no_` negates a boolean."""
+    """Field name (dashes stand for underscores, nothing is abbreviated), and True if `no_` negates a boolean."""
     name = written.replace("-", "_")
     if name in names:
         return name, False
@@ -372,7 +388,7 @@ def suggestion(written: str, names: Mapping[str, Any], prefix: str = "") -> str:
 
 
 def _abbreviates(short: str, name: str) -> bool:
-    """Whether each word of `short` begins a word of `name`, in order: grad_acc, gradient_accumulation_steps."""
+    """True if each word of `short` begins a word of `name`, in order: grad_acc, gradient_accumulation_steps."""
     words = iter(name.split("_"))
     return all(part and any(word.startswith(part) for word in words) for part in short.split("_"))
 
@@ -415,10 +431,6 @@ def _check_required(args_class: type, settings: Mapping[str, Setting]) -> None:
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in settings:
             raise UserError(f"--{field.name} is missing: --help says what it takes.")
-
-
-def _field_types(args_class: type) -> dict[str, Any]:
-    return {field.name: field.type for field in dataclasses.fields(args_class)}
 
 
 def _is_list(annotation: Any) -> bool:

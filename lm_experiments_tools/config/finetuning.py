@@ -1,15 +1,28 @@
 """Arguments of run_finetuning.py: the task and its data, the pre-trained model, what is measured, how memory is saved.
 
-As in args.py: a class that declares fields is a group of `--help`, the line under a field is its help text. Standard
-library only.
+As in training.py: a class that declares fields is a group of `--help`, the line under a field is its help text.
+Standard library only.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal
 
-from lm_experiments_tools.config.training import ExperimentArgs, TrainerArgs, check_conflict, check_minimum
+from lm_experiments_tools.config.flags import (
+    COUNT,
+    DROPOUT,
+    HARMLESS,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Range,
+    Unread,
+    at_least,
+    check_conflict,
+    needs,
+    only,
+)
+from lm_experiments_tools.config.training import ExperimentArgs, TrainerArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.metrics import is_own, lower_is_better, metrics_of, usual_metrics, values_of
 
@@ -19,10 +32,6 @@ TASKS_OF = {
     "encoder-decoder": ("text_to_text", "classification", "regression", "instructions"),
     "decoder": ("causal_lm", "text_to_text", "instructions"),
 }
-GENERATION_FLAGS = (
-    "num_beams", "do_sample", "length_penalty", "no_repeat_ngram_size", "repetition_penalty", "min_new_tokens",
-    "max_new_tokens", "use_generate_on_valid",
-)  # fmt: skip
 # What --lr is where it is not given: the usual ones, with AdamW; soft prompts hardly move below 0.1 (peft issue 2642).
 LEARNING_RATES = {
     "encoder": 2e-5,
@@ -33,6 +42,76 @@ LEARNING_RATES = {
     "prefix_tuning": 1e-2,
     "new_tokens": 1e-2,
 }
+
+# Flags that have no effect beside others, and why.
+_OF_SENTENCES = only("task", "classification", "regression")
+_OF_SOURCES = only("task", "text_to_text", "classification", "regression")
+_OF_INSTRUCTIONS = only("task", "instructions")
+_TO_BE_WRITTEN = Unread(
+    lambda args: args.model_type == "encoder",
+    "is about a text to be written, and an encoder writes none: leave it out",
+)
+_WITH_TARGETS = Unread(
+    lambda args: args.task not in ("text_to_text", "instructions"),
+    "puts texts together with their targets, which --task {task} has none of",
+)
+_BESIDE_ADAPTER = needs(
+    "peft",
+    "{quantize} holds weights that cannot be trained: add --peft lora (or another kind), which trains a few beside "
+    "them",
+)
+_NO_BLOCKS = Unread(
+    lambda args: args.task == "causal_lm",
+    "is not read by --task {task}, whose blocks have --input_seq_len tokens: leave it out",
+)
+_OF_LENGTHS = Unread(
+    lambda args: args.packing or args.task == "causal_lm",
+    "puts rows of similar length together, and with --packing and with --task causal_lm all are: leave it out",
+)
+_OF_EXAMPLES = Unread(
+    lambda args: args.num_pos_examples == args.num_neg_examples == 0,
+    "is about examples in the prompt, and --num_pos_examples and --num_neg_examples are 0: leave it out",
+)
+_BEAM_SEARCH = Unread(lambda args: args.num_beams == 1, "compares texts of a beam search: give --num_beams too")
+_OF_BLEU = Unread(
+    lambda args: "bleu" not in args.metric_names(), "is of --metrics bleu: add it, or leave --{flag} out"
+)
+_GENERATION = Unread(
+    lambda args: not args.needs_generation(), "is about generated text, and no metric looks at any: leave it out"
+)
+_PREDICTION = Unread(
+    lambda args: args.task == "causal_lm" or not args.metric_names(),
+    "shows predictions, and --task causal_lm and --metrics none make none: drop one",
+)
+_OF_PRETRAINING = Unread(
+    lambda args: True, "is of pre-training: predictions/ in --model_path holds what this run predicts"
+)
+# What only a run does not read: `FineTuner` may evaluate, or load weights, later.
+_EVALUATION = Unread(
+    lambda args: args.measures_nothing(),
+    "is about evaluation: add --valid_data_path or --test_data_path, or leave --{flag} out",
+    in_run=True,
+)
+_EVALUATION_PROMPTS = Unread(
+    lambda args: args.tk_instruct and args.measures_nothing(),
+    "is of evaluation's prompts where --tk_instruct draws those of training: add data for it, or drop one",
+    in_run=True,
+)
+_BEST = Unread(
+    lambda args: args.lacks_validation(),
+    "is about validation: give --valid_data_path, or leave --{flag} out",
+    in_run=True,
+)
+_WEIGHTS_READ = Unread(
+    lambda args: not args.names_weights() and not args.may_resume(),
+    "is about weights to start from, and none are named: leave it out",
+    in_run=True,
+)
+_RUN_DIRECTORY = Unread(
+    lambda args: args.model_path is None and args.resume_path() is None,
+    "is about the checkpoints in --model_path, which is not given: add it, or leave --{flag} out",
+    in_run=True,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,39 +126,37 @@ class TaskArgs:
     data_path: tuple[str, ...] = ()
     """Training data: .jsonl, .json, .csv or .tsv files, a GLUE folder, a Super-Natural-Instructions folder; text for
     causal_lm."""
-    valid_data_path: str | None = None
+    valid_data_path: Annotated[str | None, HARMLESS] = None
     """Validation data, in any form --data_path takes."""
-    test_data_path: str | None = None
+    test_data_path: Annotated[str | None, HARMLESS] = None
     """Test data: evaluated once, after training, with the best checkpoint (--save_best) or the last. Without labels or
     targets in any row it is predicted, not measured."""
-    source_id: str | None = None
+    source_id: Annotated[str | None, only("task", "text_to_text")] = None
     """Field of the source text. None: s, source, input, text or article, whichever there is."""
-    target_id: str | None = None
+    target_id: Annotated[str | None, only("task", "text_to_text")] = None
     """Field of the target text, or of a list of references. None: t, target, targets, output or summary."""
-    prefix: str = ""
+    prefix: Annotated[str, _OF_SOURCES] = ""
     """Text put before every source, for example "summarize: "."""
-    suffix: str = ""
+    suffix: Annotated[str, _OF_SOURCES, _TO_BE_WRITTEN] = ""
     """Text put after every source and never cut off, for example " Summary:" for a decoder."""
-    text_fields: tuple[str, ...] = ()
+    text_fields: Annotated[tuple[str, ...], _OF_SENTENCES] = ()
     """classification, regression: fields of the sentence or of the two sentences. Empty: by GLUE's names."""
-    label_field: str | None = None
+    label_field: Annotated[str | None, _OF_SENTENCES] = None
     """classification, regression: field of the label. None: label, gold_label, score, is_duplicate or Quality."""
-    label_names: tuple[str, ...] = ()
+    label_names: Annotated[tuple[str, ...], only("task", "classification")] = ()
     """classification: all labels, in the order of their numbers. Empty: those of the training data, sorted."""
-    label_words: tuple[str, ...] = ()
+    label_words: Annotated[tuple[str, ...], only("task", "classification"), only("model_type", "encoder-decoder")] = ()
     """classification by an encoder-decoder: the word it generates for each label. Empty: the labels themselves."""
-    max_bad_lines: int = 0
+    max_bad_lines: Annotated[int, HARMLESS, NOT_NEGATIVE] = 0
     """Unreadable rows to leave out (file and line are reported) before the data is refused."""
-    max_train_samples: int | None = None
+    max_train_samples: Annotated[int | None, COUNT] = None
     """Training examples to use, a fixed random choice (of causal_lm the first blocks). None: all."""
-    valid_samples: int | None = None
+    valid_samples: Annotated[int | None, HARMLESS, COUNT, needs("valid_data_path")] = None
     """Validation examples to use, the same random ones each time. None: all."""
-    test_samples: int | None = None
+    test_samples: Annotated[int | None, HARMLESS, COUNT, needs("test_data_path")] = None
     """Test examples to use, the same random ones each time. None: all."""
 
     def check(self) -> None:
-        check_minimum(self, 0, "max_bad_lines")
-        check_minimum(self, 1, "max_train_samples", "valid_samples", "test_samples")
         if self.task not in TASKS_OF[self.model_type]:
             able = " or ".join(kind for kind, tasks in TASKS_OF.items() if self.task in tasks)
             raise UserError(
@@ -99,49 +176,39 @@ class TaskArgs:
 class LengthArgs:
     """Lengths of examples, and how they are put together."""
 
-    input_seq_len: int = 512
+    input_seq_len: Annotated[int, at_least(2)] = 512
     """Most tokens of a source (of source and target together for a decoder; of a block of causal_lm). What is cut off
     is counted and reported."""
-    target_seq_len: int = 128
+    target_seq_len: Annotated[int, at_least(2), _NO_BLOCKS, _TO_BE_WRITTEN] = 128
     """Most tokens of a target, end of sequence included."""
-    bucket_rows: int | None = None
-    """Rows of like length to put together. None: all rows of a step, over all workers; 1: none."""
-    packing: bool = False
+    bucket_rows: Annotated[int | None, COUNT, _OF_LENGTHS] = None
+    """Rows of similar length to put together. None: all rows of a step, over all workers; 1: none."""
+    packing: Annotated[bool, _WITH_TARGETS] = False
     """Several examples in one row, which do not see each other. Not for every model: see docs/finetuning.md."""
-
-    def check(self) -> None:
-        check_minimum(self, 2, "input_seq_len", "target_seq_len")
-        check_minimum(self, 1, "bucket_rows")
-        if self.packing and self.task not in ("text_to_text", "instructions"):
-            raise UserError(f"--packing puts texts together with their targets, which --task {self.task} has none of.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionArgs:
     """Super-Natural-Instructions: the prompt, and how much of each task."""
 
-    sni_split: str = "default"
+    sni_split: Annotated[str, _OF_INSTRUCTIONS] = "default"
     """Folder below splits/ with train_tasks.txt and test_tasks.txt."""
-    add_task_name: bool = False
+    add_task_name: Annotated[bool, _OF_INSTRUCTIONS, _EVALUATION_PROMPTS] = False
     """Begin the prompt with the name of the task."""
-    add_task_definition: bool = True
+    add_task_definition: Annotated[bool, _OF_INSTRUCTIONS, _EVALUATION_PROMPTS] = True
     """Put the definition of the task into the prompt."""
-    num_pos_examples: int = 2
+    num_pos_examples: Annotated[int, NOT_NEGATIVE, _OF_INSTRUCTIONS, _EVALUATION_PROMPTS] = 2
     """Positive examples in the prompt."""
-    num_neg_examples: int = 0
+    num_neg_examples: Annotated[int, NOT_NEGATIVE, _OF_INSTRUCTIONS, _EVALUATION_PROMPTS] = 0
     """Negative examples in the prompt."""
-    add_explanation: bool = False
+    add_explanation: Annotated[bool, _OF_INSTRUCTIONS, _OF_EXAMPLES, _EVALUATION_PROMPTS] = False
     """Add their explanations to the examples."""
-    tk_instruct: bool = False
+    tk_instruct: Annotated[bool, _OF_INSTRUCTIONS] = False
     """Choose for each training example at random what stands in the prompt, as Tk-Instruct did."""
-    max_instances_per_task: int | None = None
+    max_instances_per_task: Annotated[int | None, COUNT, _OF_INSTRUCTIONS] = None
     """Training instances of each task, the first ones. None: all."""
-    max_instances_per_eval_task: int | None = 100
+    max_instances_per_eval_task: Annotated[int | None, HARMLESS, COUNT, _OF_INSTRUCTIONS, _EVALUATION] = 100
     """Validation and test instances of each task, the first ones. None: all."""
-
-    def check(self) -> None:
-        check_minimum(self, 0, "num_pos_examples", "num_neg_examples")
-        check_minimum(self, 1, "max_instances_per_task", "max_instances_per_eval_task")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,21 +235,21 @@ class MemoryArgs:
     peft: Literal["lora", "prompt_tuning", "prefix_tuning", "new_tokens"] | None = None
     """Train little beside a frozen model: low-rank matrices, a soft prompt, soft prefixes of every layer, or the
     embeddings of new tokens put before every source."""
-    lora_r: int = 8
+    lora_r: Annotated[int, COUNT, only("peft", "lora")] = 8
     """Rank of the matrices."""
-    lora_alpha: float = 16.0
+    lora_alpha: Annotated[float, NOT_NEGATIVE, only("peft", "lora")] = 16.0
     """Scale of their product, divided by the rank."""
-    lora_dropout: float = 0.0
+    lora_dropout: Annotated[float, DROPOUT, only("peft", "lora")] = 0.0
     """Dropout probability before them."""
-    lora_targets: tuple[str, ...] = ()
+    lora_targets: Annotated[tuple[str, ...], only("peft", "lora")] = ()
     """Names of the layers they are added to. Empty: those peft knows for the kind of model; all-linear: every one."""
-    num_virtual_tokens: int = 20
+    num_virtual_tokens: Annotated[int, COUNT, only("peft", "prompt_tuning", "prefix_tuning", "new_tokens")] = 20
     """Length of a soft prompt or prefix, or new tokens."""
-    prompt_init_text: str | None = None
+    prompt_init_text: Annotated[str | None, only("peft", "prompt_tuning")] = None
     """prompt_tuning: text whose embeddings the prompt starts from. None: those of random words."""
-    num_prompts: int = 1
+    num_prompts: Annotated[int, COUNT, only("peft", "prompt_tuning")] = 1
     """prompt_tuning: prompts trained side by side on one frozen model, which vote on the prediction."""
-    quantize: Literal["int8", "nf4", "fp4"] | None = None
+    quantize: Annotated[Literal["int8", "nf4", "fp4"] | None, _BESIDE_ADAPTER] = None
     """Hold the frozen base model in 8 or 4 bits (bitsandbytes); needs --peft."""
     device_map: str | None = None
     """Place layers on several devices: auto, balanced, sequential, or a JSON file {module: device}."""
@@ -190,15 +257,6 @@ class MemoryArgs:
     """Keep the token embeddings in the main memory, not on the GPU."""
 
     def check(self) -> None:
-        check_minimum(self, 1, "lora_r", "num_virtual_tokens", "num_prompts")
-        check_minimum(self, 0.0, "lora_alpha")
-        if not 0.0 <= self.lora_dropout < 1.0:
-            raise UserError(f"--lora_dropout is {self.lora_dropout}: it must be at least 0 and below 1.")
-        if self.quantize and self.peft is None:
-            raise UserError(
-                f"--quantize {self.quantize} holds weights that cannot be trained: add --peft lora (or another kind), "
-                "which trains a few beside them."
-            )
         if self.peft == "new_tokens" and self.task in ("instructions", "causal_lm"):
             raise UserError(f"--peft new_tokens begins sources with them, which --task {self.task} has none of.")
         if self.packing and self.peft in ("prompt_tuning", "prefix_tuning"):
@@ -208,47 +266,46 @@ class MemoryArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationArgs:
-    """What is measured, and how text is generated for it."""
+    """Metrics, and how text is generated for them."""
 
-    metrics: tuple[str, ...] = ()
+    metrics: Annotated[tuple[str, ...], HARMLESS, _EVALUATION] = ()
     """Metrics besides the loss, by the names in docs/finetuning.md (an unknown name is answered with those of the
     task), or functions of your own as module:function (docs/new_metric.md). Empty: the usual ones of the task; none:
     the loss alone."""
-    bleu_tokenize: Literal["13a", "intl", "zh", "char", "none", "ja-mecab", "ko-mecab"] = "13a"
+    bleu_tokenize: Annotated[
+        Literal["13a", "intl", "zh", "char", "none", "ja-mecab", "ko-mecab"], HARMLESS, _OF_BLEU
+    ] = "13a"
     """bleu: sacreBLEU's tokenizer. zh for Chinese, char for any text without spaces; ja-mecab and ko-mecab need
     sacrebleu[ja] and sacrebleu[ko]."""
-    show_valid_examples: int = 0
+    show_valid_examples: Annotated[int, HARMLESS, NOT_NEGATIVE, _PREDICTION, _EVALUATION] = 0
     """Examples, with their predictions, to print at every validation."""
-    num_beams: int = 1
+    num_beams: Annotated[int, HARMLESS, COUNT, _GENERATION, _EVALUATION] = 1
     """Beams of a beam search; 1 decodes greedily."""
-    do_sample: bool = False
+    do_sample: Annotated[bool, HARMLESS, _GENERATION, _EVALUATION] = False
     """Draw tokens at random instead of taking the most likely."""
-    temperature: float = 1.0
+    temperature: Annotated[float, HARMLESS, POSITIVE, needs("do_sample")] = 1.0
     """--do_sample: divides the logits."""
-    top_k: int = 0
+    top_k: Annotated[int, HARMLESS, NOT_NEGATIVE, needs("do_sample")] = 0
     """--do_sample: among the k most likely tokens; 0: all."""
-    top_p: float = 1.0
+    top_p: Annotated[
+        float,
+        HARMLESS,
+        Range(lambda value: 0 < value <= 1, "it is a probability above 0, at most 1"),
+        needs("do_sample"),
+    ] = 1.0
     """--do_sample: among the most likely tokens that have this probability together."""
-    length_penalty: float | None = None
+    length_penalty: Annotated[float | None, HARMLESS, _BEAM_SEARCH, _GENERATION, _EVALUATION] = None
     """Beam search: above 0 favours longer texts. None: as the model's generation_config.json says, or 1."""
-    no_repeat_ngram_size: int | None = None
+    no_repeat_ngram_size: Annotated[int | None, HARMLESS, NOT_NEGATIVE, _GENERATION, _EVALUATION] = None
     """No n-gram of this size occurs twice; 0: no such rule. None: as the model says, or 0."""
-    repetition_penalty: float | None = None
+    repetition_penalty: Annotated[float | None, HARMLESS, POSITIVE, _GENERATION, _EVALUATION] = None
     """Divides the logits of tokens that have occurred; 1 does nothing. None: as the model says, or 1."""
-    min_new_tokens: int | None = None
+    min_new_tokens: Annotated[int | None, HARMLESS, NOT_NEGATIVE, _GENERATION, _EVALUATION] = None
     """Least tokens to generate. None: as the model says, or 0."""
-    max_new_tokens: int | None = None
+    max_new_tokens: Annotated[int | None, HARMLESS, COUNT, _GENERATION, _EVALUATION] = None
     """Most tokens to generate. None: --target_seq_len."""
 
     def check(self) -> None:
-        check_minimum(self, 0, "show_valid_examples", "top_k", "no_repeat_ngram_size", "min_new_tokens")
-        check_minimum(self, 1, "num_beams", "max_new_tokens")
-        for flag in ("temperature", "repetition_penalty"):
-            value = getattr(self, flag)
-            if value is not None and not (value > 0.0 and math.isfinite(value)):
-                raise UserError(f"--{flag} is {value}: it must be above 0 and finite.")
-        if not 0.0 < self.top_p <= 1.0:
-            raise UserError(f"--top_p is {self.top_p}: it is a probability above 0, at most 1.")
         most = self.max_new_tokens or self.target_seq_len
         if self.min_new_tokens is not None and self.min_new_tokens > most:
             longest = "--max_new_tokens" if self.max_new_tokens else "--target_seq_len"
@@ -299,7 +356,7 @@ class EvaluationArgs:
         return tuple(dict.fromkeys(["loss", *values]))
 
     def needs_generation(self) -> bool:
-        """Whether a metric looks at generated text."""
+        """True if a metric looks at generated text."""
         writes = self.task in ("text_to_text", "instructions") or self.model_type == "encoder-decoder"
         return writes and bool(self.metric_names())
 
@@ -322,12 +379,8 @@ class EvaluationArgs:
 class EpochArgs:
     """Length of the training in epochs."""
 
-    epochs: float | None = 3.0
+    epochs: Annotated[float | None, HARMLESS, POSITIVE] = 3.0
     """Passes over the training data; where --iters is given, that many updates are made instead."""
-
-    def check(self) -> None:
-        if self.epochs is not None and not (self.epochs > 0.0 and math.isfinite(self.epochs)):
-            raise UserError(f"--epochs is {self.epochs}: it must be above 0 and finite.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,34 +391,23 @@ class FinetuningArgs(
 
     model_cls: str | None = None
     """Model class, as module:Class. None: transformers' class for --model_type and --task."""
-    optimize_mode: Literal["min", "max"] | None = None
-    """Whether a lower (min) or a higher (max) --optimize_metric is better. None: as the metric is."""
+    optimize_mode: Annotated[Literal["min", "max"] | None, _BEST] = None
+    """A lower (min) or a higher (max) --optimize_metric is better. None: as the metric is."""
     pad_to_multiple_of: int | None = 8
+    use_generate_on_valid: Annotated[bool, _GENERATION, _EVALUATION] = False
+    report: Annotated[bool, _OF_PRETRAINING] = False
+    eval_batch_size: Annotated[int | None, _EVALUATION] = None
+    optimize_metric: Annotated[str, _BEST] = "loss"
+    allow_partial_checkpoint: Annotated[bool, _WEIGHTS_READ] = False
+    allow_pickle: Annotated[bool, _WEIGHTS_READ] = False
+    keep_checkpoints: Annotated[int | None, _RUN_DIRECTORY] = 3
+    resume: Annotated[str, _RUN_DIRECTORY] = "auto"
 
-    def check(self) -> None:
-        self._refuse_given(UNREAD)
-        without = ["use_generate_on_valid", *(["validate_only"] if self.test_data_path else [])]
-        needing = [flag for flag in self.needs_validation() if flag not in without]
-        if self.valid_data_path is None and needing:
-            raise UserError(f"--{needing[0]} needs validation data: give --valid_data_path.")
-        if self.report:
-            raise UserError("--report is of pre-training: predictions/ in --model_path holds what this run predicts.")
+    def lacks_validation(self) -> bool:
+        return self.valid_data_path is None
 
-    def check_used(self) -> None:
-        """Refuse flags that a run of these arguments alone would not read (`FineTuner` may read them later).
-
-        Settings of training may stand beside --validate_only: it is added to the command of a run.
-
-        Raises:
-            UserError: a flag that has no effect.
-        """
-        self._refuse_given(UNREAD_BY_RUN)
-
-    def _refuse_given(self, table: "tuple[Unread, ...]") -> None:
-        for flags, is_unread, reason in table:
-            given = [flag for flag in flags if getattr(self, flag) != getattr(type(self), flag)]
-            if given and is_unread(self):
-                raise UserError(f"--{given[0]} {reason.format(flag=given[0], **vars(self))}.")
+    def measures_nothing(self) -> bool:
+        return self.valid_data_path is None and self.test_data_path is None
 
     def check_model(self) -> None:
         if self.from_pretrained is None and self.model_cfg is None and self.init_checkpoint is None:
@@ -424,97 +466,3 @@ class FinetuningArgs(
         args = replace(self, **changes)
         TrainerArgs.check_profile(args)
         return args
-
-
-class Unread(NamedTuple):
-    """Flags that mean nothing beside some others: given all the same, they are refused.
-
-    Attributes:
-        flags: given where they differ from their defaults.
-        is_unread: whether these arguments do not read them.
-        reason: the sentence from the flag on, with {flag} and any argument in braces.
-    """
-
-    flags: tuple[str, ...]
-    is_unread: Callable[[FinetuningArgs], bool]
-    reason: str
-
-
-def _without_peft(*kinds: str) -> tuple[Callable[[FinetuningArgs], bool], str]:
-    return lambda args: args.peft not in kinds, f"is of --peft {' or '.join(kinds)}: add it, or leave --{{flag}} out"
-
-
-def _measures_nothing(args: FinetuningArgs) -> bool:
-    return args.valid_data_path is None and args.test_data_path is None
-
-
-def _reads_no_weights(args: FinetuningArgs) -> bool:
-    continues = args.resume_path() is not None or (args.resume == "auto" and args.model_path is not None)
-    return not args.names_weights() and not continues
-
-
-def _without_run_directory(args: FinetuningArgs) -> bool:
-    return args.model_path is None and args.resume_path() is None
-
-
-_PROMPT_FLAGS = ("add_task_name", "add_task_definition", "num_pos_examples", "num_neg_examples", "add_explanation")
-UNREAD = (
-    Unread(("source_id", "target_id"), lambda args: args.task != "text_to_text",
-           "is read by --task text_to_text, not by {task}: leave it out"),
-    Unread(("text_fields", "label_field"), lambda args: args.task not in ("classification", "regression"),
-           "is not read by --task {task}: leave it out"),
-    Unread(("label_names", "label_words"), lambda args: args.task != "classification",
-           "is of --task classification, not of {task}: leave it out"),
-    Unread(("label_words",), lambda args: args.model_type != "encoder-decoder",
-           "are what an encoder-decoder generates: leave them out for an encoder"),
-    Unread(("prefix",), lambda args: args.task in ("causal_lm", "instructions"),
-           "is not read by --task {task}: leave it out"),
-    Unread(("suffix",), lambda args: args.task in ("causal_lm", "instructions"),
-           "is not read by --task {task}: leave it out"),
-    Unread(("suffix",), lambda args: args.model_type == "encoder",
-           "is where a text to be written begins, and an encoder writes none: leave it out"),
-    Unread(("target_seq_len",), lambda args: args.task == "causal_lm",
-           "is not read by --task {task}, whose blocks have --input_seq_len tokens: leave it out"),
-    Unread(("target_seq_len",), lambda args: args.model_type == "encoder",
-           "is the length of a target text, and an encoder has none: leave it out"),
-    Unread(("bucket_rows",), lambda args: args.packing,
-           "puts rows of like length together, and with --packing all are: leave it out"),
-    Unread(("bucket_rows",), lambda args: args.task == "causal_lm",
-           "puts rows of like length together, and with --task causal_lm all are: leave it out"),
-    Unread(tuple(InstructionArgs.__annotations__), lambda args: args.task != "instructions",
-           "is of --task instructions, not of {task}: leave it out"),
-    Unread(("add_explanation",), lambda args: args.num_pos_examples == args.num_neg_examples == 0,
-           "is about examples in the prompt, and --num_pos_examples and --num_neg_examples are 0: leave it out"),
-    Unread(("valid_samples",), lambda args: args.valid_data_path is None,
-           "is about --valid_data_path, which is not given: add it, or leave --{flag} out"),
-    Unread(("test_samples",), lambda args: args.test_data_path is None,
-           "is about --test_data_path, which is not given: add it, or leave --{flag} out"),
-    Unread(("lora_r", "lora_alpha", "lora_dropout", "lora_targets"), *_without_peft("lora")),
-    Unread(("num_virtual_tokens",), *_without_peft("prompt_tuning", "prefix_tuning", "new_tokens")),
-    Unread(("prompt_init_text", "num_prompts"), *_without_peft("prompt_tuning")),
-    Unread(("temperature", "top_k", "top_p"), lambda args: not args.do_sample,
-           "is of --do_sample: add it, or leave --{flag} out"),
-    Unread(("length_penalty",), lambda args: args.num_beams == 1,
-           "compares texts of a beam search: give --num_beams too"),
-    Unread(GENERATION_FLAGS, lambda args: not args.needs_generation(),
-           "is about generated text, and no metric looks at any: leave it out"),
-    Unread(("bleu_tokenize",), lambda args: "bleu" not in args.metric_names(),
-           "is of --metrics bleu: add it, or leave --{flag} out"),
-    Unread(("show_valid_examples",), lambda args: args.task == "causal_lm",
-           "shows predictions, and --task causal_lm makes none: leave it out"),
-    Unread(("show_valid_examples",), lambda args: not args.metric_names(),
-           "shows predictions, which --metrics none makes none of: drop one"),
-)  # fmt: skip
-UNREAD_BY_RUN = (
-    Unread(("metrics", "show_valid_examples", "eval_batch_size", "max_instances_per_eval_task", *GENERATION_FLAGS),
-           _measures_nothing,
-           "is about evaluation: add --valid_data_path or --test_data_path, or leave --{flag} out"),
-    Unread(_PROMPT_FLAGS, lambda args: args.tk_instruct and _measures_nothing(args),
-           "is of evaluation's prompts where --tk_instruct draws those of training: add data for it, or drop one"),
-    Unread(("optimize_metric", "optimize_mode"), lambda args: args.valid_data_path is None,
-           "is about validation: give --valid_data_path, or leave --{flag} out"),
-    Unread(("allow_partial_checkpoint", "allow_pickle"), _reads_no_weights,
-           "is about weights to start from, and none are named: leave it out"),
-    Unread(("keep_checkpoints", "resume"), _without_run_directory,
-           "is about the checkpoints in --model_path, which is not given: add it, or leave --{flag} out"),
-)  # fmt: skip

@@ -2,16 +2,57 @@
 
 Each `...Args` class below that declares fields is one group of `--help`; the line under a field is its help text. The
 arguments of a script are one flat, frozen dataclass that inherits the groups it needs, so `args.lr` is `--lr` is `lr:`
-in YAML. What can be checked without opening a file is checked in `check`, which names every flag involved; numbers
-that follow from others are methods, so nothing is ever written into `args` after parsing. Standard library only,
-because `--help` must be instant.
+in YAML. The type of a flag notes if a resumed run may change it, and what makes it useless (see flags.py). What else
+can be checked without opening a file is checked in `check`, in a sentence that names every flag involved; numbers that
+follow from others are methods, so nothing is ever written into `args` after parsing. Standard library only, because
+`--help` must be instant.
 """
 
-import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from lm_experiments_tools.config.flags import (
+    COUNT,
+    DROPOUT,
+    FRACTION,
+    HARMLESS,
+    NOT_NEGATIVE,
+    PART,
+    POSITIVE,
+    Range,
+    Unread,
+    check_conflict,
+    check_groups,
+    given_flags,
+    needs,
+    refuse_unread,
+)
 from lm_experiments_tools.errors import UserError
+
+VALIDATION = Unread(lambda args: args.lacks_validation(), "needs validation data: give --valid_data_path")
+EVALUATION = Unread(lambda args: args.measures_nothing(), VALIDATION.reason)
+IN_RUN_DIRECTORY = needs("model_path", "needs --model_path: there is no run directory to write to")
+_PATIENCE = Range(lambda value: value == -1 or value >= 1, "it must be at least 1, or -1 for never")
+_OF_ADAFACTOR = Unread(
+    lambda args: args.optimizer.replace(".", ":").rsplit(":", 1)[-1] != "Adafactor",
+    "belongs to --optimizer Adafactor, but --optimizer is {optimizer}",
+)
+_OF_RELATIVE_STEP = needs("relative_step", "needs --relative_step: it is the warm-up of Adafactor's own learning rate")
+_OF_SCHEDULE = needs("lr_scheduler", "needs an --lr_scheduler, for example --lr_scheduler linear")
+_WARMUP = Unread(lambda args: not args.lr_scheduler and bool(args.num_warmup_steps), _OF_SCHEDULE.reason)
+_OF_LR_DROP = needs("use_lr_drop")
+_OF_FP16 = needs("fp16", "needs --fp16: only float16 training has a loss scale")
+_BETWEEN_WORKERS = Unread(
+    lambda args: args.backend == "local", "is about gradients between workers, and --backend local has one"
+)
+_OF_TRAINING = Unread(
+    lambda args: args.validate_only,
+    "is about a training run, and --validate_only makes none: choose one of them",
+)
+_OF_INIT_CHECKPOINT = needs(
+    "init_checkpoint",
+    "says what to take from --init_checkpoint, which is not given; --resume always takes everything",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +65,7 @@ class ModelArgs:
     """Configuration of a new model: a JSON file, or the name of one below models_configs, for example t5-small."""
     base_model: str | None = None
     """Hugging Face name or folder whose configuration is used; the weights are random (see --init_checkpoint)."""
-    dropout_rate: float | None = None
+    dropout_rate: Annotated[float | None, DROPOUT] = None
     """Dropout probability, instead of the configuration's."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
@@ -38,8 +79,6 @@ class ModelArgs:
                 f"--model_cls {self.model_cls} must be module:Class, for example {ModelArgs.model_cls} or "
                 "modeling_t5.modeling_t5:T5ForConditionalGeneration."
             )
-        if self.dropout_rate is not None and not 0.0 <= self.dropout_rate < 1.0:
-            raise UserError(f"--dropout_rate is {self.dropout_rate}: it must be at least 0 and below 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,27 +87,18 @@ class OptimizerArgs:
 
     optimizer: str = "AdamW"
     """Adafactor, AdamWScale, the name of one in torch.optim, transformers or apex, or module:Class."""
-    lr: float | None = None
+    lr: Annotated[float | None, Range(POSITIVE.holds, f"{POSITIVE.reason}, for example 1e-3")] = None
     """Learning rate; the peak where there is a schedule. None only for --relative_step."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
     """Decoupled weight decay, per update."""
-    scale_parameter: bool = False
+    scale_parameter: Annotated[bool, _OF_ADAFACTOR] = False
     """Adafactor: scale the learning rate of each tensor by its RMS."""
-    relative_step: bool = False
+    relative_step: Annotated[bool, _OF_ADAFACTOR] = False
     """Adafactor: learning rate from the update count, min(0.01, 1/sqrt(step)), instead of --lr."""
-    warmup_init: bool = False
+    warmup_init: Annotated[bool, _OF_ADAFACTOR, _OF_RELATIVE_STEP] = False
     """Adafactor: with --relative_step, start from 1e-6 * step instead of 0.01."""
 
     def check(self) -> None:
-        if self.lr is not None and not (self.lr > 0.0 and math.isfinite(self.lr)):
-            raise UserError(f"--lr is {self.lr}: it must be above 0 and finite, for example 1e-3.")
-        check_minimum(self, 0.0, "weight_decay")
-        adafactor = self.optimizer.replace(".", ":").rsplit(":", 1)[-1] == "Adafactor"
-        for flag in ("scale_parameter", "relative_step", "warmup_init"):
-            if getattr(self, flag) and not adafactor:
-                raise UserError(f"--{flag} belongs to --optimizer Adafactor, but --optimizer is {self.optimizer}.")
-        if self.warmup_init and not self.relative_step:
-            raise UserError("--warmup_init needs --relative_step: it is the warm-up of Adafactor's own learning rate.")
         check_conflict(self, "relative_step", "lr", "Adafactor then computes its own learning rate")
 
 
@@ -76,25 +106,20 @@ class OptimizerArgs:
 class RunArgs:
     """The run: where it lives, how long it is, what runs it."""
 
-    model_path: str | None = None
+    model_path: Annotated[str | None, HARMLESS] = None
     """Run directory: checkpoints, logs, configuration. None: nothing is saved."""
-    working_dir: str = "."
+    working_dir: Annotated[str, HARMLESS] = "."
     """Folder that relative paths start from."""
-    iters: int = 100
+    iters: Annotated[int, HARMLESS, COUNT] = 100
     """Optimizer updates to make, in all; a resumed run makes the rest."""
-    seed: int = 42
+    seed: Annotated[int, Range(lambda seed: 0 <= seed < 2**32, f"it must lie between 0 and {2**32 - 1}")] = 42
     """Seed of weights, dropout and data order."""
-    backend: Literal["auto", "horovod", "accelerate", "local"] = "auto"
+    backend: Annotated[Literal["auto", "horovod", "accelerate", "local"], HARMLESS] = "auto"
     """What joins the processes; auto reads the launcher's environment."""
-    resume: str = "auto"
+    resume: Annotated[str, HARMLESS] = "auto"
     """auto: from the newest valid checkpoint in --model_path, if any; never: afresh; PATH: from that checkpoint."""
-    validate_only: bool = False
+    validate_only: Annotated[bool, HARMLESS, EVALUATION] = False
     """Validate once and stop, without training."""
-
-    def check(self) -> None:
-        check_minimum(self, 1, "iters")
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"--seed is {self.seed}: it must lie between 0 and {2**32 - 1}.")
 
     def resume_path(self) -> str | None:
         """The checkpoint named by `--resume PATH`, or None for auto and never."""
@@ -107,71 +132,51 @@ class ScheduleArgs:
 
     lr_scheduler: str | None = None
     """Schedule by name: those of transformers, t5_inverse_sqrt, legacy, ... None: constant."""
-    num_warmup_steps: int | None = None
+    num_warmup_steps: Annotated[int | None, NOT_NEGATIVE, _WARMUP] = None
     """Updates over which the learning rate rises to --lr. None: no warm-up."""
-    num_training_steps: int | None = None
+    num_training_steps: Annotated[int | None, COUNT, _OF_SCHEDULE] = None
     """Updates after which the schedule has ended. None: --iters."""
-    lr_min_ratio: float = 0.0
+    lr_min_ratio: Annotated[float, FRACTION, _OF_SCHEDULE] = 0.0
     """Floor of a decaying schedule, as a fraction of --lr."""
-    use_lr_drop: bool = False
+    use_lr_drop: Annotated[bool, VALIDATION] = False
     """Reduce the learning rate when --optimize_metric stops improving on validation data."""
-    lr_drop_factor: float = 0.1
+    lr_drop_factor: Annotated[float, PART, _OF_LR_DROP] = 0.1
     """--use_lr_drop: factor of a reduction."""
-    lr_drop_patience: int = 10
+    lr_drop_patience: Annotated[int, NOT_NEGATIVE, _OF_LR_DROP] = 10
     """--use_lr_drop: validations without improvement to wait before a reduction."""
-    lr_drop_threshold: float = 1e-4
+    lr_drop_threshold: Annotated[float, NOT_NEGATIVE, _OF_LR_DROP] = 1e-4
     """--use_lr_drop: least change that counts as an improvement."""
-    lr_drop_threshold_mode: Literal["rel", "abs"] = "rel"
-    """--use_lr_drop: whether the threshold is relative to the best value or absolute."""
-    lr_drop_cooldown: int = 0
+    lr_drop_threshold_mode: Annotated[Literal["rel", "abs"], _OF_LR_DROP] = "rel"
+    """--use_lr_drop: the threshold is relative to the best value (rel) or absolute (abs)."""
+    lr_drop_cooldown: Annotated[int, NOT_NEGATIVE, _OF_LR_DROP] = 0
     """--use_lr_drop: validations to ignore after a reduction."""
-    lr_drop_min_lr: float = 0.0
+    lr_drop_min_lr: Annotated[float, NOT_NEGATIVE, _OF_LR_DROP] = 0.0
     """--use_lr_drop: lower bound of the learning rate."""
-    lr_drop_eps: float = 1e-8
+    lr_drop_eps: Annotated[float, NOT_NEGATIVE, _OF_LR_DROP] = 1e-8
     """--use_lr_drop: smallest reduction worth making."""
 
     def check(self) -> None:
         check_conflict(self, "use_lr_drop", "lr_scheduler", "only one of them can set the learning rate")
-        check_minimum(self, 0, "num_warmup_steps", "lr_drop_patience", "lr_drop_cooldown")
-        check_minimum(self, 0.0, "lr_drop_threshold", "lr_drop_min_lr", "lr_drop_eps")
-        check_minimum(self, 1, "num_training_steps")
-        if not 0.0 <= self.lr_min_ratio <= 1.0:
-            raise UserError(f"--lr_min_ratio is {self.lr_min_ratio}: it is a fraction of --lr, from 0 to 1.")
-        if not 0.0 < self.lr_drop_factor < 1.0:
-            raise UserError(
-                f"--lr_drop_factor is {self.lr_drop_factor}: it must lie between 0 and 1, for example 0.1."
-            )
-        if self.lr_scheduler is None:
-            for flag in ("num_warmup_steps", "num_training_steps", "lr_min_ratio"):
-                if getattr(self, flag):
-                    raise UserError(f"--{flag} needs an --lr_scheduler, for example --lr_scheduler linear.")
-        if not self.use_lr_drop:
-            for flag in _fields_with_prefix(ScheduleArgs, "lr_drop_"):
-                if getattr(self, flag) != getattr(ScheduleArgs, flag):
-                    raise UserError(f"--{flag} does nothing without --use_lr_drop: add that flag or drop this one.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchArgs:
     """Batches and gradients."""
 
-    batch_size: int = 10
+    batch_size: Annotated[int, COUNT] = 10
     """Micro-batch: examples in one forward and backward pass of one worker."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: Annotated[int, COUNT] = 1
     """Micro-batches of one worker in one optimizer update."""
-    clip_grad_norm: float | None = None
+    clip_grad_norm: Annotated[float | None, NOT_NEGATIVE] = None
     """Largest global L2 norm of the gradients. None or 0: no clipping."""
-    clip_grad_value: float | None = None
+    clip_grad_value: Annotated[float | None, NOT_NEGATIVE] = None
     """Largest absolute value of a gradient element. None or 0: no clipping."""
-    max_skipped_updates: int = 20
+    max_skipped_updates: Annotated[int, HARMLESS, COUNT] = 20
     """Updates in a row that may be skipped for a non-finite gradient before the run stops."""
-    pad_to_multiple_of: int | None = None
+    pad_to_multiple_of: Annotated[int | None, COUNT] = None
     """Cut columns that are padding in every row of a micro-batch, down to a multiple of this. None: never."""
 
     def check(self) -> None:
-        flags = ("batch_size", "gradient_accumulation_steps", "max_skipped_updates", "pad_to_multiple_of")
-        check_minimum(self, 1, *flags)
-        check_minimum(self, 0.0, "clip_grad_norm", "clip_grad_value")
         check_conflict(self, "clip_grad_norm", "clip_grad_value", "choose one way of clipping")
 
     def trim_to(self) -> int | None:
@@ -195,28 +200,21 @@ class PrecisionArgs:
     """Mixed precision in float16 with dynamic loss scaling."""
     bf16: bool = False
     """Mixed precision in bfloat16; needs no loss scaling."""
-    apex_opt_lvl: Literal["O0", "O1", "O2", "O3"] | None = None
+    apex_opt_lvl: Annotated[Literal["O0", "O1", "O2", "O3"] | None, _OF_FP16] = None
     """Use NVIDIA apex at this level instead of torch.amp; needs --fp16 and an installed apex."""
-    min_loss_scale: float | None = None
+    min_loss_scale: Annotated[float | None, POSITIVE, _OF_FP16] = None
     """--fp16: the loss scale never falls below this. None: no floor."""
-    max_loss_scale: float = 2.0**24
+    max_loss_scale: Annotated[float, POSITIVE, _OF_FP16] = 2.0**24
     """--fp16: the loss scale never rises above this."""
-    fp16_allreduce: bool = False
+    fp16_allreduce: Annotated[bool, _BETWEEN_WORKERS] = False
     """Horovod and DDP: send gradients as float16, half the traffic for some precision."""
 
     def check(self) -> None:
         check_conflict(self, "fp16", "bf16", "choose one number format")
-        for flag in ("min_loss_scale", "max_loss_scale"):
-            value = getattr(self, flag)
-            if value is not None and not (value > 0.0 and math.isfinite(value)):
-                raise UserError(f"--{flag} is {value}: it must be above 0 and finite.")
         if self.min_loss_scale is not None and self.min_loss_scale > self.max_loss_scale:
             raise UserError(
                 f"--min_loss_scale {self.min_loss_scale:g} is above --max_loss_scale {self.max_loss_scale:g}."
             )
-        for flag in ("apex_opt_lvl", "min_loss_scale", "max_loss_scale"):
-            if getattr(self, flag) != getattr(PrecisionArgs, flag) and not self.fp16:
-                raise UserError(f"--{flag} needs --fp16: only float16 training has a loss scale.")
 
     def precision_options(self) -> dict[str, bool | float | str | None]:
         """Arguments of `backends.precision.get_precision`."""
@@ -228,93 +226,64 @@ class PrecisionArgs:
 class ValidationArgs:
     """Validation, and what is decided by it."""
 
-    valid_interval: int | None = None
+    valid_interval: Annotated[int | None, HARMLESS, COUNT, VALIDATION] = None
     """Updates between two validations. None: --log_interval."""
-    valid_at_start: bool = False
+    valid_at_start: Annotated[bool, HARMLESS, VALIDATION] = False
     """Also validate before the first update."""
-    eval_batch_size: int | None = None
+    eval_batch_size: Annotated[int | None, HARMLESS, COUNT] = None
     """Examples in one forward pass of one worker on validation data. None: --batch_size."""
-    use_generate_on_valid: bool = False
+    use_generate_on_valid: Annotated[bool, HARMLESS] = False
     """Also generate text on validation data, for metrics that need it."""
     optimize_metric: str = "loss"
     """Validation metric that decides the best checkpoint, early stopping and --use_lr_drop."""
     optimize_mode: Literal["min", "max"] = "min"
-    """Whether a lower (min) or a higher (max) --optimize_metric is better."""
-    save_best: bool = False
+    """A lower (min) or a higher (max) --optimize_metric is better."""
+    save_best: Annotated[bool, HARMLESS, IN_RUN_DIRECTORY, VALIDATION] = False
     """Also keep the checkpoint with the best --optimize_metric."""
-    early_stopping_patience: int = -1
+    early_stopping_patience: Annotated[int, HARMLESS, _PATIENCE, VALIDATION] = -1
     """Validations without improvement after which the run stops. -1: never."""
 
     def check(self) -> None:
-        check_minimum(self, 1, "valid_interval", "eval_batch_size")
-        if self.early_stopping_patience != -1 and self.early_stopping_patience < 1:
-            raise UserError(
-                f"--early_stopping_patience is {self.early_stopping_patience}: it must be at least 1, or -1 for never."
-            )
         if self.optimize_metric == "loss" and self.optimize_mode == "max":
             raise UserError(
                 "--optimize_mode max would keep the worst model: --optimize_metric loss is better when low."
             )
-
-    def needs_validation(self) -> tuple[str, ...]:
-        """Names of the flags in use that mean nothing without validation data."""
-        flags = (
-            "valid_interval",
-            "valid_at_start",
-            "use_generate_on_valid",
-            "save_best",
-            "use_lr_drop",
-            "validate_only",
-        )
-        used = [flag for flag in flags if getattr(self, flag)]
-        return (*used, *(["early_stopping_patience"] if self.early_stopping_patience != -1 else []))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointArgs:
     """Checkpoints: when they are written, what a run starts from."""
 
-    save_interval: int | None = None
+    save_interval: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
     """Updates between two checkpoints. None: only the one at the end."""
-    keep_checkpoints: int | None = 3
+    keep_checkpoints: Annotated[int | None, HARMLESS, COUNT] = 3
     """Newest checkpoints to keep; the best one is kept as well. None: all."""
-    init_checkpoint: str | None = None
+    init_checkpoint: Annotated[str | None, HARMLESS] = None
     """Checkpoint to start from when this run has none of its own to resume."""
-    reset_optimizer: bool = False
+    reset_optimizer: Annotated[bool, HARMLESS, _OF_INIT_CHECKPOINT] = False
     """--init_checkpoint: take the weights, start the optimizer afresh."""
-    reset_lr: bool = False
+    reset_lr: Annotated[bool, HARMLESS, _OF_INIT_CHECKPOINT] = False
     """--init_checkpoint: start the learning-rate schedule (and --use_lr_drop) afresh, not where the checkpoint was."""
-    reset_iteration: bool = False
+    reset_iteration: Annotated[bool, HARMLESS, _OF_INIT_CHECKPOINT] = False
     """--init_checkpoint: count updates from 0."""
-    skip_used_data: bool = False
+    skip_used_data: Annotated[bool, HARMLESS, _OF_INIT_CHECKPOINT] = False
     """--init_checkpoint: go on reading data where the checkpoint stopped, not from the first example."""
-    allow_partial_checkpoint: bool = False
+    allow_partial_checkpoint: Annotated[bool, HARMLESS] = False
     """Accept weights that do not match the model name by name and shape by shape; the differences are printed."""
-    allow_pickle: bool = False
+    allow_pickle: Annotated[bool, HARMLESS] = False
     """Read checkpoint files in pickle format, which can run any code: only for files you trust."""
-
-    def check(self) -> None:
-        check_minimum(self, 1, "save_interval", "keep_checkpoints")
-
-    def resets(self) -> tuple[str, ...]:
-        """Names of the flags in use that change what is taken from a checkpoint."""
-        flags = ("reset_optimizer", "reset_lr", "reset_iteration", "skip_used_data")
-        return tuple(flag for flag in flags if getattr(self, flag))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingArgs:
-    """What is reported while training."""
+    """Reports while training."""
 
-    log_interval: int = 10
+    log_interval: Annotated[int, HARMLESS, COUNT] = 10
     """Updates between two lines of log."""
-    profile_after: int | None = None
+    profile_after: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
     """Write a torch profiler trace of the three updates after this one. None: no trace."""
-    report: bool = False
+    report: Annotated[bool, HARMLESS, IN_RUN_DIRECTORY, _OF_TRAINING] = False
     """End with a report: loss before and after, example predictions, the loss curve as a PNG."""
-
-    def check(self) -> None:
-        check_minimum(self, 1, "log_interval", "profile_after")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,22 +291,12 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
     """Everything the Trainer reads."""
 
     def __post_init__(self) -> None:
-        for cls in reversed(type(self).__mro__):
-            if "check" in vars(cls):
-                cls.check(self)
+        check_groups(self, type(self).__mro__[::-1])
 
     def check(self) -> None:
         self._check_steps()
         self.check_profile()
-        if self.validate_only and self.report:
-            raise UserError("--report is about a training run, and --validate_only makes none: choose one of them.")
         self._check_starting_point()
-        if self.fp16_allreduce and self.backend == "local":
-            raise UserError("--fp16_allreduce is about gradients between workers, and --backend local has one.")
-        if self.model_path is None:
-            for flag in ("save_interval", "save_best", "report", "profile_after"):
-                if getattr(self, flag):
-                    raise UserError(f"--{flag} needs --model_path: there is no run directory to write to.")
 
     def check_profile(self) -> None:
         """The updates to be traced must be made."""
@@ -361,15 +320,36 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
                 f"--resume {self.resume} and --init_checkpoint {self.init_checkpoint} both name a checkpoint to start "
                 "from: keep --resume to continue that run, --init_checkpoint to begin a new one from its weights."
             )
-        if self.resets() and self.init_checkpoint is None:
-            raise UserError(
-                f"--{self.resets()[0]} says what to take from --init_checkpoint, which is not given; --resume always "
-                "takes everything."
-            )
+
+    def check_used(self) -> None:
+        """Refuse flags that a run of these arguments alone would not read (`FineTuner` may read them later).
+
+        Settings of training may stand beside --validate_only: it is added to the command of a run.
+
+        Raises:
+            UserError: a flag that has no effect.
+        """
+        refuse_unread(self, in_run=True)
+
+    def lacks_validation(self) -> bool:
+        """True if a run of these arguments has no validation data; unknown to those that name no data."""
+        return False
+
+    def measures_nothing(self) -> bool:
+        """True if a run of these arguments has no data to evaluate on."""
+        return self.lacks_validation()
+
+    def needs_validation(self) -> list[str]:
+        """Names of the flags in use that mean nothing without validation data."""
+        return given_flags(self, VALIDATION, EVALUATION)
 
     def names_weights(self) -> bool:
-        """Whether the flags name weights to start from."""
+        """True if the flags name weights to start from."""
         return self.init_checkpoint is not None
+
+    def may_resume(self) -> bool:
+        """True if the run may go on from a checkpoint of its own."""
+        return self.resume_path() is not None or (self.resume == "auto" and self.model_path is not None)
 
     def schedule_steps(self) -> int:
         """Updates after which the learning-rate schedule has ended."""
@@ -386,7 +366,7 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentArgs(TrainerArgs, OptimizerArgs, ModelArgs):
-    """What every training script needs besides its data."""
+    """Arguments of every training script, besides its data."""
 
     def check(self) -> None:
         self.check_model()
@@ -408,29 +388,3 @@ class ExperimentArgs(TrainerArgs, OptimizerArgs, ModelArgs):
     def learning_rate(self) -> float | None:
         """`--lr`, or what takes its place."""
         return self.lr
-
-
-def help_groups(args_class: type) -> list[type]:
-    """The dataclasses that declare the fields of `args_class`, in the order of its fields.
-
-    A class lower down may repeat a field to change its default; a new field belongs in a group of its own.
-    """
-    bases = [cls for cls in reversed(args_class.__mro__) if vars(cls).get("__annotations__")]
-    return [cls for cls in bases if not any(issubclass(cls, other) for other in bases if other is not cls)]
-
-
-def _fields_with_prefix(group: type, prefix: str) -> list[str]:
-    return [name for name in group.__annotations__ if name.startswith(prefix)]
-
-
-def check_minimum(args: object, minimum: float, *flags: str) -> None:
-    """Refuse a flag below `minimum`, NaN or infinite; None passes."""
-    for flag in flags:
-        value = getattr(args, flag)
-        if value is not None and not (value >= minimum and math.isfinite(value)):
-            raise UserError(f"--{flag} is {value}: it must be at least {minimum:g}.")
-
-
-def check_conflict(args: object, first: str, second: str, reason: str) -> None:
-    if getattr(args, first) and getattr(args, second):
-        raise UserError(f"--{first} and --{second} exclude each other: {reason}.")

@@ -12,6 +12,7 @@ from torch import nn
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
+from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.names import nearest_names
 
 if TYPE_CHECKING:
@@ -46,33 +47,10 @@ SPARSE_KEYS = {"sparse_config_cls", "sparse_attention"}
 INERT_VALUES = {"gradient_checkpointing": False, "position_embedding_type": "absolute"}
 # Kinds of model of our own: importing their package makes transformers know them.
 OWN_PACKAGES = {"lm_experiments_t5": "modeling_t5", "lm_experiments_bert": "modeling_bert"}
-# Keys that only a class of our own varies.
-OWN_KEYS = {
-    "modeling_bert.modeling_bert:BertForPreTraining": {
-        "last_layer_norm",
-        "position_embedding_type",
-        "pre_layer_norm",
-        "relative_attention_num_buckets",
-        "relative_last_bucket_distance",
-        "rotary_base",
-        "rotary_dim",
-    },
-    "modeling_t5:T5ForConditionalGeneration": {
-        "cross_entropy_chunk_size",
-        "decoder_cross_attention_layer",
-        "decoder_self_attention_layer",
-        "encoder_self_attention_layer",
-        "fp32_residual",
-        "keep_in_fp32",
-        "label_smoothing",
-        "num_cdq_heads",
-        "num_memory_tokens",
-        "position_embedding_type",
-        "relative_attention_bias_per_layer",
-        "rotary_base",
-        "rotary_dim",
-        "z_loss",
-    },
+# Classes of our own, which vary what transformers' class of the same kind does not.
+OWN_CLASSES = {
+    "bert": "modeling_bert.modeling_bert:BertForPreTraining",
+    "t5": "modeling_t5:T5ForConditionalGeneration",
 }
 
 
@@ -298,8 +276,8 @@ def number_of(parameter: torch.Tensor) -> int:
 
 def _who_knows(key: str, known: set[str], kinds: list[str | None]) -> str:
     """Where an unknown key of a configuration belongs: to a model class of our own, or to a mistyped name."""
-    for model_cls, keys in OWN_KEYS.items():
-        if key in keys and any(model_cls.startswith(f"modeling_{kind}") for kind in kinds):
+    for model_cls in (OWN_CLASSES[kind] for kind in kinds if kind in OWN_CLASSES):
+        if key in _own_keys(get_cls_by_name(model_cls).config_class):
             return f", which --model_cls {model_cls} understands"
     return nearest_names(key, known)
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.collective import on_all
+from lm_experiments_tools.config.flags import harmless_flags
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.models.build import (
     build_model,
@@ -35,9 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.config.training import ExperimentArgs, TrainerArgs
-
-ModelKind = Literal["encoder-decoder", "decoder", "encoder"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,8 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
     def open_directory() -> RunDirectory:
         run = RunDirectory(args.model_path, backend.rank)
         run.claim()
-        run.check_compatible(asdict(args), resume=args.resume_path() is not None, world_size=backend.world_size)
+        resume, harmless = args.resume_path() is not None, harmless_flags(type(args))
+        run.check_compatible(asdict(args), resume, world_size=backend.world_size, harmless=harmless)
         return run
 
     return on_all(backend, open_directory, only_main=True)

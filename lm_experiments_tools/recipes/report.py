@@ -55,11 +55,12 @@ def _losses(trainer: TrainingLoop) -> str:
 def t5_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tuple[str, str, str]]:
     """What a model that generates makes of held-out text, by its `--task`: text continued, or blanks filled in."""
     args = trainer.args
-    if args.task in ("prefix_lm", "causal_lm"):
+    objective = args.objective()
+    if objective.report == "continuation":
         return continued_examples(trainer, data)
     from lm_experiments_tools.data.objectives.ul2 import mode_ids
 
-    has_mode = args.task == "ul2" and args.mode_tokens
+    has_mode = "mode_tokens" in objective.reads and args.mode_tokens
     return fill_in_examples(trainer, data, [mode_ids(data.vocabulary)["R"]] if has_mode else [])
 
 
@@ -70,7 +71,7 @@ def continued_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tup
     for window in _windows(data.valid_tokens):
         ids = torch.from_numpy(window[:half])[None].to(trainer.backend.device)
         eos, given, options = ids.new_tensor([[vocabulary.eos_id]]), ids, {}
-        if trainer.has_decoder and trainer.args.task == "prefix_lm":
+        if trainer.has_decoder and trainer.args.objective().has_targets:
             given = torch.cat([ids, eos], dim=1)
         elif trainer.has_decoder:  # causal LM has an input of nothing but EOS
             start = ids.new_tensor([[model.config.decoder_start_token_id]])

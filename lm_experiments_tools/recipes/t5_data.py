@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lm_experiments_tools.backends.collective import on_all, on_main
-from lm_experiments_tools.config.pretraining import SEQIO_TASKS
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
 from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
+from lm_experiments_tools.data.objectives.registry import ObjectiveContext, mixed_dataset, objective_dataset
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, token_prefix
 from lm_experiments_tools.data.tokens.tokenize import ensure_tokenized
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.recipes.objectives import mixed_dataset, objective_dataset
+from lm_experiments_tools.recipes.objectives import trained_kind
 from lm_experiments_tools.training.micro_batches import IGNORED_LABEL
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def pretraining_data(args: T5PretrainingArgs, backend: Backend) -> PretrainingDa
     elif args.streaming:
         from lm_experiments_tools.data.streaming.stream import streaming_data
 
-        train, objective = streaming_data(args, backend, vocabulary, vocab_path)
+        train, objective = streaming_data(args, backend, vocabulary, vocab_path, trained_kind(args))
     else:
         train = on_all(backend, lambda: _train_loader(args, backend, vocabulary, vocab_path))
         objective = train.dataset.describe()
@@ -112,7 +112,7 @@ def choose_pipeline(args: T5PretrainingArgs) -> Literal["native", "seqio"]:
         return args.data_pipeline
     if ":" in args.task:
         return "seqio"
-    if args.of_native_pipeline() or len(args.data_path) > 1 or args.task not in SEQIO_TASKS:
+    if args.of_native_pipeline() or len(args.data_path) > 1 or not args.objective().in_seqio:
         return "native"
     path = args.data_path[0]
     if token_prefix(path) is not None or not os.path.exists(path):
@@ -150,18 +150,22 @@ def open_tokens(path: str, vocab_path: Path, args: T5PretrainingArgs) -> Indexed
 
 def _train_loader(args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, vocab_path: Path) -> TrainLoader:
     tokens = [open_tokens(path, vocab_path, args) for path in args.data_path]
-    dataset = mixed_dataset(args, tokens, vocabulary, seed=args.seed, world_size=backend.world_size)
+    dataset = mixed_dataset(_context(args, vocabulary), tokens, backend.world_size)
     return TrainLoader(dataset, args.rows_per_worker(), backend.rank, backend.world_size)
 
 
 def _valid_loader(
     args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, tokens: IndexedDataset
 ) -> ValidLoader:
-    dataset = objective_dataset(args, tokens, vocabulary, seed=args.seed)
+    dataset = objective_dataset(_context(args, vocabulary), tokens)
     if isinstance(dataset, BucketedDataset):  # --valid_samples of a bucketed order would be of a few lengths only
         dataset = SortedSamples(dataset.dataset, args.valid_samples)
     where = (backend.rank, backend.world_size)
     return ValidLoader(dataset, args.rows_per_worker(), *where, num_samples=args.valid_samples)
+
+
+def _context(args: T5PretrainingArgs, vocabulary: Vocabulary) -> ObjectiveContext:
+    return ObjectiveContext(args, vocabulary, trained_kind(args), args.seed)
 
 
 def vocabulary_path(args: T5PretrainingArgs) -> Path:

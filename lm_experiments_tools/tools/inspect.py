@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm_experiments_tools.config.pretraining import DataArgs, ObjectiveArgs, T5PretrainingArgs
+from lm_experiments_tools.config.flags import check_groups
+from lm_experiments_tools.config.objectives import ObjectiveArgs
+from lm_experiments_tools.config.pretraining import DataArgs, T5PretrainingArgs
 from lm_experiments_tools.config.training import BatchArgs, RunArgs
 from lm_experiments_tools.tools.look import (
     LookArgs,
@@ -41,8 +43,7 @@ class InspectArgs(T5PretrainingArgs, LookArgs):
 
     def __post_init__(self) -> None:
         # What concerns the model or its training need not be complete to look at the data.
-        for group in (DataArgs, ObjectiveArgs, BatchArgs, RunArgs, LookArgs):
-            group.check(self)
+        check_groups(self, (DataArgs, ObjectiveArgs, BatchArgs, RunArgs, LookArgs))
 
 
 def run(args: InspectArgs) -> None:
@@ -71,7 +72,7 @@ def run(args: InspectArgs) -> None:
 def _show_run(args: InspectArgs, sources: list[Source], vocabulary: "Vocabulary") -> None:
     """What the run makes of the data: objective, steps, padding, samples."""
     from lm_experiments_tools.backends import get_backend
-    from lm_experiments_tools.recipes.common import model_kind
+    from lm_experiments_tools.recipes.objectives import trained_kind
     from lm_experiments_tools.recipes.t5_data import pretraining_data
 
     # One worker with the rows of all: the same global batches, buckets included.
@@ -90,8 +91,9 @@ def _show_run(args: InspectArgs, sources: list[Source], vocabulary: "Vocabulary"
     weights = list(args.data_weights) if weighted else [1.0] * len(sources)
     show_steps(samples, samples and whole_epoch(samples, sources, weights), args)
     shown = {vocabulary.pad_id: "<pad>", vocabulary.eos_id: "</s>", vocabulary.unk_id: "<unk>"}
-    wording = Wording(vocabulary.decode, shown, labels_at_inputs=args.task == "mlm")
-    has_decoder = args.task != "mlm" and (args.task != "causal_lm" or model_kind(args) == "encoder-decoder")
+    kind = trained_kind(args)
+    wording = Wording(vocabulary.decode, shown, labels_at_inputs=kind == "encoder")
+    has_decoder = kind == "encoder-decoder"
     with closing(data.train):
         show_batches(data.train, samples, args, has_decoder, wording)
     backend.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.bert import BertDataArgs, BertObjectiveArgs, BertPretrainingArgs
+from lm_experiments_tools.config.flags import check_groups
 from lm_experiments_tools.config.training import BatchArgs, RunArgs
 from lm_experiments_tools.tools.look import (
     LookArgs,
@@ -38,8 +39,7 @@ class InspectBertArgs(BertPretrainingArgs, LookArgs):
 
     def __post_init__(self) -> None:
         # What concerns the model or its training need not be complete to look at the data.
-        for group in (BertDataArgs, BertObjectiveArgs, BatchArgs, RunArgs, LookArgs):
-            group.check(self)
+        check_groups(self, (BertDataArgs, BertObjectiveArgs, BatchArgs, RunArgs, LookArgs))
 
 
 def run(args: InspectBertArgs) -> None:

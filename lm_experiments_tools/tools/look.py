@@ -10,7 +10,7 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_experiments_tools.config.training import check_minimum
+from lm_experiments_tools.config.flags import check_minimum
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tracking.tracker import parse_record
 
 _TRAIN, _VALID, _INK = "#4c72b0", "#c44e52", "#333333"
 _SMOOTHING_POINTS = 40  # more train points than this get a running mean drawn over them
@@ -51,18 +51,10 @@ def _loss(source: Path, split: str) -> list[tuple[int, int, float]]:
         raise UserError(f"{source} cannot be read ({error.strerror}): give the metrics.jsonl of a run.") from error
     points = []
     for line in lines:
-        record = _parse(line)
-        if record.get("split") == split and isinstance(record.get("loss"), (int, float)):
+        record = parse_record(line)
+        if record is not None and record["split"] == split and isinstance(record.get("loss"), (int, float)):
             points.append((record["step"], record["tokens"], record["loss"]))
     return sorted(points)
-
-
-def _parse(line: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def _draw(axes: Any, curves: dict[str, list[tuple[int, int, float]]]) -> None:

@@ -19,9 +19,11 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
+
+import psutil
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import dump_json, to_jsonable, write_atomic
@@ -31,16 +33,6 @@ logger = logging.getLogger(__name__)
 # the ancestor's extra keys of config.json; everything else in it is an argument
 _EXTRA_KEYS = ("ENV", "MACHINE", "COMMIT", "WORLD_SIZE")
 _ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONPATH")
-# arguments that a continued run may change: they alter neither the model, nor the data, nor the updates made so far
-HARMLESS = frozenset(
-    "allow_partial_checkpoint allow_pickle backend bleu_tokenize data_n_workers do_sample early_stopping_patience "
-    "epochs eval_batch_size init_checkpoint iters keep_checkpoints length_penalty log_interval max_bad_lines "
-    "max_instances_per_eval_task max_new_tokens max_skipped_updates metrics min_new_tokens model_path "
-    "no_repeat_ngram_size num_beams profile_after repetition_penalty report reset_iteration reset_lr reset_optimizer "
-    "resume save_best save_interval show_valid_examples skip_used_data temperature test_data_path test_samples top_k "
-    "top_p use_generate_on_valid valid_at_start valid_data_path valid_interval valid_samples validate_only "
-    "working_dir".split()
-)
 _LAUNCHERS = ("torchrun", "horovodrun", "accelerate", "deepspeed", "mpirun", "mpiexec")
 _LAUNCHER_MODULES = (
     "torch.distributed.run",
@@ -147,7 +139,12 @@ class RunDirectory:
             self._write("model_config.json", dump_json(dict(model_config)) + "\n")
 
     def check_compatible(
-        self, args: Mapping[str, Any], resume: bool, *, world_size: int | None = None
+        self,
+        args: Mapping[str, Any],
+        resume: bool,
+        *,
+        world_size: int | None = None,
+        harmless: Collection[str] = (),
     ) -> dict[str, tuple[Any, Any]]:
         """Compare with the newest earlier start: {argument: (then, now)} of those that matter and differ.
 
@@ -156,6 +153,7 @@ class RunDirectory:
 
         Args:
             resume: the user asked for this directory's run by name, so differences are reported, not refused.
+            harmless: names of arguments that may differ.
 
         Raises:
             UserError: the directory is in use by another configuration and `resume` is False; shows the differences.
@@ -166,7 +164,7 @@ class RunDirectory:
         )
         if before is None or not in_use:
             return {}
-        differing = _differences(before, {**args, "WORLD_SIZE": world_size})
+        differing = _differences(before, {**args, "WORLD_SIZE": world_size}, harmless)
         shown = ", ".join(f"{name} ({_show(then)} then, {_show(now)} now)" for name, (then, now) in differing.items())
         if differing and not resume:
             raise UserError(
@@ -279,17 +277,12 @@ def _python_command(argv: Sequence[str]) -> list[str]:
 
 
 def _launcher_command() -> list[str] | None:
-    """The command line of the outermost launcher above this process, from /proc; None elsewhere or without one."""
-    found, process = None, os.getppid()
-    while process > 1:
-        try:
-            command = [part.decode() for part in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[:-1]]
-            parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]
-        except (OSError, UnicodeDecodeError, IndexError):
-            break
-        if _is_launcher(command):
-            found = command
-        process = int(parent)
+    """The command line of the outermost launcher above this process; None without one, or where it cannot be seen."""
+    found = None
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process().parents():
+            command = process.cmdline()
+            found = command if _is_launcher(command) else found
     return found
 
 
@@ -310,7 +303,7 @@ def describe_environment() -> dict[str, Any]:
         "python": sys.version,
         "executable": sys.executable,
         "platform": platform.platform(),
-        "cpu": {"model": _cpu_model(), "count": os.cpu_count(), "memory_bytes": _memory_bytes()},
+        "cpu": {"model": _cpu_model(), "count": os.cpu_count(), "memory_bytes": psutil.virtual_memory().total},
         "gpus": [],
         "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),
     }
@@ -330,12 +323,6 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory_bytes() -> int | None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return None
-
-
 def _git(*arguments: str) -> bytes:
     """Output of a git command here; empty without git, outside a repository, or when git is too slow."""
     command = ["git", "--no-optional-locks", *arguments]
@@ -345,7 +332,9 @@ def _git(*arguments: str) -> bytes:
         return b""
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], harmless: Collection[str]
+) -> dict[str, tuple[Any, Any]]:
     then, now = dict(before), {name: to_jsonable(value) for name, value in now.items()}
     for config in (then, now):
         parts = [config.get(name) for name in ("batch_size", "gradient_accumulation_steps", "WORLD_SIZE")]
@@ -360,8 +349,9 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
         split = {"batch_size", "gradient_accumulation_steps"}
     else:
         del then["global_batch_size"], now["global_batch_size"]
-    compared = [name for name in now if name in then and name not in HARMLESS and name not in split]
-    return {name: (then[name], now[name]) for name in compared if name not in _EXTRA_KEYS and then[name] != now[name]}
+    ignored = {*harmless, *split, *_EXTRA_KEYS}
+    compared = [name for name in now if name in then and name not in ignored]
+    return {name: (then[name], now[name]) for name in compared if then[name] != now[name]}
 
 
 def _show(value: Any) -> str:

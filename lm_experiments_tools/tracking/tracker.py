@@ -1,4 +1,4 @@
-"""What a run reports: TensorBoard, metrics.jsonl and one console line an interval; rank 0 only.
+"""Reports of a run: TensorBoard, metrics.jsonl and one console line an interval; rank 0 only.
 
 metrics.jsonl is the record: one JSON object a log call, flushed at once. TensorBoard is a view of it, written with
 tensorboard's own protocol classes: `torch.utils.tensorboard` would import TensorFlow into the training process
@@ -90,7 +90,7 @@ class Tracker:
         for record in kept:
             for tag, value, x in _scalars(record):
                 if _axis(tag) != "iterations" and x > start_step:
-                    self._events.scalars([(tag, value)], x, record["time"])
+                    self._events.scalar(tag, value, x, record["time"])
                 elif tag.endswith(("/iterations/train", "/iterations/valid")):
                     self._metric_tags[tag] = None
         self._events.flush()
@@ -133,7 +133,7 @@ class Tracker:
             self._jsonl.flush()
         if self._events is not None:
             for tag, value, x in _scalars(record):
-                self._events.scalars([(tag, value)], x, record["time"])
+                self._events.scalar(tag, value, x, record["time"])
                 if tag.startswith(tuple(f"{name}/iterations/" for name in metrics)):
                     self._metric_tags[tag] = None
             self._events.flush()
@@ -252,10 +252,8 @@ class EventFile:
     def _write(self, event: Any) -> None:
         self._writer.write(event.SerializeToString())
 
-    def scalars(self, values: list[tuple[str, float]], step: int, wall_time: float) -> None:
-        summary = [self._summary.Summary.Value(tag=tag, simple_value=value) for tag, value in values]
-        event = self._event.Event(wall_time=wall_time, step=step, summary=self._summary.Summary(value=summary))
-        self._write(event)
+    def scalar(self, tag: str, value: float, step: int, wall_time: float) -> None:
+        self._write_summary(self._summary.Summary.Value(tag=tag, simple_value=value), step, wall_time)
 
     def text(self, tag: str, markdown: str, step: int) -> None:
         metadata = self._summary.SummaryMetadata()
@@ -263,7 +261,7 @@ class EventFile:
         tensor = self._tensor.TensorProto(dtype=self._types.DT_STRING, string_val=[markdown.encode("utf-8")])
         tensor.tensor_shape.dim.add(size=1)
         value = self._summary.Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)
-        self._write_summary(value, step)
+        self._write_summary(value, step, time.time())
 
     def hparams(self, values: dict[str, Any], metric_tags: list[str]) -> None:
         from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
@@ -288,11 +286,12 @@ class EventFile:
             metadata.plugin_data.plugin_name = "hparams"
             metadata.plugin_data.content = plugin_data_pb2.HParamsPluginData(version=0, **content).SerializeToString()
             null = self._tensor.TensorProto(dtype=self._types.DT_FLOAT, float_val=[0.0])
-            self._write_summary(self._summary.Summary.Value(tag=tag, metadata=metadata, tensor=null), 0)
+            value = self._summary.Summary.Value(tag=tag, metadata=metadata, tensor=null)
+            self._write_summary(value, 0, time.time())
 
-    def _write_summary(self, value: Any, step: int) -> None:
-        event = self._event.Event(wall_time=time.time(), step=step, summary=self._summary.Summary(value=[value]))
-        self._write(event)
+    def _write_summary(self, value: Any, step: int, wall_time: float) -> None:
+        summary = self._summary.Summary(value=[value])
+        self._write(self._event.Event(wall_time=wall_time, step=step, summary=summary))
 
     def flush(self) -> None:
         self._file.flush()
@@ -310,7 +309,7 @@ def _cut_records(path: Path, start_step: int) -> list[dict[str, Any]]:
         return []
     kept, lines, superseded = [], [], []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        record = _parse(line)
+        record = parse_record(line)
         if record is not None and record["step"] <= start_step:
             kept.append(record)
             lines.append(line)
@@ -324,7 +323,8 @@ def _cut_records(path: Path, start_step: int) -> list[dict[str, Any]]:
     return kept
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def parse_record(line: str) -> dict[str, Any] | None:
+    """The record on a line of metrics.jsonl; None for a line that is not a whole one (a kill while it was written)."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -366,9 +366,7 @@ def _tags(name: str, record: dict[str, Any]) -> list[tuple[str, str]]:
     clean = re.sub(r"[^-/\w.]", "_", name)
     if name in record["metrics"]:
         return [(f"{clean}/{axis}/{record['split']}", axis) for axis in _AXES]
-    if name in _ON_AXES:
-        return [(f"{clean}/{axis}", axis) for axis in _AXES]
-    if name in _PER_GROUP:
+    if name in (*_ON_AXES, *_PER_GROUP):
         return [(f"{clean}/{axis}", axis) for axis in _AXES]
     if name == "seconds_per_step":
         return [(f"time/{axis}/per_iter", axis) for axis in _AXES]

@@ -124,7 +124,7 @@ def spans_of(mask):
 
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory):
-    """What was given to t5, and what it made of it."""
+    """Arrays given to t5, and those that it made of them."""
     generator = np.random.default_rng(0)
     masks = []
     for key, (density, mean) in enumerate(SETTINGS):

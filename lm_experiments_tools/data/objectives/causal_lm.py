@@ -17,13 +17,27 @@ encoder-decoder predicts all of its labels, from an input that is only EOS.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lm_experiments_tools.data.objectives.tape import TapeDataset, TokenSource
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.data.objectives.registry import ObjectiveContext
+
+
+def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> CausalLMDataset:
+    """`--task causal_lm`, for the kind of model that is trained."""
+    return CausalLMDataset(
+        tokens,
+        context.args.input_seq_len,
+        eos_id=context.vocabulary.eos_id,
+        encoder_decoder=context.model_kind == "encoder-decoder",
+        **context.for_tape(),
+    )
 
 
 class CausalLMDataset(TapeDataset):
@@ -33,7 +47,7 @@ class CausalLMDataset(TapeDataset):
         tokens, vocab_size, seed: as `TapeDataset`.
         length: tokens of a block.
         eos_id, pad_id: special ids.
-        encoder_decoder: whether the labels are a decoder's own sequence.
+        encoder_decoder: True if the labels are a decoder's own sequence.
 
     Raises:
         UserError: as `Tape`, or a block without a token to predict.

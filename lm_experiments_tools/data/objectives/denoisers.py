@@ -1,8 +1,10 @@
-"""What a row of text becomes for an encoder-decoder: span corruption and prefix LM, as parts of one interface.
+"""Ways to make inputs and targets of a row of text: span corruption and prefix LM, behind one interface.
 
-A denoiser draws once per row how to split it (`draw`), knows the lengths that follow (`lengths`) and writes the
-example (`write`). Both semantics are those of the `t5` package, given the same split. One worked example of prefix LM
-with a prefix of 3, EOS 1, padding 0 and -100, and a mode token 98 where one is asked for:
+A denoiser reads rows of `tokens_length` tokens: it draws once per row how to split it (`draw`, out of
+`words_per_sample` random words), knows the lengths that follow (`lengths`; `varies` where they differ from row to row;
+`inputs_length` and `targets_length` of the longest example, EOS and mode token included) and writes the example
+(`write`). Both semantics are those of the `t5` package, given the same split. One worked example of prefix LM with a
+prefix of 3, EOS 1, padding 0 and -100, and a mode token 98 where one is asked for:
 
     tokens     10 11 12 13 14
     inputs     10 11 12  1  0          98 10 11 12  1  0
@@ -13,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -30,38 +31,6 @@ from lm_experiments_tools.labels import IGNORED_LABEL
 logger = logging.getLogger(__name__)
 
 _32 = np.uint64(32)
-
-
-class Denoiser(Protocol):
-    """One way to make inputs and targets of a row of `tokens_length` tokens.
-
-    Attributes:
-        inputs_length, targets_length: of the longest example, EOS and mode token included.
-        words_per_sample: random words that `draw` takes for a row.
-        varies: whether lengths differ from row to row.
-    """
-
-    tokens_length: int
-    varies: bool
-
-    @property
-    def inputs_length(self) -> int: ...
-
-    @property
-    def targets_length(self) -> int: ...
-
-    @property
-    def words_per_sample(self) -> int: ...
-
-    def for_length(self, tokens_length: int) -> Denoiser: ...
-
-    def draw(self, words: np.ndarray) -> np.ndarray: ...
-
-    def lengths(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
-
-    def write(
-        self, tokens: np.ndarray, drawn: np.ndarray, input_ids: np.ndarray, mask: np.ndarray, labels: np.ndarray
-    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -198,6 +167,9 @@ class PrefixDenoiser:
         np.copyto(labels, IGNORED_LABEL, where=places > (length - drawn)[:, None])
 
 
+Denoiser = SpanDenoiser | PrefixDenoiser
+
+
 def fitting_span_denoiser(
     name: str, inputs_length: int, targets_length: int, denoiser: SpanDenoiser, *, quiet: bool = False
 ) -> SpanDenoiser:
@@ -221,7 +193,10 @@ def fitting_span_denoiser(
             if length < longest - 1 and counts.num_spans == sentinels and not quiet:
                 logger.info(
                     "denoiser %s reads rows of %d tokens, not %d, which need more spans than the %d sentinels",
-                    *(name, length, longest, sentinels),
+                    name,
+                    length,
+                    longest,
+                    sentinels,
                 )
             return replace(denoiser, counts=counts)
     raise UserError(

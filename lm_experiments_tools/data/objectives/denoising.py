@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +14,34 @@ from lm_experiments_tools.data.objectives.tape import BLOCK, TapeDataset, TokenS
 from lm_experiments_tools.data.order import sample_words, stream_key
 from lm_experiments_tools.errors import UserError
 
+if TYPE_CHECKING:
+    from lm_experiments_tools.data.objectives.registry import ObjectiveContext
+
 logger = logging.getLogger(__name__)
+
+
+def build_span_corruption(
+    context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]
+) -> SpanCorruptionDataset:
+    """`--task span_corruption`."""
+    args, vocabulary = context.args, context.vocabulary
+    return SpanCorruptionDataset(
+        tokens,
+        args.input_seq_len,
+        args.target_seq_len,
+        sentinel_ids=vocabulary.sentinel_ids,
+        eos_id=vocabulary.eos_id,
+        noise_density=args.noise_density,
+        mean_noise_span_length=args.mean_noise_span_length,
+        quiet=context.quiet,
+        **context.for_tape(),
+    )
+
+
+def build_prefix_lm(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> PrefixLMDataset:
+    """`--task prefix_lm`."""
+    lengths = context.args.input_seq_len, context.args.target_seq_len
+    return PrefixLMDataset(tokens, *lengths, eos_id=context.vocabulary.eos_id, **context.for_tape())
 
 
 class DenoisingDataset(TapeDataset):
@@ -56,21 +83,15 @@ class DenoisingDataset(TapeDataset):
         if len(self) == 1 and self.last_row_is_short:
             logger.warning(
                 "the data has %d tokens, fewer than one segment of %d: each epoch is one padded example",
-                *(self.num_tokens, self.denoisers[self._turn[0]].tokens_length),
+                self.num_tokens,
+                self.denoisers[self._turn[0]].tokens_length,
             )
-
-    @property
-    def varies(self) -> bool:
-        """Whether examples differ in length, other than the short last one."""
-        first = self.denoisers[0]
-        sizes = {(denoiser.inputs_length, denoiser.targets_length) for denoiser in self.denoisers}
-        return first.varies or len(sizes) > 1
 
     def _kinds(self, rows: np.ndarray) -> np.ndarray:
         return self._turn[rows % len(self._turn)]
 
     def _parts(self, rows: np.ndarray) -> list[tuple[Denoiser, slice | np.ndarray]]:
-        """Which denoiser makes which of `rows`; for all of one kind a slice, which numpy indexes faster."""
+        """The denoiser of each of `rows`; for all of one kind a slice, which numpy indexes faster."""
         kinds = self._kinds(rows)
         parts: list[tuple[Denoiser, slice | np.ndarray]] = [(self.denoisers[0], slice(0, len(rows)))]
         if len(self.denoisers) > 1:
@@ -176,40 +197,29 @@ class SpanCorruptionDataset(DenoisingDataset):
         trim_targets: bool = True,
         quiet: bool = False,
     ) -> None:
-        self.sentinel_ids = np.asarray(sentinel_ids, np.int64)
+        self.sentinel_ids, self.eos_id = np.asarray(sentinel_ids, np.int64), eos_id
         self.noise_density, self.mean_noise_span_length = noise_density, mean_noise_span_length
-        self.counts = plan_spans(inputs_length, noise_density, mean_noise_span_length, len(self.sentinel_ids))
-        denoiser = SpanDenoiser(
-            self.counts, noise_density, mean_noise_span_length, self.sentinel_ids, eos_id, pad_id, None
-        )
-        self.eos_id, self._asked = eos_id, inputs_length
-        width = self._fit_targets(targets_length, trim_targets, quiet)
+        counts = plan_spans(inputs_length, noise_density, mean_noise_span_length, len(self.sentinel_ids))
+        self.tokens_length, needed = counts.tokens_length, counts.targets_length
+        asked = needed if targets_length is None else targets_length
+        if asked < needed:
+            raise UserError(
+                f"targets_length {asked} (--target_seq_len) would cut the targets, {needed} long for inputs_length "
+                f"{inputs_length}, noise_density {noise_density} and mean_noise_span_length {mean_noise_span_length}: "
+                f"set it to {needed}, or leave it out."
+            )
+        if asked > needed and trim_targets and not quiet:
+            logger.info(
+                "targets are %d tokens long, not %d: the rest would be padding (inputs_length %d, noise_density %s)",
+                needed,
+                asked,
+                inputs_length,
+                noise_density,
+            )
+        denoiser = SpanDenoiser(counts, noise_density, mean_noise_span_length, self.sentinel_ids, eos_id, pad_id)
+        width = needed if trim_targets else asked
         super().__init__(tokens, [denoiser], pad_id=pad_id, vocab_size=vocab_size, seed=seed, targets_length=width)
         self.inputs_length = inputs_length
-
-    @property
-    def tokens_length(self) -> int:
-        return self.counts.tokens_length
-
-    def _fit_targets(self, targets_length: int | None, trim: bool, quiet: bool) -> int:
-        needed = self.counts.targets_length
-        if targets_length is None:
-            return needed
-        if targets_length < needed:
-            raise UserError(
-                f"targets_length {targets_length} (--target_seq_len) would cut the targets, {needed} long for "
-                f"inputs_length {self._asked}, noise_density {self.noise_density} and mean_noise_span_length "
-                f"{self.mean_noise_span_length}: set it to {needed}, or leave it out."
-            )
-        if targets_length > needed and trim:
-            if not quiet:
-                logger.info(
-                    "targets are %d tokens long, not %d: the rest would be padding (inputs_length %d, "
-                    "noise_density %s)",
-                    *(needed, targets_length, self._asked, self.noise_density),
-                )
-            return needed
-        return targets_length
 
     def describe(self) -> str:
         """The objective and the size of the data, for the log."""

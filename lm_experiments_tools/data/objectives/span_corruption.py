@@ -27,7 +27,7 @@ _POSITIONS = np.arange(1 << 16, dtype=np.int32)  # 0, 1, 2, ...: as many as a bl
 
 @dataclass(frozen=True)
 class SpanCounts:
-    """What corruption makes of a segment of `tokens_length` tokens. All numbers are fixed by the length alone."""
+    """Numbers of tokens and spans in a segment of `tokens_length` tokens, all fixed by that length alone."""
 
     tokens_length: int
     num_noise_tokens: int

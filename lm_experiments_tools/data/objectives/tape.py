@@ -29,7 +29,7 @@ _VERSION = 1  # of the mapping (seed, sample) -> example; part of the fingerprin
 
 
 class TokenSource(Protocol):
-    """What is needed of an `IndexedDataset`."""
+    """The part of an `IndexedDataset` that a tape reads."""
 
     tokens: np.ndarray
     fingerprint: str
@@ -99,7 +99,7 @@ class Tape:
 
 
 class TapeDataset:
-    """What all objectives share: rows of a tape, addressed by a global sample number.
+    """Base of all objectives: rows of a tape, addressed by a global sample number.
 
     Epoch e starts at a token drawn from (seed, e), so that cut points differ between epochs while every token is read
     exactly once in each. One row per epoch spans the join of the end with the beginning, as others span the border of
@@ -150,7 +150,7 @@ class TapeDataset:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def settings(self) -> dict[str, Any]:
-        """What, besides data and seed, decides how a sample looks; JSON values."""
+        """The settings that, besides data and seed, decide how a sample looks; JSON values."""
         raise NotImplementedError
 
     def rows_of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

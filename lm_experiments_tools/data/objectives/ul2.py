@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import gcd, lcm
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lm_experiments_tools.config.pretraining import DenoiserSpec
+from lm_experiments_tools.config.objectives import DenoiserSpec
 from lm_experiments_tools.data.mixture import blending_order
 from lm_experiments_tools.data.objectives.denoisers import (
     Denoiser,
@@ -36,15 +36,35 @@ from lm_experiments_tools.data.objectives.tape import TokenSource
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
 
+if TYPE_CHECKING:
+    from lm_experiments_tools.data.objectives.registry import ObjectiveContext
+
 MODE_PIECES = {"R": "[NLU]", "X": "[NLG]", "S": "[S2S]"}
 _LONGEST_TURN = 10_000  # rows
+
+
+def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> UL2Dataset:
+    """`--task ul2`; sentinels that serve as mode tokens are none for spans."""
+    args, vocabulary = context.args, context.vocabulary
+    modes = mode_ids(vocabulary) if args.mode_tokens else {}
+    return UL2Dataset(
+        tokens,
+        args.input_seq_len,
+        args.target_seq_len,
+        args.denoiser_specs(),
+        modes=modes,
+        sentinel_ids=[index for index in vocabulary.sentinel_ids.tolist() if index not in modes.values()],
+        eos_id=vocabulary.eos_id,
+        quiet=context.quiet,
+        **context.for_tape(),
+    )
 
 
 def mode_ids(vocabulary: Vocabulary) -> dict[str, int]:
     """Ids of the mode tokens R, X and S.
 
     The pieces [NLU], [NLG] and [S2S] where the vocabulary has all three; else its last three sentinels, in this order
-    from the last one down, which are then none for spans (`span_sentinels`).
+    from the last one down, which are then none for spans (`build`).
 
     Raises:
         UserError: neither the pieces nor four sentinels.
@@ -62,7 +82,7 @@ def mode_ids(vocabulary: Vocabulary) -> dict[str, int]:
 
 
 def turn_of(weights: Sequence[Any]) -> np.ndarray:
-    """Which denoiser each row of a turn has, int64[rows]: exactly by weight and evenly spread.
+    """The denoiser of each row of a turn, int64[rows]: exactly by weight and evenly spread.
 
     Args:
         weights: fractions; (1, 1, 1/2) gives a turn of 5 rows, 0 1 2 0 1.

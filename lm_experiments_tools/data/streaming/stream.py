@@ -24,7 +24,7 @@ import logging
 import os
 import threading
 from concurrent.futures import Future
-from dataclasses import asdict, fields
+from dataclasses import asdict, replace
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,9 +33,9 @@ import numpy as np
 import torch
 
 from lm_experiments_tools.backends.collective import on_all, on_main
-from lm_experiments_tools.config.pretraining import ObjectiveArgs
 from lm_experiments_tools.data.buckets import BucketedDataset
 from lm_experiments_tools.data.loader import SampleDataset, make_steps
+from lm_experiments_tools.data.objectives.registry import ObjectiveContext, example_dataset
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.streaming.chunks import ChunkFeed, ExampleStream, in_background
 from lm_experiments_tools.data.streaming.text import StreamPlan
@@ -45,16 +45,15 @@ from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, token_prefix
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
 from lm_experiments_tools.files import hash_of_ends
-from lm_experiments_tools.recipes.objectives import example_dataset
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 
 logger = logging.getLogger(__name__)
 
 CACHE = Path(".cache") / "streams"  # below the working directory
-_NOT_IN_SAMPLES = ("bucket_rows", "pad_to_multiple_of")  # objective flags that change no sample
 _VERSION = 1  # of the mapping (text, settings, seed) -> samples; part of the fingerprint
 _WORKERS = 4  # processes, unless --data_n_workers says otherwise: they wait for the network more than they work
 _ROWS_AT_ONCE = 64  # of each stream: numpy's calls cost as much for one row
@@ -206,7 +205,7 @@ class StreamLoader:
 
 
 def streaming_data(
-    args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, vocab_path: Path
+    args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, vocab_path: Path, model_kind: ModelKind
 ) -> tuple[StreamLoader, str]:
     """The loader of `--streaming`, with the first text of this worker read and tokenized; and the objective, to log.
 
@@ -223,7 +222,8 @@ def streaming_data(
             "sets another number (there are %d pieces of text)",
             *(backend.world_size, plan.num_streams, len(plan.pieces)),
         )
-    loader = on_all(backend, lambda: _open(args, backend, vocabulary, vocab_path, plan, fingerprint, streams))
+    context = ObjectiveContext(args, vocabulary, model_kind, args.seed)
+    loader = on_all(backend, lambda: _open(context, backend, vocab_path, plan, fingerprint, streams))
     text = ", ".join(args.data_path)
     return loader, f"{args.task} from a stream: {text}, {len(plan.pieces)} pieces in {plan.num_streams} streams"
 
@@ -246,12 +246,12 @@ def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> t
         "text": _identity(plan),
         "text_key": args.text_key,
         "vocabulary": vocabulary.sha256,
-        "objective": {f.name: getattr(args, f.name) for f in fields(ObjectiveArgs) if f.name not in _NOT_IN_SAMPLES},
+        "objective": args.settings_of_examples(),
         "streams": plan.num_streams,
         "seed": args.seed,
     }
     fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    if args.varies_in_length():
+    if args.objective().varies_in_length:
         fingerprint += f"/bucket_rows={_step_rows(args, world_size)}"
     return plan, fingerprint
 
@@ -271,7 +271,7 @@ def _identity(plan: StreamPlan) -> list[Any]:
 
 def _bucket_rows(args: T5PretrainingArgs, num_streams: int, world_size: int) -> int | None:
     """Rows of a bucket in one stream, so that those of all streams are the rows of a step."""
-    if not args.varies_in_length():
+    if not args.objective().varies_in_length:
         return None
     return -(-_step_rows(args, world_size) // num_streams)
 
@@ -281,15 +281,15 @@ def _step_rows(args: T5PretrainingArgs, world_size: int) -> int:
 
 
 def _open(
-    args: T5PretrainingArgs,
+    context: ObjectiveContext,
     backend: Backend,
-    vocabulary: Vocabulary,
     vocab_path: Path,
     plan: StreamPlan,
     fingerprint: str,
     streams: range,
 ) -> StreamLoader:
     """Start the workers and wait for the first example of the first stream, which shows most of what can be wrong."""
+    args, vocabulary = context.args, context.vocabulary
     folder = (CACHE / fingerprint[:16]).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     unsaid = threading.Lock()  # the first to take it logs what the settings come to, the same for every chunk
@@ -298,7 +298,7 @@ def _open(
     def build(prefix: str, stream: int, chunk: int) -> SampleDataset:
         seed = stream_key(args.seed, f"stream {stream}, chunk {chunk}")
         quiet = not unsaid.acquire(blocking=False)
-        return example_dataset(args, IndexedDataset(prefix), vocabulary, seed=seed, quiet=quiet)
+        return example_dataset(replace(context, seed=seed, quiet=quiet), IndexedDataset(prefix))
 
     greeting = {
         "plan": asdict(plan),

@@ -2,11 +2,16 @@
 
 import dataclasses
 import math
+from typing import Annotated
 
 import pytest
 
+from lm_experiments_tools.config.bert import BertPretrainingArgs
+from lm_experiments_tools.config.finetuning import FinetuningArgs
+from lm_experiments_tools.config.flags import Unread, harmless_flags, help_groups
+from lm_experiments_tools.config.objectives import OBJECTIVES
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-from lm_experiments_tools.config.training import PrecisionArgs, TrainerArgs, help_groups
+from lm_experiments_tools.config.training import PrecisionArgs, TrainerArgs
 from lm_experiments_tools.errors import UserError
 
 
@@ -166,6 +171,15 @@ def test_denoisers_are_read_from_compact_text():
     assert [str(spec) for spec in specs] == ["R:3:0.15", "X:64:0.5", "S:0.25"]
 
 
+@pytest.mark.parametrize("task", OBJECTIVES)
+def test_settings_of_examples_are_those_that_fingerprints_have_always_had_and_what_the_objective_reads(task):
+    """A flag that is added later changes no fingerprint of a run that does not read it."""
+    always = {"task", "input_seq_len", "target_seq_len", "noise_density", "mean_noise_span_length", "denoisers"}
+    always |= {"mode_tokens", "mlm_probability"}
+    read = set(OBJECTIVES[task].reads) - {"bucket_rows"}
+    assert set(t5_args(task=task).settings_of_examples()) == always | read
+
+
 def test_only_objectives_whose_examples_differ_in_length_are_trimmed():
     assert t5_args(task="ul2").trim_to() == 8 and t5_args().trim_to() is None
     assert t5_args(task="prefix_lm", pad_to_multiple_of=None).trim_to() is None
@@ -193,6 +207,39 @@ def test_groups_hold_every_field_once():
     names = [name for group in help_groups(T5PretrainingArgs) for name in group.__annotations__]
     assert sorted(names) == sorted(field.name for field in dataclasses.fields(T5PretrainingArgs))
     assert len(names) == len(set(names))
+
+
+def test_the_flags_that_a_resumed_run_may_change_are_these():
+    harmless = [harmless_flags(args_class) for args_class in (T5PretrainingArgs, BertPretrainingArgs, FinetuningArgs)]
+    assert " ".join(sorted(frozenset.union(*harmless))) == (
+        "allow_partial_checkpoint allow_pickle backend bleu_tokenize data_n_workers do_sample early_stopping_patience "
+        "epochs eval_batch_size init_checkpoint iters keep_checkpoints length_penalty log_interval max_bad_lines "
+        "max_instances_per_eval_task max_new_tokens max_skipped_updates metrics min_new_tokens model_path "
+        "no_repeat_ngram_size num_beams profile_after repetition_penalty report reset_iteration reset_lr "
+        "reset_optimizer resume save_best save_interval show_valid_examples skip_used_data temperature "
+        "test_data_path test_samples top_k top_p use_generate_on_valid valid_at_start valid_data_path valid_interval "
+        "valid_samples validate_only working_dir"
+    )
+
+
+def test_a_class_that_repeats_a_field_keeps_its_notes_and_may_add_some():
+    of_long_runs = Unread(lambda args: args.iters < 9, "is of runs of 9, not {iters}: drop --{flag}")
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class ShortRunArgs(TrainerArgs):
+        iters: int = 7
+        log_interval: Annotated[int, of_long_runs] = 3
+
+    assert {"iters", "log_interval"} <= harmless_flags(ShortRunArgs)
+    assert ShortRunArgs(log_interval=5, iters=9) and ShortRunArgs(log_interval=3)
+    with pytest.raises(UserError, match="^--log_interval is of runs of 9, not 7: drop --log_interval.$"):
+        ShortRunArgs(log_interval=5)
+
+
+def test_hugging_faces_parser_reads_the_arguments():
+    parser = pytest.importorskip("transformers").HfArgumentParser(TrainerArgs)
+    (args,) = parser.parse_args_into_dataclasses(["--iters", "5", "--fp16", "--min_loss_scale", "2"])
+    assert (args.iters, args.fp16, args.min_loss_scale, args.clip_grad_norm) == (5, True, 2.0, None)
 
 
 def test_a_script_may_change_a_default_but_the_field_stays_in_its_group():

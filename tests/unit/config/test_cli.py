@@ -1,6 +1,7 @@
 """Command line and YAML: precedence, types, sentences for mistakes, speed of --help."""
 
 import dataclasses
+import importlib
 import random
 import resource
 import subprocess
@@ -15,10 +16,17 @@ import yaml
 
 import run_t5_pretraining
 from lm_experiments_tools.config import cli
+from lm_experiments_tools.config.bert import BertPretrainingArgs
+from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.config.training import ModelArgs
 from lm_experiments_tools.errors import UserError
 
+SCRIPTS = {
+    "run_t5_pretraining": T5PretrainingArgs,
+    "run_bert_pretraining": BertPretrainingArgs,
+    "run_finetuning": FinetuningArgs,
+}
 REQUIRED = ["--data_path", "tokens", "--model_cfg", "t5-small", "--lr", "1e-3"]
 
 # Every flag of the ancestor's T5 scripts, as its users write them; a list of command lines, since some exclude others.
@@ -221,19 +229,7 @@ def test_config_files_hold_lists_where_a_field_is_one(write_yaml):
 
 
 def test_print_config_reads_back_to_equal_arguments(write_yaml, capsys):
-    changes = [
-        "--lr",
-        "3e-05",
-        "--vocab",
-        "a: b # c",
-        "--fp16",
-        "--text_key",
-        "null",
-        "--resume",
-        "1e3",
-        "--iters",
-        "9",
-    ]
+    changes = ["--lr=3e-05", "--vocab=a: b # c", "--fp16", "--text_key=null", "--resume=1e3", "--iters=9"]
     expected, _ = parse(*changes)
     with pytest.raises(SystemExit) as stop:
         parse(*changes, "--print_config")
@@ -258,29 +254,30 @@ def test_changed_default_of_a_script_is_shown_and_used(capsys):
 
 HELP = """
 import sys
-from lm_experiments_tools.config import cli
-from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+import {script}
 try:
-    cli.parse(T5PretrainingArgs, ["--help"], description="Pre-train a T5.")
+    {script}.main(["--help"])
 finally:
-    heavy = {"torch", "transformers", "tensorflow", "numpy", "datasets", "accelerate", "horovod"} & set(sys.modules)
+    heavy = {{"torch", "transformers", "tensorflow", "numpy", "datasets", "accelerate", "horovod"}} & set(sys.modules)
     assert not heavy, heavy
 """
 
 
-def test_help_lists_every_flag_in_groups_within_a_second():
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_lists_every_flag_in_groups_within_a_second(script, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    result = subprocess.run([sys.executable, "-c", HELP], text=True, capture_output=True)
+    result = subprocess.run([sys.executable, "-c", HELP.format(script=script)], text=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert result.returncode == 0, result.stderr
+    assert (result.returncode, result.stderr) == (0, "")  # no warning either
     # of processor time: what other processes do to the wall clock is not ours to answer for
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
     text = result.stdout
-    for field in dataclasses.fields(T5PretrainingArgs):
+    for field in dataclasses.fields(SCRIPTS[script]):
         assert f"--{field.name}" in text
     for group in ("data", "model", "optimizer", "run", "schedule", "batch", "precision", "validation", "checkpoint"):
-        assert f"{group} options" in text
-    assert "Pre-train a T5." in text and "(default: 1e-08)" in text
+        assert f"{group} options" in text or (group, script) == ("data", "run_finetuning")
+    assert importlib.import_module(script).__doc__.split()[0] in text and "(default: 1e-08)" in text
     assert " ".join(text.replace("│", " ").split()).count(ModelArgs.__doc__) == 1
 
 
@@ -297,14 +294,39 @@ def test_a_reader_that_leaves_early_is_no_error(flags):
     process.stderr.close()
 
 
-def test_every_field_has_a_help_line(capsys, monkeypatch):
+def help_words(args_class, capsys, monkeypatch):
+    """The text of `--help` with one blank between words: each flag, then its help, then (default: ...)."""
     monkeypatch.setenv("COLUMNS", "80")  # one column of groups, in which a flag and its help follow each other
     with pytest.raises(SystemExit):
-        cli.parse(T5PretrainingArgs, ["--help"])
-    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for field in dataclasses.fields(T5PretrainingArgs):
-        after_flag = words.split(f"--{field.name} " if field.type is not bool else f"--no_{field.name} ", 1)[1]
-        assert "." in after_flag.split("(default", 1)[0].split("(required", 1)[0], field.name
+        cli.parse(args_class, ["--help"])
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("args_class", SCRIPTS.values())
+def test_every_field_has_a_help_line(args_class, capsys, monkeypatch):
+    words = help_words(args_class, capsys, monkeypatch)
+    for name, kind in typing.get_type_hints(args_class).items():
+        after_flag = words.split(f"--{name} " if kind is not bool else f"--no_{name} ", 1)[1]
+        assert "." in after_flag.split("(default", 1)[0].split("(required", 1)[0], name
+
+
+def test_help_of_a_repeated_field_has_its_own_default_and_text(capsys, monkeypatch):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class MoreArgs:
+        """More."""
+
+        odd: int = dataclasses.field(default=5, metadata={"help": "As argparse and HfArgumentParser have it."})
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class ChangedArgs(FinetuningArgs, MoreArgs):
+        num_beams: int = 4
+
+    words = help_words(ChangedArgs, capsys, monkeypatch)
+    assert "--model_cls {None}|STR Model class, as module:Class. None: transformers' class for --model_type" in words
+    assert "--optimize_metric is better. None: as the metric is. (default: None)" in words
+    assert "down to a multiple of this. None: never. (default: 8)" in words
+    assert "--num_beams INT Beams of a beam search; 1 decodes greedily. (default: 4)" in words
+    assert "--odd INT As argparse and HfArgumentParser have it. (default: 5)" in words
 
 
 def test_help_fills_its_lines(capsys, monkeypatch):
@@ -419,7 +441,7 @@ def wrong_value(annotation: object, rng: random.Random) -> str | None:
 
 def test_five_hundred_random_edits_never_start_a_run_and_never_show_a_traceback(tmp_path):
     rng = random.Random(0)
-    fields = {field.name: field.type for field in dataclasses.fields(T5PretrainingArgs)}
+    fields = typing.get_type_hints(T5PretrainingArgs)
     names = list(fields)
     num_typos = num_right = 0
     for case in range(500):

@@ -101,7 +101,9 @@ def test_a_flag_of_another_adapter_is_refused(flag):
         if kind in kinds:
             make(peft=kind, **{flag: value})
         else:
-            with pytest.raises(UserError, match=f"--{flag} is of --peft .*: add it, or leave --{flag} out"):
+            with pytest.raises(
+                UserError, match=f"--{flag} is read by --peft .* only, .*: choose that, or leave --{flag} out"
+            ):
                 make(peft=kind, **{flag: value})
 
 

@@ -181,7 +181,7 @@ def test_the_ancestors_command_line_is_understood(caplog, data, work):
         ({"max_unread": 75}, "--max_unread is 75.0: it is a part"),
         ({"report": True}, "--report shows masked words.*--valid_data_path"),
         ({"save_best": True}, "--save_best needs validation data"),
-        ({"use_generate_on_valid": True}, "--use_generate_on_valid: BERT"),
+        ({"use_generate_on_valid": True}, "--use_generate_on_valid is for models that write text, and BERT"),
         ({"model_cfg": None}, "no model is named: .*bert_base_uncased"),
         # what only the files tell
         ({"lower_case": False}, r"in lower case .* is to be read as cased here: leave out --no_lower_case, or run"),

@@ -232,8 +232,8 @@ def test_samples_and_padding_are_those_of_the_micro_batches_of_the_run(vocab, te
     from lm_experiments_tools.config.cli import parse
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
     from lm_experiments_tools.data.loader import TrainLoader
+    from lm_experiments_tools.data.objectives.registry import ObjectiveContext, mixed_dataset
     from lm_experiments_tools.data.text.vocabulary import Vocabulary
-    from lm_experiments_tools.recipes.objectives import mixed_dataset
     from lm_experiments_tools.tools.samples import render_ids
     from lm_experiments_tools.training.micro_batches import split_batch
 
@@ -244,7 +244,8 @@ def test_samples_and_padding_are_those_of_the_micro_batches_of_the_run(vocab, te
     (prefix,) = (str(path).removesuffix(".idx") for path in (text / ".cache" / "tokens").glob("*.idx"))
     args, _ = parse(T5PretrainingArgs, ["--data_path", prefix, "--model_cfg", "x", "--lr", "1", *flags])
     vocabulary = Vocabulary.load(vocab)
-    dataset = mixed_dataset(args, [IndexedDataset(prefix)], vocabulary, seed=5, world_size=4)
+    context = ObjectiveContext(args, vocabulary, "encoder-decoder", seed=5)
+    dataset = mixed_dataset(context, [IndexedDataset(prefix)], world_size=4)
     has_decoder = task != "mlm"
     cells = {"inputs": [0, 0], "targets": [0, 0]}
     first, passes = {}, []

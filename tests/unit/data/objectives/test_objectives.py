@@ -8,19 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from lm_experiments_tools.config.pretraining import PAPER_DENOISERS, DenoiserSpec, T5PretrainingArgs
+from lm_experiments_tools.config.objectives import OBJECTIVES as REGISTRY
+from lm_experiments_tools.config.objectives import PAPER_DENOISERS, DenoiserSpec
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.objectives.causal_lm import CausalLMDataset
 from lm_experiments_tools.data.objectives.denoisers import PrefixDenoiser
 from lm_experiments_tools.data.objectives.denoising import PrefixLMDataset, SpanCorruptionDataset
-from lm_experiments_tools.data.objectives.mlm import MaskedLMDataset, mask_tokens
+from lm_experiments_tools.data.objectives.mlm import MaskedLMDataset, mask_id, mask_tokens
+from lm_experiments_tools.data.objectives.registry import ObjectiveContext, mixed_dataset, objective_dataset
 from lm_experiments_tools.data.objectives.ul2 import UL2Dataset, mode_ids, turn_of
 from lm_experiments_tools.data.order import epoch_shift, sample_words
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.recipes.objectives import mask_id, mixed_dataset, objective_dataset
 from tests.helpers.vocabulary_toys import train_vocabulary
 
 SENTINELS = np.arange(9_999, 9_899, -1)
@@ -389,7 +391,7 @@ def test_a_step_holds_the_same_samples_however_it_is_split(tmp_path, task):
             data_path=("x",), task=task, input_seq_len=64, model_cfg="x", lr=1.0, batch_size=batch_size,
             gradient_accumulation_steps=accumulation,
         )  # fmt: skip
-        data = objective_dataset(args, source(np.full(9000, 20)), words, seed=0, world_size=world_size)
+        data = objective_dataset(context(args, words), source(np.full(9000, 20)), world_size)
         loaders = [TrainLoader(data, batch_size * accumulation, rank, world_size) for rank in range(world_size)]
         step[batch_size] = torch.stack([next(loader)["labels"] for loader in loaders], 1).flatten(0, 1)
         for loader in loaders:
@@ -419,7 +421,11 @@ def test_samples_to_validate_on_are_a_random_choice_and_do_not_depend_on_the_bat
     assert len(set(found.tolist())) > 25 and len(SortedSamples(data)) == len(data)
 
 
-# ---- ids out of the vocabulary
+# ---- ids out of the vocabulary, and the registry
+
+
+def context(args, words, model_kind="encoder-decoder"):
+    return ObjectiveContext(args, words, model_kind, seed=0)
 
 
 def vocabulary(folder, *pieces, extra_ids=100):
@@ -439,7 +445,7 @@ def test_else_they_are_sentinels_the_modes_from_the_last_one_down(tmp_path):
     assert [words.piece(i) for i in mode_ids(words).values()] == [f"<extra_id_{k}>" for k in (99, 98, 97)]
     assert words.piece(mask_id(words)) == "<extra_id_0>"
     args = T5PretrainingArgs(data_path=("x",), task="ul2", input_seq_len=64, model_cfg="x", lr=1.0)
-    data = objective_dataset(args, source(np.full(9000, 20)), words, seed=0).dataset
+    data = objective_dataset(context(args, words), source(np.full(9000, 20))).dataset
     assert data.sentinel_ids.tolist() == words.sentinel_ids[:97].tolist()
     ids = data.batch(np.arange(len(data)))
     assert set(ids["input_ids"][:, 0].tolist()) == set(mode_ids(words).values())
@@ -453,18 +459,18 @@ def test_a_vocabulary_without_room_for_them_is_refused(tmp_path):
         mask_id(vocabulary(tmp_path, extra_ids=0))
 
 
-@pytest.mark.parametrize("task", ["span_corruption", "prefix_lm", "ul2", "causal_lm", "mlm"])
+@pytest.mark.parametrize("task", REGISTRY)
 def test_a_task_is_its_dataset_and_says_what_it_does(tmp_path, task):
     args = T5PretrainingArgs(data_path=("x",), task=task, input_seq_len=64, model_cfg="t5-micro", lr=1.0)
-    tokens = [source(np.full(9000, 20)), source(np.full(4000, 21), "y")]
+    tokens, words = [source(np.full(9000, 20)), source(np.full(4000, 21), "y")], vocabulary(tmp_path)
     for data in (
-        objective_dataset(args, tokens, vocabulary(tmp_path), seed=0, world_size=2),
-        mixed_dataset(args, tokens, vocabulary(tmp_path), seed=0, world_size=2),
+        objective_dataset(context(args, words), tokens, 2),
+        mixed_dataset(context(args, words), tokens, 2),
     ):
         assert {"input_ids", "attention_mask", "labels"} == set(data.batch(np.arange(4)))
         assert task.split("_")[0][:4] in data.describe().replace("masked LM", "mlm")
         assert ("buckets of 20 rows" in data.describe()) == (task in ("prefix_lm", "ul2"))
-    assert objective_dataset(args, tokens, vocabulary(tmp_path), seed=0).fingerprint != data.fingerprint
+    assert objective_dataset(context(args, words), tokens).fingerprint != data.fingerprint
 
 
 # ---- refusals

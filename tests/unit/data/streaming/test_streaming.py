@@ -122,7 +122,7 @@ def start(data, tmp_path, monkeypatch):
         }  # fmt: skip
         args = T5PretrainingArgs(**(settings | changes))
         backend = OneOfMany(rank, world_size)
-        loader, _ = streaming_data(args, backend, Vocabulary.load(args.vocab), args.vocab)
+        loader, _ = streaming_data(args, backend, Vocabulary.load(args.vocab), args.vocab, "encoder-decoder")
         loaders.append(loader)
         return loader
 

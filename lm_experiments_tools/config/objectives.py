@@ -1,0 +1,203 @@
+"""The training objectives by name, and their flags.
+
+A new objective is an entry in `OBJECTIVES` and, for flags of its own, fields of `ObjectiveArgs`: see
+docs/new_objective.md. As in training.py the line under a field is its help text. Standard library only.
+"""
+
+import re
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from typing import Annotated, Any, Literal
+
+from lm_experiments_tools.config.flags import COUNT, PART, Unread, is_given
+from lm_experiments_tools.errors import UserError
+
+ModelKind = Literal["encoder-decoder", "decoder", "encoder"]
+
+OF_NATIVE_PIPELINE = Unread(
+    lambda args: args.data_pipeline == "seqio",
+    "is of --data_pipeline native: leave it out, or leave out --data_pipeline seqio",
+)
+PAPER_DENOISERS = ("R:3:0.15", "R:8:0.15", "X:3:0.5", "X:8:0.5", "X:64:0.15", "X:64:0.5", "S:0.25@1.5")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """A training objective.
+
+    Attributes:
+        builder: `module:function` that makes its dataset of an `ObjectiveContext` and tokens
+            (data/objectives/registry.py), imported when it is used.
+        models: the kinds of model it trains.
+        reads: the flags it reads among those that not all objectives read.
+        in_seqio: True if t5 has it too, so that --data_pipeline seqio can make its examples.
+        report: what --report has the model do: fill in blanks, continue a text, or nothing.
+    """
+
+    builder: str
+    models: tuple[ModelKind, ...]
+    reads: tuple[str, ...] = ()
+    in_seqio: bool = False
+    report: Literal["blanks", "continuation"] | None = None
+
+    @property
+    def has_targets(self) -> bool:
+        """True if the targets are a sequence of their own, apart from the inputs."""
+        return "target_seq_len" in self.reads
+
+    @property
+    def varies_in_length(self) -> bool:
+        """True if examples differ in length, so that those of similar length are put together."""
+        return "bucket_rows" in self.reads
+
+
+_HOME = "lm_experiments_tools.data.objectives"
+OBJECTIVES = {
+    "span_corruption": Objective(
+        builder=f"{_HOME}.denoising:build_span_corruption",
+        models=("encoder-decoder",),
+        reads=("target_seq_len", "noise_density", "mean_noise_span_length"),
+        in_seqio=True,
+        report="blanks",
+    ),
+    "prefix_lm": Objective(
+        builder=f"{_HOME}.denoising:build_prefix_lm",
+        models=("encoder-decoder",),
+        reads=("target_seq_len", "bucket_rows"),
+        in_seqio=True,
+        report="continuation",
+    ),
+    "ul2": Objective(
+        builder=f"{_HOME}.ul2:build",
+        models=("encoder-decoder",),
+        reads=("target_seq_len", "denoisers", "mode_tokens", "bucket_rows"),
+        report="blanks",
+    ),
+    "causal_lm": Objective(
+        builder=f"{_HOME}.causal_lm:build", models=("decoder", "encoder-decoder"), report="continuation"
+    ),
+    "mlm": Objective(builder=f"{_HOME}.mlm:build", models=("encoder",), reads=("mlm_probability",)),
+}
+# module:name, whose examples seqio makes
+REGISTERED_TASK = Objective(builder="", models=("encoder-decoder",), reads=("target_seq_len",), in_seqio=True)
+
+
+@dataclass(frozen=True)
+class DenoiserSpec:
+    """One denoiser of UL2's mixture.
+
+    Attributes:
+        mode: R, X or S, which picks the mode token.
+        mean_noise_span_length: in tokens; None for prefix LM (S).
+        noise_density: fraction of the tokens that the targets hold.
+        weight: of its rows among all.
+    """
+
+    mode: str
+    mean_noise_span_length: float | None
+    noise_density: float
+    weight: Fraction = Fraction(1)
+
+    def __str__(self) -> str:
+        mean = "" if self.mean_noise_span_length is None else f":{self.mean_noise_span_length:g}"
+        return f"{self.mode}{mean}:{self.noise_density:g}"
+
+    @classmethod
+    def parse(cls, text: str) -> "DenoiserSpec":
+        """Read R:3:0.15, X:64:0.5@2 or S:0.25.
+
+        Raises:
+            UserError: not of this form, or a number out of its range.
+        """
+        number = r"(\d+\.?\d*|\.\d+)"
+        match = re.fullmatch(rf"(?:([RX]):{number}:{number}|(S):{number})(?:@{number})?", text)
+        if match is None:
+            raise UserError(
+                f"--denoisers: {text!r} is no denoiser; write R:3:0.15 or X:64:0.5 (mean span length, fraction of "
+                "tokens) or S:0.25 (fraction), with a weight as in R:3:0.15@2 where it is not 1."
+            )
+        mode, mean, density, prefix, prefix_density, weight = match.groups()
+        spec = cls(
+            mode or prefix,
+            None if prefix else float(mean),
+            float(density or prefix_density),
+            Fraction(weight or "1"),
+        )
+        if not 0.0 < spec.noise_density < 1.0 or (prefix and spec.noise_density > 0.5):
+            most = "at most 0.5" if prefix else "below 1"
+            raise UserError(f"--denoisers: the fraction of {text} must be above 0 and {most}.")
+        if mean is not None and spec.mean_noise_span_length < 1.0:
+            raise UserError(f"--denoisers: the mean span length of {text} must be at least 1.")
+        if spec.weight == 0:
+            raise UserError(f"--denoisers: the weight of {text} must be above 0; leave the denoiser out instead.")
+        return spec
+
+
+_IN_VERSION_1 = {
+    "task", "input_seq_len", "target_seq_len", "noise_density", "mean_noise_span_length", "denoisers", "mode_tokens",
+    "mlm_probability",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveArgs:
+    """The training objective."""
+
+    task: str = "span_corruption"
+    """span_corruption, prefix_lm, ul2 (encoder-decoders); causal_lm (decoders, encoder-decoders); mlm (encoders);
+    or module:name, a seqio Task or Mixture in that module."""
+    input_seq_len: Annotated[int, COUNT] = 128
+    """Encoder length, in tokens, eos included. causal_lm, mlm: tokens of a block."""
+    target_seq_len: Annotated[int, COUNT] = 128
+    """Longest decoder length, in tokens, eos included; the length that span corruption needs must fit in it."""
+    noise_density: Annotated[float, PART] = 0.15
+    """Fraction of tokens that span corruption removes, between 0 and 1."""
+    mean_noise_span_length: Annotated[float, COUNT] = 3.0
+    """Mean length of a removed span, in tokens."""
+    denoisers: tuple[str, ...] = PAPER_DENOISERS
+    """ul2: mode:mean span length:fraction of tokens, or S:fraction (prefix LM); each with @weight where that is not
+    1."""
+    mode_tokens: bool = True
+    """ul2: begin each input with the token of its mode."""
+    mlm_probability: Annotated[float, PART] = 0.15
+    """mlm: probability of a token to be predicted, between 0 and 1."""
+    bucket_rows: Annotated[int | None, COUNT, OF_NATIVE_PIPELINE] = None
+    """prefix_lm, ul2: rows of similar length to put together. None: all rows of a step, over all workers; 1: none."""
+
+    def check(self) -> None:
+        if self.task not in OBJECTIVES and not self.is_registered_task():
+            raise UserError(
+                f"--task {self.task} does not exist: there are {', '.join(OBJECTIVES)}, and seqio's registered "
+                "tasks as module:name."
+            )
+        if not self.denoisers:
+            raise UserError(f"--denoisers is empty: give at least one, for example {PAPER_DENOISERS[0]}.")
+        self.denoiser_specs()
+        self._check_unread()
+
+    def _check_unread(self) -> None:
+        for flag in dict.fromkeys(flag for objective in OBJECTIVES.values() for flag in objective.reads):
+            if flag not in self.objective().reads and is_given(self, flag):
+                readers = ", ".join(name for name, objective in OBJECTIVES.items() if flag in objective.reads)
+                raise UserError(f"--{flag} is not read by --task {self.task} but by {readers}: leave it out.")
+
+    def objective(self) -> Objective:
+        """The facts about `--task`."""
+        return REGISTERED_TASK if self.is_registered_task() else OBJECTIVES[self.task]
+
+    def is_registered_task(self) -> bool:
+        """True if `--task` is module:name, a Task or Mixture of seqio's registry."""
+        return ":" in self.task
+
+    def settings_of_examples(self) -> dict[str, Any]:
+        """The settings that decide how an example looks, by name.
+
+        Of the flags added since version 1 only those that the objective reads, so that a new flag does not change the
+        fingerprint of runs that do not know it.
+        """
+        counted = _IN_VERSION_1 | set(self.objective().reads) - {"bucket_rows"}
+        return {field.name: getattr(self, field.name) for field in fields(ObjectiveArgs) if field.name in counted}
+
+    def denoiser_specs(self) -> list[DenoiserSpec]:
+        """`--denoisers`, read; the text of a YAML scalar may hold several."""
+        return [DenoiserSpec.parse(text) for text in " ".join(self.denoisers).split()]

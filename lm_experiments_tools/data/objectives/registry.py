@@ -1,0 +1,86 @@
+"""From `--task` and tapes of tokens to a dataset of numbered examples, by the builders that `OBJECTIVES` names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from lm_experiments_tools.data.buckets import BucketedDataset
+from lm_experiments_tools.data.loader import SampleDataset
+from lm_experiments_tools.data.mixture import MixtureDataset
+from lm_experiments_tools.data.order import stream_key
+from lm_experiments_tools.names import resolve_name
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.config.objectives import ModelKind
+    from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+    from lm_experiments_tools.data.objectives.tape import TokenSource
+    from lm_experiments_tools.data.text.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class ObjectiveContext:
+    """Everything besides tokens that the builder of an objective may read.
+
+    Attributes:
+        model_kind: the kind of model that is trained.
+        seed: fixes order, cut points and noise.
+        quiet: do not log what the settings come to, for one dataset of many with the same.
+    """
+
+    args: T5PretrainingArgs
+    vocabulary: Vocabulary
+    model_kind: ModelKind
+    seed: int
+    quiet: bool = False
+
+    def for_tape(self) -> dict[str, int]:
+        """Arguments that every dataset over a tape takes."""
+        return {"pad_id": self.vocabulary.pad_id, "vocab_size": self.vocabulary.size, "seed": self.seed}
+
+
+def example_dataset(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> SampleDataset:
+    """The dataset that `--task` describes, over the given tokens, read as one tape; examples are not in buckets.
+
+    Raises:
+        UserError: settings that the objective refuses, or tokens of another vocabulary.
+    """
+    return resolve_name(context.args.objective().builder)(context, tokens)
+
+
+def objective_dataset(
+    context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource], world_size: int = 1
+) -> SampleDataset:
+    """`example_dataset` with examples of similar length put together, where they vary.
+
+    Args:
+        world_size: workers of the run, for the rows of a bucket.
+
+    Raises:
+        UserError: as `example_dataset`.
+    """
+    return _in_buckets(context, example_dataset(context, tokens), world_size)
+
+
+def mixed_dataset(context: ObjectiveContext, tokens: Sequence[TokenSource], world_size: int = 1) -> SampleDataset:
+    """`objective_dataset` of each of `tokens`, mixed by `--data_weights` and `--data_blending`; of one, itself."""
+    if len(tokens) == 1:
+        return objective_dataset(context, tokens[0], world_size)
+    # A seed for each: equal ones would give members of equal size the same order and noise.
+    members = [
+        example_dataset(replace(context, seed=stream_key(context.seed, f"member {number}")), source)
+        for number, source in enumerate(tokens)
+    ]
+    args, pad_id = context.args, context.vocabulary.pad_id
+    mixture = MixtureDataset(members, args.data_weights or None, args.data_blending, pad_id=pad_id)
+    return _in_buckets(context, mixture, world_size)
+
+
+def _in_buckets(context: ObjectiveContext, dataset: SampleDataset, world_size: int) -> SampleDataset:
+    args = context.args
+    if not args.objective().varies_in_length:
+        return dataset
+    # By default all rows of a step, however they are split: a step then holds the same samples for any split of it.
+    rows = args.bucket_rows or args.global_batch_size(world_size)
+    return BucketedDataset(dataset, rows, context.seed, args.trim_to(), micro_rows=args.batch_size * world_size)
