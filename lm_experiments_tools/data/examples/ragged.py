@@ -29,10 +29,6 @@ class Ragged:
         shifts = self.starts[rows] - (np.cumsum(lengths) - lengths)
         return self.values[np.repeat(shifts, lengths) + np.arange(lengths.sum())]
 
-    def row(self, number: int) -> np.ndarray:
-        """One row."""
-        return self.values[self.starts[number] : self.starts[number] + self.lengths[number]]
-
     def padded(self, rows: np.ndarray, width: int, fill: int, *, left: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Rows int64[n] as int64[n, width], and where they are no padding as bool[n, width].
 
