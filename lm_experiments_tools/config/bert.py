@@ -102,7 +102,7 @@ class BertObjectiveArgs:
     """Fraction of samples that are shorter than --input_seq_len."""
     max_sentence_length: Annotated[int | None, _SENTENCE_LENGTH] = 512
     """Documents with a longer sentence, in tokens, are left out, as rarely prose (Megatron's rule). None: all stay."""
-    max_unread: Annotated[float, FRACTION] = 0.75
+    max_unread: Annotated[float, Range(FRACTION.holds, "it is a part of the tokens, from 0 to 1")] = 0.75
     """Part of the tokens that samples may have no room for, as where documents are not split in sentences, before the
     data is refused; 1 allows all. `lmtools inspect_bert` prints it."""
     use_nsp: bool = True

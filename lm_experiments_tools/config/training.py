@@ -33,6 +33,7 @@ VALIDATION = Unread(lambda args: args.lacks_validation(), "needs validation data
 EVALUATION = Unread(lambda args: args.measures_nothing(), VALIDATION.reason)
 IN_RUN_DIRECTORY = needs("model_path", "needs --model_path: there is no run directory to write to")
 _PATIENCE = Range(lambda value: value == -1 or value >= 1, "it must be at least 1, or -1 for never")
+_OF_PEAK = Range(FRACTION.holds, "it is a fraction of --lr, from 0 to 1")
 _OF_ADAFACTOR = Unread(
     lambda args: args.optimizer.replace(".", ":").rsplit(":", 1)[-1] != "Adafactor",
     "belongs to --optimizer Adafactor, but --optimizer is {optimizer}",
@@ -136,7 +137,7 @@ class ScheduleArgs:
     """Updates over which the learning rate rises to --lr. None: no warm-up."""
     num_training_steps: Annotated[int | None, COUNT, _OF_SCHEDULE] = None
     """Updates after which the schedule has ended. None: --iters."""
-    lr_min_ratio: Annotated[float, FRACTION, _OF_SCHEDULE] = 0.0
+    lr_min_ratio: Annotated[float, _OF_PEAK, _OF_SCHEDULE] = 0.0
     """Floor of a decaying schedule, as a fraction of --lr."""
     use_lr_drop: Annotated[bool, VALIDATION] = False
     """Reduce the learning rate when --optimize_metric stops improving on validation data."""

@@ -60,6 +60,7 @@ def test_the_page_about_objectives_is_right(copy):
     ("flags", "sentence"),
     [
         ({"task": "ul2", "shuffle_window": 4}, "--shuffle_window is not read by --task ul2 but by deshuffling"),
+        ({"task": "deshuffling", "shuffle_window": 0}, "--shuffle_window is 0: it must be at least 1"),
         ({"task": "deshuffling", "target_seq_len": 4}, "--target_seq_len is not read by --task deshuffling but by"),
         (
             {"task": "deshuffling", "model_cls": "transformers:GPT2LMHeadModel", "model_cfg": "gpt2.json"},
