@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend
-    from lm_experiments_tools.models.pretrained import load_tokenizer, pretrained_model
+    from lm_experiments_tools.checkpoint.source import ModelFiles
+    from lm_experiments_tools.models.pretrained import pretrained_model
+    from lm_experiments_tools.models.tokenizers import load_tokenizer
     from lm_experiments_tools.recipes.common import (
         close_run,
         optimizer_from_args,
@@ -55,11 +57,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = start_run(args, backend)
-    tokenizer = load_tokenizer(args)
-    data = finetuning_data(with_new_tokens(args, tokenizer), backend, tokenizer)
+    files = ModelFiles(args)
+    tokenizer = load_tokenizer(args, files)
+    data = finetuning_data(with_new_tokens(args, tokenizer), backend, tokenizer, files)
     if data.train is not None:
         args = args.with_epochs(data.train.samples_per_epoch, backend.world_size)
-    model = pretrained_model(args, tokenizer, data.label_names)
+    model = pretrained_model(args, tokenizer, data.label_names, files)
     show_summary(backend, model)
     optimizer = optimizer_from_args(args, model)
     seed_worker(args.seed, backend.rank)

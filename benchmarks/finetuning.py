@@ -32,19 +32,17 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import cycle
-from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED = Path(os.environ.get("PRETRAINING_DATA", ROOT.parent / "shared" / "data"))  # as tests/helpers/real_data.py
-TLDR, VOCABULARY = SHARED / "seq2seq/scitldr/train.json", SHARED / "vocabs/t5_32k/sentencepiece.model"
 TINY = str(ROOT / "benchmarks/t5_efficient_tiny.json")  # sizes of google/t5-efficient-tiny, 15.6 M parameters
 LR, MAX_NORM, SEED = 1e-3, 1.0, 42
 TOLERANCE = 1e-3
@@ -110,7 +108,7 @@ PADDING = (
 
 @dataclass(frozen=True)
 class Setting:
-    """What all measurements of a table have in common."""
+    """Settings that all measurements of a table have in common."""
 
     folder: str
     data: str
@@ -155,6 +153,7 @@ class Meter:
     readings: list[tuple[float, float, int, int, int]] = field(default_factory=list)
     base: int = 0
     loading: int = 0
+    every = 1
 
     def __post_init__(self) -> None:
         self.base = self._resident("VmRSS") if self.device == "cpu" else 0
@@ -189,7 +188,8 @@ class Meter:
         self.tokens += int(mask.sum()) + int((labels != -100).sum())
         self.cells += mask.numel() + labels.numel()
 
-    def step_ends(self) -> None:
+    def __call__(self, *_: Any) -> None:
+        """The end of a step: a hook of our loop."""
         if self.device == "cuda":
             import torch
 
@@ -213,11 +213,12 @@ class Meter:
 
 
 def run_ours(setting: Setting, variant: Variant) -> dict[str, Any]:
-    """What run_finetuning.py does, with a meter."""
+    """The run of run_finetuning.py, with a meter."""
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.config.cli import parse
     from lm_experiments_tools.config.finetuning import FinetuningArgs
-    from lm_experiments_tools.models.pretrained import load_tokenizer, pretrained_model
+    from lm_experiments_tools.models.pretrained import pretrained_model
+    from lm_experiments_tools.models.tokenizers import load_tokenizer
     from lm_experiments_tools.recipes.common import optimizer_from_args, seed_worker
     from lm_experiments_tools.recipes.finetuning import finetuning_loop
     from lm_experiments_tools.recipes.finetuning_data import finetuning_data
@@ -233,13 +234,7 @@ def run_ours(setting: Setting, variant: Variant) -> dict[str, Any]:
     seed_worker(args.seed, backend.rank)
     loop = finetuning_loop(args, backend, model, optimizer, data, tokenizer)
 
-    class EachStep:
-        every = 1
-
-        def __call__(self, loop: Any, info: Any) -> None:
-            meter.step_ends()
-
-    loop.hooks.insert(0, EachStep())
+    loop.hooks.insert(0, meter)
     meter.start(backend.unwrap())
     loop.train()
     return meter.result(setting.warm_up)
@@ -247,39 +242,34 @@ def run_ours(setting: Setting, variant: Variant) -> dict[str, Any]:
 
 def run_theirs(setting: Setting, variant: Variant) -> dict[str, Any]:
     """Seq2SeqTrainer on the same weights, rows, batch and updates."""
-    from transformers import (
-        AutoModelForSeq2SeqLM,
-        AutoTokenizer,
-        DataCollatorForSeq2Seq,
-        Seq2SeqTrainer,
-        Seq2SeqTrainingArguments,
-        TrainerCallback,
-    )
+    import transformers
 
     meter = Meter(setting.device)
-    tokenizer = AutoTokenizer.from_pretrained(f"{setting.folder}/model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(f"{setting.folder}/model")
     changed = {} if setting.dropout is None else {"dropout_rate": setting.dropout}
-    model = AutoModelForSeq2SeqLM.from_pretrained(f"{setting.folder}/model", **changed)
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(f"{setting.folder}/model", **changed)
     rows = []
-    for row in read_rows(Path(setting.data)):
+    for line in Path(setting.data).read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
         entry = tokenizer(row["source"], max_length=setting.input_seq_len, truncation=True)
         target = tokenizer(text_target=row["target"], max_length=setting.target_seq_len, truncation=True)
         rows.append({**entry, "labels": target["input_ids"]})
 
-    class EachStep(TrainerCallback):
+    class EachStep(transformers.TrainerCallback):
         def on_step_end(self, *arguments: Any, **others: Any) -> None:
-            meter.step_ends()
+            meter()
 
-    options = Seq2SeqTrainingArguments(
+    options = transformers.Seq2SeqTrainingArguments(
         f"{setting.folder}/trainer", max_steps=setting.warm_up + setting.steps, learning_rate=LR,
         per_device_train_batch_size=setting.batch_size, lr_scheduler_type="constant", max_grad_norm=MAX_NORM,
         seed=setting.seed, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=setting.device == "cpu",
         dataloader_pin_memory=setting.device != "cpu", **variant.trainer,
     )  # fmt: skip
-    collator = DataCollatorForSeq2Seq(tokenizer, model, padding="longest", pad_to_multiple_of=8)
-    trainer = Seq2SeqTrainer(
-        model, options, collator, rows, processing_class=tokenizer, callbacks=[EachStep()]
-    )  # fmt: skip
+    collator = transformers.DataCollatorForSeq2Seq(tokenizer, model, padding="longest", pad_to_multiple_of=8)
+    callbacks = [EachStep()]
+    trainer = transformers.Seq2SeqTrainer(
+        model, options, collator, rows, processing_class=tokenizer, callbacks=callbacks
+    )
     meter.start(model)
     trainer.train()
     return meter.result(setting.warm_up)
@@ -293,15 +283,10 @@ def measure(setting: Setting, variant: Variant) -> dict[str, Any]:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
-        return (run_ours if variant.trainer is None else run_theirs)(setting, variant)
+        with contextlib.redirect_stdout(io.StringIO()):
+            return (run_ours if variant.trainer is None else run_theirs)(setting, variant)
     except UserError as error:
         return {"error": str(error)}
-
-
-def _in_child(setting: Setting, variant: Variant, answer: Connection) -> None:
-    with contextlib.redirect_stdout(io.StringIO()):
-        found = measure(setting, variant)
-    answer.send(found)
 
 
 def context_of(device: str) -> BaseContext:
@@ -311,89 +296,15 @@ def context_of(device: str) -> BaseContext:
 
 def in_process(setting: Setting, variant: Variant) -> dict[str, Any]:
     """`measure` in a process of its own."""
-    context = context_of(setting.device)
-    ours_end, its_end = context.Pipe(duplex=False)
-    process = context.Process(target=_in_child, args=(setting, variant, its_end))
-    process.start()
-    its_end.close()
-    try:
-        return ours_end.recv()
-    except EOFError:
-        sys.exit(f"{variant.name} failed; what it said is above.")
-    finally:
-        process.join()
-
-
-# ---- data and model -------------------------------------------------------------------------------------------------
-def read_rows(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def python_documentation() -> Iterator[dict[str, str]]:
-    """Paragraphs of Python's own documentation, and what each begins with."""
-    from pydoc_data.topics import topics
-
-    for text in topics.values():
-        words = [paragraph.split() for paragraph in text.split("\n\n")]
-        for paragraph in words:
-            if len(paragraph) >= 20:
-                yield {"source": " ".join(paragraph), "target": " ".join(paragraph[: 5 + len(paragraph) // 10])}
-
-
-def pairs_of(data_path: str | None) -> list[dict[str, str]]:
-    """Sources and targets of any file that run_finetuning.py reads."""
-    from lm_experiments_tools.data.examples.examples import TextFields, text_examples
-    from lm_experiments_tools.data.examples.rows import BadRows, resolve
-
-    path = data_path or (str(TLDR) if TLDR.is_file() else None)
-    if path is None:
-        return list(python_documentation())
-    examples = text_examples(resolve(path, "train"), TextFields(None, None, ""), BadRows(0), merge=False)
-    return [{"source": example.source, "target": example.targets[0]} for example in examples]
-
-
-def full_rows(pairs: list[dict[str, str]], tokenizer: Any, limits: dict[str, int], count: int) -> Iterator[dict]:
-    """`count` rows that are as long as the limits: texts that follow one another, put together."""
-    left = cycle(pairs)
-    for _ in range(count):
-        row = {side: "" for side in limits}
-        for side, limit in limits.items():
-            while len(tokenizer(row[side])["input_ids"]) <= limit:
-                row[side] += " " + next(left)[side]
-        yield row
-
-
-def prepare(options: argparse.Namespace, folder: Path) -> None:
-    """Write the model with random weights, its tokenizer, full.jsonl (one batch) and real.jsonl."""
-    from lm_experiments_tools.data.text.train_vocabulary import train_vocab
-    from lm_experiments_tools.data.text.vocabulary import Vocabulary
-    from lm_experiments_tools.models.build import build_model, load_model_config
-    from lm_experiments_tools.modules.user_classes import get_cls_by_name
-
-    pairs = pairs_of(options.data_path)
-    write(folder / "real.jsonl", pairs)
-    vocabulary = options.vocab or VOCABULARY
-    if not vocabulary.is_file():
-        write(folder / "text.jsonl", [{"text": row["source"]} for row in pairs])
-        vocabulary = train_vocab([str(folder / "text.jsonl")], 2000, folder / "vocabulary.model").path
-    Vocabulary.load(vocabulary).save_tokenizer(folder / "model")
-    config = load_model_config(options.model_cfg)
-    model_cls = get_cls_by_name("transformers:T5ForConditionalGeneration")
-    build_model(model_cls, config, seed=SEED).save_pretrained(folder / "model")
-
-    from transformers import AutoTokenizer
-
-    limits = {"source": options.input_seq_len, "target": options.target_seq_len}
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    write(folder / "full.jsonl", full_rows(pairs, tokenizer, limits, options.batch_size))
-
-
-def write(path: Path, rows: Any) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with ProcessPoolExecutor(1, mp_context=context_of(setting.device)) as pool:
+        try:
+            return pool.submit(measure, setting, variant).result()
+        except BrokenProcessPool:
+            sys.exit(f"{variant.name} failed; what it said is above.")
 
 
 def import_everything() -> None:
-    """What any measurement needs, so that forked processes differ in what they train alone."""
+    """Import all that a measurement needs, so that forked processes differ in what they train alone."""
     import accelerate  # noqa: F401
     import bitsandbytes  # noqa: F401
     import peft  # noqa: F401
@@ -508,6 +419,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     sys.path.insert(0, str(ROOT))
+    from benchmarks.finetuning_task import prepare
     from lm_experiments_tools.config.cli import run_main
 
     if options.device == "cpu":
@@ -517,7 +429,9 @@ def main() -> None:
         variants = [v for v in variants if v == BASELINE or any(text in v.name for text in options.only)]
     with tempfile.TemporaryDirectory() as folder:
         # in a process of its own: what it frees would be used again by the forked ones, and not be counted
-        maker = context_of(options.device).Process(target=run_main, args=(partial(prepare, options, Path(folder)),))
+        maker = context_of(options.device).Process(
+            target=run_main, args=(partial(prepare, options, Path(folder), SEED),)
+        )
         maker.start()
         maker.join()
         if maker.exitcode:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, keep_from_pruning, verify_files
 from lm_experiments_tools.checkpoint.source import ADAPTER_CONFIG, ENSEMBLE_CONFIG, LABELS_FILE, Source, real_names
@@ -22,13 +22,8 @@ from lm_experiments_tools.modules.prompt_ensemble import PromptEnsemble
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
-
 ADAPTER_WEIGHTS = "adapter_model.safetensors"  # peft's name
-
-
 DEFAULT_ADAPTER = "default"  # peft's name of a model's only adapter
-
-
 _BASE_SHA256 = "base_sha256"  # in the header of ADAPTER_WEIGHTS, which peft does not look at: Source.fingerprint
 
 
@@ -41,11 +36,9 @@ def saved_names(model: PeftModel) -> dict[str, str]:
     from peft import get_peft_model_state_dict
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    trained, every = trained_parameters(model), _under_all_names(model)
-    name_of = {id(parameter): name for name, parameter in trained.items()}
-    if model.peft_config[
-        DEFAULT_ADAPTER
-    ].is_prompt_learning:  # of which peft would compute the prompt, from slices if need be
+    every = dict(model.named_parameters(remove_duplicate=False))  # peft asks for a tied one by any of its names
+    name_of = {id(parameter): name for name, parameter in trained_parameters(model).items()}
+    if model.peft_config[DEFAULT_ADAPTER].is_prompt_learning:  # peft would compute the prompt, from slices if need be
         state: dict[str, Tensor] = {"prompt_embeddings": model.prompt_encoder[DEFAULT_ADAPTER].embedding.weight}
         for path, module in model.named_modules():
             if isinstance(module, AuxiliaryTrainingWrapper):  # a head that peft copied to train it
@@ -59,11 +52,6 @@ def saved_names(model: PeftModel) -> dict[str, str]:
         if name is not None:
             found[saved] = name
     return found | {name: name for name in name_of.values()}
-
-
-def _under_all_names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """peft asks for a tied parameter by any of its names."""
-    return dict(model.named_parameters(remove_duplicate=False))
 
 
 def save_adapter(path: Path, model: PeftModel, state: dict[str, Tensor] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Where pre-trained weights are: what the text after --from_pretrained names, on disk or on the Hugging Face Hub."""
+"""Pre-trained models, as flags name them: on disk or on the Hugging Face Hub, each resolved and read once a run."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, parse_step, read_manifest, sha256_of
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
 
+if TYPE_CHECKING:
+    from lm_experiments_tools.config.finetuning import FinetuningArgs
+
+CONFIG = "config.json"  # transformers' name
 ADAPTER_CONFIG = "adapter_config.json"  # peft's name
 ENSEMBLE_CONFIG = "prompt_ensemble.json"  # names the folders of its prompts, adapters each
 LABELS_FILE = "label_names.json"  # beside the adapter of a classifier: config.json lies with its base
 _SECONDS_TO_CONNECT = 5.0
+_TOKENIZER_FILES = ("*token*", "vocab.txt", "spiece.model")
 # transformers' names, in the order in which it looks for them
 _WEIGHTS_FILES = ("model.safetensors", "model-*-of-*.safetensors", "pytorch_model.bin", "pytorch_model-*-of-*.bin")
 
@@ -47,6 +54,12 @@ class Source:
         """A name that holds in any working folder: the Hub's, or the path from the root."""
         return self.name if self.path is None else str(self.path.resolve())
 
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Content of config.json in a folder; empty without one, and on the Hub."""
+        file = None if self.path is None else self.path / CONFIG
+        return read_json(file) if file is not None and file.is_file() else {}
+
     @property
     def base(self) -> str:
         """The base model that an adapter was trained on. Raises UserError."""
@@ -58,12 +71,10 @@ class Source:
     @property
     def label_names(self) -> tuple[str, ...]:
         """The labels of a classifier in a folder, in the order of their numbers; empty where they have no names."""
-        labels, config = (None if self.path is None else self.path / name for name in (LABELS_FILE, "config.json"))
-        if self.path is None or not (labels if self.is_adapter else config).is_file():
-            return ()
         if self.is_adapter:
-            return tuple(read_json(labels)["label_names"])
-        named = read_json(config).get("id2label") or {}
+            labels = self.path / LABELS_FILE
+            return tuple(read_json(labels)["label_names"]) if labels.is_file() else ()
+        named = self.config.get("id2label") or {}
         return real_names({int(number): name for number, name in named.items()})
 
     def fingerprint(self) -> str | None:
@@ -77,7 +88,7 @@ class Source:
         if folder is None:
             from huggingface_hub import try_to_load_from_cache
 
-            cached = try_to_load_from_cache(self.name, "config.json")
+            cached = try_to_load_from_cache(self.name, CONFIG)
             folder = Path(cached).parent if isinstance(cached, str) else None
         if folder is None or folder.is_file():
             return None if folder is None else sha256_of(folder)
@@ -96,7 +107,7 @@ class Source:
 
 
 def holds_adapter(path: Path) -> bool:
-    """Whether a folder holds what peft saved, or several of these."""
+    """True for a folder with an adapter of peft, or with several of these."""
     return (path / ADAPTER_CONFIG).is_file() or (path / ENSEMBLE_CONFIG).is_file()
 
 
@@ -107,7 +118,7 @@ def real_names(id2label: Mapping[int, str]) -> tuple[str, ...]:
 
 
 def find_source(name: str, flag: str = "--from_pretrained") -> Source:
-    """What `name` is: a folder (of a run: its best checkpoint, else its last), a weights file, or a Hub name.
+    """The folder (of a run: its best checkpoint, else its last), weights file or model of the Hub that `name` is.
 
     Raises:
         UserError: nothing of the kind is there, or the Hub cannot be reached.
@@ -121,6 +132,58 @@ def find_source(name: str, flag: str = "--from_pretrained") -> Source:
         raise UserError(f"{flag} {name}: there is no such file or folder.")
     check_reachable(name, flag)
     return Source(name)
+
+
+class ModelFiles:
+    """Sources of the model, tokenizer and configuration of a fine-tuning run.
+
+    Each is looked for when it is first needed, once, and raises UserError where it is not available.
+    """
+
+    def __init__(self, args: FinetuningArgs) -> None:
+        self.args = args
+
+    @cached_property
+    def named(self) -> Source | None:
+        """`--from_pretrained`: a model, or an adapter."""
+        return find_source(self.args.from_pretrained) if self.args.from_pretrained else None
+
+    @property
+    def adapter(self) -> Source | None:
+        """The adapter that is named, if one is."""
+        return self.named if self.named is not None and self.named.is_adapter else None
+
+    @cached_property
+    def base(self) -> Source | None:
+        """The model that is named, or lies under the adapter."""
+        return self.named if self.adapter is None else find_base(self.adapter)
+
+    @cached_property
+    def configuration(self) -> Source:
+        """The source whose config.json describes the model; not for `--model_cfg`."""
+        args = self.args
+        return self.base or find_source(args.base_model or args.init_checkpoint, "--base_model or --init_checkpoint")
+
+    @property
+    def tokenizer_flag(self) -> tuple[str, str]:
+        """Flag and value that the tokenizer comes from. Raises UserError."""
+        for flag in ("tokenizer", "from_pretrained", "init_checkpoint"):
+            if value := getattr(self.args, flag):
+                return f"--{flag}", value
+        raise UserError("--model_cfg brings no tokenizer: name one with --tokenizer (a folder or a .model file).")
+
+    @cached_property
+    def tokenizer(self) -> Source:
+        """A folder may hold nothing else; a weights file has it beside itself, an adapter perhaps beside its base."""
+        flag, name = self.tokenizer_flag
+        path, is_named = Path(name), flag == "--from_pretrained"
+        if any(file.is_file() for pattern in _TOKENIZER_FILES for file in path.glob(pattern)):
+            has_config = is_named and (path / CONFIG).is_file()
+            return self.named if has_config and self.named.path == path else Source(name, path)
+        source = self.named if is_named else find_source(name, flag)
+        if source.is_adapter and not any(source.path.glob("tokenizer*")):
+            source = self.base if is_named else find_base(source)
+        return Source(str(source.path.parent), source.path.parent) if source.is_file else source
 
 
 def find_base(adapter: Source) -> Source:
@@ -144,11 +207,11 @@ def find_base(adapter: Source) -> Source:
 
 def _folder(path: Path, flag: str) -> Source:
     for link in ("best", "last"):  # first, for a run's own config.json holds its arguments
-        if (path / link / "manifest.json").is_file():
+        if (path / link / MANIFEST).is_file():
             return _folder((path / link).resolve(), flag)
     if holds_adapter(path):
         return Source(str(path), path, is_adapter=True)
-    if (path / "config.json").is_file():
+    if (path / CONFIG).is_file():
         return Source(str(path), path)
     raise UserError(
         f"{flag} {path}: the folder has neither config.json nor {ADAPTER_CONFIG}, and is no run directory with a "
@@ -166,7 +229,7 @@ def check_reachable(name: str, flag: str) -> None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        cached = any(isinstance(try_to_load_from_cache(name, f), str) for f in ("config.json", ADAPTER_CONFIG))
+        cached = any(isinstance(try_to_load_from_cache(name, f), str) for f in (CONFIG, ADAPTER_CONFIG))
     except HFValidationError as error:
         raise UserError(f"{flag} {name}: there is no such folder, and no model of the Hub has such a name.") from error
     if cached or urllib.request.getproxies():

@@ -24,6 +24,7 @@ from lm_experiments_tools.config.flags import (
 )
 from lm_experiments_tools.config.training import ExperimentArgs, TrainerArgs
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.evaluation.metrics import is_own, lower_is_better, metrics_of, usual_metrics, values_of
 
 DEFAULT_ORIGIN, COMMAND_LINE = "default", "command line"  # those of cli.py, without its imports
 TASKS_OF = {
@@ -31,16 +32,6 @@ TASKS_OF = {
     "encoder-decoder": ("text_to_text", "classification", "regression", "instructions"),
     "decoder": ("causal_lm", "text_to_text", "instructions"),
 }
-TEXT_METRICS = ("bleu", "chrf", "rouge", "exact_match", "f1_tokens", "gen_len", "scrolls")
-CLASS_METRICS = ("accuracy", "f1", "precision", "recall", "mcc")
-NUMBER_METRICS = ("pearson", "spearman", "mse")
-# metric asked for -> names of the values it gives; where a lower value is better it is in LOWER_IS_BETTER
-VALUES_OF = {
-    "rouge": ("rouge1", "rouge2", "rougeL", "rougeLsum"),
-    "scrolls": ("rouge1", "rouge2", "rougeL", "rouge_geometric_mean", "f1_tokens", "exact_match"),
-    "instructions": ("rougeL", "rouge1", "exact_match"),
-}
-LOWER_IS_BETTER = ("loss", "perplexity", "mse", "unknown_answers")
 # What --lr is where it is not given: the usual ones, with AdamW; soft prompts hardly move below 0.1 (peft issue 2642).
 LEARNING_RATES = {
     "encoder": 2e-5,
@@ -50,20 +41,6 @@ LEARNING_RATES = {
     "prompt_tuning": 0.3,
     "prefix_tuning": 1e-2,
     "new_tokens": 1e-2,
-}
-DEFAULT_METRICS = {
-    "text_to_text": ("rouge", "gen_len"),
-    "classification": ("accuracy", "f1"),
-    "regression": ("pearson", "spearman", "mse"),
-    "instructions": ("instructions", "gen_len"),
-    "causal_lm": ("perplexity",),
-}
-ALLOWED_METRICS = {
-    "text_to_text": TEXT_METRICS,
-    "classification": CLASS_METRICS,
-    "regression": NUMBER_METRICS,
-    "instructions": ("instructions", *TEXT_METRICS),
-    "causal_lm": ("perplexity",),
 }
 
 # Flags that have no effect beside others, and why.
@@ -292,8 +269,8 @@ class EvaluationArgs:
     """Metrics, and how text is generated for them."""
 
     metrics: Annotated[tuple[str, ...], HARMLESS, _EVALUATION] = ()
-    """Metrics besides the loss. text: bleu, chrf, rouge, exact_match, f1_tokens, gen_len, scrolls; classes: accuracy,
-    f1, precision, recall, mcc; numbers: pearson, spearman, mse; instructions. Empty: the usual ones of the task; none:
+    """Metrics besides the loss, by the names in docs/finetuning.md (an unknown name is answered with those of the
+    task), or functions of your own as module:function (docs/new_metric.md). Empty: the usual ones of the task; none:
     the loss alone."""
     bleu_tokenize: Annotated[
         Literal["13a", "intl", "zh", "char", "none", "ja-mecab", "ko-mecab"], HARMLESS, _OF_BLEU
@@ -336,21 +313,31 @@ class EvaluationArgs:
         self._check_metrics()
 
     def _check_metrics(self) -> None:
-        allowed = ALLOWED_METRICS[self.task]
+        allowed = metrics_of(self.task)
+        own = [name for name in self.metrics if is_own(name) and self.task != "causal_lm"]
         for name in self.metrics:
-            if name not in (*allowed, "none"):
+            if name not in (*allowed, *own, "none"):
+                yours = "" if self.task == "causal_lm" else ", or module:function of your own"
                 raise UserError(
-                    f"--metrics {name} is not a metric of --task {self.task}: there are {', '.join(allowed)}, or none."
+                    f"--metrics {name} is not a metric of --task {self.task}: there are {', '.join(allowed)}, or none"
+                    f"{yours}."
                 )
         if "none" in self.metrics and len(self.metrics) > 1:
             raise UserError(f"--metrics {' '.join(self.metrics)}: none means none besides the loss; leave it out.")
         produced = self.metric_values()
         if self.optimize_metric not in produced:
+            if own and self.optimize_mode is not None:
+                return  # its values are known when it is called
+            if own:
+                raise UserError(
+                    f"--optimize_metric {self.optimize_metric} is none of {', '.join(produced)}: where it is a value "
+                    f"of {' or '.join(own)}, give --optimize_mode min or max."
+                )
             raise UserError(
                 f"--optimize_metric {self.optimize_metric} is not produced by validation, which gives "
                 f"{', '.join(produced)}: choose one of them, or name another metric in --metrics."
             )
-        better = "min" if self.optimize_metric in LOWER_IS_BETTER else "max"
+        better = "min" if lower_is_better(self.optimize_metric) else "max"
         if self.optimize_mode not in (None, better):
             raise UserError(
                 f"--optimize_mode {self.optimize_mode} would keep the worst model: --optimize_metric "
@@ -359,11 +346,11 @@ class EvaluationArgs:
 
     def metric_names(self) -> tuple[str, ...]:
         """The metrics to compute besides the loss."""
-        return () if "none" in self.metrics else self.metrics or DEFAULT_METRICS[self.task]
+        return () if "none" in self.metrics else self.metrics or usual_metrics(self.task)
 
     def metric_values(self) -> tuple[str, ...]:
-        """Names of the values that validation gives."""
-        values = [value for name in self.metric_names() for value in VALUES_OF.get(name, (name,))]
+        """Names of the values that validation gives, without those of a user's own metrics."""
+        values = [value for name in self.metric_names() if not is_own(name) for value in values_of(name)]
         if self.needs_generation() and self.task in ("classification", "regression"):
             values.append("unknown_answers")
         return tuple(dict.fromkeys(["loss", *values]))
@@ -447,7 +434,7 @@ class FinetuningArgs(
         """
         if not self.data_path and not self.validate_only:
             raise UserError("--data_path is missing: name the training data, such as train.jsonl or train.tsv.")
-        mode = self.optimize_mode or ("min" if self.optimize_metric in LOWER_IS_BETTER else "max")
+        mode = self.optimize_mode or ("min" if lower_is_better(self.optimize_metric) else "max")
         lr = None if self.relative_step else self.learning_rate()
         return replace(self, lr=lr, optimize_mode=mode, use_generate_on_valid=self.needs_generation())
 

@@ -28,11 +28,9 @@ from torch import Tensor
 
 from lm_experiments_tools.backends.collective import on_main
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.evaluation import text
 from lm_experiments_tools.evaluation.answers import INVALID_NUMBER, LabelWords, number_in
-from lm_experiments_tools.evaluation.classes import UNKNOWN, class_metrics
-from lm_experiments_tools.evaluation.instructions import instructions
-from lm_experiments_tools.evaluation.numbers import number_metrics
+from lm_experiments_tools.evaluation.measuring import chosen_metrics, measured
+from lm_experiments_tools.evaluation.metrics.labels import UNKNOWN
 from lm_experiments_tools.files import dump_json, replacing
 
 if TYPE_CHECKING:
@@ -69,7 +67,7 @@ class TextDecoder:
 
 
 class StoredAnswers(Sequence):
-    """What was predicted for each example, read from a file without a name: in memory are places in it.
+    """Predictions of all examples, read from a file without a name: in memory are places in it.
 
     Args:
         number: of examples.
@@ -125,8 +123,7 @@ class Predictions:
         self.args, self.split, self.examples, self.decode = args, split, examples, decode
         self.label_names, self.folder = tuple(label_names), folder
         self.generates, self.task = args.needs_generation(), args.task
-        self.metrics = args.metric_names()
-        text.check_metrics(self.metrics, args.bleu_tokenize)
+        self.metrics = chosen_metrics(args)
         self.measurable = self._measurable()
         words = tuple(args.label_words) or self.label_names
         self.label_of = LabelWords(words) if self.task == "classification" and self.generates else None
@@ -199,27 +196,26 @@ class Predictions:
             predictions = list(answers)
         self._write(answers, predictions)
         self._show(answers, predictions)
-        return self._measure(predictions, int(answers.num_tokens.sum()) / len(answers)) | values
+        return self._measure(predictions, answers.num_tokens) | values
 
-    def _measure(self, predictions: Sequence[Any], mean_length: float) -> dict[str, float]:
-        if not self.measurable:
-            return {"gen_len": mean_length} if "gen_len" in self.metrics else {}
-        if self.task in ("classification", "regression"):
-            labels = [example.label for example in self.examples]
-            if self.task == "regression":
-                return number_metrics(self.metrics, predictions, labels)
-            return class_metrics(self.metrics, predictions, labels, len(self.label_names))
-        references = [example.targets for example in self.examples]
-        values = {}
-        for name in self.metrics:
-            if name == "gen_len":
-                values[name] = mean_length
-            elif name == "instructions":
-                values |= instructions(predictions, references, [example.group for example in self.examples])
-            elif name == "bleu":
-                values |= text.bleu(predictions, references, self.args.bleu_tokenize)
-            else:
-                values |= text.METRICS[name](predictions, references)
+    def _measure(self, predictions: Sequence[Any], num_tokens: np.ndarray) -> dict[str, float]:
+        facts = {
+            "groups": [example.group for example in self.examples],
+            "num_labels": len(self.label_names),
+            "num_tokens": num_tokens,
+            "bleu_tokenize": self.args.bleu_tokenize,
+        }
+        writes_text = self.task not in ("classification", "regression")
+        references = [example.targets if writes_text else example.label for example in self.examples]
+        values: dict[str, float] = {}
+        for name, metric in self.metrics.items():
+            if metric.needs_references and not self.measurable:
+                continue
+            sides = (predictions, references)
+            if metric.is_own:
+                wanted = map(self._references, self.examples)
+                sides = ([*map(self._readable, predictions)], [r if writes_text else r[0] for r in wanted])
+            values |= measured(name, metric, *sides, facts, known=values)
         return values
 
     def _references(self, example: Example) -> list[Value]:
@@ -254,7 +250,7 @@ class Predictions:
         with replacing(self.folder / f"{self.split}.jsonl") as file:
             for record in self._records(answers, predictions):
                 file.write(dump_json(record, indent=None).encode() + b"\n")
-        if "scrolls" in self.metrics:
+        if any(metric.writes_by_id for metric in self.metrics.values()):
             with replacing(self.folder / f"{self.split}.json") as file:
                 by_id = {example.name: answer for example, answer in zip(self.examples, answers, strict=True)}
                 file.write(dump_json(by_id).encode() + b"\n")

@@ -93,7 +93,8 @@ def add_adapter(
             _start_from(adapted.prompt_encoder[DEFAULT_ADAPTER].embedding.weight, _rows(model, words))
         elif args.peft == "new_tokens":
             words = prompt_words(args, tokenizer, args.num_virtual_tokens)
-            _start_from(_token_delta(adapted), _rows(model, words))
+            delta = next(p for name, p in adapted.named_parameters() if "trainable_tokens_delta" in name)
+            _start_from(delta, _rows(model, words))
     _train_heads(adapted, args.model_type, new_weights)
     return adapted
 
@@ -124,7 +125,7 @@ def load_adapted(model: PreTrainedModel, path: Path, args: FinetuningArgs) -> Pe
 
 
 def _refuse_other_settings(args: FinetuningArgs, path: Path, config: PeftConfig, num_prompts: int) -> None:
-    """What a saved adapter is cannot be changed: flags that say otherwise would be ignored."""
+    """Refuse flags that differ from a saved adapter, which cannot be changed: they would be ignored."""
     if args.freeze:
         raise UserError(f"--freeze: everything under the adapter in {path} is frozen already; leave the flag out.")
     targets, tokens = getattr(config, "target_modules", None), getattr(config, "token_indices", None)
@@ -276,7 +277,3 @@ def _rows(model: PreTrainedModel, words: list[int]) -> Tensor:
 def _start_from(parameter: nn.Parameter, values: Tensor) -> None:
     with torch.no_grad():
         parameter.copy_(values)
-
-
-def _token_delta(adapted: PeftModel) -> nn.Parameter:
-    return next(p for name, p in adapted.named_parameters() if "trainable_tokens_delta" in name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,13 @@ from torch import nn
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
+from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.names import nearest_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from lm_experiments_tools.checkpoint.source import Source
 
 PRESET_FOLDER = Path(__file__).resolve().parents[2] / "models_configs"
 
@@ -41,34 +45,19 @@ GENERAL_KEYS = {
 SPARSE_KEYS = {"sparse_config_cls", "sparse_attention"}
 # Keys of the Hub's older files that transformers has given up, with the one value that changes nothing.
 INERT_VALUES = {"gradient_checkpointing": False, "position_embedding_type": "absolute"}
-# What only a class of our own varies.
-OWN_KEYS = {
-    "modeling_bert.modeling_bert:BertForPreTraining": {
-        "last_layer_norm",
-        "position_embedding_type",
-        "pre_layer_norm",
-        "relative_attention_num_buckets",
-        "relative_last_bucket_distance",
-        "rotary_base",
-        "rotary_dim",
-    },
-    "modeling_t5:T5ForConditionalGeneration": {
-        "cross_entropy_chunk_size",
-        "decoder_cross_attention_layer",
-        "decoder_self_attention_layer",
-        "encoder_self_attention_layer",
-        "fp32_residual",
-        "keep_in_fp32",
-        "label_smoothing",
-        "num_cdq_heads",
-        "num_memory_tokens",
-        "position_embedding_type",
-        "relative_attention_bias_per_layer",
-        "rotary_base",
-        "rotary_dim",
-        "z_loss",
-    },
+# Kinds of model of our own: importing their package makes transformers know them.
+OWN_PACKAGES = {"lm_experiments_t5": "modeling_t5", "lm_experiments_bert": "modeling_bert"}
+# Classes of our own, which vary what transformers' class of the same kind does not.
+OWN_CLASSES = {
+    "bert": "modeling_bert.modeling_bert:BertForPreTraining",
+    "t5": "modeling_t5:T5ForConditionalGeneration",
 }
+
+
+def register_own_models(source: Source) -> None:
+    """Let transformers' Auto classes know the kind of model that config.json names, where it is one of ours."""
+    if package := OWN_PACKAGES.get(source.config.get("model_type")):
+        importlib.import_module(package)
 
 
 def list_presets() -> dict[str, Path]:
@@ -157,7 +146,7 @@ def build_model(model_cls: type, config: PreTrainedConfig, *, seed: int) -> PreT
 
 
 def takes_our_attention(config: PreTrainedConfig) -> bool:
-    """Whether the model is to be converted to block-sparse attention, whose name transformers then knows."""
+    """True for a model to be converted to block-sparse attention, whose name transformers then knows."""
     from transformers import AttentionInterface
 
     name = getattr(config, "_attn_implementation", None)
@@ -287,8 +276,8 @@ def number_of(parameter: torch.Tensor) -> int:
 
 def _who_knows(key: str, known: set[str], kinds: list[str | None]) -> str:
     """Where an unknown key of a configuration belongs: to a model class of our own, or to a mistyped name."""
-    for model_cls, keys in OWN_KEYS.items():
-        if key in keys and any(model_cls.startswith(f"modeling_{kind}") for kind in kinds):
+    for model_cls in (OWN_CLASSES[kind] for kind in kinds if kind in OWN_CLASSES):
+        if key in _own_keys(get_cls_by_name(model_cls).config_class):
             return f", which --model_cls {model_cls} understands"
     return nearest_names(key, known)
 

@@ -115,13 +115,6 @@ class ModelSummary:
         ]
         return "\n".join(lines)
 
-    def line(self) -> str:
-        """The whole in one line, for a log."""
-        whole = self.all
-        share = 100 * whole.trainable / max(1, whole.total)
-        size = whole.bytes / 2**20
-        return f"{whole.total:,} parameters in {size:,.1f} MiB, {whole.trainable:,} trained ({share:.3g} %)"
-
 
 def summary(model: nn.Module) -> ModelSummary:
     """Parameters of a model by part: all, those that are trained, and bytes as they are held (quantised ones too)."""

@@ -1,7 +1,8 @@
-"""Pre-trained models and tokenizers for fine-tuning: found, checked, and set up to be trained.
+"""Pre-trained models for fine-tuning: loaded, checked, and set up to be trained.
 
-    tokenizer = load_tokenizer(args)
-    model = pretrained_model(args, tokenizer, label_names=("negative", "positive"))
+    files = ModelFiles(args)
+    tokenizer = load_tokenizer(args, files)
+    model = pretrained_model(args, tokenizer, label_names=("negative", "positive"), files)
 
 `--from_pretrained` may be a Hugging Face name or folder, a run or checkpoint of ours, an adapter of peft (which brings
 its base model), or a weights file of t5-experiments or nanoT5 (with --model_cfg).
@@ -9,10 +10,8 @@ its base model), or a weights file of t5-experiments or nanoT5 (with --model_cfg
 
 from __future__ import annotations
 
-import importlib
 import logging
 import shlex
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,24 +21,18 @@ import torch
 from torch import nn
 
 from lm_experiments_tools.checkpoint.adapter_files import check_base
-from lm_experiments_tools.checkpoint.source import Source, find_base, find_source, holds_adapter, real_names
+from lm_experiments_tools.checkpoint.source import ModelFiles, Source, find_base, holds_adapter, real_names
 from lm_experiments_tools.checkpoint.weights import load_weights, without_progress_bars
 from lm_experiments_tools.data.examples.text_encoder import end_id
 from lm_experiments_tools.errors import UserError, first_line
-from lm_experiments_tools.files import read_json
-from lm_experiments_tools.models.adapters import (
-    add_adapter,
-    check_peft,
-    load_adapted,
-    new_token_names,
-    new_token_prefix,
-)
+from lm_experiments_tools.models.adapters import add_adapter, check_peft, load_adapted, new_token_prefix
 from lm_experiments_tools.models.build import (
     build_model,
     check_positions,
     enable_checkpointing,
     first_position,
     load_model_config,
+    register_own_models,
     set_dropout,
     takes_our_attention,
     untie_only_output,
@@ -60,102 +53,36 @@ AUTO_CLASSES = {
     "encoder-decoder": "AutoModelForSeq2SeqLM",
     "decoder": "AutoModelForCausalLM",
 }
-# Kinds of model of our own: importing their package makes transformers know them.
-OWN_PACKAGES = {"lm_experiments_t5": "modeling_t5", "lm_experiments_bert": "modeling_bert"}
 _NAMES_SHOWN = 4
 
 
-def load_tokenizer(args: FinetuningArgs) -> PreTrainedTokenizerBase:
-    """`--tokenizer`, else the one beside the weights. A tokenizer without a padding token pads with its end of text.
-
-    Raises:
-        UserError: there is none, or it cannot be read.
-    """
-    name = args.tokenizer or args.from_pretrained or args.init_checkpoint
-    if name is None:
-        raise UserError("--model_cfg brings no tokenizer: name one with --tokenizer (a folder or a .model file).")
-    flag = "--tokenizer" if args.tokenizer else "--from_pretrained" if args.from_pretrained else "--init_checkpoint"
-    path = Path(name)
-    tokenizer = _from_sentencepiece(path) if path.suffix == ".model" else _from_folder_or_hub(name, flag)
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token is None:
-            raise UserError(
-                f"{flag} {name}: the tokenizer has neither a padding nor an end-of-text token to pad with."
-            )
-        tokenizer.pad_token = tokenizer.eos_token
-        logger.info("the tokenizer has no padding token: %s, its end of text, is used", tokenizer.eos_token)
-    if args.peft == "new_tokens":
-        tokenizer.add_tokens(new_token_names(args), special_tokens=True)
-    return tokenizer
-
-
-def _from_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    from lm_experiments_tools.data.text.vocabulary import Vocabulary
-
-    with tempfile.TemporaryDirectory() as folder:
-        Vocabulary.load(path).save_tokenizer(folder)
-        return AutoTokenizer.from_pretrained(folder)
-
-
-def _from_folder_or_hub(name: str, flag: str) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer, BertTokenizerFast
-
-    path = _tokenizer_folder(name, flag)
-    folder = Path(path)
-    if folder.is_dir():
-        _register_own_models(folder)
-        files = {file.name for file in folder.iterdir()}
-        if "vocab.txt" in files and not files & {"tokenizer.json", "tokenizer_config.json"}:
-            return BertTokenizerFast.from_pretrained(str(folder))
-        if files & {"spiece.model", "sentencepiece.model"} and "tokenizer_config.json" not in files:
-            return _from_sentencepiece(folder)
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{flag} {name}: no tokenizer can be read from it ({first_line(error)}); name one with --tokenizer."
-        ) from error
-
-
-def _tokenizer_folder(name: str, flag: str) -> str:
-    """A folder may hold nothing else; a weights file has it beside itself, an adapter perhaps beside its base."""
-    path = Path(name)
-    if any(file.is_file() for pattern in ("*token*", "vocab.txt", "spiece.model") for file in path.glob(pattern)):
-        return name
-    source = find_source(name, flag)
-    if source.is_file:
-        return str(source.path.parent)
-    if source.is_adapter and not any(source.path.glob("tokenizer*")):
-        return _tokenizer_folder(find_base(source).name, flag)
-    return source.name
-
-
 def pretrained_model(
-    args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] = ()
+    args: FinetuningArgs,
+    tokenizer: PreTrainedTokenizerBase,
+    label_names: Sequence[str] = (),
+    files: ModelFiles | None = None,
 ) -> nn.Module:
     """The model that the flags describe, with what is to be trained marked by `requires_grad`.
 
     Args:
         label_names: of classification; they size and name the head of an encoder.
+        files: of these arguments, where others read them too.
 
     Raises:
         UserError: the weights cannot be found or read, are of another kind of model or do not fit it, or the
             vocabulary is larger than the model's embedding.
     """
     _refuse_lost_base(args)
-    source = find_source(args.from_pretrained) if args.from_pretrained else None
-    adapter = source if source is not None and source.is_adapter else None
-    base = find_base(adapter) if adapter is not None else source
+    files = files or ModelFiles(args)
+    adapter, base = files.adapter, files.base
     if args.peft is not None or adapter is not None:
         check_peft("--peft" if args.peft is not None else f"the adapter {args.from_pretrained}")
-    model, new_weights = _base_model(args, base, tokenizer, label_names)
+    model, new_weights = _base_model(args, files, tokenizer, label_names)
     if adapter is not None:
         _check_labels(adapter.name, adapter.label_names, label_names)
     elif args.validate_only and new_weights and not _resumes(args):
         raise UserError(
-            f"--validate_only: {source.name} has no head for --task {args.task}, so a random one would be validated: "
+            f"--validate_only: {base.name} has no head for --task {args.task}, so a random one would be validated: "
             "name a fine-tuned model, or train first."
         )
     if args.quantize is not None:
@@ -196,7 +123,7 @@ def _refuse_lost_base(args: FinetuningArgs) -> None:
 
 
 def _resumes(args: FinetuningArgs) -> bool:
-    """Whether the weights are going to be those of a checkpoint of this run."""
+    """True if the weights are going to be those of a checkpoint of this run."""
     if args.resume not in ("auto", "never"):
         return True
     return bool(args.model_path) and any((Path(args.model_path) / "checkpoints").glob("step_*"))
@@ -217,7 +144,8 @@ def _check_labels(name: str, saved: Sequence[str], label_names: Sequence[str]) -
 
 def _check_length(model: nn.Module, args: FinetuningArgs) -> None:
     """Inputs, prompt and text to be generated within the positions of the model. Raises UserError."""
-    before = max((getattr(c, "num_virtual_tokens", None) or 0 for c in _peft_configs(model)), default=0)
+    adapters = getattr(model, "peft_config", {}).values()
+    before = max((getattr(c, "num_virtual_tokens", None) or 0 for c in adapters), default=0)
     written = args.max_new_tokens or args.target_seq_len
     lengths = {f"--input_seq_len {args.input_seq_len}": args.input_seq_len}
     if args.model_type == "encoder-decoder":
@@ -232,15 +160,11 @@ def _check_length(model: nn.Module, args: FinetuningArgs) -> None:
         check_positions(model.config, length + before, what + prompt, first)
 
 
-def _peft_configs(model: nn.Module) -> list[Any]:
-    return list(getattr(model, "peft_config", {}).values())
-
-
 def _base_model(
-    args: FinetuningArgs, source: Source | None, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str]
+    args: FinetuningArgs, files: ModelFiles, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str]
 ) -> tuple[PreTrainedModel, list[str]]:
     """The model without adapter, and the names of its weights that are new."""
-    config = _config(args, source)
+    source, config = files.base, _config(args, files)
     model_cls = _model_class(args, config)
     saved_labels = real_names(config.id2label) if args.task == "classification" else ()
     _set_up_config(config, args, label_names)
@@ -281,8 +205,7 @@ def whole_model(source: Source) -> PreTrainedModel:
     base = find_base(source) if source.is_adapter else source
     if base.is_file:
         raise UserError(f"{base.name} holds weights alone: write the model by save_pretrained, and name its folder.")
-    if base.path is not None:
-        _register_own_models(base.path)
+    register_own_models(base)
     config = transformers.AutoConfig.from_pretrained(base.name)
     kind = _kind(config)
     if kind is None:
@@ -325,8 +248,9 @@ def _merged(classes: type, base: Source, adapter: Source) -> PreTrainedModel:
 
 
 # ---- configuration and class ----------------------------------------------------------------------------------------
-def _config(args: FinetuningArgs, source: Source | None) -> PreTrainedConfig:
+def _config(args: FinetuningArgs, files: ModelFiles) -> PreTrainedConfig:
     config_cls = getattr(get_cls_by_name(args.model_cls), "config_class", None) if args.model_cls else None
+    source = files.base
     if source is not None and source.is_file and args.model_cfg is None:
         raise UserError(f"--from_pretrained {source.name} holds weights alone: describe the model with --model_cfg.")
     if args.model_cfg is not None:
@@ -335,23 +259,14 @@ def _config(args: FinetuningArgs, source: Source | None) -> PreTrainedConfig:
                 f"--model_cfg and --from_pretrained {source.name} both describe the model: leave --model_cfg out."
             )
         return load_model_config(args.model_cfg, config_cls)
-    if source is None:
-        source = find_source(args.base_model or args.init_checkpoint, "--base_model or --init_checkpoint")
-    if source.path is not None:
-        _register_own_models(source.path)
+    source = files.configuration
+    register_own_models(source)
     from transformers import AutoConfig
 
     try:
         return (config_cls or AutoConfig).from_pretrained(source.name)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{source.name}: its configuration cannot be read ({first_line(error)}).") from error
-
-
-def _register_own_models(folder: Path) -> None:
-    file = folder / "config.json"
-    package = OWN_PACKAGES.get(read_json(file).get("model_type")) if file.is_file() else None
-    if package is not None:
-        importlib.import_module(package)
 
 
 def _model_class(args: FinetuningArgs, config: PreTrainedConfig) -> type:
@@ -362,8 +277,9 @@ def _model_class(args: FinetuningArgs, config: PreTrainedConfig) -> type:
     named = get_cls_by_name(args.model_cls) if args.model_cls else None
     reads_only = named is not None and args.model_type == "encoder" and not named.can_generate()
     if found is not None and found != args.model_type and not reads_only:
+        article = "a" if found == "decoder" else "an"
         raise UserError(
-            f"--model_type {args.model_type} does not fit the weights, which are of {_article(found)} "
+            f"--model_type {args.model_type} does not fit the weights, which are of {article} {found} "
             f"({config.model_type}): choose --model_type {found}, or other weights."
         )
     if named is not None:
@@ -382,10 +298,6 @@ def _kind(config: PreTrainedConfig) -> str | None:
     if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING:  # BERT is in both
         return "encoder"
     return "decoder" if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else None
-
-
-def _article(kind: str) -> str:
-    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def _set_up_config(config: PreTrainedConfig, args: FinetuningArgs, label_names: Sequence[str]) -> None:
@@ -423,7 +335,7 @@ def load_pretrained(
         UserError: weights are missing, unexpected or of another shape (without --allow_partial_checkpoint).
     """
     ours = takes_our_attention(config)
-    unties = source.path is not None and read_json(source.path / "config.json").get("tie_word_embeddings") is False
+    unties = source.config.get("tie_word_embeddings") is False
     try:
         with _quiet_loading(), _loaded_whole(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(args.seed)

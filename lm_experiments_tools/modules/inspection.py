@@ -1,4 +1,4 @@
-"""Questions about a model that several rooms ask: what is trained, where it lies, what its forward takes."""
+"""Inspection of a model, for several rooms: what is trained, where it lies, what its forward takes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch import nn
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Whether the model's layers lie on several devices, where they have to stay."""
+    """True if the model's layers lie on several devices, where they have to stay."""
     return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether only what is trained of the model is to be saved and loaded."""
+    """True if only the trained parameters of the model are saved and loaded."""
     return hasattr(model, "peft_config")
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Name -> parameter of what is trained of an adapted model."""
+    """Name -> parameter, of the trained ones of an adapted model."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 

@@ -40,7 +40,7 @@ class PromptEnsemble(nn.Module):
         self.config, self.generation_config = base.config, getattr(base, "generation_config", None)
 
     def __getattr__(self, name: str) -> Any:
-        """What the ensemble has not is the base's, as with peft: how it is quantised, placed, and to be cut."""
+        """Other attributes are the base's, as with peft: how it is quantised, placed, and to be cut."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -57,7 +57,7 @@ class PromptEnsemble(nn.Module):
         return self.base.get_input_embeddings()
 
     def can_generate(self) -> bool:
-        """Whether the model without prompts writes text."""
+        """True if the model without prompts writes text."""
         return self.base.can_generate()
 
     def forward(
@@ -72,12 +72,11 @@ class PromptEnsemble(nn.Module):
         and, below 1, its mean probability; of regression float[rows, 1], the mean."""
         from transformers.utils import ModelOutput
 
-        rows, k = input_ids.shape[0], self.prompts.shape[0]
+        rows, (k, count, _) = input_ids.shape[0], self.prompts.shape
         inputs = after_prompts(self, self.prompts, input_ids, attention_mask)
         if token_type_ids is not None:
-            before = token_type_ids.new_zeros(rows * k, self.prompts.shape[1])
+            before = token_type_ids.new_zeros(rows * k, count)
             inputs["token_type_ids"] = torch.cat([before, token_type_ids.repeat_interleave(k, 0)], 1)
-        count = self.prompts.shape[1]
         if labels is not None:
             labels = labels.repeat_interleave(k, 0)
             if self.base.can_generate() and not self.config.is_encoder_decoder:
@@ -162,7 +161,7 @@ def after_prompts(
 def generate_after_prompts(
     model: nn.Module, prompts: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """What `model.generate` writes for every row behind each soft prompt, int64[rows * k, length].
+    """Text that `model.generate` writes for every row behind each soft prompt, int64[rows * k, length].
 
     As ever a decoder's text stands behind its `input_ids`, which penalties of repetition look at too. Positions follow
     from the mask, so padding on the left shifts none.

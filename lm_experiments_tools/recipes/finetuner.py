@@ -13,22 +13,21 @@ Its settings are the flags of run_finetuning.py, under the same names, and what 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.backends.collective import on_main
 from lm_experiments_tools.checkpoint import writer as checkpoint
-from lm_experiments_tools.checkpoint.source import find_source
+from lm_experiments_tools.checkpoint.source import ModelFiles
 from lm_experiments_tools.config.cli import suggestion
 from lm_experiments_tools.config.finetuning import (
     FinetuningArgs,
@@ -39,17 +38,26 @@ from lm_experiments_tools.config.finetuning import (
     TaskArgs,
 )
 from lm_experiments_tools.config.training import ModelArgs, PrecisionArgs
-from lm_experiments_tools.data.examples.examples import LabelFields, t5_text
+from lm_experiments_tools.data.examples.dataset import encode_examples
+from lm_experiments_tools.data.examples.examples import Example, LabelFields, t5_text
 from lm_experiments_tools.data.examples.rows import BadRows, converted, read_rows, resolve
-from lm_experiments_tools.data.examples.text_encoder import pad_id
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.predictions import TextDecoder
 from lm_experiments_tools.models.freezing import ModelSummary, freeze, summary
-from lm_experiments_tools.models.pretrained import load_tokenizer, pretrained_model
+from lm_experiments_tools.models.pretrained import pretrained_model
+from lm_experiments_tools.models.tokenizers import load_tokenizer
 from lm_experiments_tools.modules.inspection import forward_names, is_adapted
 from lm_experiments_tools.recipes.common import optimizer_from_args, seed_worker, show_run, start_run
-from lm_experiments_tools.recipes.finetuning import evaluate_last, finetuning_loop, save_tokenizer, with_new_tokens
-from lm_experiments_tools.recipes.finetuning_data import finetuning_data, text_encoder
+from lm_experiments_tools.recipes.finetuning import (
+    evaluate_last,
+    evaluated,
+    finetuning_loop,
+    save_tokenizer,
+    with_new_tokens,
+)
+from lm_experiments_tools.recipes.finetuning_data import example_dataset, finetuning_data, text_encoder
+from lm_experiments_tools.training.generation import generate
+from lm_experiments_tools.training.micro_batches import MicroBatch
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -102,11 +110,12 @@ class FineTuner:
         if from_pretrained is not None:
             settings["from_pretrained"] = str(from_pretrained)
         self.args = _changed(None, settings)
-        self.tokenizer = load_tokenizer(self.args)
+        self.files = ModelFiles(self.args)
+        self.tokenizer = load_tokenizer(self.args, self.files)
         self.label_names: tuple[str, ...] = ()
         if self.args.task == "classification":
             self.label_names = self.args.label_names or self._known_labels()
-        self.model: nn.Module = pretrained_model(self.args, self.tokenizer, self.label_names)
+        self.model: nn.Module = pretrained_model(self.args, self.tokenizer, self.label_names, self.files)
         self._run_folders: set[Path] = set()  # that this object has trained in
         self._passes = 0  # over the training data, begun so far
         self._added_rows = False  # to the embedding, which are in no file yet
@@ -122,14 +131,14 @@ class FineTuner:
         args = self.args
         evaluates = not args.data_path and (args.valid_data_path or args.test_data_path)
         args = replace(args, validate_only=True) if evaluates else args.resolved()
-        return finetuning_data(with_new_tokens(args, self.tokenizer), self.backend, self.tokenizer)
+        return finetuning_data(with_new_tokens(args, self.tokenizer), self.backend, self.tokenizer, self.files)
 
     def _known_labels(self) -> tuple[str, ...]:
-        """Those of the data, where any is named; else those that a saved classifier brings: it predicts without."""
+        """Labels of the data, where any is named; else those that a saved classifier brings: it predicts without."""
         args = self.args
         if args.data_path or args.valid_data_path or args.test_data_path:
             return self.data.label_names
-        names = find_source(args.from_pretrained).label_names if args.from_pretrained else ()
+        names = self.files.named.label_names if self.files.named is not None else ()
         if not names and args.model_type == "encoder":
             raise UserError(
                 "the labels and their order are those of the training data, or of a saved classifier: give data_path, "
@@ -147,9 +156,9 @@ class FineTuner:
         Raises:
             UserError: a pattern that matches nothing.
         """
-        before = self._trainable()
+        before = self.summary().all.trainable
         freeze(self.model, parts)
-        return before - self._trainable()
+        return before - self.summary().all.trainable
 
     def add_tokens(self, tokens: str | Sequence[str]) -> int:
         """Add words to the vocabulary, with new rows in the embedding to be trained; how many were not there yet.
@@ -222,7 +231,7 @@ class FineTuner:
         generates = self.args.needs_generation()
         args = replace(self.args, **_ONLY_EVALUATION, use_generate_on_valid=generates)
         data = replace(self.data, train=None)
-        with self._evaluating():
+        with evaluated(self.model):
             loop = finetuning_loop(args, self.backend, self.model, None, data, self.tokenizer)
             try:
                 return loop.validate(data.splits[split].loader, split)
@@ -230,7 +239,7 @@ class FineTuner:
                 self.backend.release()
 
     def generate_single(self, text: Text, **options: Any) -> str:
-        """What the model writes for one text.
+        """The text that the model writes for one text.
 
         Args:
             options: of `generate`, over the settings' (num_beams, max_new_tokens, ...).
@@ -251,7 +260,7 @@ class FineTuner:
         return list(found)[:num_texts]
 
     def predict(self, texts: Sequence[Text], batch_size: int = 8, **options: Any) -> list[str]:
-        """What the model writes for each text; for an encoder, the label (or number) that it gives.
+        """The text that the model writes for each text; for an encoder, the label (or number) that it gives.
 
         The model reads what it would read of such a row of data: with the prefix, and for classification by an
         encoder-decoder with the names of the sentences. There the answer is what it wrote, be it a label or not.
@@ -263,14 +272,14 @@ class FineTuner:
         Raises:
             UserError: an empty text, or other than the one or two sentences that the task has.
         """
-        sources, pairs = self._sources(texts)
-        encoder = text_encoder(self.args, self.tokenizer)
+        args, encoder = self.args, text_encoder(self.args, self.tokenizer)
+        encoded = encode_examples(self._examples(texts), encoder, args.model_type)
+        dataset = example_dataset(replace(args, pad_to_multiple_of=None), encoded, self.tokenizer, training=False)
         found: list[str] = []
-        with self._evaluating(), self.backend.autocast():
-            for start in range(0, len(sources), batch_size):
-                some = slice(start, start + batch_size)
-                entries = encoder.encode_sources(sources[some], None if pairs is None else pairs[some])
-                found += self._answers(entries, options)
+        with evaluated(self.model), torch.no_grad(), self.backend.autocast():
+            for start in range(0, len(dataset), batch_size):
+                rows = np.arange(start, min(start + batch_size, len(dataset)))
+                found += self._answers(dataset.rows(np.zeros_like(rows), rows), options)
         if encoder.sources.long:
             flag = "--input_seq_len" + (" - --target_seq_len =" if self.args.model_type == "decoder" else "")
             logger.warning("predict: %s", encoder.sources.describe("texts", flag))
@@ -292,8 +301,8 @@ class FineTuner:
 
         on_main(self.backend, write)
 
-    def _sources(self, texts: Sequence[Text]) -> tuple[list[str], list[str] | None]:
-        """What data would hold for these texts: sources, and the second sentences for an encoder."""
+    def _examples(self, texts: Sequence[Text]) -> list[Example]:
+        """Examples that data with these texts would give."""
         args = with_new_tokens(self.args, self.tokenizer)
         rows = [(text,) if isinstance(text, str) else tuple(text) for text in texts]
         for number, row in enumerate(rows):
@@ -310,12 +319,12 @@ class FineTuner:
             if len(row) != len(names):
                 raise UserError(f"text {number} of those to predict for has {len(row)} parts, not {len(names)}.")
         if classifies and args.model_type == "encoder-decoder":
-            return [args.prefix + t5_text(names, row) for row in rows], None
-        return [args.prefix + row[0] for row in rows], [row[1] for row in rows] if len(names) == 2 else None
+            return [Example(args.prefix + t5_text(names, row)) for row in rows]
+        return [Example(args.prefix + row[0], pair=row[1] if len(row) == 2 else None) for row in rows]
 
     @cached_property
     def _sentence_names(self) -> tuple[str, ...]:
-        """What stands before the sentences that an encoder-decoder classifies: the names of the data's fields."""
+        """Names of the data's fields, which stand before the sentences that an encoder-decoder classifies."""
         args = self.args
         if args.text_fields:
             return args.text_fields
@@ -329,23 +338,16 @@ class FineTuner:
             "that has them, to FineTuner."
         )
 
-    def _answers(self, entries: dict[str, list[list[int]]], options: dict[str, Any]) -> list[str]:
-        args = self.args
-        rows = {**entries, "attention_mask": [[1] * len(ids) for ids in entries["input_ids"]]}
-        fills = {"input_ids": pad_id(self.tokenizer)}
-        side = "left" if args.model_type == "decoder" else "right"
-        inputs = {
-            name: pad_sequence([torch.tensor(v) for v in values], True, fills.get(name, 0), side).to(self._device())
-            for name, values in rows.items()
-        }
-        if args.model_type == "encoder":
-            known = forward_names(self.model)
-            return self._labels(self.model(**{name: v for name, v in inputs.items() if name in known}).logits)
-        inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        ids = self.model.generate(**inputs, **{**args.generation_options(), **options})
-        if args.model_type == "decoder":
-            ids = ids[:, inputs["input_ids"].shape[1] :]
-        return TextDecoder(self.tokenizer)(ids)
+    def _answers(self, rows: dict[str, np.ndarray], options: dict[str, Any]) -> list[str]:
+        batch = {name: torch.from_numpy(values) for name, values in rows.items()}
+        known = forward_names(self.model) - {"labels"}
+        device = next(self.model.parameters()).device
+        inputs = {name: values.to(device) for name, values in batch.items() if name in known}
+        if self.args.model_type == "encoder":
+            return self._labels(self.model(**inputs).logits)
+        synced = self.backend.shards_model and self.backend.holds(self.model)
+        part, options = MicroBatch(inputs, batch, {}), {**self.args.generation_options(), **options}
+        return TextDecoder(self.tokenizer)(generate(self.model, part, options, synced=synced))
 
     def _labels(self, logits: Tensor) -> list[str]:
         if self.args.task == "regression":
@@ -397,22 +399,6 @@ class FineTuner:
         self.__dict__.pop("_sentence_names", None)
         if data is not None and data.train is not None:
             data.train.close()
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.model.train(training)
-
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-    def _trainable(self) -> int:
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
 
 def _changed(args: FinetuningArgs | None, settings: dict[str, Any]) -> FinetuningArgs:

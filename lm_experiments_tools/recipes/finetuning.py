@@ -1,4 +1,4 @@
-"""What run_finetuning.py puts together out of arguments, data and model: the loop, and the evaluation it ends with."""
+"""The loop of fine-tuning, out of arguments, data and model, and the evaluation that it ends with."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, read_manifest
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.evaluation.measuring import chosen_metrics
 from lm_experiments_tools.evaluation.predictions import Predictions, TextDecoder
-from lm_experiments_tools.evaluation.text import check_metrics
 from lm_experiments_tools.models.adapters import new_token_prefix
 from lm_experiments_tools.models.freezing import summary
 from lm_experiments_tools.modules.inspection import forward_names
@@ -76,11 +76,12 @@ def finetuning_loop(
         tokenizer_dir: folder whose tokenizer files are put into every checkpoint.
 
     Raises:
-        UserError: `--packing` for a model that cannot tell the examples of a row apart, or metrics that cannot be had.
+        UserError: `--packing` for a model that cannot tell the examples of a row apart, or metrics that are not
+            available.
     """
     if args.packing and data.train is not None:
         on_all(backend, lambda: check_packing(model, args))
-    check_metrics(args.metric_names(), args.bleu_tokenize)
+    chosen_metrics(args)  # so that a missing one is refused before the first step
     folder = None if args.model_path is None else Path(args.model_path) / "predictions"
 
     def collect(split: str) -> Predictions:
@@ -131,7 +132,7 @@ def check_packing(model: nn.Module, args: FinetuningArgs) -> None:
     inputs = {name: value.to(device) for name, value in batch.items()} | (
         {"use_cache": False} if "use_cache" in known else {}
     )
-    with _evaluated(model), preserved_random_state(), torch.no_grad():
+    with evaluated(model), preserved_random_state(), torch.no_grad():
         logits = dict(model.forward(**inputs)).get("logits")  # `forward`: --compile need not compile for it
     if logits is None:
         return
@@ -155,7 +156,7 @@ def _two_rows(length: int, vocab_size: int, model_type: str) -> dict[str, Tensor
 
 
 @contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
+def evaluated(model: nn.Module) -> Iterator[None]:
     """Without dropout; afterwards every module is in the mode in which it was."""
     modes = {module: module.training for module in model.modules()}
     model.eval()

@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lm_experiments_tools.backends.collective import on_all
-from lm_experiments_tools.checkpoint.source import find_source
+from lm_experiments_tools.checkpoint.source import ModelFiles
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
-from lm_experiments_tools.data.examples.dataset import ExampleDataset, encode_examples
+from lm_experiments_tools.data.examples.dataset import EncodedExamples, ExampleDataset, encode_examples
 from lm_experiments_tools.data.examples.examples import (
     LABEL_FIELDS,
     TARGET_FIELDS,
     Example,
     LabelFields,
     TextFields,
-    find_label_names,
+    in_order,
     label_examples,
+    numbered,
     text_examples,
 )
 from lm_experiments_tools.data.examples.instructions import (
@@ -58,7 +59,7 @@ FIXED_SEED = 0  # of choices that are the same whatever --seed is: which example
 
 @dataclass
 class EvalSplit:
-    """What is evaluated.
+    """A split to evaluate.
 
     Attributes:
         loader: each example once over all workers.
@@ -72,7 +73,7 @@ class EvalSplit:
 
 @dataclass
 class FinetuningData:
-    """What a run reads.
+    """Data of a run.
 
     Attributes:
         train: this worker's endless batches; None with `--validate_only`.
@@ -87,24 +88,29 @@ class FinetuningData:
     objective: str = ""
 
 
-def finetuning_data(args: FinetuningArgs, backend: Backend, tokenizer: Any) -> FinetuningData:
+def finetuning_data(
+    args: FinetuningArgs, backend: Backend, tokenizer: Any, files: ModelFiles | None = None
+) -> FinetuningData:
     """Read and tokenize the data of a run. Every worker calls it.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
+        files: of the model, whose labels a trained classifier brings; where others read them too.
 
     Raises:
         UserError: data that is missing, empty, or has more bad rows than `--max_bad_lines`; labels that are not
             those of the training data; lengths that leave no room.
     """
-    return on_all(backend, lambda: _Reader(args, backend, tokenizer).read())
+    return on_all(backend, lambda: _Reader(args, backend, tokenizer, files or ModelFiles(args)).read())
 
 
 class _Reader:
     """The steps of `finetuning_data`, none of which talks to another worker."""
 
-    def __init__(self, args: FinetuningArgs, backend: Backend, tokenizer: Any) -> None:
-        self.args, self.backend, self.tokenizer = args, backend, tokenizer
+    def __init__(self, args: FinetuningArgs, backend: Backend, tokenizer: Any, files: ModelFiles) -> None:
+        self.args, self.backend, self.tokenizer, self.files = args, backend, tokenizer, files
+        self.found: dict[str, int] = {}  # labels of the training data, as they are met
+        self.labelled: list[Example] = []  # training examples whose labels have the numbers of `found`
         self.label_names, self.label_words = self._labels()
 
     def read(self) -> FinetuningData:
@@ -167,13 +173,18 @@ class _Reader:
             )
 
     def _found_labels(self) -> tuple[str, ...]:
-        """Those of the training data; a trained head numbers them in its own order, and knows them without data."""
+        """Labels of the training data; a trained head numbers them in its own order, and knows them without data."""
         args = self.args
-        saved = find_source(args.from_pretrained).label_names if args.from_pretrained else ()
+        saved = self.files.named.label_names if self.files.named is not None else ()
         if args.data_path:
-            paths = [resolve(path, "train") for path in args.data_path]
-            names = find_label_names(paths, self._label_fields(), args.max_bad_lines)
-            return saved if sorted(saved) == sorted(names) else names
+            words = () if args.model_type == "encoder-decoder" else None
+
+            def read(path: str, bad: BadRows) -> Iterator[Example]:
+                path = resolve(path, "train")
+                return label_examples(path, self._label_fields(), bad, words=words, found=self.found)
+
+            self.labelled = list(self._examples(args.data_path, read))
+            return saved if sorted(saved) == sorted(self.found) else in_order(self.found)
         if not saved:
             raise UserError(
                 "the labels and their order are those of the training data: give --data_path, or --label_names."
@@ -183,15 +194,15 @@ class _Reader:
     def _label_fields(self) -> LabelFields:
         return LabelFields(self.args.text_fields, self.args.label_field, self.args.prefix)
 
-    def _examples(self, paths: Sequence[str], split: str, encoder: TextEncoder) -> Iterator[Example]:
-        """All examples of a split, in the order of the files.
+    def _examples(self, paths: Sequence[str], read: Callable[[str, BadRows], Iterator[Example]]) -> Iterator[Example]:
+        """All examples that `read` finds in files, in their order.
 
         Raises:
             UserError: bad rows, or no example.
         """
         bad = BadRows(self.args.max_bad_lines)
         first = None
-        for example in chain.from_iterable(self._read(path, split, bad, encoder) for path in paths):
+        for example in chain.from_iterable(read(path, bad) for path in paths):
             first = first or example
             if (example.pair is None) != (first.pair is None):
                 raise UserError(f"of {', '.join(paths)} some files hold pairs of sentences and some single ones.")
@@ -200,7 +211,7 @@ class _Reader:
         if first is None:
             raise UserError(f"there is no example in {', '.join(paths)} ({bad.count} bad rows).")
 
-    def _read(self, path: str, split: str, bad: BadRows, encoder: TextEncoder) -> Iterator[Example]:
+    def _read(self, path: str, bad: BadRows, split: str, encoder: TextEncoder) -> Iterator[Example]:
         args, training = self.args, split == "train"
         if args.task == "instructions":
             limit = args.max_instances_per_task if training else args.max_instances_per_eval_task
@@ -222,7 +233,7 @@ class _Reader:
         return label_examples(path, named, bad, names=names, words=words, with_labels=there)
 
     def _is_labelled(self, path: str, has_label: Callable[[Row], bool], what: str) -> bool:
-        """Whether a row of the test data has a label or target: then each must; if none has, all are predicted only.
+        """True if a row of the test data has a label or target: then each must; if none has, all are predicted only.
 
         Raises:
             UserError: none has, and nothing is predicted.
@@ -251,7 +262,11 @@ class _Reader:
         if args.task == "causal_lm":
             return self._blocks(args.data_path, args.max_train_samples, args.seed)
         encoder = self._encoder()
-        examples: Iterable[Example] = self._examples(args.data_path, "train", encoder)
+        read = partial(self._read, split="train", encoder=encoder)
+        examples: Iterable[Example] = self._examples(args.data_path, read)
+        if self.labelled:
+            words = self.label_words if args.model_type == "encoder-decoder" else None
+            examples, self.labelled = numbered(self.labelled, self.found, self.label_names, words), []
         if args.max_train_samples is not None:
             examples = chosen(list(examples), args.max_train_samples)
         dataset = self._dataset(examples, "train", encoder)
@@ -268,7 +283,7 @@ class _Reader:
         if self.args.task == "causal_lm":
             return EvalSplit(split, ValidLoader(self._blocks([path], None, FIXED_SEED), rows, *where, limit), [])
         encoder = self._encoder()
-        examples = chosen(list(self._examples([path], split, encoder)), limit)
+        examples = chosen(list(self._examples([path], partial(self._read, split=split, encoder=encoder))), limit)
         dataset = SortedSamples(self._dataset(examples, split, encoder), target_step=TARGET_STEP)
         loader = ValidLoader(dataset, rows, *where)
         return EvalSplit(split, loader, examples)
@@ -279,16 +294,7 @@ class _Reader:
             examples, encoder, args.model_type, all_targets=training and args.task == "instructions"
         )
         self._report(split, encoder)
-        return ExampleDataset(
-            encoded,
-            args.model_type,
-            pad_id=pad_id(self.tokenizer),
-            seed=args.seed if training else FIXED_SEED,
-            limits=(args.input_seq_len, args.target_seq_len),
-            multiple=args.trim_to(),
-            with_prompts=not training,
-            title=args.task,
-        )
+        return example_dataset(args, encoded, self.tokenizer, training=training)
 
     def _encoder(self) -> TextEncoder:
         """Tokenizes one split, and counts what it cuts off."""
@@ -308,6 +314,22 @@ class _Reader:
         if self.backend.is_main:
             loses = encoder.sources.long or encoder.targets.long
             logger.log(logging.WARNING if loses else logging.INFO, "%s: %s", split, "; ".join(parts))
+
+
+def example_dataset(
+    args: FinetuningArgs, encoded: EncodedExamples, tokenizer: Any, *, training: bool
+) -> ExampleDataset:
+    """Examples as the model of these arguments is trained or evaluated on them."""
+    return ExampleDataset(
+        encoded,
+        args.model_type,
+        pad_id=pad_id(tokenizer),
+        seed=args.seed if training else FIXED_SEED,
+        limits=(args.input_seq_len, args.target_seq_len),
+        multiple=args.trim_to(),
+        with_prompts=not training,
+        title=args.task,
+    )
 
 
 def text_encoder(args: FinetuningArgs, tokenizer: Any) -> TextEncoder:

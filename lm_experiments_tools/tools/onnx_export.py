@@ -208,7 +208,7 @@ class _Session:
 
 
 class OnnxModel:
-    """What `export` wrote, in ONNX Runtime on the CPU, with the two verbs of the torch model.
+    """The files of `export` in ONNX Runtime on the CPU, with the two verbs of the torch model.
 
     Args:
         folder: of `export`.

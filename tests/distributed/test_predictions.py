@@ -66,7 +66,7 @@ backend.close()
 
 
 def results(launcher, folder):
-    """What each worker knows at the end; without a launcher, what an earlier job left."""
+    """Values that each worker knows at the end; without a launcher, what an earlier job left."""
     if launcher:
         (folder / "script.py").write_text(SCRIPT)
         job = run(launcher, folder / "script.py", folder)

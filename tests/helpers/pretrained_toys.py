@@ -1,5 +1,6 @@
 """Tiny pre-trained models in folders, with a tokenizer of single words."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from transformers import (
 )
 
 from lm_experiments_tools.config.finetuning import FinetuningArgs
+from lm_experiments_tools.models.pretrained import pretrained_model
+from lm_experiments_tools.models.tokenizers import load_tokenizer
 
 WORDS = 90
 ROWS = 96  # of the embedding
@@ -66,6 +69,11 @@ def toy_args(folder: Path | str | None, kind: str = "encoder-decoder", **changes
     settings = dict(model_type=kind, task=task, data_path=("x",), valid_data_path="x", lr=1e-3)
     settings |= dict(input_seq_len=32) if kind == "encoder" else dict(input_seq_len=32, target_seq_len=16)
     return FinetuningArgs(**{**settings, "from_pretrained": None if folder is None else str(folder), **changes})
+
+
+def made(args: FinetuningArgs, labels: Sequence[str] = ("no", "yes")) -> torch.nn.Module:
+    """The model of these arguments, with the tokenizer beside it."""
+    return pretrained_model(args, load_tokenizer(args), labels)
 
 
 def toy_batch(kind: str, rows: int = 4, seed: int = 1) -> dict[str, torch.Tensor]:

@@ -151,7 +151,8 @@ def test_tk_instruct_draws_every_form_and_every_output_by_seed_epoch_and_example
     dataset = ExampleDataset(encoded, "encoder-decoder", pad_id=0, seed=1, limits=(1024, 64))
 
     samples = np.arange(40 * len(dataset))
-    rows, sources, targets = dataset.drawn(samples)
+    epochs, rows = dataset.rows_of(samples)
+    sources, targets = dataset.draw(epochs, rows)
     for number, example in enumerate(examples):
         forms = sources[rows == number] - encoded.first_source[number]
         assert set(forms.tolist()) == set(range(5))

@@ -20,11 +20,11 @@ import torch
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.data.examples.examples import Example
-from lm_experiments_tools.evaluation import text
 from lm_experiments_tools.evaluation.answers import LabelWords
-from lm_experiments_tools.evaluation.classes import UNKNOWN, class_metrics
-from lm_experiments_tools.evaluation.instructions import instructions
-from lm_experiments_tools.evaluation.numbers import number_metrics
+from lm_experiments_tools.evaluation.metrics import text
+from lm_experiments_tools.evaluation.metrics.instructions import instructions
+from lm_experiments_tools.evaluation.metrics.labels import UNKNOWN, label_metrics
+from lm_experiments_tools.evaluation.metrics.numbers import mse, pearson, spearman
 from lm_experiments_tools.evaluation.predictions import Predictions
 from tests.helpers.real_data import DATA, lacking
 
@@ -64,8 +64,8 @@ def test_bleu_and_chrf_of_one_reference_are_sacrebleus():
     predictions, references = summaries()
     first = [wanted[0] for wanted in references]
     ones = [[reference] for reference in first]
-    assert text.bleu(predictions, ones)["bleu"] == sacrebleu.corpus_bleu(predictions, [first]).score > 1
-    assert text.chrf(predictions, ones)["chrf"] == sacrebleu.corpus_chrf(predictions, [first]).score > 10
+    assert text.bleu(predictions, ones) == sacrebleu.corpus_bleu(predictions, [first]).score > 1
+    assert text.chrf(predictions, ones) == sacrebleu.corpus_chrf(predictions, [first]).score > 10
 
 
 @pytest.mark.parametrize("tokenize", ["13a", "intl", "zh", "char", "none"])
@@ -97,9 +97,9 @@ def test_examples_may_have_different_numbers_of_references():
     assert len({len(wanted) for wanted in references}) > 2
     streams = [[wanted[min(i, len(wanted) - 1)] for wanted in references] for i in range(5)]
     bleu = sacrebleu.corpus_bleu(predictions, streams).score
-    assert text.bleu(predictions, references)["bleu"] == bleu
-    assert text.bleu(predictions, [wanted[:1] for wanted in references])["bleu"] < bleu
-    assert text.chrf(predictions, references)["chrf"] == sacrebleu.corpus_chrf(predictions, streams).score
+    assert text.bleu(predictions, references) == bleu
+    assert text.bleu(predictions, [wanted[:1] for wanted in references]) < bleu
+    assert text.chrf(predictions, references) == sacrebleu.corpus_chrf(predictions, streams).score
 
 
 def rouge_by_hand(predictions, references, kinds, stem):
@@ -163,12 +163,12 @@ WORDS = strategies.lists(
 )
 def test_exact_match_and_f1_are_t5s_squad(squad, rows):
     predictions, references = [row[0] for row in rows], [row[1] for row in rows]
-    ours = text.exact_match(predictions, references) | text.f1_tokens(predictions, references)
     theirs = squad.qa_metrics(
         [[squad.normalize_squad(reference) for reference in wanted] for wanted in references],
         [squad.normalize_squad(prediction) for prediction in predictions],
     )
-    assert ours == {"exact_match": pytest.approx(theirs["em"]), "f1_tokens": pytest.approx(theirs["f1"])}
+    assert text.exact_match(predictions, references) == pytest.approx(theirs["em"])
+    assert text.f1_tokens(predictions, references) == pytest.approx(theirs["f1"])
 
 
 # ---- natural-instructions
@@ -194,7 +194,8 @@ def rounded(values):
 
 
 def test_instructions_give_the_stored_numbers_of_the_projects_script():
-    values = rounded(instructions(*instances()))
+    predictions, references, groups = instances()
+    values = rounded(instructions(predictions, references, groups=groups))
     for suffix, expected in GOLDEN_INSTRUCTIONS.items():
         assert tuple(values.pop(name + suffix) for name in ("rougeL", "rouge1", "exact_match")) == expected
     assert not values
@@ -213,7 +214,7 @@ def test_instructions_equal_the_projects_script(monkeypatch):
     for name, value in theirs.compute_grouped_metrics(predictions, references, groups).items():
         expected["/".join(name.split("_for_"))] = value
     expected = {name: value for name, value in expected.items() if name.split("/")[0] != "f1"}
-    assert rounded(instructions(predictions, references, groups)) == expected
+    assert rounded(instructions(predictions, references, groups=groups)) == expected
 
 
 # ---- classes
@@ -223,7 +224,6 @@ LABELS = strategies.integers(2, 5).flatmap(
         strategies.lists(strategies.tuples(strategies.integers(-1, n - 1), strategies.integers(0, n - 1)), min_size=1),
     )
 )
-CLASS_METRICS = ("accuracy", "f1", "precision", "recall", "mcc")
 
 
 def class_metrics_by_scikit_learn(predictions, references, number):
@@ -253,9 +253,7 @@ def test_class_metrics_are_scikit_learns(case):
     number, rows = case
     predictions, references = [row[0] for row in rows], [row[1] for row in rows]
     expected = class_metrics_by_scikit_learn(predictions, references, number)
-    assert class_metrics(CLASS_METRICS, predictions, references, number) == pytest.approx(
-        expected, rel=1e-12, abs=1e-15
-    )
+    assert label_metrics(predictions, references, num_labels=number) == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
 def test_mcc_of_a_large_split_does_not_overflow():
@@ -263,7 +261,7 @@ def test_mcc_of_a_large_split_does_not_overflow():
     references = [generator.randrange(2) for _ in range(100_000)]
     predictions = [r if generator.random() < 0.7 else 1 - r for r in references]
     expected = class_metrics_by_scikit_learn(predictions, references, 2)
-    assert class_metrics(CLASS_METRICS, predictions, references, 2) == pytest.approx(expected, rel=1e-12)
+    assert label_metrics(predictions, references, num_labels=2) == pytest.approx(expected, rel=1e-12)
     assert 0.39 < expected["mcc"] < 0.41
 
 
@@ -283,7 +281,7 @@ def test_number_metrics_are_scipys_and_scikit_learns(rows):
             "pearson": stats.pearsonr(predictions, references)[0],
             "spearman": stats.spearmanr(predictions, references)[0],
         }
-    ours = number_metrics(("mse", "pearson", "spearman"), predictions, references)
+    ours = {metric.__name__: metric(predictions, references) for metric in (mse, pearson, spearman)}
     assert ours == pytest.approx(expected, rel=1e-12, abs=1e-12, nan_ok=True)
 
 
@@ -292,17 +290,16 @@ def test_correlations_of_ordinary_predictions_to_the_last_digits():
     generator = np.random.default_rng(0)
     references = generator.integers(0, 26, 1500) / 5  # STS-B's scale, with ties
     predictions = references + generator.normal(size=1500)
-    ours = number_metrics(("pearson", "spearman"), predictions, references)
-    assert ours["pearson"] == pytest.approx(stats.pearsonr(predictions, references)[0], rel=1e-14)
-    assert ours["spearman"] == pytest.approx(stats.spearmanr(predictions, references)[0], rel=1e-14)
+    assert pearson(predictions, references) == pytest.approx(stats.pearsonr(predictions, references)[0], rel=1e-14)
+    assert spearman(predictions, references) == pytest.approx(stats.spearmanr(predictions, references)[0], rel=1e-14)
 
 
 def test_a_constant_side_gives_nan_and_a_warning_as_scipy(caplog):
     stats = pytest.importorskip("scipy.stats")
     with pytest.warns(stats.ConstantInputWarning):
         assert math.isnan(stats.pearsonr([1.0, 1.0, 1.0], [1.0, 2.0, 3.0])[0])
-    values = number_metrics(("pearson", "spearman", "mse"), [1.0, 1.0, 1.0], [1.0, 2.0, 3.0])
-    assert math.isnan(values["pearson"]) and math.isnan(values["spearman"]) and values["mse"] == pytest.approx(5 / 3)
+    sides = [1.0, 1.0, 1.0], [1.0, 2.0, 3.0]
+    assert math.isnan(pearson(*sides)) and math.isnan(spearman(*sides)) and mse(*sides) == pytest.approx(5 / 3)
     assert "all 3 predictions are equal" in caplog.text
 
 

@@ -141,7 +141,7 @@ class ExampleDataset:
         return len(self.encoded)
 
     def describe(self) -> str:
-        """What the examples are, how many, and how long."""
+        """Kind, number and lengths of the examples."""
         parts = [f"{self.encoded.sources.lengths.mean():.0f} tokens in a source"]
         if self.encoded.targets is not None:
             parts.append(f"{self.encoded.targets.lengths.mean():.0f} in a target")
@@ -166,11 +166,6 @@ class ExampleDataset:
         epochs, places = np.divmod(np.asarray(samples, np.int64), len(self))
         return epochs, permute(places, len(self), self.seed, epochs)
 
-    def drawn(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Example, source and target int64[n] of global sample numbers int64[n]; no target for an encoder."""
-        epochs, rows = self.rows_of(samples)
-        return rows, *self.draw(epochs, rows)
-
     def draw(self, epochs: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Source and target int64[n] that examples int64[n] have in these epochs int64[n]."""
         sources = self._draw("source", self.encoded.first_source, epochs, rows)
@@ -187,7 +182,7 @@ class ExampleDataset:
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
         """int64[2, n]: tokens of inputs and of targets, which of a decoder are one row."""
-        _, sources, targets = self.drawn(samples)
+        sources, targets = self.draw(*self.rows_of(samples))
         inputs = self.encoded.sources.lengths[sources]
         if targets is None:
             return np.stack([inputs, np.zeros_like(inputs)])
@@ -197,12 +192,16 @@ class ExampleDataset:
         return np.stack([inputs, outputs])
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows of global sample numbers int64[n], any order, any epochs; see the top of this file.
+        """Rows of global sample numbers int64[n], any order, any epochs, as `rows`."""
+        return self.rows(*self.rows_of(samples))
+
+    def rows(self, epochs: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Examples int64[n] as these epochs int64[n] draw them; see the top of this file.
 
         Returns:
             int64[n, width] each; `labels` of an encoder int64[n] or float32[n], `example` int64[n].
         """
-        rows, sources, targets = self.drawn(samples)
+        sources, targets = self.draw(epochs, rows)
         if self.kind == "decoder":
             batch = self._decoder_rows(sources, targets)
         else:

@@ -21,7 +21,6 @@ from typing import Any
 
 from lm_experiments_tools.data.examples.rows import BadRow, BadRows, Row, converted, read_rows
 from lm_experiments_tools.data.text.documents import unusable_characters
-from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 logger = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ HIDDEN_LABELS = ("-1", "-1.0")  # what Hugging Face's sets hold in the place of 
 
 @dataclass(frozen=True)
 class Example:
-    """What a model is trained or evaluated on.
+    """A source text with its targets or its label.
 
     Attributes:
         source: the text, with the prefix.
@@ -109,7 +108,7 @@ def _text_example(row: Row, fields: TextFields, with_targets: bool) -> tuple[str
 
 
 def _name(record: dict[str, Any], *keys: str) -> str:
-    """What stands in the first of these fields; null is no name."""
+    """Content of the first of these fields that has one; null is no name."""
     return next((str(record[key]) for key in keys if record.get(key) is not None), "")
 
 
@@ -201,22 +200,12 @@ class LabelFields:
         return value is not None and not hidden
 
 
-def find_label_names(paths: Sequence[str], fields: LabelFields, max_bad_lines: int) -> tuple[str, ...]:
-    """All labels of the data, sorted; numbers by their value.
-
-    Raises:
-        UserError: more bad rows than allowed, or no label at all.
-    """
-    names: set[str] = set()
-    for path in paths:
-        bad = BadRows(max_bad_lines, quiet=True)
-        names.update(converted(read_rows(path, bad), lambda row: _label_name(fields.label_of(row.fields)), bad))
-    if not names:
-        raise UserError(f"there is no example in {', '.join(paths)}.")
+def in_order(labels: Iterable[str]) -> tuple[str, ...]:
+    """Labels sorted; numbers by their value."""
     try:
-        return tuple(sorted(names, key=lambda name: (float(name), name)))  # "1" and "1.0" always in one order
+        return tuple(sorted(labels, key=lambda name: (float(name), name)))  # "1" and "1.0" always in one order
     except ValueError:
-        return tuple(sorted(names))
+        return tuple(sorted(labels))
 
 
 def _label_name(value: Any) -> str:
@@ -238,6 +227,7 @@ def label_examples(
     names: Sequence[str] = (),
     words: Sequence[str] | None = None,
     with_labels: bool = True,
+    found: dict[str, int] | None = None,
 ) -> Iterator[Example]:
     """Sentences, or pairs of them, with their labels.
 
@@ -250,6 +240,7 @@ def label_examples(
         names: the labels in the order of their numbers; none: they are numbers to be predicted.
         words: what an encoder-decoder generates for each label (empty for numbers); None: for an encoder.
         with_labels: False: do not look for labels.
+        found: where labels are not known yet, their numbers as they are met, which is filled; see `numbered`.
 
     Raises:
         UserError: more bad rows than allowed.
@@ -258,23 +249,24 @@ def label_examples(
     sentences = 0  # in every row, as in the first
     rounded = 0
 
+    def label_of(row: Row) -> int | float | None:
+        if not with_labels:
+            return None
+        value = fields.label_of(row.fields)
+        if found is not None:
+            return found.setdefault(_label_name(value), len(found))
+        return _class_number(value, numbers) if numbers else _number(value)
+
     def convert(row: Row) -> Example:
         nonlocal sentences, rounded
-        keys = fields.texts_of(row.fields)
-        sentences = sentences or len(keys)
-        if len(keys) != sentences:
-            raise BadRow(f"{len(keys)} sentences ({', '.join(keys)}), where the first row has {sentences}")
-        texts = [_text(row.fields, key) for key in keys]
-        label = None
-        if with_labels:
-            value = fields.label_of(row.fields)
-            label = _class_number(value, numbers) if numbers else _number(value)
-        name = _name(row.fields, "id")
+        keys, texts = _sentences(row, fields, sentences)
+        sentences = len(keys)
+        label, name = label_of(row), _name(row.fields, "id")
         if words is None:
             return Example(fields.prefix + texts[0], pair=texts[1] if len(texts) > 1 else None, label=label, name=name)
         source = fields.prefix + t5_text(keys, texts)
-        if label is None:
-            return Example(source, name=name)
+        if label is None or found is not None:
+            return Example(source, label=label, name=name)
         target = words[label] if numbers else number_text(label)
         rounded += not numbers and float(target) != label
         return Example(source, (target,), label=label, name=name)
@@ -286,6 +278,24 @@ def label_examples(
             "%s: %d numbers are rounded to the nearest 0.2 in the texts to be written, as T5 did for STS-B; where "
             "that is too coarse, give the labels on a larger scale", path, rounded,
         )  # fmt: skip
+
+
+def _sentences(row: Row, fields: LabelFields, number: int) -> tuple[tuple[str, ...], list[str]]:
+    """Names and texts of the sentences in a row; `number` is how many there have to be, 0: any."""
+    keys = fields.texts_of(row.fields)
+    if number and len(keys) != number:
+        raise BadRow(f"{len(keys)} sentences ({', '.join(keys)}), where the first row has {number}")
+    return keys, [_text(row.fields, key) for key in keys]
+
+
+def numbered(
+    examples: Iterable[Example], found: Iterable[str], names: Sequence[str], words: Sequence[str] | None
+) -> Iterator[Example]:
+    """Examples of `label_examples(..., found=found)` with the numbers that labels have in `names`, and their words."""
+    numbers = [names.index(name) for name in found]
+    for example in examples:
+        label = numbers[example.label]
+        yield replace(example, label=label, targets=() if words is None else (words[label],))
 
 
 def _class_number(value: Any, numbers: dict[str, int]) -> int:

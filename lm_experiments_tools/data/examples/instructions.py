@@ -43,7 +43,7 @@ _SLACK = 2  # tokens by which a piece may grow beside others; far above what joi
 
 @dataclass(frozen=True)
 class PromptParts:
-    """What stands in a prompt, by the names of nanoT5's and Tk-Instruct's options."""
+    """Parts of a prompt, by the names of nanoT5's and Tk-Instruct's options."""
 
     add_task_name: bool = False
     add_task_definition: bool = True
@@ -125,7 +125,7 @@ def _fitting(texts: list[str], fit: Callable[[list[str]], bool]) -> list[str]:
 
 
 class Room:
-    """Whether a prompt has at most `limit` tokens, without tokenizing most of them: pieces come again and again."""
+    """Test of a prompt for at most `limit` tokens, without tokenizing most of them: pieces come again and again."""
 
     def __init__(self, num_tokens: Callable[[str], int], limit: int) -> None:
         self.num_tokens, self.limit = num_tokens, limit
@@ -197,8 +197,8 @@ def _task_files(data: InstructionData, names_file: str) -> list[Path]:
     if absent:
         logger.warning(
             "%d of the %d tasks that %s names are not in %s and are left out (the first: %s)",
-            *(len(absent), len(names), listing, tasks, absent[0]),
-        )
+            len(absent), len(names), listing, tasks, absent[0],
+        )  # fmt: skip
     return [path for path in paths if path.is_file()]
 
 

@@ -29,10 +29,6 @@ class Ragged:
         shifts = self.starts[rows] - (np.cumsum(lengths) - lengths)
         return self.values[np.repeat(shifts, lengths) + np.arange(lengths.sum())]
 
-    def row(self, number: int) -> np.ndarray:
-        """One row."""
-        return self.values[self.starts[number] : self.starts[number] + self.lengths[number]]
-
     def padded(self, rows: np.ndarray, width: int, fill: int, *, left: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Rows int64[n] as int64[n, width], and where they are no padding as bool[n, width].
 
@@ -63,7 +59,7 @@ class RaggedBuilder:
         self._lengths.append(lengths)
 
     def build(self) -> Ragged:
-        """What has been appended."""
+        """All rows that have been appended."""
         return Ragged(
             np.concatenate([np.empty(0, self.dtype), *self._values]),
             np.concatenate([np.empty(0, np.int64), *self._lengths]),

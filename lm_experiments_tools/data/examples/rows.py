@@ -88,7 +88,7 @@ class BadRows(BadLines):
 
 
 def converted(rows: Iterable[Row], convert: Callable[[Row], T], bad: BadRows) -> Iterator[T]:
-    """What `convert` makes of each row; the rows for which it raises `BadRow` are counted in `bad`."""
+    """Results of `convert` for each row; the rows for which it raises `BadRow` are counted in `bad`."""
     for row in rows:
         try:
             yield convert(row)

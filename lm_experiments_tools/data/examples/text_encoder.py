@@ -172,5 +172,5 @@ def end_id(tokenizer: Any) -> int:
 
 
 def pad_id(tokenizer: Any) -> int:
-    """What fills short rows: pad, else the end of a text (GPT-2), which the mask hides all the same."""
+    """Id that fills short rows: pad, else the end of a text (GPT-2), which the mask hides all the same."""
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_id(tokenizer)

@@ -10,7 +10,8 @@ from lm_experiments_tools.backends.backend import LocalBackend, saved_state
 from lm_experiments_tools.checkpoint.writer import load_weights, save_model
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.adapters import new_token_prefix
-from lm_experiments_tools.models.pretrained import load_tokenizer, pretrained_model
+from lm_experiments_tools.models.pretrained import pretrained_model
+from lm_experiments_tools.models.tokenizers import load_tokenizer
 from lm_experiments_tools.optimizers import build_optimizer
 from tests.helpers.pretrained_toys import save_toy, toy_args, toy_batch
 

@@ -6,7 +6,8 @@ import transformers as tr
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import check_positions, first_position
-from lm_experiments_tools.models.pretrained import load_tokenizer, pretrained_model
+from lm_experiments_tools.models.pretrained import pretrained_model
+from lm_experiments_tools.models.tokenizers import load_tokenizer
 from tests.helpers.pretrained_toys import ROWS, toy_args, toy_tokenizer
 
 POSITIONS = 20

@@ -97,7 +97,7 @@ def logits(model):
 
 
 def test_untied_model_survives_two_rounds_of_save_and_from_pretrained(tiny_v1_1, tmp_path):
-    """What a plain Hugging Face user gets: twice, because T5Config forgets tie_word_embeddings=False on loading."""
+    """As a plain Hugging Face user does: twice, because T5Config forgets tie_word_embeddings=False on loading."""
     before = tiny_v1_1
     for folder in (tmp_path / "first", tmp_path / "second"):
         before.save_pretrained(folder)

@@ -9,18 +9,15 @@ from transformers import AutoModelForSeq2SeqLM, T5ForConditionalGeneration
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import build_model
-from lm_experiments_tools.models.pretrained import load_tokenizer, pretrained_model
-from tests.helpers.pretrained_toys import save_toy, t5_config, toy_args, toy_batch, toy_model, toy_tokenizer
+from lm_experiments_tools.models.pretrained import pretrained_model
+from lm_experiments_tools.models.tokenizers import load_tokenizer
+from tests.helpers.pretrained_toys import made, save_toy, t5_config, toy_args, toy_batch, toy_model, toy_tokenizer
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bases")
     return {kind: save_toy(kind, folder / kind) for kind in ("encoder", "encoder-decoder", "decoder")}
-
-
-def made(args, labels=("no", "yes")):
-    return pretrained_model(args, load_tokenizer(args), labels)
 
 
 def loss(model, kind):

@@ -10,8 +10,8 @@ from lm_experiments_tools.checkpoint.source import find_source
 from lm_experiments_tools.checkpoint.writer import save_model
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import check_positions, set_dropout
-from lm_experiments_tools.models.pretrained import load_tokenizer, pretrained_model, whole_model
-from tests.helpers.pretrained_toys import save_toy, toy_args, toy_batch, toy_tokenizer
+from lm_experiments_tools.models.pretrained import whole_model
+from tests.helpers.pretrained_toys import made, save_toy, toy_args, toy_batch, toy_tokenizer
 
 T5_CLASSIFIER = "modeling_t5:T5EncoderForSequenceClassification"
 
@@ -39,10 +39,6 @@ def adapters(bases, tmp_path_factory):
         save_model(found[name], made(toy_args(bases[kind], kind, **flags), ("good", "bad")))
         toy_tokenizer().save_pretrained(found[name])
     return found
-
-
-def made(args, labels=("no", "yes")):
-    return pretrained_model(args, load_tokenizer(args), labels)
 
 
 def test_labels_of_a_trained_head_keep_their_order(bases, adapters, tmp_path, caplog):

@@ -10,9 +10,8 @@ from lm_experiments_tools.backends.backend import LocalBackend, check_whole
 from lm_experiments_tools.checkpoint.writer import save_model
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.freezing import summary
-from lm_experiments_tools.models.pretrained import load_tokenizer, pretrained_model
 from lm_experiments_tools.optimizers import build_optimizer
-from tests.helpers.pretrained_toys import save_toy, t5_config, toy_args, toy_batch
+from tests.helpers.pretrained_toys import made, save_toy, t5_config, toy_args, toy_batch
 
 pytest.importorskip("bitsandbytes")
 # After these many updates at this rate on one batch the loss is below this share of the first.
@@ -23,10 +22,6 @@ STATED = {"lora": (20, 2e-2, 0.5), "prompt_tuning": (30, 0.5, 0.9)}
 def base(tmp_path_factory):
     torch.manual_seed(0)
     return save_toy("", tmp_path_factory.mktemp("t5"), T5ForConditionalGeneration(t5_config(num_layers=1)))
-
-
-def made(args):
-    return pretrained_model(args, load_tokenizer(args))
 
 
 @pytest.mark.parametrize("bits", [None, "int8", "nf4"])

@@ -7,16 +7,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from lm_experiments_tools.checkpoint.writer import load_weights, save_model
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.models.pretrained import load_tokenizer, pretrained_model
 from lm_experiments_tools.modules.inspection import is_spread
 from lm_experiments_tools.modules.prompt_ensemble import most_frequent, vote
-from tests.helpers.pretrained_toys import save_toy, toy_args, toy_batch
+from tests.helpers.pretrained_toys import made, save_toy, toy_args, toy_batch
 
 CHOICES = dict(peft="prompt_tuning", num_prompts=3, num_virtual_tokens=4, dropout_rate=0.0)
-
-
-def made(args):
-    return pretrained_model(args, load_tokenizer(args), ("no", "yes"))
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What FineTuner has saved: it is used again without training data."""
+"""Models that FineTuner has saved are used again without training data."""
 
 import json
 

@@ -12,8 +12,8 @@ import yaml
 
 from lm_experiments_tools import FineTuner
 from lm_experiments_tools.config import cli
-from lm_experiments_tools.config.finetuning import ALLOWED_METRICS, DEFAULT_METRICS, LEARNING_RATES, FinetuningArgs
-from lm_experiments_tools.evaluation import text
+from lm_experiments_tools.config.finetuning import LEARNING_RATES, FinetuningArgs
+from lm_experiments_tools.evaluation.metrics import METRICS, values_of
 from tests.helpers import ROOT
 
 PAGE = (ROOT / "docs" / "finetuning.md").read_text(encoding="utf-8")
@@ -96,12 +96,16 @@ def test_every_flag_that_the_page_names_exists():
 
 
 def test_tables_of_the_page_are_those_of_the_code():
-    for task, metrics in ALLOWED_METRICS.items():
-        for metric in metrics:
-            assert re.search(rf"^\|.*`{metric}`.*\|.*(the same|{task}).* \|$", PAGE, flags=re.M), (task, metric)
-    starred = {m for m in re.findall(r"`(\w+)` \*", PAGE)}
-    assert starred == {metric for metrics in DEFAULT_METRICS.values() for metric in metrics}
-    assert set(text.METRICS) <= {name for metrics in ALLOWED_METRICS.values() for name in metrics}
+    rows = re.findall(r"^\| ((?:`\w+`(?: \*)?(?:, )?)+) \| (.*?) \| (.*?) \| .* \| (.*?) \|$", PAGE, flags=re.M)
+    documented = {
+        name: (mark == " *", {name} if values == "the same" else set(re.findall(r"\w+", values)), scale, tasks)
+        for names, values, scale, tasks in rows
+        for name, mark in re.findall(r"`(\w+)`( \*)?", names)
+    }
+    for name, metric in METRICS.items():
+        is_usual, values, scale, tasks = documented.pop(name)
+        assert is_usual == bool(metric.usual_for) and scale == metric.scale and set(values_of(name)) <= values, name
+        assert tasks == "the same" or set(tasks.split(", ")) == set(metric.tasks), name
     for kind in ("lora", "prompt_tuning", "prefix_tuning", "new_tokens"):
         (rate,) = re.findall(rf"^\| `{kind}` \|.*\| (\S+) \|$", PAGE, flags=re.M)
         assert float(rate) == LEARNING_RATES[kind]

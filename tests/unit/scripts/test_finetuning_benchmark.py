@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from benchmarks.finetuning_task import full_rows
 from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from tests.helpers import ROOT
@@ -36,13 +37,13 @@ def test_every_row_is_a_command_that_run_finetuning_takes(benchmark, setting):
     assert len({row.name for row in benchmark.OPTIONS}) == len(benchmark.OPTIONS)
 
 
-def test_full_rows_have_more_tokens_than_the_limits(benchmark):
+def test_full_rows_have_more_tokens_than_the_limits():
     pairs = [{"source": "a b c", "target": "d"}, {"source": "e f", "target": "g h"}]
 
     def words(text):
         return {"input_ids": text.split()}
 
-    rows = list(benchmark.full_rows(pairs, words, {"source": 7, "target": 2}, 3))
+    rows = list(full_rows(pairs, words, {"source": 7, "target": 2}, 3))
     assert [len(row["source"].split()) > 7 and len(row["target"].split()) > 2 for row in rows] == [True] * 3
 
 

@@ -1,12 +1,17 @@
 """run_finetuning.py from its flags: continued, evaluated by the best checkpoint; what it refuses, in a sentence."""
 
 import json
+import os
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
+from unittest import mock
 
 import pytest
 from safetensors.torch import load_file
 
+from lm_experiments_tools.checkpoint import source
 from lm_experiments_tools.config.cli import COMMAND_LINE
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.errors import UserError
@@ -140,6 +145,34 @@ def test_a_trained_classifier_brings_its_labels(folder, tmp_path):
     for name, data in (("without data", None), ("with data", folder / "labels.tsv")):
         again = start(folder, tmp_path / name, **{**flags, "data_path": data})
         assert again["valid"] == pytest.approx(trained, rel=1e-6)
+
+
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_a_start_reads_model_tokenizer_and_data_once(folder, tmp_path, is_adapter):
+    """transformers reads config.json for AutoConfig, and once more for the tokenizer that lies beside it."""
+    (folder / "good.tsv").write_text("sentence\tlabel\nw1 w2\tgood\n")
+    flags = {"model_type": "encoder", "task": "classification", "from_pretrained": folder / "encoder", "iters": 1}
+    flags |= {"data_path": folder / "labels.tsv", "valid_data_path": folder / "good.tsv", "log_interval": 1}
+    if is_adapter:
+        pytest.importorskip("peft")
+        start(folder, tmp_path / "adapter", peft="lora", **flags)
+        flags["from_pretrained"] = tmp_path / "adapter"
+    opened = Counter()
+
+    def note(event, details):
+        if event == "open" and isinstance(details[0], (str, os.PathLike)):
+            opened[str(details[0])] += is_noting
+
+    sys.addaudithook(note)
+    is_noting = True
+    with mock.patch.object(source, "_folder", wraps=source._folder) as found:
+        start(folder, tmp_path / "run", **flags)
+    is_noting = False
+    read = {"labels.tsv": 1, "good.tsv": 1, "encoder/config.json": 2 if is_adapter else 3}
+    assert {name: opened[str(folder / name)] for name in read} == read
+    from_pretrained = str(Path(flags["from_pretrained"], "last").resolve() if is_adapter else folder / "encoder")
+    assert opened[f"{from_pretrained}/tokenizer.json"] == 1
+    assert [str(call.args[0]) for call in found.call_args_list].count(from_pretrained) == 1
 
 
 REFUSED = {

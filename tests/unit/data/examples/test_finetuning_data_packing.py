@@ -29,7 +29,7 @@ def expected_pairs(count=60):
 def test_first_fit_is_the_textbook_one():
     lengths = np.array([[5, 7, 5, 2, 4, 2, 5, 1, 6]])  # into rows of 10: the worked example of bin packing lectures
     rows = first_fit(lengths, np.array([10]))
-    assert [rows.row(n).tolist() for n in range(len(rows))] == [[0, 2], [1, 3, 7], [4, 5], [6], [8]]
+    assert [rows.flat(np.array([n])).tolist() for n in range(len(rows))] == [[0, 2], [1, 3, 7], [4, 5], [6], [8]]
 
 
 def test_first_fit_looks_at_the_64_rows_last_opened():

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lm_experiments_tools.evaluation.text import (
+from lm_experiments_tools.evaluation.metrics.metric import Metric
+from lm_experiments_tools.evaluation.metrics.text import (
+    ROUGE_SCORE,
     References,
     mean_percent,
     rouge_of_examples,
@@ -18,13 +20,14 @@ from lm_experiments_tools.evaluation.text import (
 )
 
 
-def instructions(predictions: Sequence[str], references: References, groups: Sequence[str]) -> dict[str, float]:
-    """rougeL, rouge1 and exact_match, 0 to 100, of all examples, and of each task (`groups`) as "rougeL/task".
+def instructions(predictions: Sequence[str], references: References, *, groups: Sequence[str]) -> dict[str, float]:
+    """rougeL, rouge1 (with stemmer) and exact_match (which keeps articles), 0 to 100, of all examples, and of each
+    task (`groups`) as "rougeL/task".
 
     The mean over examples weighs a task by its number of examples, as the project's script does.
     """
     kinds = ("rougeL", "rouge1")
-    scores = rouge_of_examples(predictions, references, kinds, stem=True, metric="instructions")
+    scores = rouge_of_examples(predictions, references, kinds, stem=True)
     matched = [
         max(float(without_punctuation(prediction) == without_punctuation(reference)) for reference in wanted)
         for prediction, wanted in zip(predictions, references, strict=True)
@@ -39,3 +42,16 @@ def instructions(predictions: Sequence[str], references: References, groups: Seq
             values[kind + suffix] = mean_percent([scores[row][kind] for row in chosen])
         values[f"exact_match{suffix}"] = mean_percent([matched[row] for row in chosen])
     return values
+
+
+METRICS = {
+    "instructions": Metric(
+        function=instructions,
+        tasks=("instructions",),
+        scale="0-100",
+        values=("rougeL", "rouge1", "exact_match"),
+        usual_for=("instructions",),
+        disagrees=("scrolls", "exact_match"),
+        **ROUGE_SCORE,
+    )
+}

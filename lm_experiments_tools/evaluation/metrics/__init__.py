@@ -1,0 +1,45 @@
+"""Metrics of fine-tuning, by the rules and on the scales of the programs that people compare with; imports errors.
+
+A metric is a function and its entry in the `METRICS` of its file. The command line reads them, so these files import
+the standard library alone at their top. docs/finetuning.md has the table, docs/new_metric.md how to add one.
+"""
+
+from lm_experiments_tools.evaluation.metrics import instructions, labels, numbers, text
+from lm_experiments_tools.evaluation.metrics.metric import Metric
+
+_PERPLEXITY = Metric(
+    function=None, tasks=("causal_lm",), scale="from 1", usual_for=("causal_lm",), lower_is_better=True
+)
+METRICS: dict[str, Metric] = {
+    **instructions.METRICS,
+    **text.METRICS,
+    **labels.METRICS,
+    **numbers.METRICS,
+    "perplexity": _PERPLEXITY,
+}
+
+
+def is_own(name: str) -> bool:
+    """True for module:function, which names a user's metric."""
+    return ":" in name
+
+
+def metrics_of(task: str) -> tuple[str, ...]:
+    """Names of the metrics that a task may have."""
+    return tuple(name for name, metric in METRICS.items() if task in metric.tasks)
+
+
+def usual_metrics(task: str) -> tuple[str, ...]:
+    """Names of the metrics that a task has where --metrics is not given."""
+    return tuple(name for name, metric in METRICS.items() if task in metric.usual_for)
+
+
+def values_of(name: str) -> tuple[str, ...]:
+    """Names of the values of a metric of `METRICS`."""
+    return METRICS[name].values or (name,)
+
+
+def lower_is_better(value: str) -> bool:
+    """True for the name of a value that is better when low."""
+    low = {value for name, metric in METRICS.items() if metric.lower_is_better for value in values_of(name)}
+    return value in {"loss", "unknown_answers", *low}

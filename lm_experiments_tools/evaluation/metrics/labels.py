@@ -1,0 +1,71 @@
+"""Metrics of predicted labels, from the table of how often each label was taken for each other one.
+
+Of two labels f1, precision and recall are those of the last one (GLUE's positive class), of more the mean over labels
+that occur (macro).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lm_experiments_tools.evaluation.metrics.metric import LABELS, Metric
+
+if TYPE_CHECKING:
+    import numpy as np
+
+UNKNOWN = -1  # a generated answer that is no label
+
+
+def label_metrics(predictions: Sequence[int], references: Sequence[int], *, num_labels: int) -> dict[str, float]:
+    """accuracy, f1, precision and recall, 0 to 1, and mcc, -1 to 1, as scikit-learn's.
+
+    Of two labels an unknown answer counts as the other one than was right, so that it is wrong for F1 as well (T5's
+    f1_score_with_invalid).
+
+    Args:
+        predictions: number of a label, or UNKNOWN.
+        references: numbers of the right labels.
+    """
+    import numpy as np
+
+    right, given = np.asarray(references, dtype=np.int64), np.asarray(predictions, dtype=np.int64)
+    given = np.where(given == UNKNOWN, 1 - right if num_labels == 2 else num_labels, given)
+    counts = np.zeros((num_labels + 1, num_labels + 1), dtype=np.int64)  # the last column: unknown answers
+    np.add.at(counts, (right, given), 1)
+
+    hits = np.diagonal(counts)[:num_labels].astype(np.float64)
+    of_prediction, of_reference = counts.sum(0)[:num_labels], counts.sum(1)[:num_labels]
+    both = of_prediction + of_reference
+    kept = np.array([False, True]) if num_labels == 2 else both > 0
+
+    def mean_ratio(part: np.ndarray, whole: np.ndarray) -> float:
+        """Over labels; 0 where there is nothing to divide by, as scikit-learn."""
+        return float(np.divide(part, whole, out=np.zeros(part.shape), where=whole > 0)[kept].mean())
+
+    return {
+        "accuracy": float(hits.sum() / counts.sum()),
+        "f1": mean_ratio(2 * hits, both),
+        "precision": mean_ratio(hits, of_prediction),
+        "recall": mean_ratio(hits, of_reference),
+        "mcc": _mcc(counts),
+    }
+
+
+def _mcc(counts: np.ndarray) -> float:
+    """Gorodkin's R_K, which is Matthews' coefficient for two labels; 0 where one side has one label only."""
+    table = counts.astype(object)  # exact integers: products of four counts exceed 64 bits
+    of_reference, of_prediction, total = table.sum(1), table.sum(0), table.sum()
+    covariance = int(table.trace() * total - of_reference @ of_prediction)
+    spread = int(total**2 - of_prediction @ of_prediction) * int(total**2 - of_reference @ of_reference)
+    return covariance / math.sqrt(spread) if spread else 0.0
+
+
+METRICS = {
+    "accuracy": Metric(function=label_metrics, tasks=LABELS, scale="0-1", usual_for=LABELS),
+    "f1": Metric(function=label_metrics, tasks=LABELS, scale="0-1", usual_for=LABELS),
+    "precision": Metric(function=label_metrics, tasks=LABELS, scale="0-1"),
+    "recall": Metric(function=label_metrics, tasks=LABELS, scale="0-1"),
+    "mcc": Metric(function=label_metrics, tasks=LABELS, scale="-1 to 1"),
+}

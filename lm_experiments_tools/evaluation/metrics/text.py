@@ -1,0 +1,165 @@
+"""Metrics of generated text against one or several references each."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.evaluation.metrics.metric import TEXT, Metric
+
+if TYPE_CHECKING:
+    import numpy as np
+
+References = Sequence[Sequence[str]]  # of each example, one or more
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+def without_punctuation(text: str) -> str:
+    """Lower case, no ASCII punctuation, single spaces: natural-instructions' normalisation."""
+    return " ".join(text.lower().translate(PUNCTUATION).split())
+
+
+def normalized_answer(text: str) -> str:
+    """The same, and without the articles a, an and the: SQuAD's normalisation (Rajpurkar et al. 2016)."""
+    return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
+
+
+def _f1_of_tokens(prediction: str, reference: str) -> float:
+    """Of words in common, 0 to 1; SQuAD 1.1 gives 0 where both are empty."""
+    predicted, wanted = normalized_answer(prediction).split(), normalized_answer(reference).split()
+    common = sum((Counter(predicted) & Counter(wanted)).values())
+    if common == 0:
+        return 0.0
+    precision, recall = common / len(predicted), common / len(wanted)
+    return 2 * precision * recall / (precision + recall)
+
+
+def _mean_of_best(score: Callable[[str, str], float], predictions: Sequence[str], references: References) -> float:
+    """Mean over examples of the best score among their references, times 100."""
+    best = (max(score(p, r) for r in wanted) for p, wanted in zip(predictions, references, strict=True))
+    return 100.0 * sum(best) / len(predictions)
+
+
+def exact_match(predictions: Sequence[str], references: References) -> float:
+    """Percentage of predictions that equal one of their references after SQuAD's normalisation: lower case, no
+    punctuation, no articles."""
+    return _mean_of_best(lambda p, r: float(normalized_answer(p) == normalized_answer(r)), predictions, references)
+
+
+def f1_tokens(predictions: Sequence[str], references: References) -> float:
+    """SQuAD 1.1's F1 of words after the same normalisation, 0 to 100; the best of the references."""
+    return _mean_of_best(_f1_of_tokens, predictions, references)
+
+
+def gen_len(predictions: Sequence[str], references: References, *, num_tokens: np.ndarray) -> float:
+    """Mean number of generated tokens without padding."""
+    return int(num_tokens.sum()) / len(num_tokens)
+
+
+def _streams(references: References) -> list[tuple[str | None, ...]]:
+    """sacrebleu's order: the first references of all examples, the second ones, ...; None where there is none."""
+    return list(zip_longest(*references))
+
+
+def bleu_scorer(*, bleu_tokenize: str) -> Any:
+    """sacrebleu's BLEU. Raises UserError where its tokenizer needs a package."""
+    import sacrebleu
+
+    try:
+        return sacrebleu.BLEU(tokenize=bleu_tokenize)
+    except RuntimeError as error:
+        raise UserError(
+            f"--bleu_tokenize {bleu_tokenize} needs packages that are not installed: "
+            f"pip install 'sacrebleu[{bleu_tokenize.partition('-')[0]}]', or choose char."
+        ) from error
+
+
+def bleu(predictions: Sequence[str], references: References, *, bleu_tokenize: str = "13a") -> float:
+    """Corpus BLEU, 0 to 100, as the sacrebleu command prints it with `--tokenize`, unrounded."""
+    scorer = bleu_scorer(bleu_tokenize=bleu_tokenize)
+    return float(scorer.corpus_score(list(predictions), _streams(references)).score)
+
+
+def chrf(predictions: Sequence[str], references: References) -> float:
+    """Corpus chrF2, 0 to 100, as the sacrebleu command prints it, unrounded."""
+    import sacrebleu
+
+    return float(sacrebleu.CHRF().corpus_score(list(predictions), _streams(references)).score)
+
+
+def rouge_of_examples(
+    predictions: Sequence[str], references: References, kinds: Sequence[str], *, stem: bool
+) -> list[dict[str, float]]:
+    """rouge-score's F-measures (0 to 1) of each example, for each kind that of the best reference."""
+    from rouge_score import rouge_scorer, tokenizers
+
+    tokenizer = tokenizers.DefaultTokenizer(stem)
+    if stem:  # each distinct word once
+        tokenizer._stemmer.stem = lru_cache(maxsize=1 << 16)(tokenizer._stemmer.stem)
+    scorer = rouge_scorer.RougeScorer(list(kinds), tokenizer=tokenizer)
+    best = (scorer.score_multi(list(wanted), p) for p, wanted in zip(predictions, references, strict=True))
+    return [{kind: float(score.fmeasure) for kind, score in scores.items()} for scores in best]
+
+
+def mean_percent(values: Sequence[float]) -> float:
+    """Times 100 after the sum, as the reference scripts do."""
+    return 100.0 * sum(values) / len(values)
+
+
+def rouge(predictions: Sequence[str], references: References) -> dict[str, float]:
+    """ROUGE-1, -2, -L and -Lsum, 0 to 100, with stemmer, means over examples; of several references the best one, for
+    each value alone.
+
+    As Hugging Face's example scripts, without their bootstrap; sentences of rougeLsum are lines of the texts as they
+    are.
+    """
+    scores = rouge_of_examples(predictions, references, _ROUGE, stem=True)
+    return {kind: mean_percent([score[kind] for score in scores]) for kind in _ROUGE}
+
+
+def scrolls(predictions: Sequence[str], references: References) -> dict[str, float]:
+    """All values that a SCROLLS task is scored by (Shaham et al. 2022), 0 to 100.
+
+    rouge-score without stemmer, the best of the references for each value; the geometric mean is of the three means;
+    the rest as SQuAD.
+    """
+    kinds = _ROUGE[:3]
+    scores = rouge_of_examples(predictions, references, kinds, stem=False)
+    values = {kind: mean_percent([score[kind] for score in scores]) for kind in kinds}
+    values["rouge_geometric_mean"] = (values["rouge1"] * values["rouge2"] * values["rougeL"]) ** (1.0 / 3.0)
+    return {
+        **values,
+        "f1_tokens": f1_tokens(predictions, references),
+        "exact_match": exact_match(predictions, references),
+    }
+
+
+_ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+ROUGE_SCORE = {"package": "rouge-score", "module": "rouge_score.rouge_scorer"}
+SACREBLEU = {"package": "sacrebleu", "module": "sacrebleu"}
+METRICS = {
+    "bleu": Metric(function=bleu, tasks=TEXT, scale="0-100", prepare=bleu_scorer, **SACREBLEU),
+    "chrf": Metric(function=chrf, tasks=TEXT, scale="0-100", **SACREBLEU),
+    "rouge": Metric(
+        function=rouge, tasks=TEXT, scale="0-100", values=_ROUGE, usual_for=("text_to_text",), **ROUGE_SCORE
+    ),
+    "exact_match": Metric(function=exact_match, tasks=TEXT, scale="0-100"),
+    "f1_tokens": Metric(function=f1_tokens, tasks=TEXT, scale="0-100"),
+    "gen_len": Metric(function=gen_len, tasks=TEXT, scale="tokens", usual_for=TEXT, needs_references=False),
+    "scrolls": Metric(
+        function=scrolls,
+        tasks=TEXT,
+        scale="0-100",
+        values=(*_ROUGE[:3], "rouge_geometric_mean", "f1_tokens", "exact_match"),
+        disagrees=("rouge",),
+        writes_by_id=True,
+        **ROUGE_SCORE,
+    ),
+}

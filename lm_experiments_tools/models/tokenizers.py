@@ -1,0 +1,74 @@
+"""Tokenizers for fine-tuning, from a folder, the Hugging Face Hub or a SentencePiece model."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lm_experiments_tools.checkpoint.source import ModelFiles, Source
+from lm_experiments_tools.errors import UserError, first_line
+from lm_experiments_tools.models.adapters import new_token_names
+from lm_experiments_tools.models.build import register_own_models
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lm_experiments_tools.config.finetuning import FinetuningArgs
+
+logger = logging.getLogger(__name__)
+
+
+def load_tokenizer(args: FinetuningArgs, files: ModelFiles | None = None) -> PreTrainedTokenizerBase:
+    """`--tokenizer`, else the one beside the weights. A tokenizer without a padding token pads with its end of text.
+
+    Args:
+        files: of these arguments, where others read them too.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    files = files or ModelFiles(args)
+    flag, name = files.tokenizer_flag
+    from_vocabulary = Path(name).suffix == ".model"
+    tokenizer = _from_sentencepiece(Path(name)) if from_vocabulary else _from_source(files.tokenizer, f"{flag} {name}")
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token is None:
+            raise UserError(
+                f"{flag} {name}: the tokenizer has neither a padding nor an end-of-text token to pad with."
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+        logger.info("the tokenizer has no padding token: %s, its end of text, is used", tokenizer.eos_token)
+    if args.peft == "new_tokens":
+        tokenizer.add_tokens(new_token_names(args), special_tokens=True)
+    return tokenizer
+
+
+def _from_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    from lm_experiments_tools.data.text.vocabulary import Vocabulary
+
+    with tempfile.TemporaryDirectory() as folder:
+        Vocabulary.load(path).save_tokenizer(folder)
+        return AutoTokenizer.from_pretrained(folder)
+
+
+def _from_source(source: Source, named: str) -> PreTrainedTokenizerBase:
+    """Read a tokenizer; `named` is the flag with its value, for the message."""
+    from transformers import AutoTokenizer, BertTokenizerFast
+
+    if source.path is not None:
+        register_own_models(source)
+        files = {file.name for file in source.path.iterdir()}
+        if "vocab.txt" in files and not files & {"tokenizer.json", "tokenizer_config.json"}:
+            return BertTokenizerFast.from_pretrained(source.name)
+        if files & {"spiece.model", "sentencepiece.model"} and "tokenizer_config.json" not in files:
+            return _from_sentencepiece(source.path)
+    try:
+        return AutoTokenizer.from_pretrained(source.name)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{named}: no tokenizer can be read from it ({first_line(error)}); name one with --tokenizer."
+        ) from error

@@ -1,0 +1,170 @@
+"""A user's own metrics by flag, and what docs/new_metric.md says of them and of built-in ones."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.evaluation.measuring import FACTS, chosen_metrics
+from lm_experiments_tools.evaluation.metrics import METRICS, text
+from lm_experiments_tools.evaluation.predictions import Predictions
+from tests.helpers import ROOT
+from tests.helpers.evaluation_toys import TEXTS, args_of, generated, indices, sentences
+
+PAGE = (ROOT / "docs" / "new_metric.md").read_text(encoding="utf-8")
+OWN, BUILT_IN = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.M | re.S)
+CODE = """
+def seen(predictions, references): seen.sides = predictions, references; return {"seen": 1, "half": 0.5}
+def grouped(predictions, references, *, groups): return float(len(groups))
+def undefined(predictions, references): return float("nan")
+def text(predictions, references): return "good"
+def infinite(predictions, references): return {"a": float("inf")}
+def nothing(predictions, references): return {}
+def numbered(predictions, references): return {1: 2.0}
+def loss(predictions, references): return 1.0
+def exact_match(predictions, references): return 1.0
+def alone(predictions): return 1.0
+def needy(predictions, references, *, sources): return 1.0
+number = 5
+"""
+
+
+@pytest.fixture(autouse=True)
+def my_metrics(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.delitem(sys.modules, "my_metrics", raising=False)
+    (tmp_path / "my_metrics.py").write_text(OWN + CODE)
+    yield
+    sys.modules.pop("my_metrics", None)
+
+
+def values_by(decode, *metrics, **changes):
+    collector = Predictions(args_of(metrics=metrics, **changes), "valid", TEXTS, decode)
+    collector.add(indices(0, 1, 2), generated("cats sleep", "dogs", "cats run"))
+    return collector.reduce(LocalBackend())
+
+
+def test_function_of_the_page_is_measured_beside_a_built_in_one(decode):
+    values = values_by(decode, "my_metrics:length_ratio", "exact_match")
+    assert values == {"length_ratio": 1.0, "exact_match": pytest.approx(100 / 3)}
+
+
+def test_built_in_metric_of_the_page_needs_no_other_change(decode, monkeypatch):
+    sacrebleu = pytest.importorskip("sacrebleu")
+    monkeypatch.setattr(text, "METRICS", {})
+    space = dict(vars(text))
+    exec(BUILT_IN, space)
+    monkeypatch.setitem(METRICS, "ter", text.METRICS["ter"])
+    streams = [["cats sleep", "dogs run", "cats"], ["sleep", None, None]]
+    expected = sacrebleu.corpus_ter(["cats sleep", "dogs", "cats run"], streams).score
+    assert values_by(decode, "ter", optimize_metric="ter") == {"ter": expected} and expected > 0
+    assert args_of(metrics=("ter",), optimize_metric="ter").resolved().optimize_mode == "min"
+
+
+def test_text_comes_as_lists_of_strings_and_a_dict_gives_several_values(decode):
+    assert values_by(decode, "my_metrics:seen", "my_metrics:grouped") == {"seen": 1.0, "half": 0.5, "grouped": 3.0}
+    assert sys.modules["my_metrics"].seen.sides == (
+        ["cats sleep", "dogs", "cats run"], [["cats sleep", "sleep"], ["dogs run"], ["cats"]]
+    )  # fmt: skip
+
+
+def test_labels_come_by_name_and_numbers_as_numbers(decode):
+    args = args_of(task="classification", metrics=("my_metrics:seen",))
+    collector = Predictions(args, "valid", sentences(1, 0), decode, ("no", "yes"))
+    collector.add(indices(0, 1), generated("yes", "cats"))
+    assert collector.reduce(LocalBackend()) == {"seen": 1.0, "half": 0.5, "unknown_answers": 0.5}
+    assert sys.modules["my_metrics"].seen.sides == (["yes", None], ["yes", "no"])
+    args = args_of(model_type="encoder", task="regression", metrics=("my_metrics:seen", "mse"))
+    collector = Predictions(args, "valid", sentences(1.0, 2.5))
+    collector.add(indices(1, 0), {"logits": torch.tensor([[2.0], [1.0]])})
+    assert collector.reduce(LocalBackend())["mse"] == 0.125
+    assert sys.modules["my_metrics"].seen.sides == ([1.0, 2.0], [1.0, 2.5])
+
+
+def test_undefined_value_is_nan(decode):
+    assert math.isnan(values_by(decode, "my_metrics:undefined")["undefined"])
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (
+            ("my_metrics:text",),
+            "--metrics my_metrics:text returned 'good' of type str as 'text': return a finite number",
+        ),
+        (("my_metrics:infinite",), "returned inf of type float as 'a': return a finite number"),
+        (("my_metrics:nothing",), "--metrics my_metrics:nothing returned an empty dict"),
+        (("my_metrics:numbered",), "returned 2.0 of type float as 1: return"),
+        (("my_metrics:loss",), "--metrics my_metrics:loss returned loss, which there is already"),
+        (("exact_match", "my_metrics:exact_match"), "returned exact_match, which there is already"),
+    ],
+)
+def test_result_that_is_no_value_is_refused(names, sentence, decode):
+    with pytest.raises(UserError) as error:
+        values_by(decode, *names)
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("no_such_module:f", "--metrics no_such_module:f: module no_such_module cannot be imported"),
+        (
+            "my_metrics:length_ration",
+            "--metrics my_metrics:length_ration: my_metrics has no length_ration; did you mean",
+        ),
+        ("my_metrics:number", "--metrics my_metrics:number is 5, which cannot be called"),
+        ("my_metrics:", "--metrics my_metrics: does not name a function: write module:function"),
+        ("my_metrics:alone", "--metrics my_metrics:alone takes (predictions), not (predictions, references)"),
+        ("my_metrics:needy", "missing a required argument: 'sources'"),
+    ],
+)
+def test_function_that_cannot_be_a_metric_is_refused_before_anything_is_predicted(name, sentence):
+    with pytest.raises(UserError) as error:
+        chosen_metrics(args_of(metrics=(name,)))
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"metrics": ("rogue",)}, "there are bleu, chrf, rouge, exact_match, f1_tokens, gen_len, scrolls, or none, "),
+        ({"metrics": ("my_metrics:f",), "optimize_metric": "f"}, "--optimize_metric f is none of loss: where it is"),
+        ({"metrics": ("my_metrics:f", "none")}, "none means none besides the loss"),
+        (
+            {"metrics": ("my_metrics:f", "exact_match"), "optimize_metric": "exact_match", "optimize_mode": "min"},
+            "would keep the worst model",
+        ),
+        (
+            {"metrics": ("my_metrics:f",), "task": "causal_lm", "model_type": "decoder"},
+            "--metrics my_metrics:f is not a metric of --task causal_lm: there are perplexity, or none.",
+        ),
+    ],
+)  # fmt: skip
+def test_flags_that_do_not_fit_an_own_metric_are_refused(changes, sentence):
+    with pytest.raises(UserError) as error:
+        args_of(**changes)
+    assert sentence in str(error.value)
+
+
+def test_every_metric_of_the_registry_is_complete():
+    for name, metric in METRICS.items():
+        assert metric.tasks and metric.scale and set(metric.usual_for) <= set(metric.tasks), name
+        assert set(metric.disagrees) <= set(METRICS) and bool(metric.package) == bool(metric.module), name
+    assert set(FACTS) == {"groups", "num_labels", "num_tokens", "bleu_tokenize"}
+
+
+def test_command_line_knows_the_metrics_without_numpy():
+    script = (
+        "import sys; from lm_experiments_tools.config.finetuning import FinetuningArgs; FinetuningArgs(model_cfg='x');"
+        "assert not {'numpy', 'torch', 'sacrebleu'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
