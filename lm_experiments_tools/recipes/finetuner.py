@@ -280,7 +280,7 @@ class FineTuner:
             for start in range(0, len(dataset), batch_size):
                 rows = np.arange(start, min(start + batch_size, len(dataset)))
                 found += self._answers(dataset.rows(np.zeros_like(rows), rows), options)
-        if encoder.sources.long:
+        if encoder.sources.loses():
             flag = "--input_seq_len" + (" - --target_seq_len =" if self.args.model_type == "decoder" else "")
             logger.warning("predict: %s", encoder.sources.describe("texts", flag))
         return found

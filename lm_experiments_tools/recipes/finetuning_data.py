@@ -312,7 +312,7 @@ class _Reader:
         if encoder.targets.texts:
             parts.append(encoder.targets.describe("targets", "--target_seq_len"))
         if self.backend.is_main:
-            loses = encoder.sources.long or encoder.targets.long
+            loses = encoder.sources.loses() or encoder.targets.loses()
             logger.log(logging.WARNING if loses else logging.INFO, "%s: %s", split, "; ".join(parts))
 
 
