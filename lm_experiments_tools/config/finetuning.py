@@ -32,7 +32,7 @@ TASKS_OF = {
     "encoder-decoder": ("text_to_text", "classification", "regression", "instructions"),
     "decoder": ("causal_lm", "text_to_text", "instructions"),
 }
-# What --lr is where it is not given: the usual ones, with AdamW; soft prompts hardly move below 0.1 (peft issue 2642).
+# What --lr is where it is not given: the usual ones, of ADAMW; soft prompts hardly move below 0.1 (peft issue 2642).
 LEARNING_RATES = {
     "encoder": 2e-5,
     "encoder-decoder": 1e-4,
@@ -42,6 +42,9 @@ LEARNING_RATES = {
     "prefix_tuning": 1e-2,
     "new_tokens": 1e-2,
 }
+ADAMW = ("AdamW", "Adam", "FusedAdam")  # also as torch.optim:AdamW
+# (optimizer, kind of model): Adafactor's of T5 (Raffel et al. 2020, section 3.1.2), AdamWScale's of `make finetune`.
+OTHER_RATES = {("Adafactor", "encoder-decoder"): 1e-3, ("AdamWScale", "encoder-decoder"): 1e-2}
 
 # Flags that have no effect beside others, and why.
 _OF_SENTENCES = only("task", "classification", "regression")
@@ -424,7 +427,17 @@ class FinetuningArgs(
         return self.from_pretrained is not None or self.init_checkpoint is not None
 
     def learning_rate(self) -> float | None:
-        return LEARNING_RATES.get(self.peft or self.model_type) if self.lr is None else self.lr
+        if self.lr is not None:
+            return self.lr
+        name, kind = self.optimizer.removeprefix("torch.optim:"), self.peft or self.model_type
+        return LEARNING_RATES[kind] if name in ADAMW else OTHER_RATES.get((name, kind))
+
+    def lacking_rate(self) -> str:
+        kind = self.peft or self.model_type
+        return (
+            f"--lr is missing: no usual rate of --optimizer {self.optimizer} is known for "
+            f"{'--peft' if self.peft else '--model_type'} {kind}: give one (AdamW's is {LEARNING_RATES[kind]:g})."
+        )
 
     def resolved(self) -> "FinetuningArgs":
         """The same arguments with what follows from others put in for the loop to read.
