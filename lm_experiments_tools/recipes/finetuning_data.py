@@ -25,6 +25,7 @@ from lm_experiments_tools.data.examples.examples import (
     TARGET_FIELDS,
     Example,
     LabelFields,
+    SentenceNames,
     TextFields,
     in_order,
     label_examples,
@@ -111,6 +112,7 @@ class _Reader:
         self.args, self.backend, self.tokenizer, self.files = args, backend, tokenizer, files
         self.found: dict[str, int] = {}  # labels of the training data, as they are met
         self.labelled: list[Example] = []  # training examples whose labels have the numbers of `found`
+        self.sentences = SentenceNames(in_text=args.model_type == "encoder-decoder")
         self.label_names, self.label_words = self._labels()
 
     def read(self) -> FinetuningData:
@@ -181,7 +183,9 @@ class _Reader:
 
             def read(path: str, bad: BadRows) -> Iterator[Example]:
                 path = resolve(path, "train")
-                return label_examples(path, self._label_fields(), bad, words=words, found=self.found)
+                return label_examples(
+                    path, self._label_fields(), bad, words=words, found=self.found, sentences=self.sentences
+                )
 
             self.labelled = list(self._examples(args.data_path, read))
             return saved if sorted(saved) == sorted(self.found) else in_order(self.found)
@@ -201,14 +205,11 @@ class _Reader:
             UserError: bad rows, or no example.
         """
         bad = BadRows(self.args.max_bad_lines)
-        first = None
+        example = None
         for example in chain.from_iterable(read(path, bad) for path in paths):
-            first = first or example
-            if (example.pair is None) != (first.pair is None):
-                raise UserError(f"of {', '.join(paths)} some files hold pairs of sentences and some single ones.")
             yield example
         bad.report()
-        if first is None:
+        if example is None:
             raise UserError(f"there is no example in {', '.join(paths)} ({bad.count} bad rows).")
 
     def _read(self, path: str, bad: BadRows, split: str, encoder: TextEncoder) -> Iterator[Example]:
@@ -230,7 +231,7 @@ class _Reader:
         named, names = self._label_fields(), self.label_names
         what = f"label ({args.label_field or ', '.join(LABEL_FIELDS)}; -1 is none)"
         there = split != "test" or self._is_labelled(path, partial(named.has_label, names=names), what)
-        return label_examples(path, named, bad, names=names, words=words, with_labels=there)
+        return label_examples(path, named, bad, names=names, words=words, with_labels=there, sentences=self.sentences)
 
     def _is_labelled(self, path: str, has_label: Callable[[Row], bool], what: str) -> bool:
         """True if a row of the test data has a label or target: then each must; if none has, all are predicted only.
