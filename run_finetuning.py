@@ -22,14 +22,15 @@ flags from a file; `--model_cls my_module:MyT5` trains a model class of your own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lm_experiments_tools.config.cli import parse, run_main
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args, origins = parse(FinetuningArgs, argv, description=__doc__)
+    args, origins = parse(FinetuningArgs, argv, description=__doc__, inherit=_inherited)
     args.check_used()
     args = args.resolved().without_epochs_beside_iters(origins)
 
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         evaluate_last,
         finetuning_loop,
         save_tokenizer,
+        show_inherited,
         show_summary,
         with_new_tokens,
     )
@@ -57,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = start_run(args, backend)
+    show_inherited(args, origins)
     files = ModelFiles(args)
     tokenizer = load_tokenizer(args, files)
     data = finetuning_data(with_new_tokens(args, tokenizer), backend, tokenizer, files)
@@ -66,13 +69,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     show_summary(backend, model)
     optimizer = optimizer_from_args(args, model)
     seed_worker(args.seed, backend.rank)
-    tokenizer_dir = save_tokenizer(args, backend, tokenizer)
+    tokenizer_dir = save_tokenizer(args, backend, tokenizer, data)
     trainer = finetuning_loop(args, backend, model, optimizer, data, tokenizer, tokenizer_dir)
     show_run(args, origins, run, backend, backend.unwrap(), data)
     train_or_validate(trainer)
     evaluate_last(trainer, data)
     trainer.save_metrics(args.model_path)
     close_run(backend, data)
+
+
+def _inherited(given: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
+    """Settings that the weights bring along."""
+    from lm_experiments_tools.models.inherited import inherited_settings
+
+    return inherited_settings(given)
 
 
 if __name__ == "__main__":

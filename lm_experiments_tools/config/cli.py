@@ -19,7 +19,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -85,7 +85,10 @@ class Setting(NamedTuple):
 
 
 def parse(
-    args_class: type[Args], argv: Sequence[str] | None = None, description: str | None = None
+    args_class: type[Args],
+    argv: Sequence[str] | None = None,
+    description: str | None = None,
+    inherit: Callable[[Mapping[str, Any]], Mapping[str, tuple[Any, str]]] | None = None,
 ) -> tuple[Args, dict[str, str]]:
     """Build `args_class` from the command line and the YAML files it names.
 
@@ -93,9 +96,11 @@ def parse(
         args_class: flat dataclass whose base classes are the groups of `--help` (see `flags.help_groups`).
         argv: arguments without the program's name; `sys.argv[1:]` by default.
         description: first paragraph of `--help`.
+        inherit: {name: (value, origin)} of settings that follow from those that are given, and beat the defaults.
 
     Returns:
-        The arguments, and for each field where its value was written: "default", "FILE line N" or "command line".
+        The arguments, and for each field where its value was written: "default", "FILE line N", "command line" or the
+        origin that `inherit` gave.
 
     Raises:
         UserError: an unknown name, a value of the wrong type, a required one that is missing, or flags in conflict.
@@ -107,13 +112,16 @@ def parse(
             _print_help(args_class, description)
         sys.exit(0)
     own_types = typing.get_type_hints(args_class)
-    written = _read_command_line(argv, own_types | typing.get_type_hints(ConfigArgs))
+    empty = {field.name for field in dataclasses.fields(args_class) if field.default == ""}
+    written = _read_command_line(argv, own_types | typing.get_type_hints(ConfigArgs), empty)
     settings: dict[str, Setting] = {}
     for path in written["config"].values if "config" in written else ():
         settings |= _read_yaml(path, own_types)
     settings |= {name: setting for name, setting in written.items() if name in own_types}
     _check_required(args_class, settings)
     values = {name: _convert(name, setting, own_types[name]) for name, setting in settings.items()}
+    for name, (value, origin) in (inherit(values) if inherit else {}).items():
+        values[name], settings[name] = value, Setting(None, origin)
     try:
         args = args_class(**values)
     except UserError as error:
@@ -261,7 +269,9 @@ def wrapped(text: str, width: int) -> str:
 # Reading: text and where it stood
 
 
-def _read_command_line(argv: Sequence[str], types_by_name: Mapping[str, Any]) -> dict[str, Setting]:
+def _read_command_line(
+    argv: Sequence[str], types_by_name: Mapping[str, Any], may_be_empty: Collection[str] = ()
+) -> dict[str, Setting]:
     """The settings of a command line by field name; a repeated flag's last value wins (`--config` collects)."""
     settings: dict[str, Setting] = {}
     rest = list(argv)
@@ -276,7 +286,7 @@ def _read_command_line(argv: Sequence[str], types_by_name: Mapping[str, Any]) ->
         following = [attached] if equals else _take_values(rest, types_by_name[name])
         if types_by_name[name] is bool:
             values: tuple[str, ...] = (_boolean(flag, following[0] if following else "true", COMMAND_LINE, negated),)
-        elif not following or following == [""]:
+        elif not following or (following == [""] and name not in may_be_empty):
             raise UserError(f"{flag} needs a value: {_describe(types_by_name[name])}.")
         else:
             values = tuple(following)

@@ -44,6 +44,7 @@ from lm_experiments_tools.data.examples.rows import BadRows, converted, read_row
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.predictions import TextDecoder
 from lm_experiments_tools.models.freezing import ModelSummary, freeze, summary
+from lm_experiments_tools.models.inherited import inherited_settings
 from lm_experiments_tools.models.pretrained import pretrained_model
 from lm_experiments_tools.models.tokenizers import load_tokenizer
 from lm_experiments_tools.modules.inspection import forward_names, is_adapted
@@ -53,7 +54,10 @@ from lm_experiments_tools.recipes.finetuning import (
     evaluated,
     finetuning_loop,
     save_tokenizer,
+    saved_task,
+    show_inherited,
     with_new_tokens,
+    write_task,
 )
 from lm_experiments_tools.recipes.finetuning_data import example_dataset, finetuning_data, text_encoder
 from lm_experiments_tools.training.generation import generate
@@ -109,7 +113,9 @@ class FineTuner:
     def __init__(self, from_pretrained: str | Path | None = None, **settings: Any) -> None:
         if from_pretrained is not None:
             settings["from_pretrained"] = str(from_pretrained)
-        self.args = _changed(None, settings)
+        inherited = inherited_settings(settings)
+        self.args = _changed(None, {**{name: value for name, (value, _) in inherited.items()}, **settings})
+        show_inherited(self.args, {name: origin for name, (_, origin) in inherited.items()})
         self.files = ModelFiles(self.args)
         self.tokenizer = load_tokenizer(self.args, self.files)
         self.label_names: tuple[str, ...] = ()
@@ -138,7 +144,7 @@ class FineTuner:
         args = self.args
         if args.data_path or args.valid_data_path or args.test_data_path:
             return self.data.label_names
-        names = self.files.named.label_names if self.files.named is not None else ()
+        names = self.files.label_names
         if not names and args.model_type == "encoder":
             raise UserError(
                 "the labels and their order are those of the training data, or of a saved classifier: give data_path, "
@@ -202,7 +208,7 @@ class FineTuner:
         per_epoch = data.train.samples_per_epoch
         args = args.with_epochs(per_epoch, self.backend.world_size)
         data.train.seek(0 if args.model_path else self._passes * per_epoch)
-        tokenizer_dir = save_tokenizer(args, self.backend, self.tokenizer)
+        tokenizer_dir = save_tokenizer(args, self.backend, self.tokenizer, data)
         seed_worker(args.seed, self.backend.rank)
         optimizer = optimizer_from_args(args, self.model)
         loop = finetuning_loop(args, self.backend, self.model, optimizer, data, self.tokenizer, tokenizer_dir)
@@ -293,13 +299,22 @@ class FineTuner:
         self._check_rows()
         folder = Path(path)
         state = self.backend.model_state() if self.backend.holds(self.model) else None
+        task = self._saved_task()
 
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             checkpoint.save_model(folder, self.model, state_dict=state)
             self.tokenizer.save_pretrained(folder)
+            write_task(folder, task)
 
         on_main(self.backend, write)
+
+    def _saved_task(self) -> dict[str, Any]:
+        """For `write_task`: by the data of this object; without any, as the weights have it that it began from."""
+        of_sentences = self.args.task in ("classification", "regression")
+        if "data" in self.__dict__ or (self.args.data_path and of_sentences):
+            return saved_task(self.args, self.data)
+        return {**self.files.task, **self.args.task_settings()}
 
     def _examples(self, texts: Sequence[Text]) -> list[Example]:
         """Examples that data with these texts would give."""
@@ -328,6 +343,8 @@ class FineTuner:
         args = self.args
         if args.text_fields:
             return args.text_fields
+        if not args.data_path and "sentence_names" in self.files.task:
+            return tuple(self.files.task["sentence_names"])
         bad = BadRows(args.max_bad_lines, quiet=True)
         for path in args.data_path:
             rows = read_rows(resolve(path, "train"), bad)

@@ -80,12 +80,16 @@ class FinetuningData:
         train: this worker's endless batches; None with `--validate_only`.
         splits: "valid" and "test", those that are given.
         label_names: of classification, in the order of their numbers.
+        label_words: what an encoder-decoder writes for them.
+        sentence_names: the fields of the sentences, which an encoder-decoder reads.
         objective: the task and the size of the data, for the log.
     """
 
     train: TrainSource | None
     splits: dict[str, EvalSplit] = field(default_factory=dict)
     label_names: tuple[str, ...] = ()
+    label_words: tuple[str, ...] = ()
+    sentence_names: tuple[str, ...] = ()
     objective: str = ""
 
 
@@ -113,11 +117,14 @@ class _Reader:
         self.found: dict[str, int] = {}  # labels of the training data, as they are met
         self.labelled: list[Example] = []  # training examples whose labels have the numbers of `found`
         self.sentences = SentenceNames(in_text=args.model_type == "encoder-decoder")
+        if not args.data_path and not args.text_fields:  # else those of the training data
+            self.sentences.names = tuple(files.task.get("sentence_names", ()))
+            self.sentences.where = str(args.from_pretrained)
         self.label_names, self.label_words = self._labels()
 
     def read(self) -> FinetuningData:
         args = self.args
-        data = FinetuningData(None, label_names=self.label_names)
+        data = FinetuningData(None, label_names=self.label_names, label_words=self.label_words)
         if not args.validate_only:
             dataset = self._train_dataset()
             where = (self.backend.rank, self.backend.world_size)
@@ -134,6 +141,7 @@ class _Reader:
                 "validation and test are the same official test tasks of %s: what is chosen by one (--save_best) is "
                 "not measured fairly by the other", args.valid_data_path,
             )  # fmt: skip
+        data.sentence_names = self.sentences.names
         data.objective = data.objective or f"{args.task}, validation only"
         return data
 
@@ -143,7 +151,7 @@ class _Reader:
         if args.task != "classification":
             return (), ()
         names = args.label_names or self._found_labels()
-        words = args.label_words or names
+        words = args.label_words or self._saved_words(names) or names
         if len(words) != len(names):
             raise UserError(
                 f"--label_words has {len(words)} words, but the data has {len(names)} labels ({', '.join(names)}): "
@@ -156,6 +164,11 @@ class _Reader:
         if args.model_type == "encoder-decoder":
             self._check_words(words)
         return names, words
+
+    def _saved_words(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """The words that the named weights have learned to write for these labels."""
+        saved = self.files.task
+        return tuple(saved.get("label_words", ())) if tuple(saved.get("label_names", ())) == names else ()
 
     def _check_words(self, words: Sequence[str]) -> None:
         """Refuse words that are one and the same target to the model."""
@@ -177,7 +190,7 @@ class _Reader:
     def _found_labels(self) -> tuple[str, ...]:
         """Labels of the training data; a trained head numbers them in its own order, and knows them without data."""
         args = self.args
-        saved = self.files.named.label_names if self.files.named is not None else ()
+        saved = self.files.label_names
         if args.data_path:
             words = () if args.model_type == "encoder-decoder" else None
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lm_experiments_tools.data.examples.rows import BadRow, BadRows, Row, converted, read_rows
@@ -209,23 +209,27 @@ class SentenceNames:
         names: empty as long as nothing is read.
         where: the place of that row.
         in_text: the model reads them, so that they have to be the same; else only how many there are.
+        begun: files of which a row was looked at.
     """
 
     names: tuple[str, ...] = ()
     where: str = ""
     in_text: bool = True
+    begun: set[str] = field(default_factory=set)
 
-    def check(self, names: tuple[str, ...], row: Row, is_first: bool) -> None:
-        """Take the names of a row, or compare them; `is_first` of its file.
+    def checked(self, names: tuple[str, ...], row: Row, path: str) -> tuple[str, ...]:
+        """The names of a row of this file, noted where they are the first, else compared with those.
 
         Raises:
             UserError: the first row of a file has others: so have, it seems, all.
             BadRow: a later one.
         """
+        is_first = path not in self.begun
+        self.begun.add(path)
         if not self.names:
             self.names, self.where = names, row.where
         if len(names) == len(self.names) and (names == self.names or not self.in_text):
-            return
+            return names
         here, there = (f"{'a pair' if len(n) > 1 else 'one sentence'} ({', '.join(n)})" for n in (names, self.names))
         if not is_first:
             raise BadRow(f"{here}, where {self.where} has {there}")
@@ -283,8 +287,7 @@ def label_examples(
         UserError: more bad rows than allowed, or other sentences than other data has.
     """
     numbers = {name: number for number, name in enumerate(names)}
-    sentences = sentences or SentenceNames(in_text=words is not None)
-    rounded, is_first = 0, True
+    sentences, rounded = sentences or SentenceNames(in_text=words is not None), 0
 
     def label_of(row: Row) -> int | float | None:
         if not with_labels:
@@ -295,10 +298,8 @@ def label_examples(
         return _class_number(value, numbers) if numbers else _number(value)
 
     def convert(row: Row) -> Example:
-        nonlocal rounded, is_first
-        keys = fields.texts_of(row.fields)
-        sentences.check(keys, row, is_first)
-        is_first = False
+        nonlocal rounded
+        keys = sentences.checked(fields.texts_of(row.fields), row, path)
         texts = [_text(row.fields, key) for key in keys]
         label, name = label_of(row), _name(row.fields, "id")
         if words is None:

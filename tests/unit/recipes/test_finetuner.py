@@ -304,7 +304,7 @@ def test_what_predict_reads_is_what_evaluation_reads(folder, monkeypatch, caplog
         caplog.clear()
         tuner.predict(columns(path))
     assert read == [evaluated[number] for number in range(len(evaluated))]
-    assert ("longer than" in caplog.text) == (file == "train.jsonl" and model == "gpt")
+    assert ("are longer than" in caplog.text) == (file == "train.jsonl" and model == "gpt")
 
 
 def test_texts_that_the_task_has_not_are_refused(folder):
