@@ -265,21 +265,22 @@ class FineTuner:
                 break
         return list(found)[:num_texts]
 
-    def predict(self, texts: Sequence[Text], batch_size: int = 8, **options: Any) -> list[str]:
+    def predict(self, texts: str | Sequence[Text], batch_size: int = 8, **options: Any) -> list[str]:
         """The text that the model writes for each text; for an encoder, the label (or number) that it gives.
 
         The model reads what it would read of such a row of data: with the prefix, and for classification by an
         encoder-decoder with the names of the sentences. There the answer is what it wrote, be it a label or not.
 
         Args:
-            texts: single ones, or pairs of sentences.
+            texts: single ones, or pairs of sentences; a string is one text.
             options: of `generate`, over the settings'.
 
         Raises:
             UserError: an empty text, or other than the one or two sentences that the task has.
         """
         args, encoder = self.args, text_encoder(self.args, self.tokenizer)
-        encoded = encode_examples(self._examples(texts), encoder, args.model_type)
+        examples = self._examples([texts] if isinstance(texts, str) else texts)
+        encoded = encode_examples(examples, encoder, args.model_type)
         dataset = example_dataset(replace(args, pad_to_multiple_of=None), encoded, self.tokenizer, training=False)
         found: list[str] = []
         with evaluated(self.model), torch.no_grad(), self.backend.autocast():
@@ -324,12 +325,11 @@ class FineTuner:
             if not all(text.strip() for text in row):
                 raise UserError(f"text {number} of those to predict for is empty.")
         classifies = args.task in ("classification", "regression")
-        if not classifies:
-            names: Sequence[str] = ("text",)
-        elif args.model_type == "encoder":
-            names = ("sentence1", "sentence2")[: len(rows[0])] if rows else ()
-        else:
+        names: Sequence[str] = ("text",)
+        if classifies and (args.model_type == "encoder-decoder" or self._knows_sentences()):
             names = self._sentence_names
+        elif classifies and rows:
+            names = ("sentence1", "sentence2")[: len(rows[0])]
         for number, row in enumerate(rows):
             if len(row) != len(names):
                 raise UserError(f"text {number} of those to predict for has {len(row)} parts, not {len(names)}.")
@@ -337,9 +337,12 @@ class FineTuner:
             return [Example(args.prefix + t5_text(names, row)) for row in rows]
         return [Example(args.prefix + row[0], pair=row[1] if len(row) == 2 else None) for row in rows]
 
+    def _knows_sentences(self) -> bool:
+        return bool(self.args.text_fields or self.args.data_path or self.files.task.get("sentence_names"))
+
     @cached_property
     def _sentence_names(self) -> tuple[str, ...]:
-        """Names of the data's fields, which stand before the sentences that an encoder-decoder classifies."""
+        """Names of the sentences' fields in the data, which an encoder-decoder reads before them."""
         args = self.args
         if args.text_fields:
             return args.text_fields
