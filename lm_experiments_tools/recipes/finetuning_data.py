@@ -32,6 +32,7 @@ from lm_experiments_tools.data.examples.examples import (
     numbered,
     text_examples,
 )
+from lm_experiments_tools.data.examples.glance import alike, counted, glance
 from lm_experiments_tools.data.examples.instructions import (
     TK_INSTRUCT,
     InstructionData,
@@ -159,6 +160,11 @@ class _Reader:
             )
         if len(set(names)) < len(names):
             raise UserError(f"--label_names {', '.join(names)} names a label twice: name each once.")
+        for group in alike(names) if self.backend.is_main and args.model_type == "encoder" else ():
+            logger.warning(
+                "the labels %s differ by case or white space alone and are %d classes: make them one in the data, "
+                "if they are", ", ".join(map(repr, group)), len(group),
+            )  # fmt: skip
         if len({word.strip().lower() for word in words}) < len(words) and args.model_type == "encoder-decoder":
             raise UserError(f"the label words {', '.join(words)} do not differ: give --label_words that do.")
         if args.model_type == "encoder-decoder":
@@ -304,10 +310,14 @@ class _Reader:
 
     def _dataset(self, examples: Iterable[Example], split: str, encoder: TextEncoder) -> ExampleDataset:
         args, training = self.args, split == "train"
+        counts: dict[int, int] = {}
+        examples = counted(examples, counts) if self.label_names else examples
         encoded = encode_examples(
             examples, encoder, args.model_type, all_targets=training and args.task == "instructions"
         )
         self._report(split, encoder)
+        for line in glance(encoded, self.tokenizer, self.label_names, counts) if training else ():
+            logger.log(logging.INFO if self.backend.is_main else logging.DEBUG, "%s: %s", split, line)
         return example_dataset(args, encoded, self.tokenizer, training=training)
 
     def _encoder(self) -> TextEncoder:

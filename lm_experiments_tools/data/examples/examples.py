@@ -240,11 +240,13 @@ class SentenceNames:
 
 
 def in_order(labels: Iterable[str]) -> tuple[str, ...]:
-    """Labels sorted; numbers by their value."""
+    """Labels sorted; numbers by their value. "nan" is a word: as a number it would be in any order with the others."""
+    labels = sorted(labels)
     try:
-        return tuple(sorted(labels, key=lambda name: (float(name), name)))  # "1" and "1.0" always in one order
+        numbers = {name: float(name) for name in labels}
     except ValueError:
-        return tuple(sorted(labels))
+        return tuple(labels)
+    return tuple(labels if any(map(math.isnan, numbers.values())) else sorted(labels, key=numbers.__getitem__))
 
 
 def _label_name(value: Any) -> str:
