@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -31,6 +32,8 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
 def resolve_name(text: str, base: type | None = None, said: str | None = None) -> Any:
     """The class or function named by `module:name`, e.g. `transformers:T5ForConditionalGeneration`.
 
+    A file of the current folder is a module too, wherever the script that runs lies.
+
     Args:
         text: an importable module and a name in it; dots are allowed on either side (`package.module:Outer.Inner`).
         base: the class that it must be or derive from; None for a function, or anything else that can be called.
@@ -47,9 +50,11 @@ def resolve_name(text: str, base: type | None = None, said: str | None = None) -
         raise UserError(
             f"{said} does not name a class: write module:Class, e.g. transformers:T5ForConditionalGeneration."
         )
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
     try:
         found: Any = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, SyntaxError) as error:
         raise UserError(f"{said}: module {module_name} cannot be imported ({error}).") from error
     for part in path.split("."):
         try:
