@@ -2,9 +2,9 @@
 
 import difflib
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 from lm_experiments_tools.errors import UserError
@@ -50,10 +50,8 @@ def resolve_name(text: str, base: type | None = None, said: str | None = None) -
         raise UserError(
             f"{said} does not name a class: write module:Class, e.g. transformers:T5ForConditionalGeneration."
         )
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
     try:
-        found: Any = importlib.import_module(module_name)
+        found: Any = _imported(module_name)
     except (ImportError, SyntaxError) as error:
         raise UserError(f"{said}: module {module_name} cannot be imported ({error}).") from error
     for part in path.split("."):
@@ -67,6 +65,17 @@ def resolve_name(text: str, base: type | None = None, said: str | None = None) -
     elif not (isinstance(found, type) and issubclass(found, base)):
         raise UserError(f"{said} is {found!r}, not a subclass of {base.__module__}.{base.__qualname__}.")
     return found
+
+
+def _imported(module: str) -> ModuleType:
+    """The module, of the current folder if it is found nowhere else; `sys.path` changes for those of users alone."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0] or "" in sys.path:
+            raise
+    sys.path.append("")
+    return importlib.import_module(module)
 
 
 def nearest_names(word: str, known: Iterable[object]) -> str:

@@ -72,7 +72,10 @@ def _own(name: str) -> Metric:
 
 def _asked(function: Callable[..., Any], facts: Mapping[str, Any]) -> dict[str, Any]:
     """The facts that the function's keyword-only parameters name."""
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # of some builtins, which ask for none
+        return {}
     return {p.name: facts[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in facts}
 
 
