@@ -23,14 +23,19 @@ flags from a file; `--model_cls my_module:MyT5` trains a model class of your own
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.config.cli import parse, run_main
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 
+if TYPE_CHECKING:
+    from lm_experiments_tools.checkpoint.source import Source
+
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args, origins = parse(FinetuningArgs, argv, description=__doc__, inherit=_inherited)
+    found: list[Source] = []
+    args, origins = parse(FinetuningArgs, argv, description=__doc__, inherit=partial(_inherited, found))
     args.check_used()
     args = args.resolved().without_epochs_beside_iters(origins)
 
@@ -60,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = start_run(args, backend)
     show_inherited(args, origins)
-    files = ModelFiles(args)
+    files = ModelFiles(args, found)
     tokenizer = load_tokenizer(args, files)
     data = finetuning_data(with_new_tokens(args, tokenizer), backend, tokenizer, files)
     if data.train is not None:
@@ -78,11 +83,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     close_run(backend, data)
 
 
-def _inherited(given: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
-    """Settings that the weights bring along."""
+def _inherited(found: list[Source], given: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
+    """Settings that the weights bring along, and where these were found."""
     from lm_experiments_tools.models.inherited import inherited_settings
 
-    return inherited_settings(given)
+    return inherited_settings(given, found)
 
 
 if __name__ == "__main__":

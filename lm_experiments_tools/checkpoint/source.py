@@ -7,7 +7,7 @@ import os
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -146,10 +146,15 @@ class ModelFiles:
     """Sources of the model, tokenizer and configuration of a fine-tuning run.
 
     Each is looked for when it is first needed, once, and raises UserError where it is not available.
+
+    Args:
+        found: `--from_pretrained`, where it was looked for before.
     """
 
-    def __init__(self, args: FinetuningArgs) -> None:
+    def __init__(self, args: FinetuningArgs, found: Sequence[Source] = ()) -> None:
         self.args = args
+        if found:
+            self.named = found[0]
 
     @cached_property
     def named(self) -> Source | None:

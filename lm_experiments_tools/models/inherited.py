@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lm_experiments_tools.checkpoint.source import CONFIG, KINDS, TASK_FILE, Source, find_base, find_source
@@ -12,22 +13,29 @@ from lm_experiments_tools.models.build import register_own_models
 from lm_experiments_tools.models.pretrained import kind_of
 
 
-def inherited_settings(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+def inherited_settings(given: Mapping[str, Any], found: list[Source] | None = None) -> dict[str, tuple[Any, str]]:
     """{name: (value, the file it is from)} of settings that are not given but follow from `from_pretrained`.
 
     Weights that were fine-tuned bring their task, unless another is given, and with it the prefix, the lengths and the
     parts of the prompt. Others bring the kind of model. Weights that cannot be found bring nothing: what is wrong with
     them is said where they are loaded.
 
+    Args:
+        found: gets the source of the weights, for `ModelFiles` to look for it no second time; not with
+            `working_dir`, which the run enters later.
+
     Raises:
         UserError: a damaged file.
     """
     if not given.get("from_pretrained"):
         return {}
+    name, folder = str(given["from_pretrained"]), given.get("working_dir", ".")
     try:
-        source = find_source(str(given["from_pretrained"]))
+        source = find_source(str(Path(folder, name)) if Path(folder, name).exists() else name)
     except UserError:
         return {}
+    if found is not None and folder == ".":
+        found.append(source)
     saved, file = source.task, f"{source.name}/{TASK_FILE}"
     if saved and all(given.get(name, saved.get(name)) == saved.get(name) for name in KINDS):
         kept = {*given, *(PROMPT if given.get("tk_instruct") else ())}  # which draws the prompts of training itself

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.backends.collective import on_main
 from lm_experiments_tools.checkpoint import writer as checkpoint
-from lm_experiments_tools.checkpoint.source import ModelFiles
+from lm_experiments_tools.checkpoint.source import ModelFiles, Source
 from lm_experiments_tools.config.cli import suggestion
 from lm_experiments_tools.config.finetuning import (
     FinetuningArgs,
@@ -113,10 +113,11 @@ class FineTuner:
     def __init__(self, from_pretrained: str | Path | None = None, **settings: Any) -> None:
         if from_pretrained is not None:
             settings["from_pretrained"] = str(from_pretrained)
-        inherited = inherited_settings(settings)
+        found: list[Source] = []
+        inherited = inherited_settings(settings, found)
         self.args = _changed(None, {**{name: value for name, (value, _) in inherited.items()}, **settings})
         show_inherited(self.args, {name: origin for name, (_, origin) in inherited.items()})
-        self.files = ModelFiles(self.args)
+        self.files = ModelFiles(self.args, found)
         self.tokenizer = load_tokenizer(self.args, self.files)
         self.label_names: tuple[str, ...] = ()
         if self.args.task == "classification":

@@ -67,6 +67,8 @@ def test_the_script_measures_a_saved_run_as_it_was_trained(folder, tmp_path):
     """With its words for the labels too; validation data with other names of fields is refused."""
     data, run = folder / "sentences.tsv", tmp_path / "run"
     kind, settings = TASKS["classes as text"]
+    here = inherited_settings({"from_pretrained": kind, "working_dir": str(folder)})
+    assert here["model_type"][0] == kind and inherited_settings({"from_pretrained": f"./{kind}"}) == {}
     tuner = FineTuner(folder / kind, **settings, data_path=data, valid_data_path=data, model_path=run, lr=1e-2)
     tuner.train(iters=2, batch_size=4)
     flags = ["--from_pretrained", run, "--valid_data_path", data]
