@@ -107,7 +107,10 @@ def save_checkpoint(
                     "optimizer": type(backend.optimizer).__name__,
                     "workers": all_workers,
                 }
-                save_tree(path / "trainer_state", tree)
+                try:
+                    save_tree(path / "trainer_state", tree)
+                except TypeError as error:  # of a loader's state_dict, or what keep_for_metrics_fn keeps
+                    raise UserError(f"a checkpoint cannot be saved: {error}") from error
 
     on_all(backend, write)
     manifest = {"world_size": backend.world_size, "backend": backend.describe()}

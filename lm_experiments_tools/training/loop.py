@@ -36,19 +36,11 @@ from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.modules.inspection import forward_names
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
 from lm_experiments_tools.training.generation import generate
+from lm_experiments_tools.training.generators import preserved_random_state, random_state, set_random_state
 from lm_experiments_tools.training.hooks import Hook, ProfileHook, ValidateHook, VerbHook, is_due
 from lm_experiments_tools.training.losses import MODEL_LOSS, Loss
 from lm_experiments_tools.training.metrics import Collector, KeptOutputs, MetricSums, Window
-from lm_experiments_tools.training.micro_batches import (
-    BatchStream,
-    MicroBatch,
-    StepBatch,
-    padded,
-    preserved_random_state,
-    random_state,
-    set_random_state,
-    split_batch,
-)
+from lm_experiments_tools.training.micro_batches import BatchStream, MicroBatch, StepBatch, padded, split_batch
 from lm_experiments_tools.training.schedules import LearningRate
 from lm_experiments_tools.training.signals import StopSignals
 from lm_experiments_tools.training.step import StepInfo
