@@ -33,7 +33,7 @@ from lm_experiments_tools.checkpoint.train_state import (
     save_checkpoint,
 )
 from lm_experiments_tools.errors import RunError, UserError
-from lm_experiments_tools.modules.inspection import forward_names
+from lm_experiments_tools.modules.inspection import drops_first_label, forward_names
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
 from lm_experiments_tools.training.generation import generate
 from lm_experiments_tools.training.generators import preserved_random_state, random_state, set_random_state
@@ -113,6 +113,7 @@ class TrainingLoop:
         if "use_cache" in self.forward_names:  # keys and values of every layer, held to the step's end in vain
             self.forward_kwargs.setdefault("use_cache", False)
         self.has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        self.first_label = int(drops_first_label(model))
 
         self.state, self.window = TrainState(), Window()
         self.kept = KeptOutputs(keep_for_metrics_fn, metrics_fn)
@@ -310,7 +311,8 @@ class TrainingLoop:
     def _split(self, batch: Mapping[str, Any], rows: int) -> StepBatch:
         batch = self.batch_transform_fn(batch) if self.batch_transform_fn else batch
         names, labels, trim_to = self.forward_names, self.loss.label_names(), self.args.trim_to()
-        return split_batch(batch, rows, names, self.backend.device, self.has_decoder, labels, trim_to)
+        device, first = self.backend.device, self.first_label
+        return split_batch(batch, rows, names, device, self.has_decoder, labels, trim_to, first)
 
     def _agree(self, part: StepBatch) -> tuple[dict[str, int], int, int, int]:
         """Global weights, samples and tokens, the largest number of micro-batches, and any signal: one collective."""

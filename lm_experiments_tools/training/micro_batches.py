@@ -207,7 +207,7 @@ class MicroBatch:
         inputs = dict(self.inputs)
         for name in (name for name, weight in self.weights.items() if weight == 0 and name in inputs):
             inputs[name] = inputs[name].clone()
-            inputs[name].view(-1)[0] = 0
+            inputs[name].view(-1)[-1] = 0  # not the first, which causal models drop
         return MicroBatch(inputs, self.batch, self.weights)
 
 
@@ -234,6 +234,7 @@ def split_batch(
     has_decoder: bool = False,
     label_names: Sequence[str] = ("labels",),
     trim_to: int | None = None,
+    first_label: int = 0,
 ) -> StepBatch:
     """Cut a worker's batch into micro-batches of at most `batch_size` rows and count what it weighs.
 
@@ -243,6 +244,7 @@ def split_batch(
         has_decoder: labels are a sequence of their own and count as tokens beside the inputs.
         label_names: entries whose valid labels are counted.
         trim_to: cut columns that are padding in every row of a micro-batch, down to a multiple of this.
+        first_label: column of `labels` from which on the model's loss counts (see `inspection.drops_first_label`).
 
     Raises:
         UserError: a batch without rows, or with entries of different lengths.
@@ -261,6 +263,8 @@ def split_batch(
     cut = {k for k, v in batch.items() if _has_rows(v, num_rows)}
     loaded = {k: batch[k] for k in rows}  # not on the device: looking at it is no wait
     labels = {name: batch.get(name) for name in label_names}
+    if first_label and labels.get("labels") is not None:
+        labels["labels"] = labels["labels"][:, first_label:]
     batch = {k: v.to(device, non_blocking=True) if k in rows else v for k, v in batch.items()}
     micro_batches = []
     for start in range(0, num_rows, batch_size):
