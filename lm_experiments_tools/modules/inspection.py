@@ -52,8 +52,8 @@ def drops_first_label(model: nn.Module) -> bool:
     """True if the model's loss is a mean over the labels of each row but the first.
 
     transformers' causal models hand labels to `loss_function`, which shifts them: a token is predicted from those
-    before it, and the first from nothing. Others count all of theirs (BartForCausalLM, XLNet), and so does a model with
-    a soft prompt, from whose end the first token is predicted.
+    before it, and the first from nothing. Others count all of theirs (BartForCausalLM, XLNet), and so does a model
+    with a soft prompt, from whose end the first token is predicted.
     """
     for config in getattr(model, "peft_config", {}).values():
         if config.is_prompt_learning and config.peft_type not in _PROMPTS_BESIDE_THE_ROW:

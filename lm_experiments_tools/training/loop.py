@@ -120,7 +120,7 @@ class TrainingLoop:
         self.collect = collect or (lambda split: KeptOutputs(keep_for_metrics_fn, metrics_fn))
         self.learning_rate = LearningRate(args, optimizer)
         self.signals, self.tracker = StopSignals(), None
-        self._random_state: dict[str, Any] | None = None
+        self._random_state: dict[str, Any] | None = None  # of the process once training goes on, if not that it has
         self._saved_at: tuple[int, int] | None = None
         self._set_up_model(model, optimizer)
         self.validate_hook = ValidateHook(
@@ -271,11 +271,7 @@ class TrainingLoop:
         if self._random_state is not None:
             set_random_state(self._random_state)
             self._random_state = None
-        batches = iter(self.stream)
-        while True:
-            started = time.perf_counter()
-            batch = next(batches)
-            yield batch, time.perf_counter() - started
+        yield from self.stream.timed()
 
     def train_step(self, batch: Mapping[str, Any], data_seconds: float = 0.0) -> StepInfo:
         """Forward and backward over the micro-batches of `batch`, and one update of the weights.
@@ -287,6 +283,9 @@ class TrainingLoop:
         self._set_lr()
         part = self._split(batch, self.args.batch_size)
         weights, samples, tokens, num_micro_batches = self._agree(part)
+        if self.signals.agreed:  # no pass more: a launcher kills a few seconds after its signal
+            self._random_state = self.stream.put_back()
+            return StepInfo(state.step, False, 0.0, 0, 0, 0.0, data_seconds)
         micro_batches = list(padded(part.micro_batches, num_micro_batches))
         sums = MetricSums()
         for i, micro_batch in enumerate(micro_batches):

@@ -9,6 +9,7 @@ it was first started with, also of generators that it holds, and the batches alr
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,9 +100,19 @@ class BatchStream:
             state["loader"] = self.loader.state_dict()
         return {**state, "generators": self._generators.state()}
 
-    def put_back(self, state: Mapping[str, Any]) -> None:
-        """Take back the batch fetched last: `state` was the `state_dict` before it."""
-        self._restart = state
+    def timed(self) -> Iterator[tuple[Mapping[str, Any], float]]:
+        """Batches, each with the seconds it was waited for."""
+        batches = iter(self)
+        while True:
+            started = time.perf_counter()
+            self._before = random_state(), self.state_dict()
+            batch = next(batches)
+            yield batch, time.perf_counter() - started
+
+    def put_back(self) -> dict[str, Any]:
+        """Take back the batch that was fetched last. Returns the process's random state before it."""
+        before, self._restart = self._before
+        return before
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         if self._seeks:

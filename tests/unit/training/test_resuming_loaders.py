@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -143,6 +145,33 @@ def test_a_resumed_run_reads_on_whatever_its_loader_draws_its_order_from(tmp_pat
         more, continued = run(tmp_path / "parts", LOADERS[name], stop)
         seen += more
     assert seen == whole
+    assert all(torch.equal(weights[n], continued[n]) for n in weights)
+
+
+@pytest.mark.parametrize(
+    "at", [2, 3, 4]
+)  # the batch to be put back is the last of an epoch, the first of one, another
+@pytest.mark.parametrize("name", ["a generator", "a collate function's", "prepared", "its own state"])
+def test_a_signal_stops_before_the_forward_pass_and_its_batch_is_read_again(tmp_path, name, at):
+    def noisy(batch):
+        return {**batch, "input_ids": torch.where(torch.rand(batch["input_ids"].shape) < 0.1, 1, batch["input_ids"])}
+
+    class Kill:
+        every, passes = 1, []
+
+        def __call__(self, loop, info):
+            if info.step == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+                loop.backend.model.register_forward_pre_hook(lambda *_: self.passes.append(1))
+
+    whole, weights = run(tmp_path / "whole", LOADERS[name], 8, noisy)
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path / "parts", LOADERS[name], 8, noisy, [Kill()])
+    assert stop.value.code == 143 and Kill.passes == []
+    checkpoints = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir())
+    assert checkpoints == [f"step_{at:06d}"]
+    seen, continued = run(tmp_path / "parts", LOADERS[name], 8, noisy)
+    assert seen == whole[at:]
     assert all(torch.equal(weights[n], continued[n]) for n in weights)
 
 
