@@ -34,6 +34,7 @@ from lm_experiments_tools.checkpoint.train_state import (
 )
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.modules.inspection import drops_first_label, forward_names
+from lm_experiments_tools.tracking.run_directory import claim_run
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
 from lm_experiments_tools.training.generation import generate
 from lm_experiments_tools.training.generators import preserved_random_state, random_state, set_random_state
@@ -142,6 +143,7 @@ class TrainingLoop:
         self.writer = None
         if args.model_path:
             run = Path(args.model_path)
+            on_all(backend, lambda: claim_run(args, backend.world_size, once_more=True), only_main=True)
             self.writer = checkpoint.CheckpointWriter(
                 run / "checkpoints", args.keep_checkpoints, rank=backend.rank, links_in=run
             )
