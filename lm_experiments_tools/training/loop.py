@@ -192,7 +192,8 @@ class TrainingLoop:
         )
         if not args.reset_iteration:
             self.state.step = loaded.step
-        self.state.schedule_start = self.state.step if args.reset_lr else min(loaded.schedule_start, self.state.step)
+        into_schedule = 0 if args.reset_lr else loaded.step - loaded.schedule_start
+        self.state.schedule_start = self.state.step - into_schedule  # negative where updates are counted from 0
         if not args.reset_lr:
             self.learning_rate.resume(loaded.plateau)
         if args.skip_used_data:
