@@ -40,7 +40,7 @@ from lm_experiments_tools.training.generation import generate
 from lm_experiments_tools.training.generators import preserved_random_state, random_state, set_random_state
 from lm_experiments_tools.training.hooks import Hook, ProfileHook, ValidateHook, VerbHook, is_due
 from lm_experiments_tools.training.losses import MODEL_LOSS, Loss
-from lm_experiments_tools.training.metrics import Collector, KeptOutputs, MetricSums, Window
+from lm_experiments_tools.training.metrics import Collector, KeptOutputs, MetricSums, Window, storable
 from lm_experiments_tools.training.micro_batches import BatchStream, MicroBatch, StepBatch, padded, split_batch
 from lm_experiments_tools.training.schedules import LearningRate
 from lm_experiments_tools.training.signals import StopSignals
@@ -256,7 +256,7 @@ class TrainingLoop:
         state, hook = self.state, self.validate_hook
         if state.step == 0 and self.args.valid_at_start and "start" not in state.metrics:
             if (values := self.validate(self.valid_dataloader)) is not None:  # else a restart does it
-                state.metrics["start"] = values
+                state.metrics["start"] = storable(values)
         elif is_due(hook, state.step) and state.last_validated_step < state.step and self._saved_at is not None:
             self._validate_now()
 
@@ -391,7 +391,7 @@ class TrainingLoop:
         if self.signals.agreed:
             return None
         values = self.loss.with_total({**sums.reduce(self.backend), **kept.reduce(self.backend)})
-        self.state.metrics[split] = values
+        self.state.metrics[split] = storable(values)
         self._log(split, values, write_tb=write_tb)
         return values
 
@@ -432,7 +432,7 @@ class TrainingLoop:
         """Reduce and write what has been added up since the last log line; every worker calls it."""
         window, self.window = self.window, Window()
         values = self.loss.with_total({**window.sums.reduce(self.backend), **self.kept.reduce(self.backend)})
-        self.state.metrics["train"] = values
+        self.state.metrics["train"] = storable(values)
         steps, seconds = max(window.steps, 1), max(window.seconds, 1e-9)
         self._log(
             "train",
