@@ -79,8 +79,8 @@ class ValidateHook:
         except (TypeError, ValueError) as error:
             loop.save()
             raise UserError(
-                f"--optimize_metric {self.metric} is a {type(value).__name__} ({value!s:.40}), of which none is better: "
-                "name a metric that is a number"
+                f"--optimize_metric {self.metric} is a {type(value).__name__} ({value!s:.40}), of which none is "
+                "better: name a metric that is a number"
             ) from error
 
     def _improves(self, best: float | None, value: float) -> bool:
