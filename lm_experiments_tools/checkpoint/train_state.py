@@ -17,8 +17,10 @@ from torch import Tensor
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.checkpoint import writer as checkpoint
 from lm_experiments_tools.checkpoint.legacy import read_old_training_state, regrouped
-from lm_experiments_tools.checkpoint.tree import load_tree, save_tree
+from lm_experiments_tools.checkpoint.manifest import MANIFEST, verify_files
+from lm_experiments_tools.checkpoint.tree import load_tree, save_tree, tree_files
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import read_json
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -107,7 +109,10 @@ def save_checkpoint(
                     "optimizer": type(backend.optimizer).__name__,
                     "workers": all_workers,
                 }
-                save_tree(path / "trainer_state", tree)
+                try:
+                    save_tree(path / "trainer_state", tree)
+                except TypeError as error:  # of a loader's state_dict, or what keep_for_metrics_fn keeps
+                    raise UserError(f"a checkpoint cannot be saved: {error}") from error
 
     on_all(backend, write)
     manifest = {"world_size": backend.world_size, "backend": backend.describe()}
@@ -136,8 +141,12 @@ def load_state(
 def load_initial(
     source: Path, backend: Backend, *, with_optimizer: bool = True, allow_pickle: bool = False
 ) -> tuple[TrainState, dict[str, Any] | None]:
-    """As `load_state`, of a checkpoint to begin another run from: ours, or an ancestor's, which has only a step."""
-    if (source / "trainer_state.json").exists():
+    """As `load_state`, of a checkpoint to begin another run from: ours, or an ancestor's, which has only a step.
+
+    Of others, such as those of transformers' Trainer, only the weights are of use here.
+    """
+    if is_ours(source):
+        on_all(backend, lambda: _verify_state(source, backend, with_optimizer))
         return load_state(source, backend, with_optimizer=with_optimizer)
     old = read_old_training_state(source, allow_pickle=allow_pickle)
     if with_optimizer and backend.optimizer is not None and old.get("optimizer_state"):
@@ -146,8 +155,28 @@ def load_initial(
     return TrainState(step=old.get("iteration", -1) + 1), None  # the ancestor stores the last update's index
 
 
+def is_ours(source: Path) -> bool:
+    """True for a folder with a trainer state of ours; transformers' Trainer has another of the same name."""
+    file = source / "trainer_state.json"
+    return file.is_file() and {"state", "workers"} <= read_json(file).keys()
+
+
+def _verify_state(path: Path, backend: Backend, with_optimizer: bool) -> None:
+    """Compare what `load_state` is going to read with the manifest, if the checkpoint still has one."""
+    stems = [path / "trainer_state"]
+    if with_optimizer and backend.optimizer is not None:
+        stems.append(_optimizer_stem(path, backend))
+    files = [file.name for stem in stems for file in tree_files(stem) if file.exists()]
+    if (path / MANIFEST).is_file():
+        verify_files(path, files)
+
+
+def _optimizer_stem(path: Path, backend: Backend) -> Path:
+    return path / (f"optimizer_rank_{backend.rank:05d}" if backend.shards_optimizer else "optimizer")
+
+
 def _load_optimizer(path: Path, backend: Backend, saved: dict[str, Any]) -> None:
-    stem = path / (f"optimizer_rank_{backend.rank:05d}" if backend.shards_optimizer else "optimizer")
+    stem = _optimizer_stem(path, backend)
     saved_by, kind = saved["world_size"], type(backend.optimizer).__name__
     if saved["optimizer"] != kind:
         raise UserError(

@@ -22,6 +22,7 @@ from lm_experiments_tools.checkpoint.manifest import MANIFEST, is_plain_relative
 from lm_experiments_tools.checkpoint.source import TASK_FILE, holds_adapter
 from lm_experiments_tools.checkpoint.tree import as_os_error, load_tensors
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import apply_umask
 from lm_experiments_tools.modules.inspection import is_adapted
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "vocab*", "merges.txt")
@@ -72,6 +73,7 @@ def save_model(
         _write_model(Path(path), model, state_dict, generation_config)
     except SafetensorError as error:
         raise as_os_error(error, Path(path)) from error
+    apply_umask(*Path(path).rglob("*.safetensors"))
     if tokenizer_dir is not None:
         _copy_tokenizer(Path(tokenizer_dir), Path(path))
 

@@ -49,6 +49,15 @@ def test_sigterm_on_one_rank_saves_on_all_and_stops_all(launcher, tmp_path):
     assert newest.name in ("step_000003", "step_000004")  # the step at whose start all workers learned of it
 
 
+def test_steps_of_half_horovodruns_grace_period_are_saved_before_it_kills(tmp_path):
+    """It kills 5 s after its SIGTERM; the step in hand has 2.6 s, and another one would be too many."""
+    ended = job("horovod", "sigterm_to_launcher", tmp_path)
+    assert ended.returncode != 0
+    newest = (tmp_path / "last").resolve()
+    verify(newest)
+    assert newest.name == "step_000003"
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_full_disk_on_rank_0_is_an_error_on_every_rank_not_a_hang(launcher, tmp_path):
     ended = job(launcher, "full_disk", tmp_path)
