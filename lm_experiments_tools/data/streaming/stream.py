@@ -256,7 +256,7 @@ def _open(
         return example_dataset(replace(context, seed=seed, quiet=quiet), IndexedDataset(prefix))
 
     encoding = Encoding(os.path.abspath(vocab_path), vocabulary.sha256, text_key=args.text_key)
-    settings = ChunkSettings(plan, str(folder), encoding, args.max_bad_lines)
+    settings = ChunkSettings(plan.on_this_machine(), str(folder), encoding, args.max_bad_lines)
     num_workers = args.data_n_workers or min(_WORKERS, len(os.sched_getaffinity(0)))
     feed = ChunkFeed([ExampleStream(folder, number) for number in streams], settings, build, num_workers)
     rows = _bucket_rows(args, plan.num_streams, backend.world_size)

@@ -27,7 +27,7 @@ import numpy as np
 
 from lm_experiments_tools.data.order import permute, stream_key
 from lm_experiments_tools.data.text.bad_lines import BadLine, no_documents
-from lm_experiments_tools.data.text.documents import Document, Piece, lines_before, plan_pieces, read_piece
+from lm_experiments_tools.data.text.documents import Document, Piece, file_stamp, lines_before, plan_pieces, read_piece
 from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
@@ -83,6 +83,26 @@ class StreamPlan:
         loads = sorted(_weights(pieces), reverse=True)
         num_streams = next(n for n in range(min(max_streams, len(pieces)), 0, -1) if _is_even(loads, n))
         return cls(tuple(pieces), num_streams, seed)
+
+    def on_this_machine(self) -> "StreamPlan":
+        """The plan with the times of the files here, which may be copies of those of the process that made it.
+
+        Raises:
+            UserError: a file is missing here, or is of another size.
+        """
+        stamps: dict[str, tuple[int, int]] = {}
+        for piece in self.pieces:
+            if piece.stamp is None or piece.path in stamps:
+                continue
+            found = file_stamp(piece.path) if os.path.exists(piece.path) else (-1, 0)
+            if found[0] != piece.stamp[0]:
+                here = f"{found[0]:,} bytes" if found[0] >= 0 else "missing"
+                raise UserError(
+                    f"{piece.path} has {piece.stamp[0]:,} bytes where the run was planned and is {here} here: every "
+                    f"machine needs the same text, and nothing may write to it"
+                )
+            stamps[piece.path] = found
+        return replace(self, pieces=tuple(replace(piece, stamp=stamps.get(piece.path)) for piece in self.pieces))
 
     def pieces_of(self, stream: int, passes: int) -> list[Piece]:
         """Pieces of a stream in one pass, in the order in which they are read."""

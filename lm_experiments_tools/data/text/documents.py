@@ -57,12 +57,16 @@ class Document:
 
 @dataclass(frozen=True)
 class Piece:
-    """A unit of work: bytes start:end of a file (end None: a whole compressed file), or shard `start` of a dataset."""
+    """A unit of work: bytes start:end of a file (end None: a whole compressed file), or shard `start` of a dataset.
+
+    `stamp` is what `file_stamp` gave for the file when the piece was cut; None: its reader does not compare.
+    """
 
     path: str
     kind: str  # "json", "text" or "dataset"
     start: int = 0
     end: int | None = None
+    stamp: tuple[int, int] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -70,6 +74,22 @@ class Piece:
         if self.kind == "dataset":
             return 0
         return (self.end if self.end is not None else os.path.getsize(self.path)) - self.start
+
+    def check_unchanged(self) -> None:
+        """Raise UserError where the file is not what it was when the piece was cut: its bounds are of the old one."""
+        if self.stamp is None or (found := file_stamp(self.path)) == self.stamp:
+            return
+        sizes = f"{self.stamp[0]:,} bytes then, {found[0]:,} now" if found[0] != self.stamp[0] else "of the same size"
+        raise UserError(
+            f"{self.path} was changed while it was being read ({sizes}), so what was read of it is a mixture of the "
+            f"old and the new text: wait until nothing writes to it any more and start again"
+        )
+
+
+def file_stamp(path: str) -> tuple[int, int]:
+    """(size in bytes, time of the last change in ns) of a file."""
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
 
 
 def plan_pieces(inputs: Sequence[str], piece_bytes: int | None = None) -> list[Piece]:
@@ -79,17 +99,18 @@ def plan_pieces(inputs: Sequence[str], piece_bytes: int | None = None) -> list[P
     where there is nothing to read at all.
     """
     files = find_files(inputs)
-    sizes = {path: os.path.getsize(path) for path, kind in files if kind != "dataset"}
-    piece_bytes = piece_bytes or min(max(sum(sizes.values()) // 64, 2 << 20), 64 << 20)
+    stamps = {path: file_stamp(path) for path, kind in files if kind != "dataset"}
+    size = sum(num_bytes for num_bytes, _ in stamps.values())
+    piece_bytes = piece_bytes or min(max(size // 64, 2 << 20), 64 << 20)
     pieces: list[Piece] = []
     for path, kind in files:
         if kind == "dataset":
             pieces += [Piece(path, kind, start=shard) for shard in range(hf_datasets.num_shards(path))]
         elif path.endswith(".gz"):
-            pieces.append(Piece(path, kind))
+            pieces.append(Piece(path, kind, stamp=stamps[path]))
         else:
-            bounds = _boundaries(path, kind, sizes[path], piece_bytes)
-            pieces += [Piece(path, kind, start, end) for start, end in pairwise(bounds)]
+            bounds = _boundaries(path, kind, stamps[path][0], piece_bytes)
+            pieces += [Piece(path, kind, start, end, stamps[path]) for start, end in pairwise(bounds)]
     return pieces
 
 
@@ -280,10 +301,11 @@ def read_lines(piece: Piece, first_line: int = 1, max_bytes: int | None = None) 
     """(line number, bytes) of a byte range or of a whole compressed file.
 
     Of a line longer than `max_bytes` (None: MAX_DOCUMENT_BYTES) one byte more than that is given, and the rest passed
-    over. Raises UserError for a damaged compressed file.
+    over. Raises UserError for a damaged compressed file, and for one that has changed since the piece was cut.
     """
     limit = MAX_DOCUMENT_BYTES if max_bytes is None else max_bytes
     number, position = first_line - 1, piece.start
+    piece.check_unchanged()
     try:
         with gzip.open(piece.path) if piece.end is None else open(piece.path, "rb") as file:
             file.seek(piece.start)
@@ -294,10 +316,12 @@ def read_lines(piece: Piece, first_line: int = 1, max_bytes: int | None = None) 
                     _skip_line(file)
                     position = file.tell()
                 yield number, line.removeprefix(_BOM) if is_first else line
-                if position == piece.end:
-                    return
+                if piece.end is not None and position >= piece.end:  # beyond it where the file has changed
+                    break
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        piece.check_unchanged()
         raise UserError(f"{piece.path} is damaged after line {number} ({error}); compress or copy it again") from None
+    piece.check_unchanged()
 
 
 @lru_cache(maxsize=64)

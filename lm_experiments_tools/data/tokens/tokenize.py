@@ -95,11 +95,13 @@ def tokenize_corpus(
     with locked(Path(f"{prefix}.lock")):
         if not overwrite:
             check_replaceable(prefix, origin["input"], vocabulary.path, vocabulary.sha256)
-        _prepare_folder(folder, _plan_fingerprint(pieces, encoding))
+        fingerprint = _plan_fingerprint(pieces, encoding)
+        _prepare_folder(folder, fingerprint)
         with _kept_if_resumable(folder, len(pieces)):
             jobs = _jobs(pieces, folder)
             with _progress(pieces, jobs, show_progress) as advance:
                 _run(jobs, encoding, max_bad_lines, workers or len(os.sched_getaffinity(0)), advance)
+            _check_unchanged(pieces, encoding, fingerprint)
             bad_lines = _collect_bad_lines(pieces, folder, f"{prefix}.bad_lines.jsonl", max_bad_lines)
             if bad_lines.count:
                 logger.warning("%s", bad_lines)
@@ -182,14 +184,21 @@ def _datasets_of(pieces: list[Piece]) -> list[str]:
 
 def _plan_fingerprint(pieces: list[Piece], encoding: Encoding) -> str:
     """Changes whenever the tokens could: which bytes are read, and how they are encoded."""
-    stamps = {}
-    for piece in pieces:
-        if piece.kind != "dataset" and piece.path not in stamps:
-            stamps[os.path.abspath(piece.path)] = os.stat(piece.path).st_mtime_ns
+    stamps = {os.path.abspath(piece.path): piece.stamp[1] for piece in pieces if piece.stamp is not None}
     parts = [(os.path.abspath(p.path) if p.kind != "dataset" else p.path, p.kind, p.start, p.end) for p in pieces]
     identities = [hf_datasets.identity(name, with_times=True) for name in _datasets_of(pieces)]
     plan = [FORMAT, parts, sorted(stamps.items()), identities, encoding.identity()]
     return hashlib.sha256(json.dumps(plan).encode()).hexdigest()
+
+
+def _check_unchanged(pieces: list[Piece], encoding: Encoding, fingerprint: str) -> None:
+    """Refuse to join pieces of a text that is not that of the plan any more: its bounds were other documents'."""
+    for piece in {piece.path: piece for piece in pieces}.values():
+        piece.check_unchanged()
+    names = _datasets_of(pieces)
+    local = names and all(os.path.exists(hf_datasets.split_name(name)[0]) for name in names)  # the hub has revisions
+    if local and _plan_fingerprint(pieces, encoding) != fingerprint:
+        raise UserError(f"files of {', '.join(names)} were changed while they were being read: start again")
 
 
 def _prepare_folder(folder: Path, fingerprint: str) -> None:

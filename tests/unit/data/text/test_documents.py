@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 import re
 import sys
@@ -13,6 +14,7 @@ from lm_experiments_tools.data.text import documents
 from lm_experiments_tools.data.text.bad_lines import BadLine
 from lm_experiments_tools.data.text.documents import (
     Document,
+    Piece,
     iter_documents,
     plan_pieces,
     read_piece,
@@ -240,6 +242,38 @@ def test_pieces_tile_a_file_whatever_their_size(tmp_path, suffix):
         assert [item.text for item in items if isinstance(item, Document)] == [d.text for d in whole]
         assert sum(isinstance(item, BadLine) for item in items) == bad
     assert len(plan_pieces([str(data)], 1000)) > 5
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt", ".jsonl.gz"])
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_a_file_that_changes_after_it_was_cut_is_an_error_at_every_piece(tmp_path, suffix, when):
+    data = tmp_path / f"data{suffix}"
+    lines = "".join(f"{json.dumps({'text': f'document {i}'})}\n\n" for i in range(100)).encode()
+
+    def write(text):
+        data.write_bytes(gzip.compress(text) if suffix.endswith(".gz") else text)
+
+    for changed in (b'{"text": "new"}\n\n' + lines, lines[:-20], lines.replace(b"7", b"8")):
+        write(lines)
+        os.utime(data, ns=(1, 1))
+        for piece in plan_pieces([str(data)], 500):
+            if when == "before":
+                write(changed)
+            items = read_piece(piece)
+            with pytest.raises(UserError, match=rf"{re.escape(data.name)} was changed while it was being read"):
+                next(items)
+                write(changed)
+                list(items)
+            write(lines)
+            os.utime(data, ns=(1, 1))
+
+
+def test_a_piece_never_reads_beyond_its_end(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f'{{"text": "document {i}"}}\n' for i in range(100)))
+    for piece in plan_pieces([str(data)], 500):
+        moved = Piece(piece.path, piece.kind, piece.start + 1, piece.end - 1)  # bounds that are no line's any more
+        assert len(list(read_piece(moved))) == len(list(read_piece(piece)))
 
 
 def _reference_text(line):

@@ -228,6 +228,48 @@ def test_bad_lines_of_all_pieces_are_listed_with_their_line_in_the_file(tmp_path
     assert files(tmp_path / "u") == files(tmp_path / "t")
 
 
+@pytest.mark.parametrize("changed", [0, 1, -1])
+def test_text_that_changes_while_it_is_tokenized_gives_no_tokens(tmp_path, vocab, small_pieces, monkeypatch, changed):
+    """One line in front moves all others over the bounds of the pieces; after the last piece nothing would read it."""
+    data = tmp_path / "d.jsonl"
+    write_jsonl(data, make_texts(1500))
+    number = range(len(plan_pieces([str(data)], 20_000)))[changed]
+    real = module.tokenize_piece
+
+    def tokenize_and_change(piece, prefix, *rest):
+        count = real(piece, prefix, *rest)
+        if prefix.endswith(f"{number:06d}"):
+            data.write_text('{"text": "a new line"}\n' + data.read_text())
+        return count
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "tokenize_piece", tokenize_and_change)
+        with pytest.raises(UserError, match=r"d\.jsonl was changed while it was being read \([\d,]+ bytes then"):
+            tokenize_corpus([str(data)], vocab, tmp_path / "t", workers=1)
+    assert not dataset_exists(tmp_path / "t")
+    tokenize_corpus([str(data)], vocab, tmp_path / "t", workers=1)
+    assert len(IndexedDataset(tmp_path / "t")) == 1501
+
+
+def test_a_local_dataset_that_changes_while_it_is_tokenized_gives_no_tokens(tmp_path, vocab, monkeypatch):
+    pytest.importorskip("datasets")
+    write_table = pytest.importorskip("pyarrow.parquet").write_table
+    table = pytest.importorskip("pyarrow").table
+    folder, real = tmp_path / "parquet", module.tokenize_piece
+    folder.mkdir()
+    write_table(table({"text": ["the a of model"]}), folder / "train-00000-of-00001.parquet")
+
+    def tokenize_and_change(piece, *rest):
+        count = real(piece, *rest)
+        write_table(table({"text": ["the a of token"] * 9}), folder / "train-00000-of-00001.parquet")
+        return count
+
+    monkeypatch.setattr(module, "tokenize_piece", tokenize_and_change)
+    with pytest.raises(UserError, match="parquet were changed while they were being read"):
+        tokenize_corpus([str(folder)], vocab, tmp_path / "t", workers=1)
+    assert not dataset_exists(tmp_path / "t")
+
+
 def test_empty_input_and_bad_arguments_are_one_sentence(tmp_path, vocab):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "blank.jsonl").write_text("\n\n")
