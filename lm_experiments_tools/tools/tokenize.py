@@ -15,7 +15,7 @@ class TokenizeArgs:
     """Tokenization."""
 
     input: tuple[str, ...]
-    """Text: .jsonl, .jsonl.gz, .txt files, folders of them, Hugging Face datasets (name:config:split)."""
+    """Text: .jsonl and .txt files, also compressed, folders of them, Hugging Face datasets (name:config:split)."""
     vocab: str
     """SentencePiece .model file."""
     output: str

@@ -2,10 +2,11 @@
 
 | input | a document is |
 |---|---|
-| `.jsonl`, `.json`, `.jsonl.gz`, `.json.gz` | one line: an object whose `text_key` is a string |
-| `.txt`, `.txt.gz` | a block of lines; blank lines separate documents |
-| a folder | all of the above in it, recursively, in sorted order; other files and hidden ones are passed over |
-| `name[:config][:split]` | a row of a Hugging Face dataset, streamed: of the hub, or a folder of Parquet files |
+| `.jsonl`, `.json`, `.ndjson` | one line: an object whose `text_key` is a string |
+| `.txt` | a block of lines; blank lines separate documents |
+| the same with `.gz`, `.bz2`, `.xz`, `.zst` | as above (`.zst` with pyarrow); in capitals too |
+| a folder | all of the above in it (see inputs.py) |
+| `name[:config][:split]`, `.parquet` | a row of a Hugging Face dataset, streamed: of the hub, or of Parquet files |
 
 A line that cannot be used (broken JSON, no such key, a number where text should be, no UTF-8, ...) is never dropped in
 silence: it comes out as a `BadLine`, and so does a document too large for memory, of which no more than the limit is
@@ -14,37 +15,32 @@ read. Blank lines of a JSON-lines file are no data and are passed over; so is a 
 Large plain files are cut into byte ranges (`Piece`) at document boundaries, so that several processes can read one.
 """
 
-import gzip
 import json
 import logging
 import os
 import re
 import sys
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from lm_experiments_tools.data.text import hf_datasets
-from lm_experiments_tools.data.text.bad_lines import BadLine, Quarantine, listed, no_documents, no_key
+from lm_experiments_tools.data.text.bad_lines import BadLine, Quarantine, no_documents, no_key
+from lm_experiments_tools.data.text.compression import endings, open_decompressed
+from lm_experiments_tools.data.text.inputs import find_files
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import human_bytes
 
 logger = logging.getLogger(__name__)
 
-JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
-TEXT_SUFFIXES = (".txt", ".txt.gz")
-DATASET_SUFFIXES = (".parquet", ".arrow")  # a folder of these is read by the datasets package
 MAX_DOCUMENT_BYTES = 256 << 20  # on disk; encoding one takes many times that in memory
 _BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SKIP_BYTES = 1 << 20
 _EXCERPT = 1000  # characters of a bad line kept in the quarantine file: enough to recognise it
-_DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[^:]*)?(:[^:]+)?")
 
 
 @dataclass(frozen=True)
@@ -86,6 +82,12 @@ class Piece:
         )
 
 
+def whole_file(path: str, kind: str = "") -> Piece:
+    """All of a file as one piece."""
+    stamp = file_stamp(path)
+    return Piece(path, kind, 0, None if endings(path)[1] else stamp[0], stamp)
+
+
 def file_stamp(path: str) -> tuple[int, int]:
     """(size in bytes, time of the last change in ns) of a file."""
     status = os.stat(path)
@@ -106,64 +108,12 @@ def plan_pieces(inputs: Sequence[str], piece_bytes: int | None = None) -> list[P
     for path, kind in files:
         if kind == "dataset":
             pieces += [Piece(path, kind, start=shard) for shard in range(hf_datasets.num_shards(path))]
-        elif path.endswith(".gz"):
+        elif endings(path)[1]:
             pieces.append(Piece(path, kind, stamp=stamps[path]))
         else:
             bounds = _boundaries(path, kind, stamps[path][0], piece_bytes)
             pieces += [Piece(path, kind, start, end, stamps[path]) for start, end in pairwise(bounds)]
     return pieces
-
-
-def find_files(inputs: Sequence[str]) -> list[tuple[str, str]]:
-    """(path, kind) of all files, and of the datasets by name, which are not opened.
-
-    Raises UserError where an input does not exist or is of an unknown kind, and where there is nothing to read at all.
-    """
-    files = [file for item in inputs for file in _resolve(os.fspath(item))]
-    if not any(kind == "dataset" or os.path.getsize(path) for path, kind in files):
-        raise UserError(f"there is no text in {listed(inputs)}: {len(set(files))} files, all of them empty")
-    return files
-
-
-def _resolve(item: str) -> list[tuple[str, str]]:
-    """(path, kind) of the files an input stands for, or the name of a Hugging Face dataset."""
-    if os.path.isdir(item):
-        found = [
-            os.path.join(folder, name)
-            for folder, _, names in os.walk(item)
-            for name in names
-            if not any(part.startswith(".") for part in Path(folder, name).relative_to(item).parts)
-            and not _is_output(name, names)
-        ]
-        files = [(path, _kind(path)) for path in sorted(found) if _kind(path)]
-        if not files and any(path.endswith(DATASET_SUFFIXES) for path in found):
-            return [(item, "dataset")]
-        if not files:
-            raise UserError(
-                f"folder {item} has no {', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)} file in it ({len(found)} others)"
-            )
-        return files
-    if os.path.exists(item):
-        if not _kind(item):
-            raise UserError(f"{item} is none of {', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)}; rename or convert it")
-        return [(item, _kind(item))]
-    if os.path.isdir(hf_datasets.split_name(item)[0]):
-        return [(item, "dataset")]  # folder:config:split
-    looks_local = item.startswith((".", "/", "~")) or os.path.isdir(os.path.dirname(item) or "\0")
-    if looks_local or _kind(item) or not _DATASET_NAME.fullmatch(item):
-        raise UserError(f"{item} does not exist")
-    return [(item, "dataset")]
-
-
-def _is_output(name: str, names: Sequence[str]) -> bool:
-    """True for what an earlier run wrote into a folder with these names: its record, or its bad lines."""
-    return name.endswith(".bad_lines.jsonl") or (name.endswith(".json") and f"{name[:-5]}.idx" in names)
-
-
-def _kind(path: str) -> str:
-    if path.endswith(JSON_SUFFIXES):
-        return "json"
-    return "text" if path.endswith(TEXT_SUFFIXES) else ""
 
 
 def _boundaries(path: str, kind: str, size: int, piece_bytes: int) -> list[int]:
@@ -307,8 +257,9 @@ def read_lines(piece: Piece, first_line: int = 1, max_bytes: int | None = None) 
     number, position = first_line - 1, piece.start
     piece.check_unchanged()
     try:
-        with gzip.open(piece.path) if piece.end is None else open(piece.path, "rb") as file:
-            file.seek(piece.start)
+        with open_decompressed(piece.path) as file:
+            if piece.start:
+                file.seek(piece.start)
             while line := file.readline(limit + 1):
                 number += 1
                 is_first, position = position == 0, position + len(line)
@@ -318,7 +269,7 @@ def read_lines(piece: Piece, first_line: int = 1, max_bytes: int | None = None) 
                 yield number, line.removeprefix(_BOM) if is_first else line
                 if piece.end is not None and position >= piece.end:  # beyond it where the file has changed
                     break
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except EOFError as error:
         piece.check_unchanged()
         raise UserError(f"{piece.path} is damaged after line {number} ({error}); compress or copy it again") from None
     piece.check_unchanged()
