@@ -43,6 +43,7 @@ from lm_experiments_tools.data.text.encoding import Encoding
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.files import token_prefix
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.workers import available_cores
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
 from lm_experiments_tools.files import hash_of_ends
 
@@ -257,7 +258,7 @@ def _open(
 
     encoding = Encoding(os.path.abspath(vocab_path), vocabulary.sha256, text_key=args.text_key)
     settings = ChunkSettings(plan.on_this_machine(), str(folder), encoding, args.max_bad_lines)
-    num_workers = args.data_n_workers or min(_WORKERS, len(os.sched_getaffinity(0)))
+    num_workers = args.data_n_workers or min(_WORKERS, available_cores())
     feed = ChunkFeed([ExampleStream(folder, number) for number in streams], settings, build, num_workers)
     rows = _bucket_rows(args, plan.num_streams, backend.world_size)
     dataset = StreamedDataset(feed, fingerprint, plan.num_streams, rows, args.seed)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_experiments_tools.data.tokens.files import check_replaceable, token_prefix
+from lm_experiments_tools.data.tokens.files import check_replaceable, remove_unfinished, token_prefix
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
@@ -54,6 +54,7 @@ def merge_datasets(
             meta = datasets[0].meta
             vocab_file, vocab_sha256 = (meta.get(name) or "unknown" for name in ("vocab_file", "vocab_sha256"))
             check_replaceable(output, _texts(datasets), vocab_file, vocab_sha256)
+        remove_unfinished(output)
         return _write(datasets, output)
 
 

@@ -27,14 +27,14 @@ from lm_experiments_tools.data.text.bad_lines import BadLine, Quarantine, no_doc
 from lm_experiments_tools.data.text.documents import Piece, count_lines, plan_pieces, read_piece
 from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens.files import check_replaceable, dataset_exists
+from lm_experiments_tools.data.tokens.files import check_replaceable, dataset_exists, remove_unfinished
 from lm_experiments_tools.data.tokens.indexed import (
     IndexedDataset,
     IndexedDatasetWriter,
     finished_record,
     token_dtype,
 )
-from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool
+from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool, available_cores
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked, write_atomic
 
@@ -95,12 +95,13 @@ def tokenize_corpus(
     with locked(Path(f"{prefix}.lock")):
         if not overwrite:
             check_replaceable(prefix, origin["input"], vocabulary.path, vocabulary.sha256)
+        remove_unfinished(prefix)
         fingerprint = _plan_fingerprint(pieces, encoding)
         _prepare_folder(folder, fingerprint)
         with _kept_if_resumable(folder, len(pieces)):
             jobs = _jobs(pieces, folder)
             with _progress(pieces, jobs, show_progress) as advance:
-                _run(jobs, encoding, max_bad_lines, workers or len(os.sched_getaffinity(0)), advance)
+                _run(jobs, encoding, max_bad_lines, workers or available_cores(), advance)
             _check_unchanged(pieces, encoding, fingerprint)
             bad_lines = _collect_bad_lines(pieces, folder, f"{prefix}.bad_lines.jsonl", max_bad_lines)
             if bad_lines.count:

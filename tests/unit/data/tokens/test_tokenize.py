@@ -19,9 +19,9 @@ from lm_experiments_tools.data.text.train_vocabulary import train_vocab
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens import tokenize as module
 from lm_experiments_tools.data.tokens.files import dataset_exists
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
-from lm_experiments_tools.data.workers import Worker
+from lm_experiments_tools.data.workers import Worker, available_cores
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main
 from tests.helpers import ROOT
@@ -268,6 +268,43 @@ def test_a_local_dataset_that_changes_while_it_is_tokenized_gives_no_tokens(tmp_
     with pytest.raises(UserError, match="parquet were changed while they were being read"):
         tokenize_corpus([str(folder)], vocab, tmp_path / "t", workers=1)
     assert not dataset_exists(tmp_path / "t")
+
+
+def test_an_output_in_the_folder_of_its_text_is_no_input_and_a_stopped_run_goes_on(
+    tmp_path, vocab, small_pieces, monkeypatch
+):
+    folder, done, real = tmp_path / "in", [], module.tokenize_piece
+    folder.mkdir()
+    write_jsonl(folder / "d.jsonl", make_texts(1500) + ["\0"])  # the last one a bad line
+    tokenize_corpus([str(folder)], vocab, tmp_path / "whole", workers=1)
+
+    def stop(piece, *rest):
+        done.append(piece)
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        return real(piece, *rest)
+
+    monkeypatch.setattr(module, "tokenize_piece", stop)
+    with pytest.raises(KeyboardInterrupt):
+        tokenize_corpus([str(folder)], vocab, folder / "t", workers=1)
+    left = IndexedDatasetWriter(folder / "t", "uint16"), IndexedDatasetWriter(folder / "other", "uint16")  # of a kill
+    tokenize_corpus([str(folder)], vocab, folder / "t", workers=1)
+    pieces = len(plan_pieces([str(folder)], 20_000))
+    assert pieces > 4 and len(done) == 3 + pieces - 2, "finished pieces were thrown away"
+    assert files(folder / "t")[:2] == files(tmp_path / "whole")[:2]
+    unfinished = left[1].bin_path.with_name(f"other.bin.tmp{'?' * 12}")
+    assert sorted(folder.glob("*.tmp*")) == sorted(folder.glob(unfinished.name)) and len(done) == pieces + 1
+    tokenize_corpus([str(folder)], vocab, folder / "t", workers=1)  # the same again beside its own output
+    assert files(folder / "t")[:2] == files(tmp_path / "whole")[:2]
+    for writer in left:
+        writer.abort()
+
+
+def test_the_number_of_cores_is_known_where_the_system_has_no_affinity(tmp_path, vocab, monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert available_cores() == os.cpu_count()
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(3))
+    assert tokenize_corpus([data], vocab, tmp_path / "t")["num_documents"] == 3
 
 
 def test_empty_input_and_bad_arguments_are_one_sentence(tmp_path, vocab):
