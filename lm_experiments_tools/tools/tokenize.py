@@ -24,8 +24,9 @@ class TokenizeArgs:
     """Key of a .jsonl line that holds the text."""
     append_eos: bool = False
     """End each document with the end-of-sequence id (t5 does not, nanoT5 does)."""
-    encode_by: Literal["line", "document"] = "line"
-    """line: ids do not depend on a document's length, as with Hugging Face; document: as seqio, 25 % faster."""
+    encode_by: Literal["line", "document"] | None = None
+    """line: ids do not depend on a document's length, as with Hugging Face; document: as seqio, 25 % faster. None:
+    line, unless the vocabulary knows newlines (Gemma's, Llama's), which line would leave out."""
     max_bad_lines: int = 100
     """Unusable lines to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error."""
     workers: int | None = None

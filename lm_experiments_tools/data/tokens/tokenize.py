@@ -55,7 +55,7 @@ def tokenize_corpus(
     append_eos: bool = False,
     text_key: str = "text",
     max_bad_lines: int | None = 100,
-    encode_by: str = "line",
+    encode_by: str | None = None,
     show_progress: bool | None = None,
     shard: tuple[int, int] | None = None,
     overwrite: bool = False,
@@ -69,7 +69,8 @@ def tokenize_corpus(
         max_bad_lines: lines to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error (None: any number).
         encode_by: "line" encodes the lines of a document apart, so that ids do not depend on the document's length and
             equal those of Hugging Face tokenizers; "document" encodes it whole, as seqio does (25 % faster; a few near
-            ties come out differently, because SentencePiece sums scores in float32).
+            ties come out differently, because SentencePiece sums scores in float32). None: "line" unless the
+            vocabulary knows newlines, which "line" would lose.
         show_progress: a progress bar on stderr; None shows it on a terminal.
         shard: (i, n) encodes the i-th of n parts, 0 <= i < n, into `shard_prefix(PREFIX, i, n)`.
         overwrite: replace token files of other inputs, or of another vocabulary.
@@ -77,12 +78,14 @@ def tokenize_corpus(
     Raises:
         UserError: an unreadable input or vocabulary, no document, too many bad lines, or a PREFIX of something else.
     """
-    if encode_by not in ("line", "document"):
+    if encode_by not in (None, "line", "document"):
         raise UserError(f"encode_by is {encode_by!r}; it can be 'line' or 'document'")
     if workers is not None and workers < 1:
         raise UserError(f"workers is {workers}; at least one process has to do the work")
     vocabulary = Vocabulary.load(vocab_path)
-    encoding = Encoding(os.path.abspath(vocabulary.path), vocabulary.sha256, text_key, append_eos, encode_by)
+    encoding = Encoding.of(vocabulary, text_key, append_eos, encode_by)
+    if encoding.encode_by == "line" != vocabulary.encode_by:
+        logger.warning("%s knows newlines, and encode_by=line leaves them all out", vocabulary.path)
     prefix = os.fspath(output_prefix)
     origin: dict[str, Any] = {"input": [os.path.abspath(item) if os.path.exists(item) else item for item in inputs]}
     if shard is None:
@@ -122,7 +125,7 @@ def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.Path
         UserError: as tokenize_corpus.
     """
     settings = {name: options[name] for name in ("text_key", "append_eos", "encode_by") if name in options}
-    encoding = Encoding(os.path.abspath(vocabulary.path), vocabulary.sha256, **settings)
+    encoding = Encoding.of(vocabulary, **settings)
     key = _plan_fingerprint(plan_pieces([path]), encoding)[:16]
     prefix = os.path.join(cache_dir, f"{Path(path).name.replace(':', '_')}-{key}")
     with locked(Path(f"{prefix}.cache.lock")):

@@ -129,6 +129,14 @@ def test_two_or_three_workers_have_the_rows_of_one(start, in_process):
     assert_equal(parts, {name: rows[:240] for name, rows in expected.items()})
 
 
+def test_a_stream_encodes_as_suits_the_vocabulary(start, in_process, monkeypatch):
+    by_line = start(cache="line")
+    monkeypatch.setattr(Vocabulary, "encode_by", "document")
+    whole = start(cache="document")
+    ways = [loader.dataset.feed._settings.encoding.encode_by for loader in (by_line, whole)]
+    assert ways == ["line", "document"] and by_line.dataset.fingerprint != whole.dataset.fingerprint
+
+
 def test_speed_of_the_source_and_number_of_processes_change_nothing(start, in_process):
     expected = take(start(cache="fast", data_n_workers=1), 60)
     in_process.setattr(InProcess, "before", staticmethod(lambda _: time.sleep(random.random() * 0.1)))

@@ -26,6 +26,7 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main
 from tests.helpers import ROOT
 from tests.helpers.token_toys import make_texts, write_jsonl
+from tests.helpers.vocabulary_toys import train_vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -305,6 +306,32 @@ def test_the_number_of_cores_is_known_where_the_system_has_no_affinity(tmp_path,
     assert available_cores() == os.cpu_count()
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(3))
     assert tokenize_corpus([data], vocab, tmp_path / "t")["num_documents"] == 3
+
+
+NEWLINE_VOCABULARIES = {  # options of the trainer, and the way its documents are encoded
+    "t5": ({}, "line"),
+    "piece": ({"user_defined_symbols": ["\n"]}, "document"),
+    "bytes": ({"byte_fallback": True, "normalization_rule_name": "identity"}, "document"),
+    "neither": ({"normalization_rule_name": "identity"}, "line"),
+}
+
+
+@pytest.mark.parametrize("kind", NEWLINE_VOCABULARIES)
+def test_newlines_are_kept_wherever_the_vocabulary_has_them(tmp_path, kind, caplog):
+    options, way = NEWLINE_VOCABULARIES[kind]
+    model = train_vocabulary(tmp_path / "v.model", "\n".join(make_texts(500)).split("\n"), 500, **options)
+    vocabulary = Vocabulary.load(model)
+    assert vocabulary.encode_by == way
+    texts = ["model token\nlanguage file", "zero\n\nlines open"]
+    data = write_jsonl(tmp_path / "d.jsonl", texts)
+    made = tokenize_corpus([data], model, tmp_path / "t", workers=1)
+    cached = module.ensure_tokenized(data, vocabulary, tmp_path / "cache", workers=1)
+    assert made["encode_by"] == way and sequences(tmp_path / "t") == sequences(cached)
+    kept = texts if way == "document" else [text.replace("\n\n", "\n").replace("\n", " ") for text in texts]
+    assert [vocabulary.decode(ids) for ids in sequences(cached)] == kept
+    assert not caplog.messages
+    asked = tokenize_corpus([data], model, tmp_path / "asked", workers=1, encode_by="line")
+    assert asked["encode_by"] == "line" and ("encode_by=line leaves them all out" in caplog.text) == (way != "line")
 
 
 def test_empty_input_and_bad_arguments_are_one_sentence(tmp_path, vocab):
