@@ -32,7 +32,7 @@ if __name__ == "__main__" and not __package__:
 
 from lm_experiments_tools.config.cli import parse, run_main
 from lm_experiments_tools.config.flags import check_minimum
-from lm_experiments_tools.data.text.bad_lines import NO_KEY, BadLine, Quarantine, no_documents
+from lm_experiments_tools.data.text.bad_lines import NO_KEY, BadLine, EmptyText, Quarantine, no_documents
 from lm_experiments_tools.data.text.documents import (
     Piece,
     plan_pieces,
@@ -315,7 +315,8 @@ def _lines(piece: Piece, settings: EncodingSettings) -> Iterator[tuple[int, byte
         return
     for item in read_piece(piece):
         if isinstance(item, BadLine):
-            yield item
+            if not isinstance(item, EmptyText):
+                yield item
         else:
             line = json.dumps({settings.json_keys[0]: item.text}, ensure_ascii=False).encode()
             yield int(item.source.rpartition(":")[2]), line

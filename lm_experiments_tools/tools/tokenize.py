@@ -58,9 +58,11 @@ def run(args: TokenizeArgs) -> None:
     )
     seconds = time.perf_counter() - start
     megabytes = meta["num_bytes"] / 1e6
+    empty = f", {meta['empty_documents']:,} empty texts" if "empty_documents" in meta else ""
     print(
         f"{meta['num_documents']:,} documents, {megabytes:.1f} MB of text -> {meta['num_tokens']:,} tokens "
-        f"({meta['dtype']}), {meta['bad_lines']} bad lines, in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s): "
+        f"({meta['dtype']}), {meta['bad_lines']} bad lines{empty}, "
+        f"in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s): "
         f"{shard_prefix(args.output, *shard) if shard else args.output}.bin, .idx, .json"
     )
 

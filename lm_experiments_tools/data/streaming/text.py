@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from lm_experiments_tools.data.order import permute, stream_key
-from lm_experiments_tools.data.text.bad_lines import BadLine, no_documents
+from lm_experiments_tools.data.text.bad_lines import BadLine, EmptyText, no_documents
 from lm_experiments_tools.data.text.documents import Document, Piece, file_stamp, lines_before, plan_pieces, read_piece
 from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
@@ -166,7 +166,7 @@ class StreamText:
     ):
         self.plan, self.stream, self.position = plan, stream, position
         self._text_key, self._max_bad_lines, self._listed_in = text_key, max_bad_lines, listed_in
-        self._first_bad_line = ""
+        self._first_bad_line, self._num_empty = "", 0
         self.bad_lines: list[tuple[Piece, BadLine]] = []
         self._kept: dict[Piece, list[Document | BadLine]] = {}
         self._room = _KEPT_BYTES
@@ -187,15 +187,17 @@ class StreamText:
                 if empty_pieces > len(self.plan.pieces):
                     paths = list(dict.fromkeys(piece.path for piece in self.plan.pieces))
                     first = self._first_bad_line
-                    raise no_documents(paths, self.position.bad_lines, first, self._listed_in)
+                    raise no_documents(paths, self.position.bad_lines, first, self._listed_in, self._num_empty)
                 self.position = replace(self.position, piece=self.position.piece + 1, items=0)
             self.position = replace(self.position, passes=self.position.passes + 1, piece=0)
 
     def _advance(self, piece: Piece, item: Document | BadLine) -> None:
         bad_lines = self.position.bad_lines
-        if isinstance(item, BadLine) and not self._first_bad_line:
+        is_bad = isinstance(item, BadLine) and not isinstance(item, EmptyText)
+        self._num_empty += isinstance(item, EmptyText)
+        if is_bad and not self._first_bad_line:
             self._first_bad_line = "{file}:{line}: {reason}".format(**_listing(piece, item))
-        if isinstance(item, BadLine) and self.position.passes == 0:
+        if is_bad and self.position.passes == 0:
             self.bad_lines.append((piece, item))
             bad_lines += 1
         self.position = replace(self.position, items=self.position.items + 1, bad_lines=bad_lines)

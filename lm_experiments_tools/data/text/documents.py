@@ -9,8 +9,9 @@
 | `name[:config][:split]`, `.parquet` | a row of a Hugging Face dataset, streamed: of the hub, or of Parquet files |
 
 A line that cannot be used (broken JSON, no such key, a number where text should be, no UTF-8, ...) is never dropped in
-silence: it comes out as a `BadLine`, and so does a document too large for memory, of which no more than the limit is
-read. Blank lines of a JSON-lines file are no data and are passed over; so is a UTF-8 byte order mark.
+silence: it comes out as a `BadLine` (an empty text as an `EmptyText`), and so does a document too large for memory, of
+which no more than the limit is read. Blank lines of a JSON-lines file are no data and are passed over; so is a UTF-8
+byte order mark.
 
 Large plain files are cut into byte ranges (`Piece`) at document boundaries, so that several processes can read one.
 """
@@ -28,7 +29,7 @@ from itertools import islice, pairwise
 from typing import Any, BinaryIO
 
 from lm_experiments_tools.data.text import hf_datasets
-from lm_experiments_tools.data.text.bad_lines import BadLine, Quarantine, no_documents, no_key
+from lm_experiments_tools.data.text.bad_lines import BadLine, EmptyText, Quarantine, no_documents, no_key
 from lm_experiments_tools.data.text.compression import endings, open_decompressed
 from lm_experiments_tools.data.text.inputs import find_files
 from lm_experiments_tools.errors import UserError
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 MAX_DOCUMENT_BYTES = 256 << 20  # on disk; encoding one takes many times that in memory
 _BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_EMPTY = "is empty"  # ends the reason why there is no text in a text
 _SKIP_BYTES = 1 << 20
 _EXCERPT = 1000  # characters of a bad line kept in the quarantine file: enough to recognise it
 
@@ -162,7 +164,7 @@ def _read_json(lines: Iterator[tuple[int, bytes]], path: str, text_key: str) -> 
             if isinstance(parsed, str):
                 yield Document(parsed, f"{path}:{number}")
             else:
-                yield BadLine(number, parsed[0], excerpt(line))
+                yield left_out(number, parsed[0], excerpt(line))
 
 
 def parse_json_line(line: bytes, text_key: str) -> str | tuple[str]:
@@ -206,7 +208,12 @@ def _text_of(record: dict[str, Any], text_key: str) -> str | tuple[str]:
 
 
 def _unusable(text: str) -> str:
-    return "is empty" if not text.strip() else unusable_characters(text)
+    return _EMPTY if not text.strip() else unusable_characters(text)
+
+
+def left_out(line: int, reason: str, content: str) -> BadLine:
+    """The item for a line that is no document."""
+    return (EmptyText if reason.endswith(_EMPTY) else BadLine)(line, reason, content)
 
 
 def unusable_characters(text: str) -> str:
@@ -239,7 +246,7 @@ def _read_text(lines: Iterator[tuple[int, bytes]], path: str) -> Iterator[Docume
         except UnicodeDecodeError as error:
             reason = f"not UTF-8 at byte {error.start}"
         if reason:
-            yield BadLine(number, reason, excerpt(line))
+            yield left_out(number, reason, excerpt(line))
             continue
         start = start if block else number
         block.append(text)
@@ -303,7 +310,7 @@ def _read_dataset(piece: Piece, text_key: str, skip: int) -> Iterator[Document |
         if isinstance(text, str):
             yield Document(text, f"{piece.path}:{piece.start}:{number}")
         else:
-            yield BadLine(number, text[0], repr(row)[:_EXCERPT])
+            yield left_out(number, text[0], repr(row)[:_EXCERPT])
 
 
 def iter_documents(
@@ -315,19 +322,24 @@ def iter_documents(
 ) -> Iterator[Document]:
     """All documents of all inputs, in order.
 
-    Bad lines are written to the file `quarantine` and counted. UserError is raised by more than `max_bad_lines` of
-    them (None: any number), by an input that cannot be read, and by inputs without a single document.
+    Bad lines are written to the file `quarantine` and counted, empty texts only counted. UserError is raised by more
+    than `max_bad_lines` of the former (None: any number), by an input that cannot be read, and by inputs without a
+    single document.
     """
-    found = False
+    found, num_empty = False, 0
     with closing(Quarantine(quarantine, max_bad_lines)) as bad_lines:
         for piece in plan_pieces(inputs, piece_bytes=sys.maxsize):
             for item in read_piece(piece, text_key):
-                if isinstance(item, BadLine):
+                if isinstance(item, EmptyText):
+                    num_empty += 1
+                elif isinstance(item, BadLine):
                     bad_lines.list_line(piece.path, item)
                 else:
                     found = True
                     yield item
     if bad_lines.count:
         logger.warning("%s", bad_lines)
+    if num_empty:
+        logger.info("%d empty texts left out", num_empty)
     if not found:
-        raise no_documents(inputs, bad_lines.count, bad_lines.first, bad_lines.path)
+        raise no_documents(inputs, bad_lines.count, bad_lines.first, bad_lines.path, num_empty)

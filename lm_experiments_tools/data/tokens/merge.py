@@ -140,8 +140,8 @@ def _write(datasets: list[IndexedDataset], output: str) -> dict[str, Any]:
                 )
         meta = {name: value for name, value in datasets[0].meta.items() if name != "shard"}
         for name in _SUMMED:
-            if name in meta:
-                meta[name] = sum(dataset.meta[name] for dataset in datasets)
+            if any(name in dataset.meta for dataset in datasets):
+                meta[name] = sum(dataset.meta.get(name, 0) for dataset in datasets)
         meta.setdefault("num_documents", sum(dataset.num_documents for dataset in datasets))
         meta.setdefault("num_tokens", writer.num_tokens)
         meta |= {"bin_sha256": writer.bin_sha256}

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_experiments_tools.data.text import hf_datasets
-from lm_experiments_tools.data.text.bad_lines import BadLine, Quarantine, no_documents
+from lm_experiments_tools.data.text.bad_lines import BadLine, EmptyText, Quarantine, no_documents
 from lm_experiments_tools.data.text.documents import Piece, count_lines, plan_pieces, read_piece
 from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
@@ -78,14 +78,10 @@ def tokenize_corpus(
     Raises:
         UserError: an unreadable input or vocabulary, no document, too many bad lines, or a PREFIX of something else.
     """
-    if encode_by not in (None, "line", "document"):
-        raise UserError(f"encode_by is {encode_by!r}; it can be 'line' or 'document'")
     if workers is not None and workers < 1:
         raise UserError(f"workers is {workers}; at least one process has to do the work")
     vocabulary = Vocabulary.load(vocab_path)
-    encoding = Encoding.of(vocabulary, text_key, append_eos, encode_by)
-    if encoding.encode_by == "line" != vocabulary.encode_by:
-        logger.warning("%s knows newlines, and encode_by=line leaves them all out", vocabulary.path)
+    encoding = _encoding(vocabulary, text_key, append_eos, encode_by)
     prefix = os.fspath(output_prefix)
     origin: dict[str, Any] = {"input": [os.path.abspath(item) if os.path.exists(item) else item for item in inputs]}
     if shard is None:
@@ -112,6 +108,14 @@ def tokenize_corpus(
             meta = _join(pieces, folder, prefix, vocabulary, encoding, origin, bad_lines)
             shutil.rmtree(folder)
     return meta
+
+
+def _encoding(vocabulary: Vocabulary, text_key: str, append_eos: bool, encode_by: str | None) -> Encoding:
+    if encode_by not in (None, "line", "document"):
+        raise UserError(f"encode_by is {encode_by!r}; it can be 'line' or 'document'")
+    if encode_by == "line" != vocabulary.encode_by:
+        logger.warning("%s knows newlines, and encode_by=line leaves them all out", vocabulary.path)
+    return Encoding.of(vocabulary, text_key, append_eos, encode_by)
 
 
 def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.PathLike, **options: Any) -> str:
@@ -257,7 +261,7 @@ def tokenize_piece(piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: 
 
     They go to `prefix`.bad.jsonl, counted from the start of the piece. Above `limit` the piece is left unfinished.
     """
-    num_documents = total_bytes = batch_bytes = 0
+    num_documents = num_empty = total_bytes = batch_bytes = 0
     batch: list[str] = []
 
     def flush() -> None:
@@ -270,6 +274,9 @@ def tokenize_piece(piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: 
     writer = IndexedDatasetWriter(prefix, token_dtype(vocabulary.size))
     with writer, closing(quarantine):
         for item in read_piece(piece, encoding.text_key):
+            if isinstance(item, EmptyText):
+                num_empty += 1
+                continue
             if isinstance(item, BadLine):
                 quarantine.list_line(piece.path, item)
                 if limit is not None and quarantine.count > limit:
@@ -286,7 +293,8 @@ def tokenize_piece(piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: 
                 batch_bytes = 0
         flush()
         quarantine.close()
-        writer.finalize({"num_documents": num_documents, "num_bytes": total_bytes, "bad_lines": quarantine.count})
+        counts = {"num_documents": num_documents, "empty_documents": num_empty, "num_bytes": total_bytes}
+        writer.finalize(counts | {"bad_lines": quarantine.count})
     return quarantine.count
 
 
@@ -388,17 +396,18 @@ def _join(
     bad_lines: Quarantine,
 ) -> dict[str, Any]:
     """Write the final files out of the finished pieces, in order; returns what the sidecar holds."""
-    num_documents = num_bytes = 0
+    num_documents = num_empty = num_bytes = 0
     with IndexedDatasetWriter(prefix, token_dtype(vocabulary.size)) as writer:
         for number in range(len(pieces)):
             part = IndexedDataset(_piece_prefix(folder, number))
             writer.add_dataset(part)
             num_documents += part.meta["num_documents"]
+            num_empty += part.meta.get("empty_documents", 0)  # which earlier versions counted as bad lines
             num_bytes += part.meta["num_bytes"]
         if not num_documents and "shard" not in origin:
             writer.abort()
             paths = list(dict.fromkeys(piece.path for piece in pieces))
-            raise no_documents(paths, bad_lines.count, bad_lines.first, bad_lines.path)
+            raise no_documents(paths, bad_lines.count, bad_lines.first, bad_lines.path, num_empty)
         meta = {
             "vocab_sha256": vocabulary.sha256,
             "vocab_file": encoding.vocab_path,
@@ -413,6 +422,7 @@ def _join(
             "bin_sha256": writer.bin_sha256,
             **origin,
             "bad_lines": bad_lines.count,
+            **({"empty_documents": num_empty} if num_empty else {}),
         }
         writer.finalize(meta)
     return meta

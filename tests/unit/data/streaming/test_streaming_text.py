@@ -101,6 +101,15 @@ def test_a_stream_of_a_text_that_changes_ends_and_copies_on_other_machines_do_no
             plan.on_this_machine()
 
 
+def test_empty_texts_of_a_stream_are_no_bad_lines(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["", "a", " ", "b"] * 20))
+    text = StreamText(StreamPlan.make([str(data)], 1, seed=3), 0, Position(), "text", 0)
+    documents = iter(text)
+    assert [next(documents).text for _ in range(60)] == ["a", "b"] * 30
+    assert text.position.bad_lines == 0 and text.bad_lines == []
+
+
 @pytest.mark.parametrize("number", [1, 40])  # of one piece and of several
 def test_a_tiny_text_is_read_once_however_many_passes_a_chunk_takes(tmp_path, monkeypatch, number):
     lines = [json.dumps({"text": text}) for text in make_texts(number)] + ["broken"]
