@@ -95,16 +95,13 @@ def tokenize_corpus(
         if not overwrite:
             check_replaceable(prefix, origin["input"], vocabulary.path, vocabulary.sha256)
         remove_unfinished(prefix)
-        fingerprint = _plan_fingerprint(pieces, encoding)
-        _prepare_folder(folder, fingerprint)
+        fingerprint = _prepare_folder(folder, _plan_fingerprint(pieces, encoding))
         with _kept_if_resumable(folder, len(pieces)):
             jobs = _jobs(pieces, folder)
             with _progress(pieces, jobs, show_progress) as advance:
                 _run(jobs, encoding, max_bad_lines, workers or available_cores(), advance)
             _check_unchanged(pieces, encoding, fingerprint)
             bad_lines = _collect_bad_lines(pieces, folder, f"{prefix}.bad_lines.jsonl", max_bad_lines)
-            if bad_lines.count:
-                logger.warning("%s", bad_lines)
             meta = _join(pieces, folder, prefix, vocabulary, encoding, origin, bad_lines)
             shutil.rmtree(folder)
     return meta
@@ -209,11 +206,14 @@ def _check_unchanged(pieces: list[Piece], encoding: Encoding, fingerprint: str) 
         raise UserError(f"files of {', '.join(names)} were changed while they were being read: start again")
 
 
-def _prepare_folder(folder: Path, fingerprint: str) -> None:
-    """Keep the finished pieces of the same plan; start over where text, vocabulary or options changed."""
+def _prepare_folder(folder: Path, fingerprint: str) -> str:
+    """Keep the finished pieces of the same plan; start over where text, vocabulary or options changed.
+
+    Returns the fingerprint of the plan.
+    """
     plan = folder / "plan.json"
     if plan.is_file() and json.loads(plan.read_bytes()).get("fingerprint") == fingerprint:
-        return
+        return fingerprint
     if folder.exists() and not plan.is_file() and any(folder.iterdir()):
         raise UserError(
             f"{folder} holds files that are not ours (no plan.json); move it away or choose another output"
@@ -221,6 +221,7 @@ def _prepare_folder(folder: Path, fingerprint: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_atomic(plan, json.dumps({"fingerprint": fingerprint}))
+    return fingerprint
 
 
 def _jobs(pieces: list[Piece], folder: Path) -> list[tuple[Piece, str]]:
@@ -383,6 +384,8 @@ def _collect_bad_lines(pieces: list[Piece], folder: Path, path: str, limit: int 
             for line in bad.read_text(encoding="utf-8").splitlines():
                 record = json.loads(line)
                 quarantine.list_line(piece.path, BadLine(lines + record["line"], record["reason"], record["content"]))
+    if quarantine.count:
+        logger.warning("%s", quarantine)
     return quarantine
 
 
