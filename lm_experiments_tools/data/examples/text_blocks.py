@@ -15,7 +15,7 @@ import numpy as np
 from lm_experiments_tools.data.examples.ragged import RaggedBuilder
 from lm_experiments_tools.data.examples.rows import BadRows
 from lm_experiments_tools.data.examples.text_encoder import UnknownTokens, end_id
-from lm_experiments_tools.data.text.bad_lines import BadLine
+from lm_experiments_tools.data.text.bad_lines import BadLine, EmptyText
 from lm_experiments_tools.data.text.documents import plan_pieces, read_piece
 from lm_experiments_tools.errors import UserError
 
@@ -62,6 +62,8 @@ def tokenize_text(inputs: Sequence[str], tokenizer: Any, bad: BadRows) -> TextSt
 def _texts(inputs: Sequence[str], bad: BadRows) -> Iterator[str]:
     for piece in plan_pieces(inputs, piece_bytes=sys.maxsize):
         for item in read_piece(piece):
+            if isinstance(item, EmptyText):
+                continue
             if isinstance(item, BadLine):
                 bad.add(f"{piece.path}:{item.line}", item.reason)
             else:

@@ -43,6 +43,7 @@ from lm_experiments_tools.data.text.encoding import Encoding
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.files import token_prefix
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.workers import available_cores
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
 from lm_experiments_tools.files import hash_of_ends
 
@@ -206,6 +207,8 @@ def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> t
         "streams": plan.num_streams,
         "seed": args.seed,
     }
+    if vocabulary.encode_by != "line":  # as all were encoded at first
+        parts["encode_by"] = vocabulary.encode_by
     fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     if args.objective().varies_in_length:
         fingerprint += f"/bucket_rows={_step_rows(args, world_size)}"
@@ -255,9 +258,9 @@ def _open(
         quiet = not unsaid.acquire(blocking=False)
         return example_dataset(replace(context, seed=seed, quiet=quiet), IndexedDataset(prefix))
 
-    encoding = Encoding(os.path.abspath(vocab_path), vocabulary.sha256, text_key=args.text_key)
-    settings = ChunkSettings(plan, str(folder), encoding, args.max_bad_lines)
-    num_workers = args.data_n_workers or min(_WORKERS, len(os.sched_getaffinity(0)))
+    encoding = replace(Encoding.of(vocabulary, args.text_key), vocab_path=os.path.abspath(vocab_path))
+    settings = ChunkSettings(plan.on_this_machine(), str(folder), encoding, args.max_bad_lines)
+    num_workers = args.data_n_workers or min(_WORKERS, available_cores())
     feed = ChunkFeed([ExampleStream(folder, number) for number in streams], settings, build, num_workers)
     rows = _bucket_rows(args, plan.num_streams, backend.world_size)
     dataset = StreamedDataset(feed, fingerprint, plan.num_streams, rows, args.seed)

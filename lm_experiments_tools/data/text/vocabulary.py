@@ -93,9 +93,18 @@ class Vocabulary:
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without EOS, by the model without its sentinels: a literal "<extra_id_0>" is ordinary text.
 
-        Newlines are spaces to a T5 model (nmt_nfkc), so lines may be encoded apart and joined.
+        Newlines are spaces to a T5 model (nmt_nfkc), so lines may be encoded apart and joined; see `encode_by`.
         """
         return self._processor.encode(text)
+
+    @cached_property
+    def encode_by(self) -> str:
+        """The way to encode documents that loses nothing this vocabulary can hold: "line", or whole by "document".
+
+        Lines are joined without what stood between them, so a vocabulary that gives a newline back, by a piece of its
+        own or by bytes (Gemma's, Llama's), has to see documents whole.
+        """
+        return "document" if "\n" in self._processor.decode(self._processor.encode("a\nb")) else "line"
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` for many texts in one call into C++, on the calling thread."""

@@ -20,6 +20,7 @@ from lm_experiments_tools.data.streaming import chunks as stream_chunks
 from lm_experiments_tools.data.streaming import stream as streaming
 from lm_experiments_tools.data.streaming import text as stream_text
 from lm_experiments_tools.data.streaming import worker as streaming_worker
+from lm_experiments_tools.data.streaming.chunks import ExampleStream
 from lm_experiments_tools.data.streaming.stream import streaming_data, streams_of
 from lm_experiments_tools.data.streaming.worker import ChunkMaker
 from lm_experiments_tools.data.text.documents import read_piece
@@ -127,6 +128,23 @@ def test_two_or_three_workers_have_the_rows_of_one(start, in_process):
     loaders = [start(rank, 3, cache="shared", batch_size=4) for rank in range(3)]  # all read all, in one cache
     parts = interleaved([take(loader, 20) for loader in loaders])
     assert_equal(parts, {name: rows[:240] for name, rows in expected.items()})
+
+
+def test_a_chunk_whose_empty_texts_were_once_counted_as_bad_lines_is_the_same_text(tmp_path):
+    record = {"chunk": 0, "num_samples": 3, "num_tokens": 90, "end": {"items": 7, "bad_lines": 5}}
+    (tmp_path / "stream-00000.jsonl").write_text(json.dumps(record) + "\n")
+    stream = ExampleStream(tmp_path, 0)
+    stream.accept(0, {"num_tokens": 90, "end": {"items": 7, "bad_lines": 2}}, range(3))
+    with pytest.raises(UserError, match="the text has changed since"):
+        stream.accept(0, {"num_tokens": 90, "end": {"items": 8, "bad_lines": 5}}, range(3))
+
+
+def test_a_stream_encodes_as_suits_the_vocabulary(start, in_process, monkeypatch):
+    by_line = start(cache="line")
+    monkeypatch.setattr(Vocabulary, "encode_by", "document")
+    whole = start(cache="document")
+    ways = [loader.dataset.feed._settings.encoding.encode_by for loader in (by_line, whole)]
+    assert ways == ["line", "document"] and by_line.dataset.fingerprint != whole.dataset.fingerprint
 
 
 def test_speed_of_the_source_and_number_of_processes_change_nothing(start, in_process):

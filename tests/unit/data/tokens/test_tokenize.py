@@ -28,19 +28,6 @@ from tests.helpers import ROOT
 from tests.helpers.token_toys import make_texts, write_jsonl
 
 
-@pytest.fixture(scope="module")
-def vocab(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vocab")
-    train_vocab([write_jsonl(folder / "v.jsonl", make_texts(500))], 190, folder / "v.model")
-    return str(folder / "v.model")
-
-
-@pytest.fixture
-def small_pieces(monkeypatch):
-    """Cut even a small file into pieces (in this process, which makes the plan)."""
-    monkeypatch.setattr(module, "plan_pieces", lambda inputs: plan_pieces(inputs, 20_000))
-
-
 def files(prefix):
     return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx", ".json")]
 
