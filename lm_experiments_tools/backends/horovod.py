@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.backend import DataParallelBackend, check_whole
+from lm_experiments_tools.backends.launch import wanted_processes
 from lm_experiments_tools.backends.precision import Precision, get_precision
 from lm_experiments_tools.backends.trees import as_carrier, put_back
 from lm_experiments_tools.errors import UserError
@@ -154,14 +155,13 @@ def _local_device() -> torch.device:
 
 def _check_launch(world_size: int) -> None:
     """Refuse to be one of several workers that each train alone."""
-    for variable in ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"):
-        wanted = int(os.environ.get(variable, "1"))
-        if wanted > world_size:
-            hint = "mpirun needs a Horovod built with MPI" if variable == "OMPI_COMM_WORLD_SIZE" else "not torchrun"
-            raise UserError(
-                f"the launcher started {wanted} workers ({variable}) but Horovod sees {world_size}, so each would "
-                f"train alone; start the Horovod trainer with `horovodrun -np {wanted} python ...` ({hint})"
-            )
+    wanted, source = wanted_processes()
+    if wanted > world_size:
+        hint = "not torchrun" if source == "WORLD_SIZE" else "mpirun and srun need a Horovod built with MPI"
+        raise UserError(
+            f"the launcher started {wanted} workers ({source}) but Horovod sees {world_size}, so each would "
+            f"train alone; start the Horovod trainer with `horovodrun -np {wanted} python ...` ({hint})"
+        )
 
 
 def _check_supported(model: nn.Module, optimizer: Optimizer | None) -> None:
