@@ -54,7 +54,7 @@ class HorovodBackend(DataParallelBackend):
         hvd.init()
         super().__init__(precision, _local_device())
         self.rank, self.local_rank, self.world_size = hvd.rank(), hvd.local_rank(), hvd.size()
-        self.compression = hvd.Compression.fp16 if fp16_allreduce else hvd.Compression.none
+        self.fp16_allreduce = fp16_allreduce
         _check_launch(self.world_size)
 
     @classmethod
@@ -83,7 +83,8 @@ class HorovodBackend(DataParallelBackend):
         named = [(names.get(p, f"parameter.{i}"), p) for i, p in enumerate(trained)]
         self._reduced = trained
         idle = torch.optim.SGD(trained, lr=0.0)
-        return hvd.DistributedOptimizer(idle, named_parameters=named, compression=self.compression)
+        how = {"compression": SummedAsFp16, "op": hvd.Sum} if self.fp16_allreduce else {}
+        return hvd.DistributedOptimizer(idle, named_parameters=named, **how)
 
     def release(self) -> None:
         super().release()
@@ -137,8 +138,24 @@ class HorovodBackend(DataParallelBackend):
             put_back(carrier, tensor)
 
     def describe(self) -> str:
-        wire = "fp16" if self.compression is hvd.Compression.fp16 else "their own type"
+        wire = "fp16" if self.fp16_allreduce else "their own type"
         return f"{super().describe()}, gradients reduced by Horovod {horovod.__version__} as {wire}"
+
+
+class SummedAsFp16(hvd.compression.Compressor):
+    """Gradients summed as fp16 and divided by the number of workers in fp32.
+
+    Horovod's own compression divides the sum in fp16, where all below 6e-8 becomes zero. What a worker's own gradient
+    loses below 3e-8 stays lost: to scale it, all workers would have to agree on a factor before each one is sent.
+    """
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:
+        return tensor.half(), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return tensor.to(dtype).div_(hvd.size())
 
 
 def _local_device() -> torch.device:
