@@ -35,6 +35,7 @@ from lm_experiments_tools.checkpoint.train_state import (
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.modules.inspection import forward_names
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
+from lm_experiments_tools.training.first_batches import checked
 from lm_experiments_tools.training.generation import generate
 from lm_experiments_tools.training.hooks import Hook, ProfileHook, ValidateHook, VerbHook, is_due
 from lm_experiments_tools.training.losses import MODEL_LOSS, Loss
@@ -225,10 +226,9 @@ class TrainingLoop:
         with failures_located(self.state), self.signals, self.tracking():
             self._validate_before()
             self.backend.model.train()
-            batches = self._timed_batches()
+            batches = checked(self._timed_batches(), self.stream, self.backend, self.args)
             while not self.signals.agreed and not self._finished():
-                batch, data_seconds = next(batches)
-                info = self.train_step(batch, data_seconds)
+                info = self.train_step(*next(batches))
                 if info.applied:
                     self._run_hooks(info)
                     self.tracker.advance(info.step)
