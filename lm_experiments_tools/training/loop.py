@@ -223,7 +223,7 @@ class TrainingLoop:
         self._fix_data()
         if self.state.step >= self.args.iters:
             self.say(f"all {self.args.iters} updates have been made; raise --iters (or --epochs) to go on")
-        with failures_located(self.state), self.signals, self.tracking():
+        with failures_located(self.state, self.backend), self.signals, self.tracking():
             self._validate_before()
             self.backend.model.train()
             batches = checked(self._timed_batches(), self.stream, self.backend, self.args)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import platform
 import signal
 import subprocess
 import time
@@ -33,7 +34,9 @@ def job(launcher, mode, folder):
 def test_an_exception_on_one_rank_ends_the_job_and_names_rank_and_step(launcher, tmp_path):
     ended = job(launcher, "crash", tmp_path)
     assert ended.returncode != 0
-    assert "rank 1 step 3: ZeroDivisionError: a deliberate failure" in ended.output
+    sentence = "rank 1 step 3: ZeroDivisionError: a deliberate failure"
+    assert sentence in ended.output
+    assert (tmp_path / "logs" / "rank1.log").read_text().splitlines()[-1].endswith(sentence)
     verify(tmp_path / "checkpoints" / "step_000002")
 
 
@@ -41,6 +44,8 @@ def test_an_exception_on_one_rank_ends_the_job_and_names_rank_and_step(launcher,
 def test_a_killed_rank_ends_the_job(launcher, tmp_path):
     ended = job(launcher, "kill", tmp_path)
     assert ended.returncode != 0
+    last = (tmp_path / "logs" / "rank0.log").read_text().splitlines()[-1]
+    assert "error: rank 0 step 3: lost rank 1 (process " in last and f"on {platform.node()})" in last
     verify(tmp_path / "checkpoints" / "step_000002")
 
 
