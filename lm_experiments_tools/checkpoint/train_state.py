@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.backends.peers import all_peers, lost_peer
 from lm_experiments_tools.checkpoint import writer as checkpoint
 from lm_experiments_tools.checkpoint.legacy import read_old_training_state, regrouped
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, verify_files
 from lm_experiments_tools.checkpoint.tree import load_tree, save_tree, tree_files
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.files import read_json
 
 if TYPE_CHECKING:
@@ -72,13 +73,22 @@ class TrainState:
 
 
 @contextmanager
-def failures_located(state: TrainState) -> Iterator[None]:
-    """An exception that leaves this block says, as its attribute `step`, how many updates had been applied."""
+def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
+    """An exception that leaves this block says, as its attribute `step`, how many updates had been applied.
+
+    Raises:
+        RunError: another worker is gone; names it where that can be known.
+    """
+    peers = all_peers(backend)
     try:
         yield
     except Exception as error:
         error.step = state.step
-        raise
+        if (sentence := lost_peer(error, peers)) is None:
+            raise
+        located = RunError(sentence)
+        located.step = state.step
+        raise located from error
 
 
 def save_checkpoint(

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import inspect
 import io
+import logging
 import os
 import shutil
 import signal
@@ -161,15 +162,15 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
     try:
         code = main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        _say(f"error: {error}")
         sys.exit(2)
     except RunError as error:
-        print(f"error: {_where(error)}: {error}", file=sys.stderr, flush=True)
+        _say(f"error: {_where(error)}: {error}")
         sys.exit(1)
     except OSError as error:
         if error.errno is None:  # raised by a library for reasons of its own
             raise
-        print(f"error: rank {launcher_rank()}: {os_sentence(error)}", file=sys.stderr, flush=True)
+        _say(f"error: {_where(error)}: {os_sentence(error)}")
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
@@ -188,7 +189,16 @@ def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
 def _report_crash(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
     sys.__excepthook__(kind, error, trace)
     reason = str(error).strip().splitlines()
-    print(f"{_where(error)}: {kind.__name__}: {reason[0] if reason else 'no message'}", file=sys.stderr, flush=True)
+    _say(f"{_where(error)}: {kind.__name__}: {reason[0] if reason else 'no message'}")
+
+
+def _say(sentence: str) -> None:
+    """Print the last sentence of a run, and keep it in the log files that the run has opened."""
+    print(sentence, file=sys.stderr, flush=True)
+    record = logging.LogRecord("run", logging.ERROR, __file__, 0, sentence, None, None)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(record)
 
 
 def _where(error: BaseException) -> str:

@@ -36,6 +36,7 @@ from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.modules.inspection import drops_first_label, forward_names
 from lm_experiments_tools.tracking.run_directory import claim_run
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
+from lm_experiments_tools.training.first_batches import checked
 from lm_experiments_tools.training.generation import generate
 from lm_experiments_tools.training.generators import preserved_random_state, random_state, set_random_state
 from lm_experiments_tools.training.hooks import Hook, ProfileHook, ValidateHook, VerbHook, is_due
@@ -218,13 +219,12 @@ class TrainingLoop:
         self._fix_data()
         if self.state.step >= self.args.iters:
             self.say(f"all {self.args.iters} updates have been made; raise --iters (or --epochs) to go on")
-        with failures_located(self.state), self.signals, self.tracking():
+        with failures_located(self.state, self.backend), self.signals, self.tracking():
             self._validate_before()
             self.backend.model.train()
-            batches = self._timed_batches()
+            batches = checked(self._timed_batches(), self.stream, self.backend, self.args)
             while not self.signals.agreed and not self._finished():
-                batch, data_seconds = next(batches)
-                info = self.train_step(batch, data_seconds)
+                info = self.train_step(*next(batches))
                 if info.applied:
                     self._run_hooks(info)
                     self.tracker.advance(info.step)

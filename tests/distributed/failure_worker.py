@@ -1,6 +1,6 @@
 """One job of test_failures.py: a run of two workers in which something goes wrong on rank 1.
 
-argv: MODE (crash, kill, full_disk, sigterm or sigterm_to_launcher), the run directory.
+argv: MODE (crash, kill, full_disk, sigterm, sigterm_to_launcher, or train for nothing wrong), the run directory.
 """
 
 import os
@@ -14,6 +14,7 @@ import torch
 from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.config.cli import run_main
 from lm_experiments_tools.config.training import TrainerArgs
+from lm_experiments_tools.tracking.run_directory import setup_logging
 from lm_experiments_tools.training.trainer import TrainingLoop
 from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller
 
@@ -50,6 +51,7 @@ def main():
     mode, folder = sys.argv[1:]
     args = TrainerArgs(batch_size=4, iters=5000, log_interval=100, save_interval=2, model_path=folder)
     backend = get_backend(args)
+    setup_logging(folder, backend.rank)
     model = TinyLabeller()
     loader = SeekableBatches(RaggedPairs(24), 4, backend.rank, backend.world_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
