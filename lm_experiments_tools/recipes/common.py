@@ -6,18 +6,19 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.config.flags import harmless_flags
+from lm_experiments_tools.config.options import read_options
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.models.build import (
     build_model,
@@ -31,6 +32,7 @@ from lm_experiments_tools.modules.inspection import forward_names_of
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.optimizers import build_optimizer
 from lm_experiments_tools.tracking.run_directory import RunDirectory, setup_logging
+from lm_experiments_tools.training.schedules import LearningRate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -52,6 +54,7 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
     """
     os.chdir(args.working_folder())
     on_all(backend, lambda: setup_logging(args.model_path, backend.rank))
+    on_all(backend, lambda: _check_optimization(args))
     if args.model_path is None:
         return None
 
@@ -63,6 +66,16 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
         return run
 
     return on_all(backend, open_directory, only_main=True)
+
+
+def _check_optimization(args: ExperimentArgs) -> None:
+    """Refuse an optimizer or a schedule that cannot be made, before hours of tokenizing: both of one toy parameter."""
+    _import_from_here()
+    if args.validate_only:
+        return
+    if getattr(args, "epochs", None) is not None:  # so the number of updates is not known yet: as many as you like
+        args = replace(args, iters=10**9)
+    LearningRate(args, _optimizer(args, [("toy.weight", nn.Parameter(torch.zeros(2, 2)))]))
 
 
 class RunData(Protocol):
@@ -94,7 +107,8 @@ def show_run(
         f"worker(s) = {rows} rows a step",
         "steps": f"{args.iters} updates, {args.iters * rows:,} examples"
         + (f" = {args.iters * rows / epoch:.2f} epochs of {epoch:,}" if epoch else ""),
-        "optimizer": f"{args.optimizer}, lr {args.lr}, schedule {args.lr_scheduler or 'constant'}",
+        "optimizer": ", ".join([args.optimizer, *args.optimizer_options, f"lr {args.lr}"])
+        + ", ".join([f", schedule {args.lr_scheduler or 'constant'}", *args.lr_scheduler_options]),
         "precision": "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
     }
     if run is not None:
@@ -141,13 +155,18 @@ def model_source(args: ExperimentArgs, backend: Backend) -> ModelSource:
 
 
 def _model_source(args: ExperimentArgs) -> ModelSource:
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
+    _import_from_here()
     model_cls = get_cls_by_name(args.model_cls)
     config_cls = getattr(model_cls, "config_class", None)
     if config_cls is not None and not (args.model_cfg or args.base_model or args.init_checkpoint):
         return ModelSource(args.model_cls, model_cls, config_cls())
     return ModelSource(args.model_cls, model_cls, _config(args, config_cls))
+
+
+def _import_from_here() -> None:
+    """Find classes and functions that flags name in files of the current folder."""
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
 
 
 def _config(args: ExperimentArgs, config_cls: type | None) -> PreTrainedConfig:
@@ -195,8 +214,10 @@ def model_from_args(args: ExperimentArgs, source: ModelSource, vocabulary_size: 
 
 def optimizer_from_args(args: ExperimentArgs, model: nn.Module) -> Optimizer | None:
     """The optimizer that the flags describe, over the trainable parameters; None with `--validate_only`."""
-    if args.validate_only:
-        return None
+    return None if args.validate_only else _optimizer(args, model)
+
+
+def _optimizer(args: ExperimentArgs, model: nn.Module | Iterable[tuple[str, Tensor]]) -> Optimizer:
     return build_optimizer(
         model,
         name=args.optimizer,
@@ -205,6 +226,7 @@ def optimizer_from_args(args: ExperimentArgs, model: nn.Module) -> Optimizer | N
         scale_parameter=args.scale_parameter,
         relative_step=args.relative_step,
         warmup_init=args.warmup_init,
+        extra=read_options("optimizer_options", args.optimizer_options),
     )
 
 

@@ -325,3 +325,45 @@ def test_exit_codes_of_the_real_process(work, vocab):
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
     assert "--iters" in ended.stderr and "Traceback" not in ended.stderr and ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"lr_scheduler": "liner", "num_warmup_steps": 1}, "did you mean linear"),
+        ({"optimizer": "AdmW"}, "did you mean .*AdamW"),
+        ({"optimizer": "my_optimizers:Nothing"}, "my_optimizers"),
+        ({"lr_scheduler": "my_schedules:nothing"}, "my_schedules"),
+        ({"optimizer_options": "beta=0.9,0.98"}, "AdamW has no option 'beta'; did you mean 'betas'"),
+        ({"optimizer_options": "betas=0.9,1.98"}, "AdamW refuses its settings: Invalid beta"),
+        ({"optimizer_options": "lr=1"}, "lr is no option but has a flag of its own, --lr"),
+        ({"lr_scheduler": "linear", "num_warmup_steps": 3}, "--num_warmup_steps 3 is more than the 2 updates"),
+        (
+            {"lr_scheduler": "linear", "num_warmup_steps": 1, "lr_scheduler_options": "num_warmup_steps=3"},
+            "num_warmup_steps is no option but has a flag of its own",
+        ),
+    ],
+)
+def test_an_optimizer_or_schedule_that_cannot_be_is_refused_before_tokenizing(work, vocab, flags, sentence):
+    refused(vocab, sentence, **flags)
+    assert not list(work.glob("**/*.idx")) and not list(work.glob("**/*.bin"))
+
+
+def test_options_reach_optimizer_and_schedule_and_are_part_of_the_run(work, vocab):
+    wsd = {"lr_scheduler": "warmup_stable_decay", "num_warmup_steps": 1, "iters": 6}
+    chosen = {"lr_scheduler_options": ("num_decay_steps=4", "decay_type=linear"), "save_interval": 3}
+    chosen["optimizer_options"] = ("betas=0.5,0.75", "eps=1e-7")
+    start(vocab, **wsd, **chosen)
+    rates = [line["lr"] for line in map(json.loads, (work / "run/metrics.jsonl").read_text().splitlines())]
+    assert rates[:6] == pytest.approx([0, 1e-3, 1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+    optimizer = json.loads((work / "run/checkpoints/step_000003/optimizer.json").read_text())
+    assert all(words in json.dumps(optimizer) for words in ("0.75", "1e-07"))
+    recorded = json.loads((work / "run/config.json").read_text())
+    assert recorded["optimizer_options"] == ["betas=0.5,0.75", "eps=1e-7"]
+    refused(vocab, "other settings: optimizer_options", **wsd, **{**chosen, "optimizer_options": "eps=1e-7"})
+    refused(vocab, "other settings: lr_scheduler_options", **wsd, **{**chosen, "lr_scheduler_options": None})
+    named = {**chosen, "optimizer_options": "betas=0.5,0.9", "resume": "run/checkpoints/step_000003"}
+    start(vocab, **wsd, **named)
+    optimizer = json.loads((work / "run/checkpoints/step_000006/optimizer.json").read_text())
+    assert "0.9" in json.dumps(optimizer) and "0.75" not in json.dumps(optimizer)
+    assert "1e-08" in json.dumps(optimizer) and "1e-07" not in json.dumps(optimizer)  # as without the flag
