@@ -130,6 +130,8 @@ def parse(
         with _reader_may_leave():
             print(to_yaml(args, origins), end="", flush=True)
         sys.exit(0)
+    if "torch" not in sys.modules and launcher_rank() == 0 and hasattr(args, "model_path"):  # of a run, not of a tool
+        print("settings are read; torch and what else it takes is loading", file=sys.stderr, flush=True)
     return args, origins
 
 

@@ -115,6 +115,9 @@ def show_run(
         panel["run"] = f"{run.path} (tensorboard --logdir {run.path})"
         model_config = model.config.to_dict() if hasattr(model, "config") else None
         run.write_start(asdict(args), origins, sys.argv, model_config, world_size=backend.world_size)
+    if args.validate_only:
+        panel["batch"] = f"{args.valid_batch_size()} rows x {backend.world_size} worker(s), validated once"
+        del panel["steps"], panel["optimizer"]
     width = max(map(len, panel))
     for name, value in panel.items():
         logger.info("%-*s  %s", width, name, value)

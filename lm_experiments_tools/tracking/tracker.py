@@ -269,7 +269,7 @@ class EventFile:
         kinds = {bool: ("bool_value", "DATA_TYPE_BOOL"), int: ("number_value", "DATA_TYPE_FLOAT64")}
         kinds |= {float: ("number_value", "DATA_TYPE_FLOAT64"), str: ("string_value", "DATA_TYPE_STRING")}
         experiment, start = api_pb2.Experiment(), plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
-        for name, value in sorted(values.items()):
+        for name, value in values.items():  # the tab opens on the first five
             value = value if type(value) in kinds else str(value)
             field, kind = kinds[type(value)]
             experiment.hparam_infos.add(name=name, type=getattr(api_pb2, kind))

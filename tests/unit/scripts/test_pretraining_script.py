@@ -1,6 +1,7 @@
 """run_t5_pretraining.py and bad input: a sentence each, nothing lost; and a model class from the user's own file."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from lm_experiments_tools.data.objectives.causal_lm import CausalLMDataset
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.recipes import t5_data as pretraining
+from lm_experiments_tools.tracking.tracker import Tracker
 from lm_experiments_tools.training.micro_batches import split_batch
 from run_t5_pretraining import main
 from tests.distributed.launch import ROOT, environment
@@ -367,3 +369,30 @@ def test_options_reach_optimizer_and_schedule_and_are_part_of_the_run(work, voca
     optimizer = json.loads((work / "run/checkpoints/step_000006/optimizer.json").read_text())
     assert "0.9" in json.dumps(optimizer) and "0.75" not in json.dumps(optimizer)
     assert "1e-08" in json.dumps(optimizer) and "1e-07" not in json.dumps(optimizer)  # as without the flag
+
+
+def test_each_thing_is_said_once_and_validation_alone_tells_nothing_of_training(work, vocab, caplog, monkeypatch):
+    told = []
+    monkeypatch.setattr(Tracker, "hparams", lambda self, values: told.append(values))
+    caplog.set_level(logging.INFO)
+    (work / "more.jsonl").write_text((work / "text.jsonl").read_text())
+    start(vocab, data_path=("text.jsonl", "more.jsonl"), valid_data_path="text.jsonl")
+    assert caplog.text.count("tokens long, not 16") == 1
+    assert "updates, " in caplog.text and "AdamW, lr 0.001, schedule constant" in caplog.text
+    first = ["lr", "optimizer", "lr_scheduler", "batch_size", "gradient_accumulation_steps", "iters", "seed"]
+    (settings,) = told
+    assert list(settings)[:7] == first and settings["input_seq_len"] == 32
+    assert "resume" not in settings and "bf16" not in settings and len(settings) < 25
+    caplog.clear()
+    start(vocab, data_path=("text.jsonl", "more.jsonl"), valid_data_path="text.jsonl", validate_only=True)
+    assert "4 rows x 1 worker(s), validated once" in caplog.text
+    assert "updates, " not in caplog.text and "AdamW" not in caplog.text
+
+
+def test_the_first_words_come_before_torch_is_loaded(work, vocab):
+    flags = ["--data_path", "nowhere.jsonl", "--vocab", vocab, "--model_cfg", "tiny.json", "--lr", "1"]
+    command = [sys.executable, "-X", "importtime", str(ROOT / "run_t5_pretraining.py"), *map(str, flags)]
+    lines = subprocess.run(command, env=environment(), text=True, capture_output=True).stderr.splitlines()
+    said = next(i for i, line in enumerate(lines) if line.startswith("settings are read"))
+    imported = {line.split("|")[-1].strip() for line in lines[:said]}
+    assert "tyro" in imported and not imported & {"torch", "numpy", "transformers"}
