@@ -1,6 +1,7 @@
 """Settings of an optimizer or a schedule, written NAME=VALUE and checked against what takes them; standard library."""
 
 import ast
+import contextlib
 import inspect
 import json
 import types
@@ -46,11 +47,14 @@ def _value(text: str) -> Any:
 
 
 def parameters_of(function: Callable) -> dict[str, Parameter]:
-    """The parameters that `function` names, with types instead of their names where these can be found."""
-    try:
-        parameters = inspect.signature(function, eval_str=True).parameters
-    except (NameError, TypeError, AttributeError, SyntaxError):
-        parameters = inspect.signature(function).parameters
+    """The parameters that `function` names, with types instead of their names where these can be found.
+
+    Some builtins have no signature, and so name none.
+    """
+    parameters: Mapping[str, Parameter] = {}
+    for with_types in (False, True):
+        with contextlib.suppress(NameError, TypeError, AttributeError, SyntaxError, ValueError):
+            parameters = inspect.signature(function, eval_str=with_types).parameters
     return {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 

@@ -70,7 +70,6 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
 
 def _check_optimization(args: ExperimentArgs) -> None:
     """Refuse an optimizer or a schedule that cannot be made, before hours of tokenizing: both of one toy parameter."""
-    _import_from_here()
     if args.validate_only:
         return
     if getattr(args, "epochs", None) is not None:  # so the number of updates is not known yet: as many as you like
@@ -158,18 +157,11 @@ def model_source(args: ExperimentArgs, backend: Backend) -> ModelSource:
 
 
 def _model_source(args: ExperimentArgs) -> ModelSource:
-    _import_from_here()
     model_cls = get_cls_by_name(args.model_cls)
     config_cls = getattr(model_cls, "config_class", None)
     if config_cls is not None and not (args.model_cfg or args.base_model or args.init_checkpoint):
         return ModelSource(args.model_cls, model_cls, config_cls())
     return ModelSource(args.model_cls, model_cls, _config(args, config_cls))
-
-
-def _import_from_here() -> None:
-    """Find classes and functions that flags name in files of the current folder."""
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
 
 
 def _config(args: ExperimentArgs, config_cls: type | None) -> PreTrainedConfig:

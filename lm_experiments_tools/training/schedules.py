@@ -97,7 +97,7 @@ def _find(name: str) -> tuple[Callable[..., Schedule], Mapping[str, Parameter]]:
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"--lr_scheduler {name} is unknown: {hint}Known: {', '.join(known)}; or module:function.")
     if not (parameters := parameters_of(function)):
-        raise UserError(f"--lr_scheduler {name} takes no argument: its first must be the step, or optimizer.")
+        raise UserError(f"--lr_scheduler {name} names no argument: its first must be the step, or optimizer.")
     first, *others = parameters.values()
     if first.name != "optimizer":
         return partial(partial, function), {p.name: p for p in others}
