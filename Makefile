@@ -29,9 +29,9 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  PYTHON=python3.12 chooses the interpreter, ARGS='...' is passed on to the script or to pytest."
 
-env: $(ENV) ## .venv with what pre-training needs
-env-full: $(ENV_FULL) ## .venv with everything: TensorFlow, DeepSpeed, test tools
-horovod: $(HOROVOD) ## build Horovod against the installed torch and check it
+env: $(ENV) ## .venv with what pre-training and fine-tuning need: 1.7 GB, minutes to download
+env-full: $(ENV_FULL) ## .venv with everything: 4.5 GB more, TensorFlow, DeepSpeed, test tools
+horovod: $(HOROVOD) ## build Horovod against the installed torch and check it: g++ 10, 2 to 5 minutes
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
@@ -68,7 +68,7 @@ $(DATA)/vocab.model: $(DATA)/corpus/train.jsonl
 $(DATA)/train.idx $(DATA)/valid.idx: $(DATA)/%.idx: $(DATA)/corpus/train.jsonl $(DATA)/vocab.model
 	$(BIN)/lmtools tokenize --input $(DATA)/corpus/$*.jsonl --vocab $(DATA)/vocab.model --output $(DATA)/$* --overwrite
 
-pretrain: env horovod-if-possible data ## train a small T5 on this machine, about 5 minutes on 2 cores; again: continue
+pretrain: env horovod-if-possible data ## train a small T5 on this machine, about 5 minutes on 2 cores after env, horovod and data; again: continue
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python run_t5_pretraining.py --config examples/pretrain_cpu.yaml $(ARGS)
 
 data-bert: $(DATA)/bert_train_text_sentence.idx $(DATA)/bert_valid_text_sentence.idx ## the same for BERT: WordPiece, sentences
@@ -94,10 +94,10 @@ $(DATA)/library/train.jsonl: $(DATA)/corpus/train.jsonl scripts/make_library_tas
 runs/pretrain_cpu/last:
 	$(MAKE) pretrain
 
-finetune: env horovod-if-possible data-finetune | runs/pretrain_cpu/last ## fine-tune that T5 to name the library a paragraph is from, about 3 minutes
+finetune: env horovod-if-possible data-finetune | runs/pretrain_cpu/last ## fine-tune that T5 to name the library a paragraph is from, about 3 minutes (after pretrain, where there is none)
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python run_finetuning.py --config examples/finetune_cpu.yaml $(ARGS)
 
-test: env-full horovod-if-possible ## the test suite, without what takes minutes or needs a GPU
+test: env-full horovod-if-possible ## the test suite, after env-full, without what takes minutes or needs a GPU
 	@$(BIN)/python -m pytest -q -m "not slow and not gpu" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-launchers: env-full horovod-if-possible ## every objective under every launcher, killed and continued: a table

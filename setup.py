@@ -67,9 +67,13 @@ setup(
             # without an __init__.py of its own, so that NVIDIA's megatron.core can be installed beside it
             "megatron*",
             "models_configs*",
+            "accelerate_configs*",
         ]
-    ),
-    package_data={"": ["*.json"]},
+    )
+    + ["lm_experiments_tools.scripts"],
+    package_dir={"lm_experiments_tools.scripts": "scripts"},
+    py_modules=["run_bert_pretraining", "run_finetuning", "run_t5_pretraining"],
+    package_data={"": ["*.json", "*.yaml"]},
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["lmtools = lm_experiments_tools.tools.main:main"]},

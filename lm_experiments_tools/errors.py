@@ -26,9 +26,11 @@ class RunError(RuntimeError):
 
 
 def os_sentence(error: OSError) -> str:
-    """File, what the system says about it, and what to do; for errors without a number, what a library says."""
+    """File, what the system says about it, and what to do; of a library's own words, these alone."""
     if error.errno is None:
         return str(error)
+    if error.filename is None and error.strerror != os.strerror(error.errno):
+        return str(error.strerror)  # a whole sentence already
     file = "the output" if error.filename is None else os.fsdecode(error.filename)
     remedy = f": {_REMEDIES[error.errno]}" if error.errno in _REMEDIES else ""
     return f"{file}: {error.strerror}{remedy}"

@@ -50,9 +50,20 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     fsync_path(path.parent)
 
 
+@contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Name the file in an error of the operating system that names none, as those of writing to an open one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None and error.strerror == os.strerror(error.errno):
+            error.filename = os.fspath(path)
+        raise
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write the whole of `content` to `path`, or nothing (see `replacing`)."""
-    with replacing(path) as file:
+    with naming(path), replacing(path) as file:
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
 
 

@@ -25,8 +25,8 @@ try:
     import horovod.torch as hvd
 except ImportError as error:
     raise UserError(
-        f"Horovod's PyTorch part cannot be imported ({error}); build it with `python scripts/build_horovod.py`, or "
-        "start this script with torchrun or accelerate launch instead"
+        f"Horovod's PyTorch part cannot be imported ({error}); build it with `lmtools build-horovod` "
+        "(scripts/build_horovod.py), or start this script with torchrun or accelerate launch instead"
     ) from None
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from lm_experiments_tools.checkpoint.manifest import MANIFEST, verify_files
 from lm_experiments_tools.checkpoint.tree import load_tree, save_tree, tree_files
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.files import read_json
+from lm_experiments_tools.optimizers import CHOSEN
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -204,8 +205,7 @@ def _load_optimizer(path: Path, backend: Backend, saved: dict[str, Any]) -> None
 
 def _restore_optimizer(backend: Backend, tree: Any, source: Path) -> None:
     """`backend.load_optimizer_state`, keeping this run's settings, with what does not fit as a sentence."""
-    groups = backend.optimizer.param_groups
-    chosen = [{name: group[name] for name in SETTINGS if name in group} for group in groups]
+    before = [dict(group) for group in backend.optimizer.param_groups]
     try:
         backend.load_optimizer_state(tree)
     except ValueError as error:
@@ -213,8 +213,9 @@ def _restore_optimizer(backend: Backend, tree: Any, source: Path) -> None:
             f"the optimizer state of {source} does not fit this model's parameters ({error}); start with "
             "--reset_optimizer to take the weights only"
         ) from error
-    for group, settings in zip(backend.optimizer.param_groups, chosen, strict=True):
-        group.update(settings)
+    for group, own in zip(backend.optimizer.param_groups, before, strict=True):
+        names = {*SETTINGS, *group.pop(CHOSEN, ()), *own.get(CHOSEN, ()), CHOSEN}
+        group.update({name: own[name] for name in names if name in own})
     for parameter, values in getattr(backend.optimizer, "state", {}).items():
         for name, value in values.items() if isinstance(parameter, Tensor) else ():
             if isinstance(value, Tensor) and value.dim() == parameter.dim() and value.shape != parameter.shape:

@@ -238,10 +238,11 @@ class CheckpointWriter:
         with contextlib.suppress(OSError):
             self.abort(step)
         needed, free = max(self._expected_bytes, written), _free_bytes(self.root)
-        room = f"{human_bytes(needed)} ({needed} bytes) needed, {human_bytes(free)} ({free} bytes) free"
-        reason = (error.strerror or str(error)).rstrip(".")
+        room = f"{human_bytes(needed)} ({needed} bytes) needed, " if needed else ""  # unknown of a first one
+        room += f"{human_bytes(free)} ({free} bytes) free"
+        reason = (os.strerror(error.errno) if error.errno else str(error)).rstrip(".")
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        advice = "free some space or keep fewer checkpoints" if full else "check the disk and its mount"
+        advice = "free some space there or keep fewer checkpoints" if full else "check the disk and its mount"
         return CheckpointWriteError(
             error.errno or errno.EIO,
             f"the checkpoint of step {step} was not written to {self.root}: {reason} ({room}); earlier checkpoints "

@@ -61,6 +61,13 @@ SYNONYMS = {
     "max_target_length": "target_seq_len",
     "torch_compile": "compile",
     "tokenizer_path": "vocab",
+    "input_prefix": "prefix",
+    "source_prefix": "prefix",
+}
+# Flags of t5-experiments without a namesake, where they are not flags still.
+GONE = {
+    "task_name": "--data_path names the data and --task its kind",
+    "data_n_workers": "leave it out, batches need no processes of their own",
 }
 
 TRUE_WORDS = ("true", "yes", "on", "1")
@@ -132,6 +139,8 @@ def parse(
         with _reader_may_leave():
             print(to_yaml(args, origins), end="", flush=True)
         sys.exit(0)
+    if "torch" not in sys.modules and launcher_rank() == 0 and hasattr(args, "model_path"):  # of a run, not of a tool
+        print("settings are read; torch and what else it takes is loading", file=sys.stderr, flush=True)
     return args, origins
 
 
@@ -284,6 +293,7 @@ def _read_command_line(
 ) -> dict[str, Setting]:
     """The settings of a command line by field name; a repeated flag's last value wins (`--config` collects)."""
     settings: dict[str, Setting] = {}
+    unknown: list[str] = []
     rest = list(argv)
     while rest:
         token = rest.pop(0)
@@ -292,7 +302,9 @@ def _read_command_line(
             raise UserError(_not_a_flag(token, types_by_name))
         name, negated = _resolve(flag.removeprefix("--"), types_by_name)
         if name is None:
-            raise UserError(f"unknown flag {flag}{suggestion(flag, types_by_name, prefix='--')}")
+            unknown.append(f"{flag}{suggestion(flag, types_by_name, prefix='--')}")
+            _take_values(rest, tuple[str, ...])
+            continue
         following = [attached] if equals else _take_values(rest, types_by_name[name])
         if types_by_name[name] is bool:
             values: tuple[str, ...] = (_boolean(flag, following[0] if following else "true", COMMAND_LINE, negated),)
@@ -303,6 +315,8 @@ def _read_command_line(
         if name == "config" and name in settings:
             values = (*(settings[name].values or ()), *values)
         settings[name] = Setting(values, COMMAND_LINE)
+    if unknown:
+        raise UserError(f"unknown flag{'s' * (len(unknown) > 1)} {' '.join(unknown)}")
     return settings
 
 
@@ -401,8 +415,11 @@ def suggestion(written: str, names: Mapping[str, Any], prefix: str = "") -> str:
     wanted = written.strip("-").replace("-", "_").lower()
     if SYNONYMS.get(wanted) in names:
         return f": here it is called {prefix}{SYNONYMS[wanted]}."
+    if wanted in GONE:
+        return f": {GONE[wanted]}."
     abbreviated = [name for name in names if _abbreviates(wanted, name)]
-    nearest = difflib.get_close_matches(wanted, names, n=1, cutoff=0.8) or abbreviated
+    known = {name: name for name in names} | {word: name for word, name in SYNONYMS.items() if name in names}
+    nearest = [known[word] for word in difflib.get_close_matches(wanted, known, n=1, cutoff=0.8)] or abbreviated
     nearest = nearest or difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
     return f": did you mean {prefix}{nearest[0]}?" if nearest else ": --help lists what exists."
 

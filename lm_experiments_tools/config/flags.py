@@ -17,6 +17,7 @@ from typing import Any, TypeVar, get_type_hints
 from lm_experiments_tools.errors import UserError
 
 Rule = TypeVar("Rule")
+_ALWAYS_TOLD = ("lr", "optimizer", "lr_scheduler", "batch_size", "gradient_accumulation_steps", "iters", "seed")
 
 
 class Harmless:
@@ -99,13 +100,20 @@ def harmless_flags(args_class: type) -> frozenset[str]:
 
 def is_given(args: object, flag: str) -> bool:
     """True if the flag differs from its default."""
-    return getattr(args, flag) != getattr(type(args), flag)
+    return getattr(args, flag) != getattr(type(args), flag, dataclasses.MISSING)
 
 
 def given_flags(args: object, *rules: Unread) -> list[str]:
     """Names of the flags in use that one of `rules` is about."""
     notes = notes_of(type(args))
     return [name for name in notes if any(rule in notes[name] for rule in rules) and is_given(args, name)]
+
+
+def telling_settings(args: object) -> dict[str, Any]:
+    """The settings that tell one run from another: a few that always do, then those that are not as by default."""
+    always = [name for name in _ALWAYS_TOLD if hasattr(args, name)]
+    given = [field.name for field in dataclasses.fields(args) if is_given(args, field.name)]
+    return {name: getattr(args, name) for name in dict.fromkeys([*always, *given])}
 
 
 def refuse_unread(args: object, groups: Sequence[type] | None = None, *, in_run: bool = False) -> None:

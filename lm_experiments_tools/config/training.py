@@ -28,6 +28,7 @@ from lm_experiments_tools.config.flags import (
     needs,
     refuse_unread,
 )
+from lm_experiments_tools.config.options import read_options
 from lm_experiments_tools.errors import UserError
 
 VALIDATION = Unread(lambda args: args.lacks_validation(), "needs validation data: give --valid_data_path")
@@ -99,9 +100,12 @@ class OptimizerArgs:
     """Adafactor: learning rate from the update count, min(0.01, 1/sqrt(step)), instead of --lr."""
     warmup_init: Annotated[bool, _OF_ADAFACTOR, _OF_RELATIVE_STEP] = False
     """Adafactor: with --relative_step, start from 1e-6 * step instead of 0.01."""
+    optimizer_options: tuple[str, ...] = ()
+    """Other arguments of the optimizer's class as NAME=VALUE, for example betas=0.9,0.98 eps=1e-6."""
 
     def check(self) -> None:
         check_conflict(self, "relative_step", "lr", "Adafactor then computes its own learning rate")
+        read_options("optimizer_options", self.optimizer_options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +150,8 @@ class ScheduleArgs:
     """Updates after which the schedule has ended. None: --iters."""
     lr_min_ratio: Annotated[float, _OF_PEAK, _OF_SCHEDULE] = 0.0
     """Floor of a decaying schedule, as a fraction of --lr."""
+    lr_scheduler_options: Annotated[tuple[str, ...], _OF_SCHEDULE] = ()
+    """Other arguments of the schedule as NAME=VALUE, for example num_decay_steps=1000 decay_type=linear."""
     use_lr_drop: Annotated[bool, VALIDATION] = False
     """Reduce the learning rate when --optimize_metric stops improving on validation data."""
     lr_drop_factor: Annotated[float, PART, _OF_LR_DROP] = 0.1
@@ -165,6 +171,7 @@ class ScheduleArgs:
 
     def check(self) -> None:
         check_conflict(self, "use_lr_drop", "lr_scheduler", "only one of them can set the learning rate")
+        read_options("lr_scheduler_options", self.lr_scheduler_options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,6 +97,10 @@ def load_model_config(path_or_preset: str | Path, config_cls: type | None = None
 
     from huggingface_hub.errors import StrictDataclassError
 
+    usual = config_cls()
+    for key, value in values.items():  # 1 for 1.0, as JSON may write it, which transformers' strict classes refuse
+        if type(value) is int and isinstance(getattr(usual, key, None), float):
+            values[key] = float(value)
     try:
         config = config_cls(**{key: value for key, value in values.items() if key != "model_type"})
     except (TypeError, ValueError, StrictDataclassError) as error:

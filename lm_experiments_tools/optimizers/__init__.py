@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lm_experiments_tools.config.options import checked_options, parameters_of
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.names import nearest_names, resolve_name
+from lm_experiments_tools.names import resolve_name
 from lm_experiments_tools.optimizers.adafactor import Adafactor
 from lm_experiments_tools.optimizers.adamw_scale import AdamWScale
 
@@ -20,6 +21,10 @@ __all__ = ["Adafactor", "AdamWScale", "build_optimizer", "get_optimizer", "param
 
 OWN = {"Adafactor": Adafactor, "AdamWScale": AdamWScale}
 APEX = ("FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD")
+# Arguments of constructors that flags give, and the model the first.
+FLAGS = {name: name for name in ("lr", "weight_decay", "scale_parameter", "relative_step", "warmup_init")}
+FLAGS |= {"params": "model_cls"}
+CHOSEN = "chosen_options"  # key of a parameter group: names of the options that the user gave
 # Optimizers in name only: the abstract class, one that needs a closure, transformers' placeholder.
 UNUSABLE = {
     "Optimizer": "it is the abstract base class",
@@ -126,14 +131,14 @@ def build_optimizer(
         lr: learning rate; None only with relative_step.
         weight_decay: for matrices (group 0).
         scale_parameter, relative_step, warmup_init: options of Adafactor; other classes must not be given them.
-        extra: further keyword arguments of the class.
+        extra: further keyword arguments of the class (`--optimizer_options`).
 
     Raises:
         UserError: unknown name, an option the class does not take, options in conflict, or values it refuses.
     """
     cls = get_optimizer(name)
-    extra = dict(extra or {})
     taken = _keyword_arguments(cls)
+    extra = checked_options(f"--optimizer {name}", extra or {}, taken, FLAGS)
     adafactor = {"scale_parameter": scale_parameter, "relative_step": relative_step, "warmup_init": warmup_init}
     if lr is None and not relative_step:
         raise UserError(f"--optimizer {name} needs --lr (only Adafactor with --relative_step does without).")
@@ -142,9 +147,6 @@ def build_optimizer(
             raise UserError(
                 f"--{option} has no effect with --optimizer {name}, which does not take it: drop one of them."
             )
-    for option in extra:
-        if taken is not None and option not in taken:
-            raise UserError(f"--optimizer {name} has no option '{option}'{nearest_names(option, taken)}.")
 
     named = model_or_named_parameters
     groups = parameter_groups(named.named_parameters() if isinstance(named, nn.Module) else named, weight_decay)
@@ -158,14 +160,17 @@ def build_optimizer(
         options["fused"] = kinds <= {"cpu", "cuda"}
     options.update(extra)
     try:
-        return cls(groups, **options)
+        optimizer = cls(groups, **options)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"--optimizer {name} refuses its settings: {error}") from error
+    if extra:  # in the groups, which outlive what wraps the optimizer; read where a checkpoint is
+        for group in optimizer.param_groups:
+            group[CHOSEN] = sorted(extra)
+    return optimizer
 
 
-def _keyword_arguments(cls: type[Optimizer]) -> set[str] | None:
-    """The names the constructor takes; None where it takes any (**kwargs)."""
-    parameters = inspect.signature(cls).parameters.values()
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+def _keyword_arguments(cls: type[Optimizer]) -> dict[str, inspect.Parameter] | None:
+    """The parameters of the constructor; None where it takes any (**kwargs)."""
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(cls).parameters.values()):
         return None
-    return {p.name for p in parameters}
+    return parameters_of(cls)

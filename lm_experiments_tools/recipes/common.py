@@ -6,17 +6,18 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.collective import on_all
+from lm_experiments_tools.config.options import read_options
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.models.build import (
     build_model,
@@ -30,6 +31,7 @@ from lm_experiments_tools.modules.inspection import forward_names_of
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.optimizers import build_optimizer
 from lm_experiments_tools.tracking.run_directory import RunDirectory, claim_run, setup_logging
+from lm_experiments_tools.training.schedules import LearningRate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -51,9 +53,19 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
     """
     os.chdir(args.working_folder())
     on_all(backend, lambda: setup_logging(args.model_path, backend.rank))
+    on_all(backend, lambda: _check_optimization(args))
     if args.model_path is None:
         return None
     return on_all(backend, lambda: claim_run(args, backend.world_size), only_main=True)
+
+
+def _check_optimization(args: ExperimentArgs) -> None:
+    """Refuse an optimizer or a schedule that cannot be made, before hours of tokenizing: both of one toy parameter."""
+    if args.validate_only:
+        return
+    if getattr(args, "epochs", None) is not None:  # so the number of updates is not known yet: as many as you like
+        args = replace(args, iters=10**9)
+    LearningRate(args, _optimizer(args, [("toy.weight", nn.Parameter(torch.zeros(2, 2)))]))
 
 
 class RunData(Protocol):
@@ -85,13 +97,17 @@ def show_run(
         f"worker(s) = {rows} rows a step",
         "steps": f"{args.iters} updates, {args.iters * rows:,} examples"
         + (f" = {args.iters * rows / epoch:.2f} epochs of {epoch:,}" if epoch else ""),
-        "optimizer": f"{args.optimizer}, lr {args.lr}, schedule {args.lr_scheduler or 'constant'}",
+        "optimizer": ", ".join([args.optimizer, *args.optimizer_options, f"lr {args.lr}"])
+        + ", ".join([f", schedule {args.lr_scheduler or 'constant'}", *args.lr_scheduler_options]),
         "precision": "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
     }
     if run is not None:
         panel["run"] = f"{run.path} (tensorboard --logdir {run.path})"
         model_config = model.config.to_dict() if hasattr(model, "config") else None
         run.write_start(asdict(args), origins, sys.argv, model_config, world_size=backend.world_size)
+    if args.validate_only:
+        panel["batch"] = f"{args.valid_batch_size()} rows x {backend.world_size} worker(s), validated once"
+        del panel["steps"], panel["optimizer"]
     width = max(map(len, panel))
     for name, value in panel.items():
         logger.info("%-*s  %s", width, name, value)
@@ -184,8 +200,10 @@ def model_from_args(args: ExperimentArgs, source: ModelSource, vocabulary_size: 
 
 def optimizer_from_args(args: ExperimentArgs, model: nn.Module) -> Optimizer | None:
     """The optimizer that the flags describe, over the trainable parameters; None with `--validate_only`."""
-    if args.validate_only:
-        return None
+    return None if args.validate_only else _optimizer(args, model)
+
+
+def _optimizer(args: ExperimentArgs, model: nn.Module | Iterable[tuple[str, Tensor]]) -> Optimizer:
     return build_optimizer(
         model,
         name=args.optimizer,
@@ -194,6 +212,7 @@ def optimizer_from_args(args: ExperimentArgs, model: nn.Module) -> Optimizer | N
         scale_parameter=args.scale_parameter,
         relative_step=args.relative_step,
         warmup_init=args.warmup_init,
+        extra=read_options("optimizer_options", args.optimizer_options),
     )
 
 

@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -135,7 +135,7 @@ def _train_loader(context: ObjectiveContext, backend: Backend, sources: T5Source
 
 
 def _valid_loader(context: ObjectiveContext, backend: Backend, tokens: IndexedDataset) -> ValidLoader:
-    args, dataset = context.args, objective_dataset(context, tokens)
+    args, dataset = context.args, objective_dataset(replace(context, quiet=True), tokens)  # training's is the same
     if isinstance(dataset, BucketedDataset):  # --valid_samples of a bucketed order would be of a few lengths only
         dataset = SortedSamples(dataset.dataset, args.valid_samples)
     rows = args.rows_per_worker()

@@ -8,13 +8,18 @@ lmtools inspect --config RUN.yaml
 lmtools inspect_bert --config RUN.yaml
 lmtools attention --model DIR --text TEXT --output maps.html
 lmtools export --from_pretrained DIR --output DIR.onnx
+lmtools settings --output .
+lmtools pretrain-t5 | pretrain-bert | finetune: the scripts, with their flags
+lmtools build-horovod
 """
 
 import difflib
 import importlib
 import logging
+import runpy
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from lm_experiments_tools.errors import UserError, os_sentence
 
@@ -28,6 +33,14 @@ COMMANDS = {
     "inspect_bert": "the same for the sentences of run_bert_pretraining.py",
     "attention": "attention maps of a model on a text, and pictures of block-sparse layouts",
     "export": "write a fine-tuned model as ONNX and check it against torch",
+    "settings": "write the settings that accelerate launch takes, accelerate_configs/, to a folder",
+}
+# Scripts of the repository's top, which an installation has as well.
+SCRIPTS = {
+    "pretrain-t5": ("run_t5_pretraining.py", "pre-train a T5, or another model with another objective"),
+    "pretrain-bert": ("run_bert_pretraining.py", "pre-train a BERT with masked words and sentence pairs"),
+    "finetune": ("run_finetuning.py", "fine-tune a pre-trained model"),
+    "build-horovod": ("scripts/build_horovod.py", "build Horovod against the installed torch and check it"),
 }
 
 
@@ -51,9 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, argv: list[str]) -> int:
+    if name in SCRIPTS:
+        return _run_script(SCRIPTS[name][0], argv)
     if name not in COMMANDS:
-        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(COMMANDS)}"
+        known = [*COMMANDS, *SCRIPTS]
+        nearest = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}"
         raise UserError(f"lmtools has no command {name!r}: {hint}")
     from lm_experiments_tools.config.cli import parse  # imported here: the list of commands needs no parser
 
@@ -65,8 +81,18 @@ def _run(name: str, argv: list[str]) -> int:
     return 0
 
 
+def _run_script(file: str, argv: list[str]) -> int:
+    """Run a script as `python FILE` does; it stands beside the package, and `scripts` in it where it is installed."""
+    package = Path(__file__).resolve().parents[1]
+    path = next(path for path in (package.parent / file, package / file) if path.is_file())
+    sys.argv = [str(path), *argv]
+    runpy.run_path(str(path), run_name="__main__")
+    return 0
+
+
 def _usage() -> str:
-    lines = [f"  {name:<12} {summary}" for name, summary in COMMANDS.items()]
+    summaries = COMMANDS | {name: summary for name, (_, summary) in SCRIPTS.items()}
+    lines = [f"  {name:<14} {summary}" for name, summary in summaries.items()]
     return "\n".join(["usage: lmtools COMMAND [--flags]", "", *lines, "", "lmtools COMMAND --help lists its flags."])
 
 

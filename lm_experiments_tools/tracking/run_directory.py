@@ -367,7 +367,8 @@ def _git(*arguments: str) -> bytes:
 def _differences(
     before: Mapping[str, Any], now: Mapping[str, Any], harmless: Collection[str]
 ) -> dict[str, tuple[Any, Any]]:
-    then, now = dict(before), {name: to_jsonable(value) for name, value in now.items()}
+    then = {"optimizer_options": [], "lr_scheduler_options": []} | before  # unknown to older runs, which had none
+    now = {name: to_jsonable(value) for name, value in now.items()}
     for config in (then, now):
         parts = [config.get(name) for name in ("batch_size", "gradient_accumulation_steps", "WORLD_SIZE")]
         config["global_batch_size"] = (

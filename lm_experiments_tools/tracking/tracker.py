@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from lm_experiments_tools.files import dump_json, fsync_path, to_jsonable, write_atomic
+from lm_experiments_tools.files import dump_json, fsync_path, naming, to_jsonable, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -129,8 +129,9 @@ class Tracker:
         scalars = {**metrics, **_flat_groups(numbers)}
         record = {**position, **scalars, "metrics": list(metrics), "time": time.time()}
         if self._jsonl is not None:
-            self._jsonl.write(dump_json(record, indent=None) + "\n")
-            self._jsonl.flush()
+            with naming(self._jsonl.name):
+                self._jsonl.write(dump_json(record, indent=None) + "\n")
+                self._jsonl.flush()
         if self._events is not None:
             for tag, value, x in _scalars(record):
                 self._events.scalar(tag, value, x, record["time"])
@@ -269,7 +270,7 @@ class EventFile:
         kinds = {bool: ("bool_value", "DATA_TYPE_BOOL"), int: ("number_value", "DATA_TYPE_FLOAT64")}
         kinds |= {float: ("number_value", "DATA_TYPE_FLOAT64"), str: ("string_value", "DATA_TYPE_STRING")}
         experiment, start = api_pb2.Experiment(), plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
-        for name, value in sorted(values.items()):
+        for name, value in values.items():  # the tab opens on the first five
             value = value if type(value) in kinds else str(value)
             field, kind = kinds[type(value)]
             experiment.hparam_infos.add(name=name, type=getattr(api_pb2, kind))
@@ -294,7 +295,8 @@ class EventFile:
         self._write(self._event.Event(wall_time=wall_time, step=step, summary=summary))
 
     def flush(self) -> None:
-        self._file.flush()
+        with naming(self.path):
+            self._file.flush()
 
     def close(self) -> None:
         self._file.close()

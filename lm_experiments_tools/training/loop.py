@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ from lm_experiments_tools.checkpoint.train_state import (
     load_state,
     save_checkpoint,
 )
+from lm_experiments_tools.config.flags import telling_settings
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.modules.inspection import drops_first_label, forward_names
 from lm_experiments_tools.tracking.run_directory import claim_run
@@ -365,7 +365,7 @@ class TrainingLoop:
                 self._validate_now()
                 self._saved_at = None
         self.save()
-        self.tracker.hparams(asdict(self.args))
+        self.tracker.hparams(telling_settings(self.args))
 
     # ---- validation -------------------------------------------------------------------------------------------------
     def validate(self, dataloader: Iterable, split: str = "valid", write_tb: bool = True) -> dict[str, float] | None:

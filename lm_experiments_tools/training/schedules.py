@@ -20,6 +20,7 @@ from functools import partial, wraps
 from inspect import Parameter
 from typing import TYPE_CHECKING, Any
 
+from lm_experiments_tools.config.options import checked_options, parameters_of, read_options
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.names import resolve_name
 
@@ -31,10 +32,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Schedule = Callable[[int], float]
+# Arguments of schedules that flags give.
+FLAGS = {"num_warmup_steps": "num_warmup_steps", "num_training_steps": "num_training_steps", "base_lr": "lr"}
+FLAGS |= {"min_lr_ratio": "lr_min_ratio", "min_lr_rate": "lr_min_ratio"}
 
 
 def get_schedule(
     name: str,
+    /,
     *,
     num_warmup_steps: int | None = None,
     num_training_steps: int | None = None,
@@ -50,7 +55,8 @@ def get_schedule(
         num_training_steps: length of the run in updates; the schedules that end somewhere need it.
         min_lr_ratio: floor as a fraction of `base_lr`, for the schedules that have one.
         base_lr: the learning rate being multiplied; `polynomial` and `legacy` need it, being stated in absolute rates.
-        options: what only this schedule takes (see its function below), e.g. `num_cycles`, `power`, `decay_type`.
+        options: what only this schedule takes (see its function below), e.g. `num_cycles`, `power`, `decay_type`
+            (`--lr_scheduler_options`).
 
     Returns:
         A pure function of an int >= 0.
@@ -65,17 +71,15 @@ def get_schedule(
         "min_lr_ratio": min_lr_ratio,
         "base_lr": base_lr,
     }
+    own = {key: parameter for key, parameter in accepted.items() if key not in general}
+    options = checked_options(f"--lr_scheduler {name}", options, own, FLAGS)
     for key, parameter in accepted.items():
         if parameter.default is Parameter.empty and {**general, **options}.get(key) is None:
             flag, problem = "--lr" if key == "base_lr" else f"--{key}", "which is not set"
             if key not in general:
-                flag, problem = key, "which no flag gives: give it a default"
+                flag, problem = f"--lr_scheduler_options {key}=VALUE", "which is not given"
             raise UserError(f"--lr_scheduler {name} needs {flag}, {problem}.")
     _check_numbers(name, accepted, general)
-    own = [key for key in accepted if key not in general]
-    for option in options:
-        if option not in own:
-            raise UserError(f"--lr_scheduler {name} has no option '{option}'; it takes {', '.join(own) or 'none'}.")
     arguments = {key: value for key, value in general.items() if key in accepted and value is not None}
     return factory(**arguments, **options)
 
@@ -83,7 +87,7 @@ def get_schedule(
 def _find(name: str) -> tuple[Callable[..., Schedule], Mapping[str, Parameter]]:
     """The maker of the schedule of this name, and the arguments that it takes."""
     if name in SCHEDULES:
-        return SCHEDULES[name], inspect.signature(SCHEDULES[name]).parameters
+        return SCHEDULES[name], parameters_of(SCHEDULES[name])
     if name == "reduce_lr_on_plateau":
         raise UserError(
             "--lr_scheduler reduce_lr_on_plateau depends on validation results, not on the step: use --use_lr_drop."
@@ -95,14 +99,9 @@ def _find(name: str) -> tuple[Callable[..., Schedule], Mapping[str, Parameter]]:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"--lr_scheduler {name} is unknown: {hint}Known: {', '.join(known)}; or module:function.")
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # of some builtins
-        parameters = ()
-    named = [p for p in parameters if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
-    if not named:
+    if not (parameters := parameters_of(function)):
         raise UserError(f"--lr_scheduler {name} names no argument: its first must be the step, or optimizer.")
-    first, *others = named
+    first, *others = parameters.values()
     if first.name != "optimizer":
         return partial(partial, function), {p.name: p for p in others}
     accepted = {p.name.replace("min_lr_rate", "min_lr_ratio"): p for p in others if p.name != "last_epoch"}
@@ -409,12 +408,14 @@ class LearningRate:
         self.base = [group.get("lr") for group in optimizer.param_groups] if optimizer is not None else []
         self.schedule = self.plateau = None
         if args.lr_scheduler and optimizer is not None:
+            options = read_options("lr_scheduler_options", args.lr_scheduler_options)
             self.schedule = get_schedule(
                 args.lr_scheduler,
                 num_warmup_steps=args.num_warmup_steps,
                 num_training_steps=args.schedule_steps(),
                 min_lr_ratio=args.lr_min_ratio,
                 base_lr=self.base[0],
+                **checked_options(f"--lr_scheduler {args.lr_scheduler}", options, None, FLAGS),
             )
         if args.use_lr_drop and optimizer is not None:
             options = ("factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps")

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from lm_experiments_tools import files
+from lm_experiments_tools.errors import os_sentence
 from lm_experiments_tools.files import write_atomic
 
 
@@ -33,6 +34,7 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path, monkeypatch, cal
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.os, call, full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left") as error:
         write_atomic(path, b"new")
+    assert os_sentence(error.value).startswith(f"{path}: No space left on device: free some space")
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["plan.json"]

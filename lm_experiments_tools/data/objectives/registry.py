@@ -69,7 +69,7 @@ def mixed_dataset(context: ObjectiveContext, tokens: Sequence[TokenSource], worl
         return objective_dataset(context, tokens[0], world_size)
     # A seed for each: equal ones would give members of equal size the same order and noise.
     members = [
-        example_dataset(replace(context, seed=stream_key(context.seed, f"member {number}")), source)
+        example_dataset(replace(context, seed=stream_key(context.seed, f"member {number}"), quiet=number > 0), source)
         for number, source in enumerate(tokens)
     ]
     args, pad_id = context.args, context.vocabulary.pad_id

@@ -27,7 +27,7 @@ from lm_experiments_tools.checkpoint.writer import (
     save_tree,
     verify,
 )
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import UserError, os_sentence
 from tests.helpers.checkpoint_toys import write
 
 # ---- trees --------------------------------------------------------------------------------------------------------
@@ -321,6 +321,18 @@ def test_no_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
     with pytest.raises(CheckpointWriteError, match=r"step 2 .*No space left.* needed, 100 B \(100 bytes\) free"):
         CheckpointWriter(tmp_path, None).begin(2)
     assert {p.name for p in tmp_path.iterdir()} == {"step_000001", "last"}
+
+
+def test_a_full_disk_is_one_sentence_with_the_path_that_says_nothing_twice(tmp_path):
+    from safetensors import SafetensorError
+
+    words = "Error while serializing: I/O error: No space left on device (os error 28)"
+    with pytest.raises(CheckpointWriteError) as error:
+        with CheckpointWriter(tmp_path, None).guarded(1):
+            raise SafetensorError(words)
+    sentence = os_sentence(error.value)
+    assert sentence.startswith(f"the checkpoint of step 1 was not written to {tmp_path}: No space left on device (")
+    assert sentence.count("free some space") == 1 and "needed" not in sentence and "the output" not in sentence
 
 
 SAVE_AND_BE_KILLED = """

@@ -295,3 +295,13 @@ def test_parameters_are_counted_once_and_frozen_ones_apart(tmp_path):
     model.shared.weight.requires_grad_(False)
     count = num_parameters(model)
     assert count.total - count.trainable == count.embedding == 1600
+
+
+@pytest.mark.parametrize(
+    ("base", "key", "value"), [("t5-small", "initializer_factor", 1), ("bert_base_uncased", "initializer_range", 1)]
+)
+def test_a_whole_number_stands_for_a_float_in_a_configuration(tmp_path, base, key, value):
+    """As in configurations of t5-experiments, which transformers 4 took."""
+    (tmp_path / "old.json").write_text(json.dumps({"base": base, key: value, "vocab_size": 64}))
+    config = load_model_config(tmp_path / "old.json")
+    assert getattr(config, key) == value and type(getattr(config, key)) is float and config.vocab_size == 64

@@ -50,8 +50,10 @@ def test_wheel_holds_the_packages_the_presets_and_nothing_else(wheel):
         name
         for name in tracked_files()
         if (name.endswith(".py") and name.startswith(tuple(f"{package}/" for package in PACKAGES)))
-        or (name.endswith(".json") and name.startswith("models_configs/"))
+        or (name.endswith((".json", ".yaml")) and name.startswith(("models_configs/", "accelerate_configs/")))
+        or re.fullmatch(r"run_\w+\.py", name)
     }
+    expected |= {f"lm_experiments_tools/{name}" for name in tracked_files() if re.fullmatch(r"scripts/\w+\.py", name)}
     assert files == expected
     assert "lm_experiments_tools/training/trainer.py" in files and "models_configs/t5_configs/t5-small.json" in files
 
@@ -69,9 +71,43 @@ def test_wheel_metadata(wheel):
     assert len(everything) == len({line.split(";")[0] for line in metadata.splitlines() if "extra ==" in line})
 
 
-def test_installed_wheel_works_away_from_the_sources(wheel, tmp_path):
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", tmp_path / "site", wheel]
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory) -> Path:
+    """The wheel, installed in a folder of its own."""
+    site = tmp_path_factory.mktemp("installed") / "site"
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", site, wheel]
     subprocess.run(command, check=True, capture_output=True)
+    return site
+
+
+def test_installed_wheel_trains_away_from_the_sources(site, tmp_path):
+    def lmtools(*words: str, code: int = 0) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, site / "bin" / "lmtools", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
+        assert done.returncode == code, done.stderr[-3000:]
+        return done.stdout + done.stderr
+
+    for command, flag in (("pretrain-t5", "--target_seq_len"), ("pretrain-bert", "--use_nsp"), ("finetune", "--peft")):
+        assert flag in lmtools(command, "--help")
+    assert "did you mean --lr" in lmtools("pretrain-t5", "--lrr", "1", code=2)
+    assert "--rebuild" in lmtools("build-horovod", "--help")
+    lmtools("settings")
+    shipped = sorted(path.name for path in (ROOT / "accelerate_configs").iterdir())
+    assert sorted(path.name for path in (tmp_path / "accelerate_configs").iterdir()) == shipped
+    assert "is there already" in lmtools("settings", code=2)
+
+    text = "".join(f'{{"text": "some words {n} of a text {n + 1} that is short"}}\n' for n in range(200))
+    (tmp_path / "text.jsonl").write_text(text)
+    lmtools("vocab", "--input", "text.jsonl", "--size", "150", "--output", "v.model")
+    run = "--data_path text.jsonl --vocab v.model --model_path run --model_cfg t5-micro --input_seq_len 32".split()
+    run += "--batch_size 2 --lr 1e-3 --iters 2 --target_seq_len 16 --data_pipeline native --data_n_workers 1".split()
+    lmtools("pretrain-t5", *run)
+    assert (tmp_path / "run" / "last" / "model.safetensors").exists()
+    assert "lmtools pretrain-t5 --data_path" in (tmp_path / "run" / "cmd.sh").read_text()
+
+
+def test_installed_wheel_works_away_from_the_sources(site, tmp_path):
     question = (
         "names = 'megatron.preprocess_data', 'megatron.core'; "
         "import lm_experiments_tools, lm_experiments_tools.models.build as m; "
@@ -79,15 +115,15 @@ def test_installed_wheel_works_away_from_the_sources(wheel, tmp_path):
         # found, not imported: megatron.core loads thousands of modules
         "import importlib.util as u; [print(s.origin) for s in map(u.find_spec, names) if s]"
     )
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    environment = {**os.environ, "PYTHONPATH": str(site)}
     answer = subprocess.run(
         [sys.executable, "-c", question], env=environment, cwd=tmp_path, text=True, capture_output=True, check=True
     )
     where, has_presets, bert_data, *others = answer.stdout.split()
-    assert Path(where).is_relative_to(tmp_path / "site") and has_presets == "True"
-    assert Path(bert_data).is_relative_to(tmp_path / "site")
+    assert Path(where).is_relative_to(site) and has_presets == "True"
+    assert Path(bert_data).is_relative_to(site)
     assert all("site-packages" in Path(path).parts for path in others)  # NVIDIA's, where it is installed
-    assert (tmp_path / "site" / "bin" / "lmtools").exists()
+    assert (site / "bin" / "lmtools").exists()
 
 
 def requirements(name: str) -> dict[str, Requirement]:
@@ -117,7 +153,7 @@ def setup_requirements() -> dict[str, list[Requirement]]:
 def test_requirements_cover_setup_and_pins_lie_in_its_ranges():
     pretrain, everything = requirements("requirements-pretrain.txt"), requirements("requirements.txt")
     for extra, lines in setup_requirements().items():
-        pinned = pretrain if extra in ("", "horovod", "accelerate", "plots") else everything
+        pinned = pretrain if extra in ("", "horovod", "accelerate", "metrics", "peft", "plots") else everything
         for requirement in lines:
             pin = pinned.get(requirement.name.lower())
             assert pin is not None, f"{requirement.name} of [{extra}] is in no requirements file"
@@ -127,7 +163,8 @@ def test_requirements_cover_setup_and_pins_lie_in_its_ranges():
 
 def test_requirements_name_nothing_that_pip_cannot_install_or_that_is_another_program():
     assert not {"apex", "horovod", "nvidia-apex"} & set(requirements("requirements.txt"))
-    assert not {"tensorflow", "t5", "seqio", "deepspeed"} & set(requirements("requirements-pretrain.txt"))
+    large = {"bitsandbytes", "deepspeed", "seqio", "t5", "tensorflow"}
+    assert not large & set(requirements("requirements-pretrain.txt"))
 
 
 @pytest.mark.parametrize("name", sorted(requirements("requirements.txt")))

@@ -1,6 +1,7 @@
 """run_t5_pretraining.py and bad input: a sentence each, nothing lost; and a model class from the user's own file."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from lm_experiments_tools.data.objectives.causal_lm import CausalLMDataset
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.recipes import t5_data as pretraining
+from lm_experiments_tools.tracking.tracker import Tracker
 from lm_experiments_tools.training.micro_batches import split_batch
 from run_t5_pretraining import main
 from tests.distributed.launch import ROOT, environment
@@ -325,3 +327,72 @@ def test_exit_codes_of_the_real_process(work, vocab):
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
     assert "--iters" in ended.stderr and "Traceback" not in ended.stderr and ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"lr_scheduler": "liner", "num_warmup_steps": 1}, "did you mean linear"),
+        ({"optimizer": "AdmW"}, "did you mean .*AdamW"),
+        ({"optimizer": "my_optimizers:Nothing"}, "my_optimizers"),
+        ({"lr_scheduler": "my_schedules:nothing"}, "my_schedules"),
+        ({"optimizer_options": "beta=0.9,0.98"}, "AdamW has no option 'beta'; did you mean 'betas'"),
+        ({"optimizer_options": "betas=0.9,1.98"}, "AdamW refuses its settings: Invalid beta"),
+        ({"optimizer_options": "lr=1"}, "lr is no option but has a flag of its own, --lr"),
+        ({"lr_scheduler": "linear", "num_warmup_steps": 3}, "--num_warmup_steps 3 is more than the 2 updates"),
+        (
+            {"lr_scheduler": "linear", "num_warmup_steps": 1, "lr_scheduler_options": "num_warmup_steps=3"},
+            "num_warmup_steps is no option but has a flag of its own",
+        ),
+    ],
+)
+def test_an_optimizer_or_schedule_that_cannot_be_is_refused_before_tokenizing(work, vocab, flags, sentence):
+    refused(vocab, sentence, **flags)
+    assert not list(work.glob("**/*.idx")) and not list(work.glob("**/*.bin"))
+
+
+def test_options_reach_optimizer_and_schedule_and_are_part_of_the_run(work, vocab):
+    wsd = {"lr_scheduler": "warmup_stable_decay", "num_warmup_steps": 1, "iters": 6}
+    chosen = {"lr_scheduler_options": ("num_decay_steps=4", "decay_type=linear"), "save_interval": 3}
+    chosen["optimizer_options"] = ("betas=0.5,0.75", "eps=1e-7")
+    start(vocab, **wsd, **chosen)
+    rates = [line["lr"] for line in map(json.loads, (work / "run/metrics.jsonl").read_text().splitlines())]
+    assert rates[:6] == pytest.approx([0, 1e-3, 1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+    optimizer = json.loads((work / "run/checkpoints/step_000003/optimizer.json").read_text())
+    assert all(words in json.dumps(optimizer) for words in ("0.75", "1e-07"))
+    recorded = json.loads((work / "run/config.json").read_text())
+    assert recorded["optimizer_options"] == ["betas=0.5,0.75", "eps=1e-7"]
+    refused(vocab, "other settings: optimizer_options", **wsd, **{**chosen, "optimizer_options": "eps=1e-7"})
+    refused(vocab, "other settings: lr_scheduler_options", **wsd, **{**chosen, "lr_scheduler_options": None})
+    named = {**chosen, "optimizer_options": "betas=0.5,0.9", "resume": "run/checkpoints/step_000003"}
+    start(vocab, **wsd, **named)
+    optimizer = json.loads((work / "run/checkpoints/step_000006/optimizer.json").read_text())
+    assert "0.9" in json.dumps(optimizer) and "0.75" not in json.dumps(optimizer)
+    assert "1e-08" in json.dumps(optimizer) and "1e-07" not in json.dumps(optimizer)  # as without the flag
+
+
+def test_each_thing_is_said_once_and_validation_alone_tells_nothing_of_training(work, vocab, caplog, monkeypatch):
+    told = []
+    monkeypatch.setattr(Tracker, "hparams", lambda self, values: told.append(values))
+    caplog.set_level(logging.INFO)
+    (work / "more.jsonl").write_text((work / "text.jsonl").read_text())
+    start(vocab, data_path=("text.jsonl", "more.jsonl"), valid_data_path="text.jsonl")
+    assert caplog.text.count("tokens long, not 16") == 1
+    assert "updates, " in caplog.text and "AdamW, lr 0.001, schedule constant" in caplog.text
+    first = ["lr", "optimizer", "lr_scheduler", "batch_size", "gradient_accumulation_steps", "iters", "seed"]
+    (settings,) = told
+    assert list(settings)[:7] == first and settings["input_seq_len"] == 32
+    assert "resume" not in settings and "bf16" not in settings and len(settings) < 25
+    caplog.clear()
+    start(vocab, data_path=("text.jsonl", "more.jsonl"), valid_data_path="text.jsonl", validate_only=True)
+    assert "4 rows x 1 worker(s), validated once" in caplog.text
+    assert "updates, " not in caplog.text and "AdamW" not in caplog.text
+
+
+def test_the_first_words_come_before_torch_is_loaded(work, vocab):
+    flags = ["--data_path", "nowhere.jsonl", "--vocab", vocab, "--model_cfg", "tiny.json", "--lr", "1"]
+    command = [sys.executable, "-X", "importtime", str(ROOT / "run_t5_pretraining.py"), *map(str, flags)]
+    lines = subprocess.run(command, env=environment(), text=True, capture_output=True).stderr.splitlines()
+    said = next(i for i, line in enumerate(lines) if line.startswith("settings are read"))
+    imported = {line.split("|")[-1].strip() for line in lines[:said]}
+    assert "tyro" in imported and not imported & {"torch", "numpy", "transformers"}

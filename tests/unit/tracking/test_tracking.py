@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
 import math
+import os
 import subprocess
 import sys
 import types
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import UserError, os_sentence
 from lm_experiments_tools.files import to_jsonable
 from lm_experiments_tools.tracking.tracker import ConsoleLine, Tracker, save_metrics
 
@@ -292,3 +294,14 @@ def test_curve_is_drawn_from_the_record(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match="pip install matplotlib"):
         plot_curve(tmp_path / "metrics.jsonl", png)
+
+
+def test_a_full_disk_names_the_file_that_was_written(tmp_path):
+    with Tracker(tmp_path, rank=0) as tracker:
+        full = types.SimpleNamespace(name=tracker._jsonl.name, write=lambda text: None)
+        full.flush = lambda: (_ for _ in ()).throw(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        own, tracker._jsonl = tracker._jsonl, full
+        with pytest.raises(OSError) as error:
+            log_step(tracker, 1)
+        tracker._jsonl = own
+    assert os_sentence(error.value).startswith(f"{tmp_path / 'metrics.jsonl'}: No space left on device: free some")

@@ -223,12 +223,12 @@ def test_a_new_schedule_of_transformers_works_by_its_name(monkeypatch):
     [
         ("greedy", "makes a GreedyLR, not a LambdaLR"),
         (f"{__name__}:halves", "needs --num_training_steps"),
-        (f"{__name__}:needs_power", "needs power, which no flag gives"),
+        (f"{__name__}:needs_power", "needs --lr_scheduler_options power=VALUE, which is not given"),
         (f"{__name__}:nothing", "names no argument"),
         (f"{__name__}:anything", "names no argument"),
         ("builtins:min", "names no argument"),
         (f"{__name__}:halvs", "has no halvs; did you mean 'halves'"),
-        ("torch.optim.lr_scheduler:CosineAnnealingLR", "needs T_max, which no flag gives"),
+        ("torch.optim.lr_scheduler:CosineAnnealingLR", "needs --lr_scheduler_options T_max=VALUE, which is not given"),
         ("no_such_module:f", "no_such_module cannot be imported"),
     ],
 )

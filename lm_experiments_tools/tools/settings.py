@@ -1,0 +1,33 @@
+"""Write the settings that `accelerate launch --config_file` takes to where commands of the documentation find them."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from lm_experiments_tools.errors import UserError
+
+SETTINGS = Path(__file__).resolve().parents[2] / "accelerate_configs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingsArgs:
+    """Settings of launchers."""
+
+    output: str = "."
+    """Folder that accelerate_configs/ is written to: the one that training starts from, which their paths are of."""
+
+
+def run(args: SettingsArgs) -> None:
+    """Copy accelerate_configs/ and name its files.
+
+    Raises:
+        UserError: it is there already.
+    """
+    folder = Path(args.output) / SETTINGS.name
+    if folder.exists():
+        raise UserError(f"{folder} is there already: remove it, or choose another --output.")
+    files = sorted(path for path in SETTINGS.iterdir() if path.suffix in (".json", ".yaml"))
+    folder.mkdir(parents=True)
+    for path in files:
+        shutil.copyfile(path, folder / path.name)
+    print(f"{folder}: {' '.join(path.name for path in files)}")
