@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens.files import read_meta, token_prefix, warn_unrecorded
+from lm_experiments_tools.data.tokens.files import read_meta, recorded_vocabulary, token_prefix, warn_unrecorded
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, ensure_tokenized
 from lm_experiments_tools.errors import UserError
@@ -120,9 +120,9 @@ class T5Sources:
                 f"--vocab is missing, and {record} does not exist or names none: give the SentencePiece .model file "
                 f"that made the tokens {path}"
             )
-        for candidate in (Path(made_with), record.parent / Path(made_with).name):
-            if candidate.is_file():
-                return candidate
+        found = recorded_vocabulary(self.prefix(path), self._records[path])
+        if found is not None:
+            return found
         raise UserError(
             f"--vocab is missing, and the vocabulary that {record} names ({made_with}) is not there; give --vocab"
         )
