@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from lm_experiments_tools.config.flags import COUNT, PART, Unread, is_given
+from lm_experiments_tools.config.flags import COUNT, PART, Unread, check_conflict, is_given
 from lm_experiments_tools.errors import UserError
 
 ModelKind = Literal["encoder-decoder", "decoder", "encoder"]
@@ -63,14 +63,14 @@ OBJECTIVES = {
     "prefix_lm": Objective(
         builder=f"{_HOME}.denoising:build_prefix_lm",
         models=("encoder-decoder",),
-        reads=("target_seq_len", "bucket_rows"),
+        reads=("target_seq_len", "bucket_rows", "mix_rows"),
         in_seqio=True,
         report="continuation",
     ),
     "ul2": Objective(
         builder=f"{_HOME}.ul2:build",
         models=("encoder-decoder",),
-        reads=("target_seq_len", "denoisers", "mode_tokens", "bucket_rows"),
+        reads=("target_seq_len", "denoisers", "mode_tokens", "bucket_rows", "mix_rows"),
         report="blanks",
     ),
     "causal_lm": Objective(
@@ -162,7 +162,10 @@ class ObjectiveArgs:
     mlm_probability: Annotated[float, PART] = 0.15
     """mlm: probability of a token to be predicted, between 0 and 1."""
     bucket_rows: Annotated[int | None, COUNT, OF_NATIVE_PIPELINE] = None
-    """prefix_lm, ul2: rows of similar length to put together. None: all rows of a step, over all workers; 1: none."""
+    """prefix_lm, ul2: rows of similar length to put together, instead of --mix_rows; 1: rows in random order."""
+    mix_rows: Annotated[int | None, COUNT, OF_NATIVE_PIPELINE] = None
+    """prefix_lm, ul2: rows that hold all lengths in their shares, in order of length, so that micro-batches pad
+    little. None: all rows of a step, over all workers."""
 
     def check(self) -> None:
         if self.task not in OBJECTIVES and not self.is_registered_task():
@@ -174,6 +177,7 @@ class ObjectiveArgs:
             raise UserError(f"--denoisers is empty: give at least one, for example {PAPER_DENOISERS[0]}.")
         self.denoiser_specs()
         self._check_unread()
+        check_conflict(self, "bucket_rows", "mix_rows", "rows are put together in one way or the other")
 
     def _check_unread(self) -> None:
         for flag in dict.fromkeys(flag for objective in OBJECTIVES.values() for flag in objective.reads):
@@ -195,7 +199,7 @@ class ObjectiveArgs:
         Of the flags added since version 1 only those that the objective reads, so that a new flag does not change the
         fingerprint of runs that do not know it.
         """
-        counted = _IN_VERSION_1 | set(self.objective().reads) - {"bucket_rows"}
+        counted = _IN_VERSION_1 | set(self.objective().reads) - {"bucket_rows", "mix_rows"}
         return {field.name: getattr(self, field.name) for field in fields(ObjectiveArgs) if field.name in counted}
 
     def denoiser_specs(self) -> list[DenoiserSpec]:

@@ -292,8 +292,22 @@ def test_counted_labels_of_a_decoder_are_those_its_loss_averages():
 def test_buckets_of_another_size_are_named_when_a_run_is_continued(work, vocab):
     start(vocab, **OBJECTIVES["prefix_lm"], gradient_accumulation_steps=2)
     flags = {**OBJECTIVES["prefix_lm"], "batch_size": 16, "iters": 4}
-    refused(vocab, "buckets of 8 rows .* buckets of 16, .* --bucket_rows 8", **flags, resume="run/last")
-    start(vocab, **flags, bucket_rows=8, resume="run/last")
+    refused(vocab, "steps of 8 rows .* steps of 16, .* --mix_rows 8", **flags, resume="run/last")
+    start(vocab, **flags, mix_rows=8, resume="run/last")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_run_of_when_a_step_was_one_bucket_is_refused_with_the_flag_that_continues_it(work, vocab, streaming):
+    """As those of before --mix_rows were, whose recorded bucket_rows is null."""
+    flags = {**OBJECTIVES["ul2"], "streaming": streaming}
+    start(vocab, **flags, bucket_rows=4)
+    config = work / "run" / "config.json"
+    recorded = json.loads(config.read_text())
+    del recorded["mix_rows"]
+    config.write_text(json.dumps({**recorded, "bucket_rows": None}))
+    more = {**flags, "iters": 4}
+    refused(vocab, "buckets of 4 rows .* mixed steps of 4, .* --bucket_rows 4", **more)
+    start(vocab, **more, bucket_rows=4)
 
 
 def test_several_sources_are_mixed(work, vocab, caplog):
@@ -305,7 +319,7 @@ def test_several_sources_are_mixed(work, vocab, caplog):
     flags += ["--input_seq_len", "32", "--target_seq_len", "32", "--batch_size", "4", "--lr", "1e-3", "--model_cfg"]
     main([*flags, "tiny.json", "--vocab", str(vocab), "--backend", "local", "--data_n_workers", "1"])
     assert "proportional mixture of 2" in caplog.text and "weight 2) of ul2" in caplog.text
-    assert "buckets of 4 rows" in caplog.text
+    assert "all lengths in each 4 rows" in caplog.text
 
 
 def test_an_objective_wants_its_kind_of_model(work, vocab):
