@@ -208,6 +208,8 @@ def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> t
         "streams": plan.num_streams,
         "seed": args.seed,
     }
+    if args.ends_documents():  # no word where they do not, as before this could be chosen
+        parts["append_eos"] = True
     fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     if args.objective().varies_in_length:
         rows = args.bucket_rows
@@ -262,7 +264,7 @@ def _open(
         quiet = not unsaid.acquire(blocking=False)
         return example_dataset(replace(context, seed=seed, quiet=quiet), IndexedDataset(prefix))
 
-    encoding = Encoding(os.path.abspath(vocab_path), vocabulary.sha256, text_key=args.text_key)
+    encoding = Encoding(os.path.abspath(vocab_path), vocabulary.sha256, args.text_key, args.ends_documents())
     settings = ChunkSettings(plan, str(folder), encoding, args.max_bad_lines)
     num_workers = args.data_n_workers or min(_WORKERS, len(os.sched_getaffinity(0)))
     feed = ChunkFeed([ExampleStream(folder, number) for number in streams], settings, build, num_workers)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from lm_experiments_tools.data.objectives.causal_lm import CausalLMDataset
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.recipes import t5_data as pretraining
 from lm_experiments_tools.training.micro_batches import split_batch
@@ -320,6 +322,40 @@ def test_several_sources_are_mixed(work, vocab, caplog):
     main([*flags, "tiny.json", "--vocab", str(vocab), "--backend", "local", "--data_n_workers", "1"])
     assert "proportional mixture of 2" in caplog.text and "weight 2) of ul2" in caplog.text
     assert "all lengths in each 4 rows" in caplog.text
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("task", "ends"), [("prefix_lm", True), ("ul2", True), ("causal_lm", True), ("", False)])
+def test_documents_end_with_eos_where_the_objective_reads_on_over_their_borders(work, vocab, task, ends, streaming):
+    start(vocab, **OBJECTIVES.get(task, {}), iters=1, streaming=streaming, model_path=None)
+    files = [IndexedDataset(str(path)[:-4]) for path in (work / ".cache").rglob("*.idx")]
+    assert files and all((int(row[-1]) == 1) is ends for data in files for row in data)
+    if not ends:
+        refused(vocab, "--append_eos is not read by --task span_corruption", append_eos=False)
+        return
+    start(vocab, **OBJECTIVES[task], iters=1, streaming=streaming, append_eos=False, model_path=None)
+    files = [IndexedDataset(str(path)[:-4]) for path in (work / ".cache").rglob("*.idx")]
+    assert {int(row[-1]) == 1 for data in files for row in data} == {True, False}
+
+
+def test_tokens_whose_documents_run_into_each_other_are_named_with_the_remedy(work, vocab, caplog):
+    for name, eos in (("with", True), ("without", False)):
+        tokenize_corpus(["text.jsonl"], vocab, name, workers=1, append_eos=eos)
+    flags = {**OBJECTIVES["causal_lm"], "iters": 1, "model_path": None}
+    start(vocab, **flags, data_path="with")
+    start(vocab, data_path="without", iters=1, model_path=None)
+    assert "--append_eos" not in caplog.text
+    start(vocab, **flags, data_path="without")
+    assert (
+        f"lmtools tokenize --input {work}/text.jsonl --vocab {vocab} --output without-eos --append_eos" in caplog.text
+    )
+    refused(
+        vocab,
+        "--no_append_eos is about raw text, and without is tokenized",
+        **flags,
+        data_path="without",
+        append_eos=False,
+    )
 
 
 def test_an_objective_wants_its_kind_of_model(work, vocab):
