@@ -100,7 +100,7 @@ OPTIONS = (
 )
 PADDING = (
     ours("--bucket_rows 1"),
-    replace(BASELINE, name="ours: buckets of like length (the default)"),
+    replace(BASELINE, name="ours: buckets of similar length (the default)"),
     theirs(),
     theirs(train_sampling_strategy="group_by_length"),
 )

@@ -4,6 +4,7 @@ import difflib
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 from lm_experiments_tools.errors import UserError
@@ -31,6 +32,8 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
 def resolve_name(text: str, base: type | None = None, said: str | None = None) -> Any:
     """The class or function named by `module:name`, e.g. `transformers:T5ForConditionalGeneration`.
 
+    A file of the current folder is a module too, wherever the script that runs lies.
+
     Args:
         text: an importable module and a name in it; dots are allowed on either side (`package.module:Outer.Inner`).
         base: the class that it must be or derive from; None for a function, or anything else that can be called.
@@ -48,8 +51,8 @@ def resolve_name(text: str, base: type | None = None, said: str | None = None) -
             f"{said} does not name a class: write module:Class, e.g. transformers:T5ForConditionalGeneration."
         )
     try:
-        found: Any = importlib.import_module(module_name)
-    except ImportError as error:
+        found: Any = _imported(module_name)
+    except (ImportError, SyntaxError) as error:
         raise UserError(f"{said}: module {module_name} cannot be imported ({error}).") from error
     for part in path.split("."):
         try:
@@ -62,6 +65,17 @@ def resolve_name(text: str, base: type | None = None, said: str | None = None) -
     elif not (isinstance(found, type) and issubclass(found, base)):
         raise UserError(f"{said} is {found!r}, not a subclass of {base.__module__}.{base.__qualname__}.")
     return found
+
+
+def _imported(module: str) -> ModuleType:
+    """The module, of the current folder if it is found nowhere else; `sys.path` changes for those of users alone."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0] or "" in sys.path:
+            raise
+    sys.path.append("")
+    return importlib.import_module(module)
 
 
 def nearest_names(word: str, known: Iterable[object]) -> str:

@@ -220,7 +220,7 @@ def _folder(path: Path, flag: str) -> Source:
 
 
 def check_reachable(name: str, flag: str) -> None:
-    """Refuse at once what the Hub would be asked for in vain; without network its client tries for half a minute.
+    """Refuse at once what the Hub cannot have; without network its client tries for half a minute.
 
     Raises:
         UserError: no connection, and `name` was not downloaded before.

@@ -131,7 +131,7 @@ def to_yaml(args: Any, origins: Mapping[str, str] | None = None) -> str:
     lines = []
     for group in help_groups(type(args)):
         lines.append(f"# {(group.__doc__ or group.__name__).splitlines()[0]}")
-        for name in group.__annotations__:
+        for name in inspect.get_annotations(group):
             value = getattr(args, name)
             value = list(value) if isinstance(value, tuple) else value
             braced = yaml.safe_dump({name: value}, default_flow_style=True, width=10**6, allow_unicode=True)
@@ -211,7 +211,7 @@ def _print_help(args_class: type, description: str | None) -> None:
     titled = []
     for group in (*help_groups(args_class), ConfigArgs):
         fields = []
-        for name in group.__annotations__:
+        for name in inspect.get_annotations(group):
             default = tyro.MISSING if known[name].default is dataclasses.MISSING else known[name].default
             text = texts.get(name) or known[name].metadata.get("help")
             fields.append((
@@ -237,7 +237,7 @@ def _help_texts(args_class: type) -> dict[str, str]:
     """
     texts = {}
     for cls in reversed(args_class.__mro__):
-        if not vars(cls).get("__annotations__"):
+        if not inspect.get_annotations(cls):
             continue
         try:
             source = inspect.getsource(cls)

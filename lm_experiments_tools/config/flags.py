@@ -8,9 +8,11 @@ refuses keys that it does not know. Standard library only.
 """
 
 import dataclasses
+import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from lm_experiments_tools.errors import UserError
 
@@ -73,19 +75,20 @@ def needs(other: str, reason: str | None = None) -> Unread:
 
 def only(other: str, *values: str, reason: str | None = None) -> Unread:
     """`Unread` where the flag `other` has none of these values."""
-    reason = reason or (
-        f"is read by --{other} {' or '.join(values)} only, and --{other} is {{{other}}}: choose that, or leave "
-        "--{flag} out"
-    )
+    mend = f"add --{other} {values[0]}, or leave --{{flag}} out" if len(values) == 1 else "leave it out"
+    reason = reason or f"is read by --{other} {', '.join(values)} alone, and --{other} is {{{other}}}: {mend}"
     return Unread(lambda args: getattr(args, other) not in values, reason)
 
 
+@functools.cache
 def notes_of(args_class: type) -> dict[str, tuple[Any, ...]]:
     """The notes on each flag: those of the class that declares it, then those of classes below that repeat it."""
     notes: dict[str, tuple[Any, ...]] = {}
     for cls in reversed(args_class.__mro__):
-        for name, kind in vars(cls).get("__annotations__", {}).items():
-            notes[name] = notes.get(name, ()) + getattr(kind, "__metadata__", ())
+        own = inspect.get_annotations(cls)
+        types = get_type_hints(cls, include_extras=True) if own else {}  # annotations may be text
+        for name in own:
+            notes[name] = notes.get(name, ()) + getattr(types[name], "__metadata__", ())
     return notes
 
 
@@ -138,7 +141,7 @@ def check_groups(args: Any, groups: Sequence[type]) -> None:
 
 def _rules(args: object, groups: Sequence[type] | None, kind: type[Rule]) -> Iterator[tuple[str, Rule]]:
     """The notes of one kind on the flags of some classes."""
-    of_groups = {name for group in groups or type(args).__mro__ for name in vars(group).get("__annotations__", ())}
+    of_groups = {name for group in groups or type(args).__mro__ for name in inspect.get_annotations(group)}
     for name, notes in notes_of(type(args)).items():
         yield from ((name, note) for note in notes if name in of_groups and isinstance(note, kind))
 
@@ -148,7 +151,7 @@ def help_groups(args_class: type) -> list[type]:
 
     A class lower down may repeat a field to change its default; a new field belongs in a group of its own.
     """
-    bases = [cls for cls in reversed(args_class.__mro__) if vars(cls).get("__annotations__")]
+    bases = [cls for cls in reversed(args_class.__mro__) if inspect.get_annotations(cls)]
     return [cls for cls in bases if not any(issubclass(cls, other) for other in bases if other is not cls)]
 
 

@@ -314,7 +314,7 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
             )
 
     def _check_steps(self) -> None:
-        """Only what was asked for in so many words: a short run may well end inside the warm-up of a long schedule."""
+        """Only what was set explicitly: a short run may well end inside the warm-up of a long schedule."""
         warmup, total = self.num_warmup_steps, self.num_training_steps
         if warmup is not None and total is not None and warmup > total:
             raise UserError(

@@ -4,7 +4,7 @@
     w_i, lengths l_i     ceil(w_i * l_i) samples of each             about w_i / sum(w) * sum(l) samples of each
 
 With lengths 2 and 4 and weights 1 and 1, proportional reads every sample once, from members 1 0 1 0 1 1. Megatron's
-rule, shares of one half, reads 0 1 0 1 0 1: three samples of each, hence one of member 0 twice.
+rule, shares of one half, reads 0 1 0 1 0 1: three samples of each, so one of member 0 twice.
 
 Position p of an epoch takes its sample from the member that is furthest behind its share (`blending_order`). A member
 is asked for its own samples in their own order and continues in the next epoch where it stopped, so that it repeats

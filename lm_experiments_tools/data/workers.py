@@ -146,7 +146,7 @@ class WorkerPool:
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(num_workers)
-        self._death: WorkerEnded | None = None  # the first one, which all later requests repeat
+        self._death: Exception | None = None  # the first worker's end, which all later requests repeat
 
     def submit(self, request: Any) -> "Future[Any]":
         """The answer to come; raises as `Worker.ask`."""
@@ -167,7 +167,7 @@ class WorkerPool:
         try:
             if self._death is None:
                 return worker.ask(request)
-        except WorkerEnded as end:
+        except (WorkerEnded, UserError, OSError) as end:  # with any of them its process has ended
             self._death = self._death or end
         finally:
             self._idle.put(worker)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-import os
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations
 from numbers import Real
@@ -58,8 +56,6 @@ def _check_package(name: str, metric: Metric) -> None:
 
 def _own(name: str) -> Metric:
     """A user's function as a metric."""
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
     function = resolve_name(name, said=f"--metrics {name}")
     try:
         signature = inspect.signature(function)
@@ -76,7 +72,10 @@ def _own(name: str) -> Metric:
 
 def _asked(function: Callable[..., Any], facts: Mapping[str, Any]) -> dict[str, Any]:
     """The facts that the function's keyword-only parameters name."""
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # of some builtins, which ask for none
+        return {}
     return {p.name: facts[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in facts}
 
 

@@ -56,7 +56,7 @@ class BertPretrainingData:
 
 
 def bert_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A `batch_metrics_fn`: of masked tokens and of pairs, the part that is guessed rightly, as (sum, count).
+    """A `batch_metrics_fn`: of masked tokens and of pairs, the part that is predicted correctly, as (sum, count).
 
     Logits of masked tokens stand under `prediction_logits`, or `logits` for a class with one head alone, either
     [rows, length, vocabulary] or, from a class that computes no others, [masked tokens, vocabulary].

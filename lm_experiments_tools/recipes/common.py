@@ -141,8 +141,6 @@ def model_source(args: ExperimentArgs, backend: Backend) -> ModelSource:
 
 
 def _model_source(args: ExperimentArgs) -> ModelSource:
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
     model_cls = get_cls_by_name(args.model_cls)
     config_cls = getattr(model_cls, "config_class", None)
     if config_cls is not None and not (args.model_cfg or args.base_model or args.init_checkpoint):

@@ -8,11 +8,14 @@ sample), so that a run resumes at any place on any number of workers.
 from __future__ import annotations
 
 import logging
+import pickle
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -110,7 +113,7 @@ class _Reader:
     def __init__(self, args: FinetuningArgs, backend: Backend, tokenizer: Any, files: ModelFiles) -> None:
         self.args, self.backend, self.tokenizer, self.files = args, backend, tokenizer, files
         self.found: dict[str, int] = {}  # labels of the training data, as they are met
-        self.labelled: list[Example] = []  # training examples whose labels have the numbers of `found`
+        self.labelled: Iterable[Example] | None = None  # training examples whose labels have the numbers of `found`
         self.label_names, self.label_words = self._labels()
 
     def read(self) -> FinetuningData:
@@ -183,7 +186,7 @@ class _Reader:
                 path = resolve(path, "train")
                 return label_examples(path, self._label_fields(), bad, words=words, found=self.found)
 
-            self.labelled = list(self._examples(args.data_path, read))
+            self.labelled = _set_aside(self._examples(args.data_path, read))
             return saved if sorted(saved) == sorted(self.found) else in_order(self.found)
         if not saved:
             raise UserError(
@@ -264,9 +267,9 @@ class _Reader:
         encoder = self._encoder()
         read = partial(self._read, split="train", encoder=encoder)
         examples: Iterable[Example] = self._examples(args.data_path, read)
-        if self.labelled:
+        if self.labelled is not None:
             words = self.label_words if args.model_type == "encoder-decoder" else None
-            examples, self.labelled = numbered(self.labelled, self.found, self.label_names, words), []
+            examples, self.labelled = numbered(self.labelled, self.found, self.label_names, words), None
         if args.max_train_samples is not None:
             examples = chosen(list(examples), args.max_train_samples)
         dataset = self._dataset(examples, "train", encoder)
@@ -357,3 +360,18 @@ def chosen(examples: list[Example], limit: int | None) -> list[Example]:
         return examples
     numbers = permute(np.arange(limit), len(examples), FIXED_SEED, np.zeros(limit, np.int64))
     return [examples[number] for number in np.sort(numbers).tolist()]
+
+
+def _set_aside(examples: Iterable[Example]) -> Iterator[Example]:
+    """Read all examples into a temporary file; gives them once more without holding them in memory."""
+    file = tempfile.TemporaryFile()  # nobody else can write to it, so pickle is safe
+    for example in examples:
+        pickle.dump(example, file)
+    file.seek(0)
+    return _read_back(file)
+
+
+def _read_back(file: IO[bytes]) -> Iterator[Example]:
+    with file, suppress(EOFError):
+        while True:
+            yield pickle.load(file)

@@ -43,7 +43,7 @@ def check_model(args: T5PretrainingArgs, model: ModelSource) -> None:
 
 
 def check_causality(args: T5PretrainingArgs, model: nn.Module, num_tokens: int = 8) -> None:
-    """Refuse a decoder that sees the tokens it shall predict, as BERT's LM head does unless told not to.
+    """Refuse a decoder that sees the tokens it is to predict, as BERT's LM head does unless told not to.
 
     Raises:
         UserError: the prediction at the first position changes with a later token.
@@ -60,6 +60,6 @@ def check_causality(args: T5PretrainingArgs, model: nn.Module, num_tokens: int =
     model.train(training)
     if not torch.equal(first, second):
         raise UserError(
-            f"--task {args.task}: --model_cls {args.model_cls} sees the tokens it shall predict; set is_decoder to "
+            f"--task {args.task}: --model_cls {args.model_cls} sees the tokens it is to predict; set is_decoder to "
             "true in its configuration, or choose a class such as transformers:GPT2LMHeadModel."
         )

@@ -49,7 +49,7 @@ class PretrainingData:
 
 
 def pretraining_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A `batch_metrics_fn`: with `--use_generate_on_valid`, the part of target tokens generated rightly.
+    """A `batch_metrics_fn`: with `--use_generate_on_valid`, the part of target tokens generated correctly.
 
     `generation_accuracy` compares position by position, so one token too many makes all that follow wrong.
     """

@@ -35,7 +35,7 @@ class T5Sources:
         vocabulary: that of `--vocab`, or the one that the first data path records.
 
     Raises:
-        UserError: a vocabulary that is missing or is none, a token file that is half there, whose record is damaged,
+        UserError: a vocabulary that is missing or not one, an incomplete token file, one whose record is damaged,
             or that was made with another vocabulary.
     """
 

@@ -118,7 +118,7 @@ class TrainingLoop:
         self.batch_transform_fn, self.batch_metrics_fn = batch_transform_fn, batch_metrics_fn
         self.forward_kwargs, self.generate_kwargs = dict(forward_kwargs or {}), dict(generate_kwargs or {})
         self.forward_names = forward_names(model)
-        if "use_cache" in self.forward_names:  # keys and values of every layer, held to the step's end in vain
+        if "use_cache" in self.forward_names:  # else keys and values of every layer live to the step's end, unused
             self.forward_kwargs.setdefault("use_cache", False)
         self.has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 

@@ -92,10 +92,14 @@ def _find(name: str) -> tuple[Callable[..., Schedule], Mapping[str, Parameter]]:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"--lr_scheduler {name} is unknown: {hint}Known: {', '.join(known)}; or module:function.")
-    parameters = inspect.signature(function).parameters.values()
-    if not parameters:
-        raise UserError(f"--lr_scheduler {name} takes no argument: its first must be the step, or optimizer.")
-    first, *others = (p for p in parameters if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD))
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # of some builtins
+        parameters = ()
+    named = [p for p in parameters if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
+    if not named:
+        raise UserError(f"--lr_scheduler {name} names no argument: its first must be the step, or optimizer.")
+    first, *others = named
     if first.name != "optimizer":
         return partial(partial, function), {p.name: p for p in others}
     accepted = {p.name.replace("min_lr_rate", "min_lr_ratio"): p for p in others if p.name != "last_epoch"}

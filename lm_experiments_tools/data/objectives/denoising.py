@@ -240,7 +240,7 @@ class PrefixLMDataset(DenoisingDataset):
     """Prefix LM (Raffel et al., 2020, section 3.1.4): the beginning of a row is the input, the rest the target.
 
     Rows have `inputs_length - 1` tokens, as t5's pieces of documents, but out of the flat stream: none is short. The
-    worked example of denoisers.py, with inputs and targets of 6 and rows hence of 5 tokens:
+    worked example of denoisers.py, with inputs and targets of 6 and so rows of 5 tokens:
 
         tokens     10 11 12 13 14
         inputs     10 11 12  1  0

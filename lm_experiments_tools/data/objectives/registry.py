@@ -26,7 +26,7 @@ class ObjectiveContext:
     Attributes:
         model_kind: the kind of model that is trained.
         seed: fixes order, cut points and noise.
-        quiet: do not log what the settings come to, for one dataset of many with the same.
+        quiet: do not log the lengths that follow from the settings, for one dataset of many with the same.
     """
 
     args: T5PretrainingArgs

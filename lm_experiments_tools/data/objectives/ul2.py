@@ -111,7 +111,7 @@ class UL2Dataset(DenoisingDataset):
         specs: the denoisers.
         modes: id of the mode token of R, X and S; empty for none.
         sentinel_ids: ids of sentinel 0, 1, ...; a mode token must not be one.
-        quiet: do not log what the settings come to.
+        quiet: do not log the lengths that follow from the settings.
 
     Raises:
         UserError: as `SpanCorruptionDataset`, or a denoiser that has no room.

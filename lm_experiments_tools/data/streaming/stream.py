@@ -257,7 +257,7 @@ def _open(
     args, vocabulary = context.args, context.vocabulary
     folder = (CACHE / fingerprint[:16]).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    unsaid = threading.Lock()  # the first to take it logs what the settings come to, the same for every chunk
+    unsaid = threading.Lock()  # the first chunk to take it logs the lengths, the same for all
 
     def build(prefix: str, stream: int, chunk: int) -> SampleDataset:
         seed = stream_key(args.seed, f"stream {stream}, chunk {chunk}")

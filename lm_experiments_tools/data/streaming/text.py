@@ -1,7 +1,7 @@
 """The text of a streamed run: dealt to streams, read in an order that the seed fixes, from any position on.
 
 Pieces (parts of files, shards of a Hugging Face dataset) are dealt to V streams. Each stream reads its pieces,
-document after document, and when they end goes on with another pass over the text, dealt anew. Six pieces of equal
+document after document, and when they end goes on with another pass over the text, divided anew. Six pieces of equal
 size in two streams, each pass in an order of its own:
 
     pass        0         1         2

@@ -21,7 +21,7 @@ UNKNOWN = -1  # a generated answer that is no label
 def label_metrics(predictions: Sequence[int], references: Sequence[int], *, num_labels: int) -> dict[str, float]:
     """accuracy, f1, precision and recall, 0 to 1, and mcc, -1 to 1, as scikit-learn's.
 
-    Of two labels an unknown answer counts as the other one than was right, so that it is wrong for F1 as well (T5's
+    Of two labels an unknown answer counts as the wrong one of the two, so that it is wrong for F1 as well (T5's
     f1_score_with_invalid).
 
     Args:

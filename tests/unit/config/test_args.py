@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import sys
+import types
 from typing import Annotated
 
 import pytest
@@ -242,6 +244,22 @@ def test_hugging_faces_parser_reads_the_arguments():
     parser = pytest.importorskip("transformers").HfArgumentParser(TrainerArgs)
     (args,) = parser.parse_args_into_dataclasses(["--iters", "5", "--fp16", "--min_loss_scale", "2"])
     assert (args.iters, args.fp16, args.min_loss_scale, args.clip_grad_norm) == (5, True, 2.0, None)
+
+
+def test_notes_are_read_where_annotations_are_text():
+    module = types.ModuleType("written_as_text")
+    sys.modules[module.__name__] = module
+    exec(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom typing import Annotated\n"
+        "from lm_experiments_tools.config.flags import COUNT, HARMLESS\n"
+        "from lm_experiments_tools.config.training import TrainerArgs\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass OwnArgs(TrainerArgs):\n"
+        "    num_looks: Annotated[int, HARMLESS, COUNT] = 1\n",
+        vars(module),
+    )
+    assert "num_looks" in harmless_flags(module.OwnArgs)
+    with pytest.raises(UserError, match="--num_looks is -5: it must be at least 1"):
+        module.OwnArgs(num_looks=-5)
 
 
 def test_a_script_may_change_a_default_but_the_field_stays_in_its_group():

@@ -92,3 +92,10 @@ def test_a_death_in_a_pool_is_said_once_and_kills_the_others():
         list(pool.map([0, 1, "die", *range(50)]))
     assert caught.value.request == "die" and caught.value.returncode == 3
     assert sorted(worker.process.returncode for worker in pool._workers) == [-9, 3]
+
+
+def test_an_error_in_a_pool_is_repeated_and_not_taken_for_a_death():
+    with pytest.raises(UserError, match="mend it"), WorkerPool(work, 1, 2) as pool:
+        answers = [pool.submit("user") for _ in range(6)]
+        assert {str(answer.exception()) for answer in answers} == {"mend it"}
+        answers[0].result()

@@ -89,6 +89,11 @@ def test_labels_come_by_name_and_numbers_as_numbers(decode):
     assert sys.modules["my_metrics"].seen.sides == ([1.0, 2.0], [1.0, 2.5])
 
 
+def test_function_without_a_signature_is_called(decode):
+    with pytest.raises(TypeError, match="'>' not supported"):  # by max itself
+        values_by(decode, "builtins:max")
+
+
 def test_undefined_value_is_nan(decode):
     assert math.isnan(values_by(decode, "my_metrics:undefined")["undefined"])
 

@@ -202,10 +202,15 @@ def test_importing_the_loop_and_the_data_loads_no_backend_and_no_tensorflow():
     assert not loaded & {"horovod", "deepspeed", "tensorflow", "t5", "seqio", "apex", "matplotlib"}
 
 
-def test_every_public_name_resolves_and_an_unknown_one_is_an_attribute_error():
-    for name in lm_experiments_tools.__all__:
-        assert getattr(lm_experiments_tools, name) is not None
-        assert name in dir(lm_experiments_tools)
+@pytest.mark.parametrize("package", ["", ".attention", ".data", ".trainer"])
+def test_every_public_name_resolves(package):
+    module = importlib.import_module(f"lm_experiments_tools{package}")
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+        assert name in dir(module)
+
+
+def test_an_unknown_public_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="Trianer"):
         _ = lm_experiments_tools.Trianer
     assert lm_experiments_tools.Trainer is importlib.import_module("lm_experiments_tools.trainer").Trainer

@@ -72,4 +72,4 @@ def test_both_programs_are_measured_on_the_same_work(tmp_path):
     for name in ("ours, AdamW", "Seq2SeqTrainer", "--peft lora --quantize nf4", "--bucket_rows 1"):
         assert float(rows[name][-1]) > 0.0, name
     padding = {name: int(cells[0].strip(" %")) for name, cells in rows.items() if "%" in cells[0]}
-    assert padding["ours: buckets of like length (the default)"] < padding["--bucket_rows 1"]
+    assert padding["ours: buckets of similar length (the default)"] < padding["--bucket_rows 1"]

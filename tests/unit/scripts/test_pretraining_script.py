@@ -232,7 +232,7 @@ def test_validating_random_weights_is_refused(work, vocab):
 
 def test_a_causal_model_that_sees_what_it_shall_predict_is_refused(work, vocab):
     flags = {**OBJECTIVES["causal_lm of a decoder"], "model_cls": "transformers:BertLMHeadModel"}
-    refused(vocab, "sees the tokens it shall predict; set is_decoder", **{**flags, "model_cfg": "bert.json"})
+    refused(vocab, "sees the tokens it is to predict; set is_decoder", **{**flags, "model_cfg": "bert.json"})
 
 
 def test_a_working_directory_that_is_none(work, vocab):

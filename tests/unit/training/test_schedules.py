@@ -192,6 +192,10 @@ def nothing():
     return 1.0
 
 
+def anything(*arguments):
+    return 1.0
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_users_function_is_a_schedule():
     """As a multiplier, as transformers writes schedules, and a schedule of transformers that has no name there."""
@@ -220,7 +224,9 @@ def test_a_new_schedule_of_transformers_works_by_its_name(monkeypatch):
         ("greedy", "makes a GreedyLR, not a LambdaLR"),
         (f"{__name__}:halves", "needs --num_training_steps"),
         (f"{__name__}:needs_power", "needs power, which no flag gives"),
-        (f"{__name__}:nothing", "takes no argument"),
+        (f"{__name__}:nothing", "names no argument"),
+        (f"{__name__}:anything", "names no argument"),
+        ("builtins:min", "names no argument"),
         (f"{__name__}:halvs", "has no halvs; did you mean 'halves'"),
         ("torch.optim.lr_scheduler:CosineAnnealingLR", "needs T_max, which no flag gives"),
         ("no_such_module:f", "no_such_module cannot be imported"),
