@@ -374,9 +374,10 @@ def _differences(
         config["global_batch_size"] = (
             parts[0] * parts[1] * parts[2] if all(isinstance(p, int) for p in parts) else None
         )
-    if then.get("bucket_rows") or now.get("bucket_rows"):  # none means the rows of a step (pretraining_args)
-        for config in (then, now):
-            config["bucket_rows"] = config.get("bucket_rows") or config["global_batch_size"]
+    for rows in ("bucket_rows", "mix_rows"):
+        if then.get(rows) or now.get(rows):  # none means the rows of a step; which of the two, a fingerprint tells
+            for config in (then, now):
+                config[rows] = config.get(rows) or config["global_batch_size"]
     split: set[str] = set()
     if then["global_batch_size"] and now["global_batch_size"]:
         split = {"batch_size", "gradient_accumulation_steps"}

@@ -330,18 +330,27 @@ def position_lost(then: str | None, now: str | None) -> str:
     """A sentence on why a checkpoint's position in its data has no meaning in other data.
 
     Args:
-        then, now: their fingerprints, which may end in /bucket_rows=N (see data/buckets.py).
+        then, now: their fingerprints, which may end in /bucket_rows=N or /mix_rows=N (see data/buckets.py).
     """
-    data, _, rows = (then or "").partition("/bucket_rows=")
-    if rows and (now or "").startswith(f"{data}/bucket_rows="):
+    data, flag, rows = _arrangement(then)
+    data_now, flag_now, rows_now = _arrangement(now)
+    if rows and rows_now and data == data_now:
+        kinds = {"bucket_rows": "buckets", "mix_rows": "mixed steps"}
         return (
-            f"the checkpoint's data stood in buckets of {rows} rows and this run's stands in buckets of "
-            f"{now.rpartition('=')[2]}, so its position has no meaning; give --bucket_rows {rows} to continue"
+            f"the checkpoint's data stood in {kinds[flag]} of {rows} rows and this run's stands in {kinds[flag_now]} "
+            f"of {rows_now}, so its position has no meaning; give --{flag} {rows} to continue"
         )
     return (
         "the training data, its vocabulary, sequence lengths or --seed are not those of the checkpoint, so its "
         "position in the data has no meaning; restore them, or start a new --model_path with --init_checkpoint"
     )
+
+
+def _arrangement(fingerprint: str | None) -> tuple[str, str, str]:
+    """Of a fingerprint that ends in /FLAG=N what stands before it, FLAG and N; else no N."""
+    data, _, arrangement = (fingerprint or "").rpartition("/")
+    flag, _, rows = arrangement.partition("=")
+    return (data, flag, rows) if flag in ("bucket_rows", "mix_rows") else ("", "", "")
 
 
 def _has_rows(value: Any, num_rows: int) -> bool:

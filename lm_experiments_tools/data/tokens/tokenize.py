@@ -27,7 +27,12 @@ from lm_experiments_tools.data.text.bad_lines import BadLine, EmptyText, Quarant
 from lm_experiments_tools.data.text.documents import Piece, count_lines, plan_pieces, read_piece
 from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens.files import check_replaceable, dataset_exists, remove_unfinished
+from lm_experiments_tools.data.tokens.files import (
+    check_replaceable,
+    dataset_exists,
+    recorded_vocabulary,
+    remove_unfinished,
+)
 from lm_experiments_tools.data.tokens.indexed import (
     IndexedDataset,
     IndexedDatasetWriter,
@@ -136,9 +141,16 @@ def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.Path
 
 
 def check_vocabulary(prefix: str, meta: Mapping[str, Any], vocabulary: Vocabulary) -> None:
-    """Refuse token files that record (`meta`, what PREFIX.json holds) another vocabulary."""
+    """Refuse token files that record (`meta`, what PREFIX.json holds) a vocabulary of other ids.
+
+    Another file may give the same ids, as a run's spiece.model does; that is seen where the recorded one is there.
+    """
     made_with = meta.get("vocab_sha256")
-    if made_with not in (None, vocabulary.sha256):  # None: written by another program, the ids are all there is
+    if made_with in (None, vocabulary.sha256):  # None: written by another program, the ids are all there is
+        return
+    theirs = recorded_vocabulary(prefix, meta)
+    theirs = None if theirs is None else Vocabulary.load(theirs)
+    if theirs is None or (theirs.sha256, theirs.identity) != (made_with, vocabulary.identity):
         raise UserError(
             f"the tokens {prefix} were made with the vocabulary {meta.get('vocab_file')} (sha256 {made_with[:12]}, "
             f"{meta.get('vocab_size')} pieces), not with {vocabulary.path} (sha256 {vocabulary.sha256[:12]}, "

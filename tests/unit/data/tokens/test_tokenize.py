@@ -348,6 +348,25 @@ def test_a_run_with_another_vocabulary_is_refused_before_torch_is_imported(tmp_p
         )
 
 
+def test_a_vocabulary_of_other_bytes_and_the_same_ids_is_accepted(tmp_path, vocab):
+    """The spiece.model of a run lacks the sentinels, which a T5 tokenizer puts on top."""
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(90))
+    meta = tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
+    Vocabulary.load(vocab).save_tokenizer(tmp_path / "saved")
+    saved = Vocabulary.load(tmp_path / "saved")
+    assert saved.sha256 != meta["vocab_sha256"] and saved.identity == Vocabulary.load(vocab).identity
+    module.check_vocabulary(str(tmp_path / "t"), meta, saved)
+    train_vocab([data], 150, tmp_path / "other.model")
+    for record, words in (
+        (meta, Vocabulary.load(tmp_path / "other.model")),
+        (meta, Vocabulary.load(tmp_path / "saved", extra_ids=7)),
+        (meta | {"vocab_file": str(tmp_path / "gone.model")}, saved),
+        (meta | {"vocab_file": str(tmp_path / "other.model")}, saved),  # not the file that made the tokens
+    ):
+        with pytest.raises(UserError, match="were made with the vocabulary"):
+            module.check_vocabulary(str(tmp_path / "t"), record, words)
+
+
 def test_ranks_that_ask_at_once_share_one_tokenization(tmp_path, vocab, monkeypatch):
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(200))
     calls = []
