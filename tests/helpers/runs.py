@@ -1,10 +1,12 @@
-"""Scripts started with flags given as keywords, and the records that they log."""
+"""Scripts started with flags given as keywords, tiny models for them, and the records that they log."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+
+from tests.helpers import ROOT
 
 
 def words(**flags: Any) -> list[str]:
@@ -26,3 +28,19 @@ def records(run_dir: str | Path, split: str = "train") -> list[dict[str, Any]]:
 def losses(run_dir: str | Path) -> list[tuple[int, float]]:
     """(step, loss) of the training steps that were logged."""
     return [(line["step"], line["loss"]) for line in records(run_dir)]
+
+
+TINY = {
+    "base": str(ROOT / "models_configs" / "t5_configs" / "t5-small.json"), "vocab_size": 512, "d_model": 16, "d_kv": 8,
+    "d_ff": 32, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2,
+}  # fmt: skip
+
+GPT2 = {
+    "model_type": "gpt2", "vocab_size": 512, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "n_ctx": 64,
+    "bos_token_id": 1, "eos_token_id": 1,
+}  # fmt: skip
+
+BERT = {
+    "model_type": "bert", "vocab_size": 512, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 32, "max_position_embeddings": 64,
+}  # fmt: skip

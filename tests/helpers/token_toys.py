@@ -61,3 +61,7 @@ def read_documents(prefix: str | os.PathLike) -> list[list[list[int]]]:
     dataset = IndexedDataset(prefix)
     sequences = [dataset[index].tolist() for index in range(len(dataset))]
     return [sequences[start:end] for start, end in pairwise(dataset.document_indices.tolist())]
+
+
+def files(prefix):
+    return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx", ".json")]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from modeling_t5 import T5Config, T5EncoderModel
-from tests.parity.test_modeling_t5_transformers import SIZES, T5_1_1, assert_same, batch, pair
+from tests.helpers.t5_pair import SIZES, T5_1_1, assert_same, batch, pair
 
 L, T = 30, 24  # tokens of encoder and decoder in `batch`
 

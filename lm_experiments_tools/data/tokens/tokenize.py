@@ -53,7 +53,7 @@ _BATCH_BYTES = 1 << 18  # text per call into sentencepiece: below this the call 
 
 def tokenize_corpus(
     inputs: Sequence[str],
-    vocab_path: str | os.PathLike,
+    vocab_path: str | os.PathLike | Vocabulary,
     output_prefix: str | os.PathLike,
     *,
     workers: int | None = None,
@@ -69,6 +69,7 @@ def tokenize_corpus(
 
     Args:
         inputs: files, folders and Hugging Face dataset names (see documents.py).
+        vocab_path: a SentencePiece .model file, or what has been read of it.
         workers: processes; None: one for each CPU this process may use.
         append_eos: end each document with EOS (t5 does not; nanoT5 does).
         max_bad_lines: lines to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error (None: any number).
@@ -85,7 +86,7 @@ def tokenize_corpus(
     """
     if workers is not None and workers < 1:
         raise UserError(f"workers is {workers}; at least one process has to do the work")
-    vocabulary = Vocabulary.load(vocab_path)
+    vocabulary = vocab_path if isinstance(vocab_path, Vocabulary) else Vocabulary.load(vocab_path)
     encoding = _encoding(vocabulary, text_key, append_eos, encode_by)
     prefix = os.fspath(output_prefix)
     origin: dict[str, Any] = {"input": [os.path.abspath(item) if os.path.exists(item) else item for item in inputs]}
@@ -104,7 +105,7 @@ def tokenize_corpus(
         with _kept_if_resumable(folder, len(pieces)):
             jobs = _jobs(pieces, folder)
             with _progress(pieces, jobs, show_progress) as advance:
-                _run(jobs, encoding, max_bad_lines, workers or available_cores(), advance)
+                _run(jobs, vocabulary, encoding, max_bad_lines, workers or available_cores(), advance)
             _check_unchanged(pieces, encoding, fingerprint)
             bad_lines = _collect_bad_lines(pieces, folder, f"{prefix}.bad_lines.jsonl", max_bad_lines)
             meta = _join(pieces, folder, prefix, vocabulary, encoding, origin, bad_lines)
@@ -136,7 +137,7 @@ def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.Path
     prefix = os.path.join(cache_dir, f"{Path(path).name.replace(':', '_')}-{key}")
     with locked(Path(f"{prefix}.cache.lock")):
         if not dataset_exists(prefix):
-            tokenize_corpus([path], vocabulary.path, prefix, **options)
+            tokenize_corpus([path], vocabulary, prefix, **options)
     return prefix
 
 
@@ -316,6 +317,7 @@ def tokenize_piece(piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: 
 
 def _run(
     jobs: list[tuple[Piece, str]],
+    vocabulary: Vocabulary,
     encoding: Encoding,
     limit: int | None,
     workers: int,
@@ -325,7 +327,6 @@ def _run(
     num_bad, workers = 0, min(workers, len(jobs))
     with ExitStack() as stack:
         if workers <= 1:
-            vocabulary = Vocabulary.load(encoding.vocab_path)
             counts = ((piece, tokenize_piece(piece, prefix, vocabulary, encoding, limit)) for piece, prefix in jobs)
         else:
             pool = stack.enter_context(WorkerPool(work, (encoding, limit), workers))

@@ -30,7 +30,7 @@ from lm_experiments_tools.attention.layouts import (
 )
 from lm_experiments_tools.errors import UserError
 from tests.helpers import ROOT
-from tests.unit.repository.test_imports import imports_of
+from tests.helpers.sources import imports_of
 
 # Made by tests/parity/test_attention_deepspeed.py from DeepSpeed 0.19.6 itself.
 GOLDEN = json.loads((ROOT / "tests/golden/attention_layouts.json").read_text())

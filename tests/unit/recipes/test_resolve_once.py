@@ -24,8 +24,8 @@ from lm_experiments_tools.recipes.t5_sources import T5Sources
 from lm_experiments_tools.tools.main import main as lmtools
 from megatron import tokenizers
 from tests.helpers.bert_toys import make_bert_data
+from tests.helpers.runs import GPT2, TINY
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary, train_vocabulary
-from tests.unit.scripts.test_pretraining_script import GPT2, TINY
 
 
 @pytest.fixture
@@ -90,6 +90,15 @@ def test_a_start_of_t5_reads_each_file_once(work, counted, monkeypatch, flags):
     once += [(what, name) for what in ("record", "index") for name in ("train", "valid")]
     assert {key: times for key, times in counted.items() if key in once} == dict.fromkeys(once, 1)
     assert len(processors) == 1 and Path("run/report.txt").exists()
+
+
+def test_tokenizing_raw_text_parses_the_vocabulary_no_second_time(work, counted, monkeypatch):
+    processors = []
+    real = sentencepiece.SentencePieceProcessor
+    monkeypatch.setattr(sentencepiece, "SentencePieceProcessor", lambda **of: processors.append(of) or real(**of))
+    flags = "--vocab v.model --model_cfg t5.json --target_seq_len 16 --data_n_workers 1 --data_pipeline native"
+    run_t5_pretraining.main(f"{T5.replace('--data_path train', '--data_path text.jsonl')} {flags}".split())
+    assert len(processors) == 1 and counted["vocabulary", "v.model"] == 1
 
 
 def test_a_start_of_bert_reads_each_file_once(tmp_path, monkeypatch, counted):

@@ -1,6 +1,5 @@
 """Who may import what, read from the source; and what importing the package really loads."""
 
-import ast
 import importlib
 import json
 import resource
@@ -12,6 +11,7 @@ import pytest
 
 import lm_experiments_tools
 from tests.helpers import ROOT
+from tests.helpers.sources import imports_of
 
 ACCELERATE_FILES = ("lm_experiments_tools/backends/accelerate.py", "lm_experiments_tools/backends/launch.py")
 SEQIO_FILES = ("lm_experiments_tools/data/seqio/tasks.py", "lm_experiments_tools/data/seqio/worker.py")
@@ -74,29 +74,6 @@ def sources() -> list[Path]:
 
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
-
-
-def imports_of(source: str) -> list[tuple[str, bool]]:
-    """(module, at the top of the file) for each import, the string given to import_module included."""
-    tree = ast.parse(source)
-    later, under_type_checking = set(), set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            under_type_checking |= {inner for statement in node.body for inner in ast.walk(statement)}
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            later |= set(ast.walk(node))
-    found = []
-    for node in set(ast.walk(tree)) - under_type_checking:
-        if isinstance(node, ast.Import):
-            found += [(alias.name, node not in later) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found += [(f"{node.module}.{alias.name}", node not in later) for alias in node.names]
-        elif (
-            isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module"
-        ):
-            names = [word.value for word in node.args[:1] if isinstance(word, ast.Constant)]
-            found += [(name, node not in later) for name in names]
-    return sorted(found)
 
 
 def violations(path: str, source: str) -> list[str]:

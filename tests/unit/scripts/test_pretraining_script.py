@@ -19,23 +19,9 @@ from lm_experiments_tools.tracking.tracker import Tracker
 from lm_experiments_tools.training.micro_batches import split_batch
 from run_t5_pretraining import main
 from tests.distributed.launch import ROOT, environment
-from tests.helpers.runs import losses, words
+from tests.helpers.runs import BERT, GPT2, TINY, losses, words
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
-TINY = {
-    "base": str(ROOT / "models_configs" / "t5_configs" / "t5-small.json"), "vocab_size": 512, "d_model": 16, "d_kv": 8,
-    "d_ff": 32, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2,
-}  # fmt: skip
-
-
-GPT2 = {
-    "model_type": "gpt2", "vocab_size": 512, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "n_ctx": 64,
-    "bos_token_id": 1, "eos_token_id": 1,
-}  # fmt: skip
-BERT = {
-    "model_type": "bert", "vocab_size": 512, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "intermediate_size": 32, "max_position_embeddings": 64,
-}  # fmt: skip
 OBJECTIVES = {
     "prefix_lm": {"task": "prefix_lm", "target_seq_len": 32},
     "ul2": {"task": "ul2", "target_seq_len": 32, "denoisers": "R:3:0.15 X:3:0.5 S:0.25"},

@@ -17,8 +17,8 @@ from lm_experiments_tools.attention import huggingface
 from lm_experiments_tools.models.build import list_presets
 from tests.helpers.bert_toys import TINY as TINY_BERT
 from tests.helpers.bert_toys import make_bert_data
+from tests.helpers.runs import TINY as TINY_T5
 from tests.helpers.runs import losses, words
-from tests.unit.scripts.test_pretraining_script import TINY as TINY_T5
 from tests.unit.scripts.test_pretraining_script import vocab  # noqa: F401 - a fixture
 
 LAYOUT = {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 4, "num_sliding_window_blocks": 1}}

@@ -18,8 +18,7 @@ from lm_experiments_tools.data.tokens.merge import merge_datasets
 from lm_experiments_tools.data.tokens.tokenize import shard_prefix, tokenize_corpus
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools import main
-from tests.helpers.token_toys import make_texts, write_jsonl, write_tokens
-from tests.unit.data.tokens.test_tokenize import files
+from tests.helpers.token_toys import files, make_texts, write_jsonl, write_tokens
 
 SHARDS = 3
 

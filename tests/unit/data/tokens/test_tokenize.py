@@ -25,11 +25,7 @@ from lm_experiments_tools.data.workers import Worker
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.main import main
 from tests.helpers import ROOT
-from tests.helpers.token_toys import make_texts, write_jsonl
-
-
-def files(prefix):
-    return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx", ".json")]
+from tests.helpers.token_toys import files, make_texts, write_jsonl
 
 
 def sequences(prefix):
