@@ -22,14 +22,20 @@ flags from a file; `--model_cls my_module:MyT5` trains a model class of your own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.config.cli import parse, run_main
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 
+if TYPE_CHECKING:
+    from lm_experiments_tools.checkpoint.source import Source
+
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args, origins = parse(FinetuningArgs, argv, description=__doc__)
+    found: list[Source] = []
+    args, origins = parse(FinetuningArgs, argv, description=__doc__, inherit=partial(_inherited, found))
     args.check_used()
     args = args.resolved().without_epochs_beside_iters(origins)
 
@@ -50,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         evaluate_last,
         finetuning_loop,
         save_tokenizer,
+        show_inherited,
         show_summary,
         with_new_tokens,
     )
@@ -57,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = start_run(args, backend)
-    files = ModelFiles(args)
+    show_inherited(args, origins)
+    files = ModelFiles(args, found)
     tokenizer = load_tokenizer(args, files)
     data = finetuning_data(with_new_tokens(args, tokenizer), backend, tokenizer, files)
     if data.train is not None:
@@ -66,13 +74,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     show_summary(backend, model)
     optimizer = optimizer_from_args(args, model)
     seed_worker(args.seed, backend.rank)
-    tokenizer_dir = save_tokenizer(args, backend, tokenizer)
+    tokenizer_dir = save_tokenizer(args, backend, tokenizer, data)
     trainer = finetuning_loop(args, backend, model, optimizer, data, tokenizer, tokenizer_dir)
     show_run(args, origins, run, backend, backend.unwrap(), data)
     train_or_validate(trainer)
     evaluate_last(trainer, data)
     trainer.save_metrics(args.model_path)
     close_run(backend, data)
+
+
+def _inherited(found: list[Source], given: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
+    """Settings that the weights bring along, and where these were found."""
+    from lm_experiments_tools.models.inherited import inherited_settings
+
+    return inherited_settings(given, found)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 Random tokens, batches of 64, out of `TrainLoader` as torch tensors; 512 inputs, 512 targets where an objective has
 targets of its own. The objectives take turns in one process, so that what disturbs the machine disturbs all alike; the
 clock is process CPU time. Padding is counted in the batches themselves, in micro-batches of `--rows` rows that are
-trimmed as the loop trims them, and once more in the order that the objective would have without buckets.
+trimmed as the loop trims them, eight to a step, and once more in the random order of `--bucket_rows 1`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def datasets(options: argparse.Namespace) -> dict[str, SampleDataset]:
     for task, flags in TASKS.items():
         args = T5PretrainingArgs(
             data_path=("random",), task=task, input_seq_len=512, batch_size=options.rows, model_cfg="t5-small", lr=1.0,
-            **flags,
+            gradient_accumulation_steps=8, **flags,
         )  # fmt: skip
         made[task] = objective_dataset(ObjectiveContext(args, vocabulary, "encoder-decoder", seed=0), source)
     return made

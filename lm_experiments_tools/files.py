@@ -9,8 +9,9 @@ import logging
 import math
 import os
 import secrets
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -64,6 +65,21 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     """Write the whole of `content` to `path`, or nothing (see `replacing`)."""
     with naming(path), replacing(path) as file:
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
+
+
+def apply_umask(*files: Path) -> None:
+    """Give files the permissions of any other new file here; safetensors lets the owner alone read its own."""
+    if not files:
+        return
+    probe = files[0].with_name(f".{secrets.token_hex(6)}.tmp")
+    try:
+        with open(probe, "xb") as file:  # asks umask, mount and the folder's default access list, all threads' alike
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    finally:
+        probe.unlink(missing_ok=True)
+    for file in files:
+        with suppress(OSError):  # file systems without permissions
+            file.chmod(mode)
 
 
 def hash_of_ends(path: str | os.PathLike) -> str:

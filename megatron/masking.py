@@ -144,7 +144,7 @@ def _take_while_fitting(
     sizes = np.take_along_axis(begins, last, axis=1) - np.take_along_axis(begins, first, axis=1)
     before = np.cumsum(sizes * taken, axis=1) - sizes * taken
     fits = (before + sizes <= num_predictions[:, None]) | ~valid
-    decided = np.where(fits.all(axis=1), turns, fits.argmin(axis=1))
+    decided = np.logical_and.accumulate(fits, axis=1).sum(axis=1)
     taken &= np.arange(turns) < decided[:, None]
     for k in range(int(n.max(initial=0))):
         rows, turn = np.nonzero(taken & (n > k))

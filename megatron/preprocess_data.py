@@ -3,8 +3,8 @@
     python megatron/preprocess_data.py --input FILE_OR_FOLDER --output-prefix PREFIX --split-sentences \\
         --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt --workers 8
 
-reads .json and .jsonl files (one object a line) and .txt files (documents between blank lines), also as .gz, and
-writes, for each key of --json-keys,
+reads .json, .jsonl and .ndjson files (one object a line) and .txt files (documents between blank lines), also as .gz,
+.bz2, .xz and .zst, and writes, for each key of --json-keys,
 
     PREFIX_text_sentence.bin, .idx   the tokens: one sequence a sentence, one document a line (Megatron's format)
     PREFIX_text_sentence.json        tokenizer, counts, settings
@@ -32,15 +32,14 @@ if __name__ == "__main__" and not __package__:
 
 from lm_experiments_tools.config.cli import parse, run_main
 from lm_experiments_tools.config.flags import check_minimum
-from lm_experiments_tools.data.text.bad_lines import NO_KEY, BadLine, Quarantine, no_documents
+from lm_experiments_tools.data.text.bad_lines import NO_KEY, BadLine, EmptyText, Quarantine, no_documents
 from lm_experiments_tools.data.text.documents import (
-    JSON_SUFFIXES,
-    TEXT_SUFFIXES,
     Piece,
     plan_pieces,
     read_lines,
     read_piece,
 )
+from lm_experiments_tools.data.text.inputs import READABLE
 from lm_experiments_tools.data.tokens.files import dataset_exists, remove_unfinished
 from lm_experiments_tools.data.tokens.indexed import IndexedDatasetWriter, token_dtype
 from lm_experiments_tools.errors import UserError
@@ -59,8 +58,8 @@ class InputArgs:
     """The text."""
 
     input: str
-    """A .json or .jsonl file, one object a line, or a .txt file, documents between blank lines (all also .gz), or a
-    folder of them, read recursively in sorted order."""
+    """A .json or .jsonl file, one object a line, or a .txt file, documents between blank lines (all also compressed),
+    or a folder of them, read recursively in sorted order."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys of a line that hold text: a string, or a list of strings that are sentences already. A .txt file has one
     key only."""
@@ -280,8 +279,7 @@ def _input_files(path: str, json_keys: Sequence[str]) -> list[Piece]:
         raise UserError(f"--input {path} does not exist")
     pieces = plan_pieces([path], piece_bytes=sys.maxsize)
     if any(piece.kind == "dataset" for piece in pieces):
-        kinds = ", ".join(JSON_SUFFIXES + TEXT_SUFFIXES)
-        raise UserError(f"--input {path} has no {kinds} file: put each document on a line as JSON")
+        raise UserError(f"--input {path} has no {READABLE} file: put each document on a line as JSON")
     texts = [piece for piece in pieces if piece.kind == "text"]
     if texts and len(json_keys) > 1:
         raise UserError(
@@ -317,7 +315,8 @@ def _lines(piece: Piece, settings: EncodingSettings) -> Iterator[tuple[int, byte
         return
     for item in read_piece(piece):
         if isinstance(item, BadLine):
-            yield item
+            if not isinstance(item, EmptyText):
+                yield item
         else:
             line = json.dumps({settings.json_keys[0]: item.text}, ensure_ascii=False).encode()
             yield int(item.source.rpartition(":")[2]), line

@@ -388,6 +388,11 @@ def _from_pretrained(name: str) -> BertDataTokenizer:
             f"the tokenizer {name} has no {', '.join(missing)}, which BERT's samples are made with; give a "
             f"BERT-like tokenizer (for T5 there is `lmtools tokenize`)"
         )
+    if not {*pretrained.get_vocab().values()} - {*pretrained.all_special_ids}:  # made out of config.json alone
+        raise UserError(
+            f"the tokenizer {name} has no vocabulary, so that every word would be {pretrained.unk_token}: save the "
+            "tokenizer there too, or give another folder"
+        )
     eos = pretrained.eos_token_id
     special["eod"] = special["sep"] if eos is None else eos
     backend = tokenizers.Tokenizer.from_str(pretrained.backend_tokenizer.to_str())

@@ -215,7 +215,10 @@ class _WithWords(BertPreTrainedModel):
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         self.cls.predictions.decoder = new_embeddings
-        self.cls.predictions.bias = new_embeddings.bias
+        bias = new_embeddings.bias
+        if not self.config.tie_word_embeddings:  # two of their own: shared, one would be saved and not found again
+            bias = nn.Parameter(bias.detach().clone())
+        self.cls.predictions.bias = bias
 
 
 @dataclasses.dataclass

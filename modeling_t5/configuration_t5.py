@@ -112,6 +112,14 @@ class T5Config(VariantConfig, transformers.T5Config):
         """True if all layers of a stack add the bias that the first one makes; a scheme of yours is asked in each."""
         return not self.relative_attention_bias_per_layer and ":" not in self.position_embedding_type
 
+    def get_text_config(self, *args: Any, **kwargs: Any) -> transformers.PreTrainedConfig:
+        """Of the decoder too: with its own number of layers, which is how many `generate` caches."""
+        config = super().get_text_config(*args, **kwargs)
+        decoder = args[0] if args else kwargs.get("decoder")
+        if decoder and config is not self:  # a copy, which transformers makes of an encoder-decoder's
+            config.num_layers = self.num_decoder_layers
+        return config
+
     def _check_sizes(self) -> None:
         for name in ("num_cdq_heads", "num_memory_tokens", "cross_entropy_chunk_size"):
             if not isinstance(getattr(self, name), int):

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from lm_experiments_tools.backends import cluster
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.names import resolve_name
 
@@ -25,13 +26,17 @@ BACKENDS = {
 
 
 def detect_backend(environ: Mapping[str, str] = os.environ) -> str:
-    """Name of the backend whose launcher set this environment: horovodrun, accelerate launch or torchrun, or none."""
+    """Name of the backend whose launcher set this environment: horovodrun, accelerate launch or torchrun, or none.
+
+    Tasks of srun and its like are for Accelerate, those of mpirun without an address for a Horovod with MPI.
+    """
     if "HOROVOD_RANK" in environ or "HOROVOD_SIZE" in environ:
         return "horovod"
     if any(name.startswith("ACCELERATE_") for name in environ) or "WORLD_SIZE" in environ:
         return "accelerate"
-    if int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
-        return "accelerate" if "MASTER_ADDR" in environ else "horovod"
+    if (tasks := cluster.started_tasks(environ)) is not None:
+        by_mpi = tasks.source == "OMPI_COMM_WORLD_SIZE" and "MASTER_ADDR" not in environ
+        return "horovod" if by_mpi else "accelerate"
     return "local"
 
 
@@ -41,9 +46,14 @@ def get_backend(args: TrainerArgs) -> Backend:
     Raises:
         UserError: the launcher started several workers but the backend asked for is for one, or its package is absent.
     """
-    detected = detect_backend()
+    detected, tasks = detect_backend(), cluster.started_tasks()
     name = detected if args.backend == "auto" else args.backend
-    if name != detected and detected != "local":
+    formed = any(variable in os.environ for variable in ("WORLD_SIZE", "HOROVOD_SIZE"))
+    # tasks that no launcher of ours has joined serve Horovod with MPI too, and with srun several runs of their own
+    fits = tasks is not None and not formed and (name == "horovod" or (name == "local" and tasks.launcher == "srun"))
+    if tasks is not None and not formed and name == "accelerate":
+        cluster.form_job(tasks)
+    elif name != detected and detected != "local" and not fits:
         raise UserError(
             f"--backend {name} was asked for, but this process was started by a launcher of {detected}: each worker "
             f"would train alone; leave --backend out or start with the launcher of {name}"

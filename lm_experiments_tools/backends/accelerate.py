@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lm_experiments_tools.backends import deepspeed_config, fsdp, launch
 from lm_experiments_tools.backends.backend import DataParallelBackend, check_keys, check_whole, saved_state
+from lm_experiments_tools.backends.compression import send_as_fp16
 from lm_experiments_tools.backends.precision import ApexAmp, Precision, get_precision
 from lm_experiments_tools.backends.trees import as_carrier, map_tensors, put_back
 from lm_experiments_tools.errors import UserError
@@ -92,8 +93,7 @@ class AccelerateBackend(DataParallelBackend):
         super().setup(model, optimizer)
         self.model = self.accelerator.prepare_model(self.model, evaluation_mode=optimizer is None)
         if self.fp16_allreduce and optimizer is not None and self.world_size > 1:
-            # torch's own hook in C++; Accelerate's calls back into Python for every bucket.
-            self.model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+            self.model.register_comm_hook(self.world_size, send_as_fp16)
         self._unused_checked = optimizer is None or self.world_size == 1
 
     def release(self) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.backend import DataParallelBackend, check_whole
+from lm_experiments_tools.backends.launch import wanted_processes
 from lm_experiments_tools.backends.precision import Precision, get_precision
 from lm_experiments_tools.backends.trees import as_carrier, put_back
 from lm_experiments_tools.errors import UserError
@@ -53,7 +54,7 @@ class HorovodBackend(DataParallelBackend):
         hvd.init()
         super().__init__(precision, _local_device())
         self.rank, self.local_rank, self.world_size = hvd.rank(), hvd.local_rank(), hvd.size()
-        self.compression = hvd.Compression.fp16 if fp16_allreduce else hvd.Compression.none
+        self.fp16_allreduce = fp16_allreduce
         _check_launch(self.world_size)
 
     @classmethod
@@ -82,7 +83,8 @@ class HorovodBackend(DataParallelBackend):
         named = [(names.get(p, f"parameter.{i}"), p) for i, p in enumerate(trained)]
         self._reduced = trained
         idle = torch.optim.SGD(trained, lr=0.0)
-        return hvd.DistributedOptimizer(idle, named_parameters=named, compression=self.compression)
+        how = {"compression": SummedAsFp16, "op": hvd.Sum} if self.fp16_allreduce else {}
+        return hvd.DistributedOptimizer(idle, named_parameters=named, **how)
 
     def release(self) -> None:
         super().release()
@@ -136,8 +138,24 @@ class HorovodBackend(DataParallelBackend):
             put_back(carrier, tensor)
 
     def describe(self) -> str:
-        wire = "fp16" if self.compression is hvd.Compression.fp16 else "their own type"
+        wire = "fp16" if self.fp16_allreduce else "their own type"
         return f"{super().describe()}, gradients reduced by Horovod {horovod.__version__} as {wire}"
+
+
+class SummedAsFp16(hvd.compression.Compressor):
+    """Gradients summed as fp16 and divided by the number of workers in fp32.
+
+    Horovod's own compression divides the sum in fp16, where all below 6e-8 becomes zero. What a worker's own gradient
+    loses below 3e-8 stays lost: to scale it, all workers would have to agree on a factor before each one is sent.
+    """
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:
+        return tensor.half(), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return tensor.to(dtype).div_(hvd.size())
 
 
 def _local_device() -> torch.device:
@@ -154,14 +172,13 @@ def _local_device() -> torch.device:
 
 def _check_launch(world_size: int) -> None:
     """Refuse to be one of several workers that each train alone."""
-    for variable in ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"):
-        wanted = int(os.environ.get(variable, "1"))
-        if wanted > world_size:
-            hint = "mpirun needs a Horovod built with MPI" if variable == "OMPI_COMM_WORLD_SIZE" else "not torchrun"
-            raise UserError(
-                f"the launcher started {wanted} workers ({variable}) but Horovod sees {world_size}, so each would "
-                f"train alone; start the Horovod trainer with `horovodrun -np {wanted} python ...` ({hint})"
-            )
+    wanted, source = wanted_processes()
+    if wanted > world_size:
+        hint = "not torchrun" if source == "WORLD_SIZE" else "mpirun and srun need a Horovod built with MPI"
+        raise UserError(
+            f"the launcher started {wanted} workers ({source}) but Horovod sees {world_size}, so each would "
+            f"train alone; start the Horovod trainer with `horovodrun -np {wanted} python ...` ({hint})"
+        )
 
 
 def _check_supported(model: nn.Module, optimizer: Optimizer | None) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lm_experiments_tools.backends.cluster import started_tasks
 from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ def wanted_sharding(environ: Mapping[str, str] = os.environ) -> str | None:
 def wanted_processes(environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
     """Number of workers that the launcher was asked for, and where that was read."""
     told = [(int(environ[variable]), variable) for variable in COUNTS if environ.get(variable, "").isdigit()]
+    if (tasks := started_tasks(environ)) is not None:
+        told.append((tasks.count, tasks.source))
     return max(told or [(1, "nothing")], key=lambda pair: pair[0])
 
 
@@ -60,7 +63,8 @@ def check_device(initialized: bool) -> None:
     if torch.cuda.is_available() and not cpu_asked() and local > torch.cuda.device_count():
         raise UserError(
             f"{local} workers on this machine but {torch.cuda.device_count()} GPU(s): start at most one worker per "
-            "GPU, or set ACCELERATE_USE_CPU=1 to train on CPUs"
+            "GPU, or set ACCELERATE_USE_CPU=1 to train on CPUs (srun: leave --gpus-per-task and --gpu-bind out, for "
+            "each task must see all GPUs of its machine)"
         )
 
 
@@ -72,6 +76,13 @@ def check_accelerator(accelerator: Accelerator) -> None:
     """
     kind, found = str(accelerator.distributed_type.value), accelerator.num_processes
     wanted, source = wanted_processes()
+    if wanted > found and source.startswith("SLURM_"):
+        raise UserError(
+            f"srun started {wanted} tasks ({source}) but each is in a group of {found} worker(s) of its own: start "
+            f"the script itself with srun, which forms one job of all tasks, or `srun --ntasks-per-node=1 torchrun "
+            "--nnodes N --rdzv_backend c10d --rdzv_endpoint HOST:PORT --nproc_per_node M SCRIPT ...`; runs that are "
+            "meant to be apart are started by a srun -n1 each"
+        )
     if wanted > found:
         raise UserError(
             f"the launcher started {wanted} workers ({source}) but Accelerate formed a group of {found}, so each "

@@ -7,7 +7,7 @@ import os
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,8 @@ CONFIG = "config.json"  # transformers' name
 ADAPTER_CONFIG = "adapter_config.json"  # peft's name
 ENSEMBLE_CONFIG = "prompt_ensemble.json"  # names the folders of its prompts, adapters each
 LABELS_FILE = "label_names.json"  # beside the adapter of a classifier: config.json lies with its base
+KINDS = ("model_type", "task")
+TASK_FILE = "finetuning_task.json"  # beside weights that were fine-tuned: what they were trained to answer, and how
 _SECONDS_TO_CONNECT = 5.0
 _TOKENIZER_FILES = ("*token*", "vocab.txt", "spiece.model")
 # transformers' names, in the order in which it looks for them
@@ -58,6 +60,12 @@ class Source:
     def config(self) -> dict[str, Any]:
         """Content of config.json in a folder; empty without one, and on the Hub."""
         file = None if self.path is None else self.path / CONFIG
+        return read_json(file) if file is not None and file.is_file() else {}
+
+    @cached_property
+    def task(self) -> dict[str, Any]:
+        """What the weights in a folder were fine-tuned for (see `recipes.finetuning.saved_task`); empty elsewhere."""
+        file = None if self.path is None else self.path / TASK_FILE
         return read_json(file) if file is not None and file.is_file() else {}
 
     @property
@@ -138,15 +146,32 @@ class ModelFiles:
     """Sources of the model, tokenizer and configuration of a fine-tuning run.
 
     Each is looked for when it is first needed, once, and raises UserError where it is not available.
+
+    Args:
+        found: `--from_pretrained`, where it was looked for before.
     """
 
-    def __init__(self, args: FinetuningArgs) -> None:
+    def __init__(self, args: FinetuningArgs, found: Sequence[Source] = ()) -> None:
         self.args = args
+        if found:
+            self.named = found[0]
 
     @cached_property
     def named(self) -> Source | None:
         """`--from_pretrained`: a model, or an adapter."""
         return find_source(self.args.from_pretrained) if self.args.from_pretrained else None
+
+    @property
+    def task(self) -> dict[str, Any]:
+        """What the named weights were fine-tuned for, where it is the task of this run; else empty."""
+        saved = {} if self.named is None else self.named.task
+        return saved if [saved.get(n) for n in KINDS] == [getattr(self.args, n) for n in KINDS] else {}
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Labels that the named weights were trained for, in the order of their numbers; empty where none is known."""
+        names = self.named.label_names if self.named is not None else ()
+        return names or tuple(self.task.get("label_names", ()))
 
     @property
     def adapter(self) -> Source | None:

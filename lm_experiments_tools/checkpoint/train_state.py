@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.backends.peers import all_peers, lost_peer
 from lm_experiments_tools.checkpoint import writer as checkpoint
 from lm_experiments_tools.checkpoint.legacy import read_old_training_state, regrouped
-from lm_experiments_tools.checkpoint.tree import load_tree, save_tree
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.checkpoint.manifest import MANIFEST, verify_files
+from lm_experiments_tools.checkpoint.tree import load_tree, save_tree, tree_files
+from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.files import read_json
 from lm_experiments_tools.optimizers import CHOSEN
 
 if TYPE_CHECKING:
@@ -71,13 +74,22 @@ class TrainState:
 
 
 @contextmanager
-def failures_located(state: TrainState) -> Iterator[None]:
-    """An exception that leaves this block says, as its attribute `step`, how many updates had been applied."""
+def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
+    """An exception that leaves this block says, as its attribute `step`, how many updates had been applied.
+
+    Raises:
+        RunError: another worker is gone; names it where that can be known.
+    """
+    peers = all_peers(backend)
     try:
         yield
     except Exception as error:
         error.step = state.step
-        raise
+        if (sentence := lost_peer(error, peers)) is None:
+            raise
+        located = RunError(sentence)
+        located.step = state.step
+        raise located from error
 
 
 def save_checkpoint(
@@ -108,7 +120,10 @@ def save_checkpoint(
                     "optimizer": type(backend.optimizer).__name__,
                     "workers": all_workers,
                 }
-                save_tree(path / "trainer_state", tree)
+                try:
+                    save_tree(path / "trainer_state", tree)
+                except TypeError as error:  # of a loader's state_dict, or what keep_for_metrics_fn keeps
+                    raise UserError(f"a checkpoint cannot be saved: {error}") from error
 
     on_all(backend, write)
     manifest = {"world_size": backend.world_size, "backend": backend.describe()}
@@ -137,8 +152,12 @@ def load_state(
 def load_initial(
     source: Path, backend: Backend, *, with_optimizer: bool = True, allow_pickle: bool = False
 ) -> tuple[TrainState, dict[str, Any] | None]:
-    """As `load_state`, of a checkpoint to begin another run from: ours, or an ancestor's, which has only a step."""
-    if (source / "trainer_state.json").exists():
+    """As `load_state`, of a checkpoint to begin another run from: ours, or an ancestor's, which has only a step.
+
+    Of others, such as those of transformers' Trainer, only the weights are of use here.
+    """
+    if is_ours(source):
+        on_all(backend, lambda: _verify_state(source, backend, with_optimizer))
         return load_state(source, backend, with_optimizer=with_optimizer)
     old = read_old_training_state(source, allow_pickle=allow_pickle)
     if with_optimizer and backend.optimizer is not None and old.get("optimizer_state"):
@@ -147,8 +166,28 @@ def load_initial(
     return TrainState(step=old.get("iteration", -1) + 1), None  # the ancestor stores the last update's index
 
 
+def is_ours(source: Path) -> bool:
+    """True for a folder with a trainer state of ours; transformers' Trainer has another of the same name."""
+    file = source / "trainer_state.json"
+    return file.is_file() and {"state", "workers"} <= read_json(file).keys()
+
+
+def _verify_state(path: Path, backend: Backend, with_optimizer: bool) -> None:
+    """Compare what `load_state` is going to read with the manifest, if the checkpoint still has one."""
+    stems = [path / "trainer_state"]
+    if with_optimizer and backend.optimizer is not None:
+        stems.append(_optimizer_stem(path, backend))
+    files = [file.name for stem in stems for file in tree_files(stem) if file.exists()]
+    if (path / MANIFEST).is_file():
+        verify_files(path, files)
+
+
+def _optimizer_stem(path: Path, backend: Backend) -> Path:
+    return path / (f"optimizer_rank_{backend.rank:05d}" if backend.shards_optimizer else "optimizer")
+
+
 def _load_optimizer(path: Path, backend: Backend, saved: dict[str, Any]) -> None:
-    stem = path / (f"optimizer_rank_{backend.rank:05d}" if backend.shards_optimizer else "optimizer")
+    stem = _optimizer_stem(path, backend)
     saved_by, kind = saved["world_size"], type(backend.optimizer).__name__
     if saved["optimizer"] != kind:
         raise UserError(

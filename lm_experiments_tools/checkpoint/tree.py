@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import write_atomic
+from lm_experiments_tools.files import apply_umask, write_atomic
 
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _TENSOR_CLASSES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -50,6 +50,7 @@ def save_tree(path_stem: Path | str, tree: Any) -> None:
     json_file, tensor_file = tree_files(path_stem)
     try:
         save_file(encoder.tensors, tensor_file)
+        apply_umask(tensor_file)
     except SafetensorError as error:
         raise as_os_error(error, tensor_file) from error
     write_atomic(json_file, json.dumps(structure, allow_nan=False, ensure_ascii=True))

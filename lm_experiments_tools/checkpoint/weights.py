@@ -19,13 +19,14 @@ from safetensors.torch import save_file
 from lm_experiments_tools.checkpoint.adapter_files import read_adapter, read_adapter_into, save_adapter
 from lm_experiments_tools.checkpoint.legacy import read_pickle, state_dict_of, strip_wrappers
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, is_plain_relative_name, verify_files
-from lm_experiments_tools.checkpoint.source import holds_adapter
+from lm_experiments_tools.checkpoint.source import TASK_FILE, holds_adapter
 from lm_experiments_tools.checkpoint.tree import as_os_error, load_tensors
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import apply_umask
 from lm_experiments_tools.modules.inspection import is_adapted
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "vocab*", "merges.txt")
-_TOKENIZER_FILES += ("chat_template*",)
+_TOKENIZER_FILES += ("chat_template*", TASK_FILE)
 _NAMES_SHOWN = 3
 
 
@@ -72,6 +73,7 @@ def save_model(
         _write_model(Path(path), model, state_dict, generation_config)
     except SafetensorError as error:
         raise as_os_error(error, Path(path)) from error
+    apply_umask(*Path(path).rglob("*.safetensors"))
     if tokenizer_dir is not None:
         _copy_tokenizer(Path(tokenizer_dir), Path(path))
 

@@ -262,7 +262,7 @@ def find_resume(resume: str, model_path: Path | str | None) -> Path | None:
     """
     if resume not in ("auto", "never"):
         if not (path := Path(resume).resolve()).exists():
-            raise UserError(f"--resume {resume}: no such checkpoint; give its folder, or auto, or never")
+            raise UserError(f"--resume {resume}: no such checkpoint{_newer_than(path)}")
         if not (path / MANIFEST).exists() and (path / "last").exists():
             path = (path / "last").resolve()  # a run directory was named
         verify(path)
@@ -276,6 +276,20 @@ def find_resume(resume: str, model_path: Path | str | None) -> Path | None:
             "--model_path, or remove the folder"
         )
     return find_newest_valid(root)
+
+
+def _newer_than(path: Path) -> str:
+    """The end of a sentence about a checkpoint that is not there: the one its run can go on from, if there is one."""
+    step, newest = parse_step(path.name), None
+    if step is not None and path.parent.is_dir():
+        with contextlib.suppress(UserError):
+            newest = find_newest_valid(path.parent)
+    if newest is None or step > parse_step(newest.name):
+        return "; give its folder, or auto, or never"
+    return (
+        f": its run has gone on and removed it (--keep_checkpoints); give --resume auto with that --model_path to go "
+        f"on from its newest, {newest.name}"
+    )
 
 
 def find_newest_valid(root: Path | str, log: logging.Logger | Callable[[str], None] = logger) -> Path | None:

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import inspect
 import io
+import logging
 import os
 import shutil
 import signal
@@ -19,7 +20,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -92,7 +93,10 @@ class Setting(NamedTuple):
 
 
 def parse(
-    args_class: type[Args], argv: Sequence[str] | None = None, description: str | None = None
+    args_class: type[Args],
+    argv: Sequence[str] | None = None,
+    description: str | None = None,
+    inherit: Callable[[Mapping[str, Any]], Mapping[str, tuple[Any, str]]] | None = None,
 ) -> tuple[Args, dict[str, str]]:
     """Build `args_class` from the command line and the YAML files it names.
 
@@ -100,9 +104,11 @@ def parse(
         args_class: flat dataclass whose base classes are the groups of `--help` (see `flags.help_groups`).
         argv: arguments without the program's name; `sys.argv[1:]` by default.
         description: first paragraph of `--help`.
+        inherit: {name: (value, origin)} of settings that follow from those that are given, and beat the defaults.
 
     Returns:
-        The arguments, and for each field where its value was written: "default", "FILE line N" or "command line".
+        The arguments, and for each field where its value was written: "default", "FILE line N", "command line" or the
+        origin that `inherit` gave.
 
     Raises:
         UserError: an unknown name, a value of the wrong type, a required one that is missing, or flags in conflict.
@@ -114,13 +120,16 @@ def parse(
             _print_help(args_class, description)
         sys.exit(0)
     own_types = typing.get_type_hints(args_class)
-    written = _read_command_line(argv, own_types | typing.get_type_hints(ConfigArgs))
+    empty = {field.name for field in dataclasses.fields(args_class) if field.default == ""}
+    written = _read_command_line(argv, own_types | typing.get_type_hints(ConfigArgs), empty)
     settings: dict[str, Setting] = {}
     for path in written["config"].values if "config" in written else ():
         settings |= _read_yaml(path, own_types)
     settings |= {name: setting for name, setting in written.items() if name in own_types}
     _check_required(args_class, settings)
     values = {name: _convert(name, setting, own_types[name]) for name, setting in settings.items()}
+    for name, (value, origin) in (inherit(values) if inherit else {}).items():
+        values[name], settings[name] = value, Setting(None, origin)
     try:
         args = args_class(**values)
     except UserError as error:
@@ -165,15 +174,15 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
     try:
         code = main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        _say(f"error: {error}")
         sys.exit(2)
     except RunError as error:
-        print(f"error: {_where(error)}: {error}", file=sys.stderr, flush=True)
+        _say(f"error: {_where(error)}: {error}")
         sys.exit(1)
     except OSError as error:
         if error.errno is None:  # raised by a library for reasons of its own
             raise
-        print(f"error: rank {launcher_rank()}: {os_sentence(error)}", file=sys.stderr, flush=True)
+        _say(f"error: {_where(error)}: {os_sentence(error)}")
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
@@ -192,7 +201,16 @@ def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
 def _report_crash(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
     sys.__excepthook__(kind, error, trace)
     reason = str(error).strip().splitlines()
-    print(f"{_where(error)}: {kind.__name__}: {reason[0] if reason else 'no message'}", file=sys.stderr, flush=True)
+    _say(f"{_where(error)}: {kind.__name__}: {reason[0] if reason else 'no message'}")
+
+
+def _say(sentence: str) -> None:
+    """Print the last sentence of a run, and keep it in the log files that the run has opened."""
+    print(sentence, file=sys.stderr, flush=True)
+    record = logging.LogRecord("run", logging.ERROR, __file__, 0, sentence, None, None)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(record)
 
 
 def _where(error: BaseException) -> str:
@@ -273,7 +291,9 @@ def wrapped(text: str, width: int) -> str:
 # Reading: text and where it stood
 
 
-def _read_command_line(argv: Sequence[str], types_by_name: Mapping[str, Any]) -> dict[str, Setting]:
+def _read_command_line(
+    argv: Sequence[str], types_by_name: Mapping[str, Any], may_be_empty: Collection[str] = ()
+) -> dict[str, Setting]:
     """The settings of a command line by field name; a repeated flag's last value wins (`--config` collects)."""
     settings: dict[str, Setting] = {}
     unknown: list[str] = []
@@ -291,7 +311,7 @@ def _read_command_line(argv: Sequence[str], types_by_name: Mapping[str, Any]) ->
         following = [attached] if equals else _take_values(rest, types_by_name[name])
         if types_by_name[name] is bool:
             values: tuple[str, ...] = (_boolean(flag, following[0] if following else "true", COMMAND_LINE, negated),)
-        elif not following or following == [""]:
+        elif not following or (following == [""] and name not in may_be_empty):
             raise UserError(f"{flag} needs a value: {_describe(types_by_name[name])}.")
         else:
             values = tuple(following)

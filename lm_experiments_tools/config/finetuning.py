@@ -7,7 +7,7 @@ Standard library only.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from lm_experiments_tools.config.flags import (
     COUNT,
@@ -20,6 +20,7 @@ from lm_experiments_tools.config.flags import (
     at_least,
     check_conflict,
     needs,
+    notes_of,
     only,
 )
 from lm_experiments_tools.config.training import ExperimentArgs, TrainerArgs
@@ -32,7 +33,7 @@ TASKS_OF = {
     "encoder-decoder": ("text_to_text", "classification", "regression", "instructions"),
     "decoder": ("causal_lm", "text_to_text", "instructions"),
 }
-# What --lr is where it is not given: the usual ones, with AdamW; soft prompts hardly move below 0.1 (peft issue 2642).
+# What --lr is where it is not given: the usual ones, of ADAMW; soft prompts hardly move below 0.1 (peft issue 2642).
 LEARNING_RATES = {
     "encoder": 2e-5,
     "encoder-decoder": 1e-4,
@@ -42,6 +43,12 @@ LEARNING_RATES = {
     "prefix_tuning": 1e-2,
     "new_tokens": 1e-2,
 }
+ADAMW = ("AdamW", "Adam", "FusedAdam")  # also as torch.optim:AdamW
+# (optimizer, kind of model): Adafactor's of T5 (Raffel et al. 2020, section 3.1.2), AdamWScale's of `make finetune`.
+OTHER_RATES = {("Adafactor", "encoder-decoder"): 1e-3, ("AdamWScale", "encoder-decoder"): 1e-2}
+# Saved beside the weights, and the defaults of what is done with them (see models/inherited.py).
+PROMPT = ("add_task_name", "add_task_definition", "num_pos_examples", "num_neg_examples", "add_explanation")
+SAVED = ("model_type", "task", "prefix", "suffix", "input_seq_len", "target_seq_len", *PROMPT)
 
 # Flags that have no effect beside others, and why.
 _OF_SENTENCES = only("task", "classification", "regression")
@@ -119,10 +126,11 @@ class TaskArgs:
     """The task and its data."""
 
     model_type: Literal["encoder", "encoder-decoder", "decoder"] = "encoder-decoder"
-    """Kind of model: BERT is an encoder, T5 an encoder-decoder, GPT a decoder."""
+    """Kind of model: BERT is an encoder, T5 an encoder-decoder, GPT a decoder. Not given: as the weights are."""
     task: Literal["text_to_text", "classification", "regression", "instructions", "causal_lm"] = "text_to_text"
     """text_to_text, classification and regression of sentences or pairs, instructions (Super-Natural-Instructions),
-    causal_lm (any text, in blocks)."""
+    causal_lm (any text, in blocks). Not given: what --from_pretrained was fine-tuned for, with its prefix, lengths and
+    prompt, where it says so."""
     data_path: tuple[str, ...] = ()
     """Training data: .jsonl, .json, .csv or .tsv files, a GLUE folder, a Super-Natural-Instructions folder; text for
     causal_lm."""
@@ -424,7 +432,17 @@ class FinetuningArgs(
         return self.from_pretrained is not None or self.init_checkpoint is not None
 
     def learning_rate(self) -> float | None:
-        return LEARNING_RATES.get(self.peft or self.model_type) if self.lr is None else self.lr
+        if self.lr is not None:
+            return self.lr
+        name, kind = self.optimizer.removeprefix("torch.optim:"), self.peft or self.model_type
+        return LEARNING_RATES[kind] if name in ADAMW else OTHER_RATES.get((name, kind))
+
+    def lacking_rate(self) -> str:
+        kind = self.peft or self.model_type
+        return (
+            f"--lr is missing: no usual rate of --optimizer {self.optimizer} is known for "
+            f"{'--peft' if self.peft else '--model_type'} {kind}: give one (AdamW's is {LEARNING_RATES[kind]:g})."
+        )
 
     def resolved(self) -> "FinetuningArgs":
         """The same arguments with what follows from others put in for the loop to read.
@@ -455,6 +473,12 @@ class FinetuningArgs(
         if stronger == [False, True]:
             return self
         raise UserError("--iters and --epochs exclude each other: both say how long to train.")
+
+    def task_settings(self) -> dict[str, Any]:
+        """The settings by which a text becomes what the model reads, those that the task has: see `SAVED`."""
+        notes = notes_of(type(self))
+        unread = (n for n in SAVED if any(isinstance(r, Unread) and not r.in_run and r.when(self) for r in notes[n]))
+        return {name: getattr(self, name) for name in SAVED if name not in {*unread}}
 
     def with_epochs(self, samples_per_epoch: int, world_size: int) -> "FinetuningArgs":
         """The same arguments with `--iters` from `--epochs`, and a validation each epoch where none is asked for."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from lm_experiments_tools.config.flags import COUNT, PART, Unread, is_given
+from lm_experiments_tools.config.flags import COUNT, PART, Unread, check_conflict, is_given
 from lm_experiments_tools.errors import UserError
 
 ModelKind = Literal["encoder-decoder", "decoder", "encoder"]
@@ -50,6 +50,11 @@ class Objective:
         """True if examples differ in length, so that those of similar length are put together."""
         return "bucket_rows" in self.reads
 
+    @property
+    def parts_documents(self) -> bool:
+        """True if the text of one document must not seem to go on in the next."""
+        return "append_eos" in self.reads
+
 
 _HOME = "lm_experiments_tools.data.objectives"
 OBJECTIVES = {
@@ -63,18 +68,21 @@ OBJECTIVES = {
     "prefix_lm": Objective(
         builder=f"{_HOME}.denoising:build_prefix_lm",
         models=("encoder-decoder",),
-        reads=("target_seq_len", "bucket_rows"),
+        reads=("target_seq_len", "bucket_rows", "mix_rows", "append_eos"),
         in_seqio=True,
         report="continuation",
     ),
     "ul2": Objective(
         builder=f"{_HOME}.ul2:build",
         models=("encoder-decoder",),
-        reads=("target_seq_len", "denoisers", "mode_tokens", "bucket_rows"),
+        reads=("target_seq_len", "denoisers", "mode_tokens", "bucket_rows", "mix_rows", "append_eos"),
         report="blanks",
     ),
     "causal_lm": Objective(
-        builder=f"{_HOME}.causal_lm:build", models=("decoder", "encoder-decoder"), report="continuation"
+        builder=f"{_HOME}.causal_lm:build",
+        models=("decoder", "encoder-decoder"),
+        reads=("append_eos",),
+        report="continuation",
     ),
     "mlm": Objective(builder=f"{_HOME}.mlm:build", models=("encoder",), reads=("mlm_probability",)),
 }
@@ -162,7 +170,13 @@ class ObjectiveArgs:
     mlm_probability: Annotated[float, PART] = 0.15
     """mlm: probability of a token to be predicted, between 0 and 1."""
     bucket_rows: Annotated[int | None, COUNT, OF_NATIVE_PIPELINE] = None
-    """prefix_lm, ul2: rows of similar length to put together. None: all rows of a step, over all workers; 1: none."""
+    """prefix_lm, ul2: rows of similar length to put together, instead of --mix_rows; 1: rows in random order."""
+    mix_rows: Annotated[int | None, COUNT, OF_NATIVE_PIPELINE] = None
+    """prefix_lm, ul2: rows that hold all lengths in their shares, in order of length, so that micro-batches pad
+    little. None: all rows of a step, over all workers."""
+    append_eos: Annotated[bool, OF_NATIVE_PIPELINE] = True
+    """prefix_lm, ul2, causal_lm: end each document of raw text with EOS. Token files are as `lmtools tokenize
+    --append_eos` made them or not."""
 
     def check(self) -> None:
         if self.task not in OBJECTIVES and not self.is_registered_task():
@@ -174,6 +188,7 @@ class ObjectiveArgs:
             raise UserError(f"--denoisers is empty: give at least one, for example {PAPER_DENOISERS[0]}.")
         self.denoiser_specs()
         self._check_unread()
+        check_conflict(self, "bucket_rows", "mix_rows", "rows are put together in one way or the other")
 
     def _check_unread(self) -> None:
         for flag in dict.fromkeys(flag for objective in OBJECTIVES.values() for flag in objective.reads):
@@ -185,6 +200,10 @@ class ObjectiveArgs:
         """The facts about `--task`."""
         return REGISTERED_TASK if self.is_registered_task() else OBJECTIVES[self.task]
 
+    def ends_documents(self) -> bool:
+        """True if documents of raw text are to end with EOS."""
+        return self.append_eos and self.objective().parts_documents
+
     def is_registered_task(self) -> bool:
         """True if `--task` is module:name, a Task or Mixture of seqio's registry."""
         return ":" in self.task
@@ -195,7 +214,7 @@ class ObjectiveArgs:
         Of the flags added since version 1 only those that the objective reads, so that a new flag does not change the
         fingerprint of runs that do not know it.
         """
-        counted = _IN_VERSION_1 | set(self.objective().reads) - {"bucket_rows"}
+        counted = _IN_VERSION_1 | set(self.objective().reads) - {"bucket_rows", "mix_rows", "append_eos"}
         return {field.name: getattr(self, field.name) for field in fields(ObjectiveArgs) if field.name in counted}
 
     def denoiser_specs(self) -> list[DenoiserSpec]:

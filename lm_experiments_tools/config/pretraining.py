@@ -20,7 +20,7 @@ class DataArgs:
     """Where text and vocabulary come from."""
 
     data_path: tuple[str, ...] = ()
-    """Token prefix of `lmtools tokenize`, text (.jsonl, .jsonl.gz, .txt, a folder) or a Hugging Face dataset
+    """Token prefix of `lmtools tokenize`, text (.jsonl, .txt, compressed or not, a folder) or a Hugging Face dataset
     (name[:config][:split]); several are mixed. Needed unless --task module:name brings data of its own."""
     data_weights: Annotated[tuple[float, ...], MIXES, OF_NATIVE_PIPELINE] = ()
     """Weight of each --data_path. Empty: 1 for each."""

@@ -386,9 +386,7 @@ class ExperimentArgs(TrainerArgs, OptimizerArgs, ModelArgs):
     def check(self) -> None:
         self.check_model()
         if self.learning_rate() is None and not self.relative_step and not self.validate_only:
-            raise UserError(
-                f"--lr is missing: --optimizer {self.optimizer} needs a learning rate, for example --lr 1e-3."
-            )
+            raise UserError(self.lacking_rate())
         check_conflict(self, "relative_step", "lr_scheduler", "Adafactor then computes its own learning rate")
         check_conflict(self, "relative_step", "use_lr_drop", "Adafactor then computes its own learning rate")
 
@@ -403,3 +401,7 @@ class ExperimentArgs(TrainerArgs, OptimizerArgs, ModelArgs):
     def learning_rate(self) -> float | None:
         """`--lr`, or what takes its place."""
         return self.lr
+
+    def lacking_rate(self) -> str:
+        """The sentence that asks for a learning rate."""
+        return f"--lr is missing: --optimizer {self.optimizer} needs a learning rate, for example --lr 1e-3."

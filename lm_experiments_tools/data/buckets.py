@@ -8,15 +8,22 @@ then stand in random order. One worked example, a window of 8 samples, buckets o
     by length   4  2 | 6  0 | 7  3 | 5  1
     buckets 2 0 3 1 in this order:   7 3   4 2   5 1   6 0
 
-Windows and buckets lie on the grid of global sample numbers, so that a step (or micro-batch) of `bucket_rows` rows
-over all workers is one bucket, and are cut where an epoch ends, so that each epoch has each of its samples once. The
-arrangement is a pure function of (seed, sample) as the dataset is, for any number of workers; it depends on
-`bucket_rows`, which the fingerprint therefore names.
+A step that is one such bucket holds one length. `MixedSteps` makes a step of several buckets instead, one of each part
+of the window's range, in order of length: steps are alike, and micro-batches still hold like rows. The same window in
+steps of 4 rows, 2 buckets each:
+
+    parts       4  2  6  0 | 7  3  5  1      shorter half, longer half
+    steps       6  0  7  3   4  2  5  1      each a bucket of each half, drawn at random
+
+Windows, steps and buckets lie on the grid of global sample numbers, over all workers, and are cut where an epoch ends,
+so that each epoch has each of its samples once. The arrangement is a pure function of (seed, sample) as the dataset
+is, for any number of workers; it depends on the rows of a bucket or step, which the fingerprint therefore names.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from math import gcd, lcm
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +32,8 @@ from lm_experiments_tools.data.loader import SampleDataset
 from lm_experiments_tools.data.order import sample_words, stream_key
 
 _BUCKETS = 32  # in a window: the lengths in a bucket then differ by about 1/32 of their range
+_PARTS = 8  # of the range of lengths that each step of `MixedSteps` has a bucket of
+_STEPS = 32  # of `MixedSteps` in a window
 _MEASURED_WINDOWS = 8
 _32 = np.uint64(32)
 
@@ -99,19 +108,19 @@ class BucketedDataset:
     def _arrange(self, begin: int) -> np.ndarray:
         """The samples from `begin` up to the end of the window or of the epoch."""
         end = min((begin // len(self) + 1) * len(self), (begin // self.window + 1) * self.window)
+        samples = np.arange(begin, end)
+        inputs, targets = self.dataset.lengths(samples)
+        arranged = np.empty_like(samples)
+        arranged[self._places(begin, end)] = samples[np.lexsort((inputs, targets // self.target_step))]
+        return arranged
+
+    def _places(self, begin: int, end: int) -> np.ndarray:
+        """The places int64[end - begin], counted from `begin`, that samples sorted by length are given to in turn."""
         grid = np.arange(begin // self.bucket_rows + 1, -(-end // self.bucket_rows)) * self.bucket_rows
         bounds = np.concatenate([[begin], grid, [end]])
         low, high = sample_words(self._key, np.zeros(len(bounds) - 1), bounds[:-1], 2)
-        order = np.argsort(high << _32 | low)
-        samples = np.arange(begin, end)
-        inputs, targets = self.dataset.lengths(samples)
-        by_length = samples[np.lexsort((inputs, targets // self.target_step))]
-        sizes = np.diff(bounds)[order]
-        arranged, taken = np.empty_like(samples), 0
-        for place, size in zip((bounds[:-1] - begin)[order].tolist(), sizes.tolist(), strict=True):
-            arranged[place : place + size] = by_length[taken : taken + size]
-            taken += size
-        return arranged
+        order = np.argsort(high << _32 | low).tolist()
+        return np.concatenate([np.arange(bounds[k], bounds[k + 1]) for k in order]) - begin
 
     def padding(self, bucketed: bool = True) -> float:
         """The part of the cells of inputs and targets that is padding, in micro-batches of `micro_rows` rows.
@@ -130,6 +139,54 @@ class BucketedDataset:
             step = self.pad_to_multiple_of
             widths = np.minimum(-(-widths // step) * step, lengths.max(axis=1, keepdims=True))
         return 1.0 - lengths.sum() / (widths * np.diff(np.append(edges, len(samples)))).sum()
+
+
+class MixedSteps(BucketedDataset):
+    """The same samples in steps that hold all lengths in their shares, each step in order of length.
+
+    A step has a bucket of each eighth of the window's range of lengths. It is the same step however it is split into
+    micro-batches, which are slices of it, and over workers.
+
+    Args:
+        dataset, seed, pad_to_multiple_of, micro_rows: as of `BucketedDataset`.
+        step_rows: rows of a step over all workers.
+        stream, num_streams: the dataset holds only the samples whose number over all workers is `stream` modulo
+            `num_streams`, as one stream of data/streaming/stream.py. All streams are arranged alike.
+    """
+
+    def __init__(
+        self,
+        dataset: SizedDataset,
+        step_rows: int,
+        seed: int,
+        pad_to_multiple_of: int | None = 8,
+        micro_rows: int | None = None,
+        stream: int = 0,
+        num_streams: int = 1,
+    ) -> None:
+        super().__init__(dataset, -(-step_rows // _PARTS), seed, pad_to_multiple_of, micro_rows or step_rows)
+        self.step_rows, self.stream, self.num_streams = step_rows, stream, num_streams
+        # A whole number of steps, so that the windows of all streams hold the same ones.
+        whole = lcm(step_rows, num_streams) // num_streams
+        self.window = -(-_STEPS * -(-step_rows // num_streams) // whole) * whole
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.dataset.fingerprint}/mix_rows={self.step_rows}"
+
+    def describe(self) -> str:
+        return (
+            f"{self.dataset.describe()}; all lengths in each {self.step_rows} rows, "
+            f"{self.padding():.1%} padding ({self.padding(bucketed=False):.1%} in random order)"
+        )
+
+    def _places(self, begin: int, end: int) -> np.ndarray:
+        steps, rows = np.divmod(np.arange(begin, end) * self.num_streams + self.stream, self.step_rows)
+        buckets = rows * _PARTS // self.step_rows
+        # Of a step shorter than eight rows of a stream, a stream has fewer parts; its buckets are then of any place.
+        parts = min(_PARTS, self.step_rows // gcd(self.step_rows, self.num_streams))
+        low, high = sample_words(self._key, np.zeros(len(steps)), steps * _PARTS + buckets, 2)
+        return np.lexsort((high << _32 | low, rows * parts // self.step_rows))
 
 
 class SortedSamples:

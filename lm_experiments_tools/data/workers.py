@@ -32,6 +32,11 @@ _GONE = object()  # the last message
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
+def available_cores() -> int:
+    """CPUs that this process may use; all there are where the system does not say (macOS)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class WorkerEnded(Exception):
     """The process is gone, with this exit code (negative: the signal that ended it; None: it hung up but goes on).
 

@@ -207,7 +207,7 @@ def whole_model(source: Source) -> PreTrainedModel:
         raise UserError(f"{base.name} holds weights alone: write the model by save_pretrained, and name its folder.")
     register_own_models(base)
     config = transformers.AutoConfig.from_pretrained(base.name)
-    kind = _kind(config)
+    kind = kind_of(config)
     if kind is None:
         raise UserError(f"{base.name}: a {config.model_type} model is neither encoder nor decoder.")
     classes = getattr(transformers, AUTO_CLASSES[kind])
@@ -273,7 +273,7 @@ def _model_class(args: FinetuningArgs, config: PreTrainedConfig) -> type:
     """`--model_cls`, else transformers' class for the kind of model. Raises UserError for another kind's weights."""
     import transformers
 
-    found = _kind(config)
+    found = kind_of(config)
     named = get_cls_by_name(args.model_cls) if args.model_cls else None
     reads_only = named is not None and args.model_type == "encoder" and not named.can_generate()
     if found is not None and found != args.model_type and not reads_only:
@@ -290,7 +290,8 @@ def _model_class(args: FinetuningArgs, config: PreTrainedConfig) -> type:
     return auto._model_mapping[type(config)]
 
 
-def _kind(config: PreTrainedConfig) -> str | None:
+def kind_of(config: PreTrainedConfig) -> str | None:
+    """The `--model_type` of a configuration; None for models that none of them is."""
     import transformers
 
     if config.is_encoder_decoder:

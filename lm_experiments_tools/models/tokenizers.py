@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LEAST_TOKENS = 2  # besides special ones; an empty T5Tokenizer has one, the mark of a space
+
 
 def load_tokenizer(args: FinetuningArgs, files: ModelFiles | None = None) -> PreTrainedTokenizerBase:
     """`--tokenizer`, else the one beside the weights. A tokenizer without a padding token pads with its end of text.
@@ -33,6 +35,7 @@ def load_tokenizer(args: FinetuningArgs, files: ModelFiles | None = None) -> Pre
     flag, name = files.tokenizer_flag
     from_vocabulary = Path(name).suffix == ".model"
     tokenizer = _from_sentencepiece(Path(name)) if from_vocabulary else _from_source(files.tokenizer, f"{flag} {name}")
+    _check_vocabulary(tokenizer, f"{flag} {name}")
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
             raise UserError(
@@ -72,3 +75,15 @@ def _from_source(source: Source, named: str) -> PreTrainedTokenizerBase:
         raise UserError(
             f"{named}: no tokenizer can be read from it ({first_line(error)}); name one with --tokenizer."
         ) from error
+
+
+def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, named: str) -> None:
+    """Refuse a tokenizer that knows no words: transformers makes one where config.json stands without its files."""
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ordinary = {*tokenizer.get_vocab().values()} - special
+    if len(ordinary) < _LEAST_TOKENS:
+        raise UserError(
+            f"{named}: there is no vocabulary, so that every word would be {tokenizer.unk_token} (the tokenizer has "
+            f"{len(ordinary)} tokens besides {len(special)} special ones): save the tokenizer there too "
+            "(tokenizer.save_pretrained), or name one by --tokenizer."
+        )

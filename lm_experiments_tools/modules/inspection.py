@@ -6,6 +6,8 @@ import inspect
 
 from torch import nn
 
+_PROMPTS_BESIDE_THE_ROW = ("PREFIX_TUNING", "CARTRIDGE")  # peft's, of keys and values: labels stay as they are
+
 
 def is_spread(model: nn.Module) -> bool:
     """True if the model's layers lie on several devices, where they have to stay."""
@@ -27,7 +29,11 @@ def forward_names(model: nn.Module) -> set[str]:
 
     A forward with `**kwargs` hands them on to its base class's, and a PEFT wrapper's to its base model's.
     """
-    return forward_names_of(type(model.get_base_model() if hasattr(model, "get_base_model") else model))
+    return forward_names_of(type(_base_of(model)))
+
+
+def _base_of(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def forward_names_of(model_cls: type) -> set[str]:
@@ -40,3 +46,24 @@ def forward_names_of(model_cls: type) -> set[str]:
             if not any(p.kind is p.VAR_KEYWORD for p in parameters):
                 break
     return names - {"self"}
+
+
+def drops_first_label(model: nn.Module) -> bool:
+    """True if the model's loss is a mean over the labels of each row but the first.
+
+    transformers' causal models hand labels to `loss_function`, which shifts them: a token is predicted from those
+    before it, and the first from nothing. Others count all of theirs (BartForCausalLM, XLNet), and so does a model
+    with a soft prompt, from whose end the first token is predicted.
+    """
+    for config in getattr(model, "peft_config", {}).values():
+        if config.is_prompt_learning and config.peft_type not in _PROMPTS_BESIDE_THE_ROW:
+            return False
+    model = _base_of(model)
+    forwards = (vars(cls)["forward"] for cls in type(model).__mro__ if "forward" in vars(cls))
+    for forward in forwards:
+        names = getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ())
+        if "loss_function" in names:
+            return getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
+        if "super" not in names:
+            return False
+    return False

@@ -8,6 +8,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from lm_experiments_tools.optimizers.sharding import (
+    is_sharded,
+    local,
+    own_slice,
+    replica,
+    sharded_root_mean_squares,
+    squares_of,
+    sums_over_slices,
+)
 from lm_experiments_tools.optimizers.state import LOW_PRECISION, Float32StateOptimizer, root_mean_square
 
 
@@ -76,12 +85,40 @@ class Adafactor(Float32StateOptimizer):
             },
         )
 
-    def update(self, parameters: list[Tensor], group: dict) -> None:
-        step_sizes = [self._update(parameter, group) for parameter in parameters]
-        if step_sizes and isinstance(step_sizes[0], Tensor):
-            group["scaled_lr"] = torch.stack([size.to(step_sizes[0].device) for size in step_sizes]).mean()
-        elif step_sizes:
-            group["scaled_lr"] = sum(step_sizes) / len(step_sizes)
+    def update(self, work: list[tuple[list[Tensor], dict]]) -> None:
+        sharded = [(p, group) for parameters, group in work for p in parameters if is_sharded(p)]
+        sizes = self._update_sharded(sharded) if sharded else {}
+        for parameters, group in work:
+            step_sizes = [sizes[p] if p in sizes else self._update(p, group) for p in parameters]
+            if step_sizes and isinstance(step_sizes[0], Tensor):
+                group["scaled_lr"] = torch.stack([size.to(step_sizes[0].device) for size in step_sizes]).mean()
+            elif step_sizes:
+                group["scaled_lr"] = sum(step_sizes) / len(step_sizes)
+
+    def _update_sharded(self, work: list[tuple[Tensor, dict]]) -> dict[Tensor, Tensor | float]:
+        """One step of DTensors, in three collectives at most for all of them; returns their step sizes.
+
+        The update is computed twice, for its norm and to be applied: to keep it would cost another gradient's memory.
+        """
+        scaled = [p for p, group in work if group["scale_parameter"]]
+        scales = sharded_root_mean_squares(scaled) if scaled else {}
+        sums = sums_over_slices([p for p, _ in work], [_row_and_column_sums(p) for p, _ in work])
+        sizes: dict[Tensor, Tensor | float] = {}
+        for (parameter, group), both in zip(work, sums, strict=True):
+            state = self._advanced(parameter, parameter.grad, group)
+            step = int(state["step"])
+            size = _relative_step(step, group) if group["relative_step"] else group["lr"]
+            if parameter in scales:
+                size = scales[parameter].clamp(min=group["eps"][1]).mul_(size)
+            sizes[parameter] = size
+            _advance_second_moment(parameter, both, state, 1.0 - step ** group["decay_rate"], group["eps"][0])
+        squares = [squares_of([_sharded_update(p, self.state[p])])[0] for p, _ in work]
+        for (parameter, group), square in zip(work, sums_over_slices([p for p, _ in work], squares), strict=True):
+            norm = square.sqrt() / parameter.numel() ** 0.5
+            moment = local(self.state[parameter]["exp_avg"]) if group["beta1"] is not None else None
+            update = _sharded_update(parameter, self.state[parameter])
+            _apply(local(parameter), update, sizes[parameter], norm, group, moment)
+        return sizes
 
     def state_dict(self) -> dict:
         state = super().state_dict()
@@ -92,36 +129,33 @@ class Adafactor(Float32StateOptimizer):
     def _update(self, parameter: Tensor, group: dict) -> Tensor | float:
         """One step of one parameter; returns its step size."""
         grad = parameter.grad.float()
+        state = self._advanced(parameter, grad, group)
+        step = int(state["step"])
+
+        step_size = _relative_step(step, group) if group["relative_step"] else group["lr"]
+        if group["scale_parameter"]:
+            weights = parameter.float() if parameter.dtype in LOW_PRECISION else parameter
+            step_size = root_mean_square(weights).clamp_(min=group["eps"][1]).mul_(step_size)
+
+        update = _precondition(grad, state, 1.0 - step ** group["decay_rate"], group["eps"][0], self._work_space(grad))
+        moment = state["exp_avg"] if group["beta1"] is not None else None
+        _apply(parameter, update, step_size, root_mean_square(update), group, moment)
+        return step_size
+
+    def _advanced(self, parameter: Tensor, grad: Tensor, group: dict) -> dict:
+        """The parameter's state, made at its first step, with the step counted."""
         state = self.state[parameter]
         if not state:
             self._init_state(state, grad, group["beta1"] is not None)
         state["step"] += 1
-        step = int(state["step"])
-
-        weights = parameter.float() if parameter.dtype in LOW_PRECISION else parameter
-        step_size = _relative_step(step, group) if group["relative_step"] else group["lr"]
-        if group["scale_parameter"]:
-            step_size = root_mean_square(weights).clamp_(min=group["eps"][1]).mul_(step_size)
-
-        update = _precondition(grad, state, 1.0 - step ** group["decay_rate"], group["eps"][0], self._work_space(grad))
-        factor = step_size / (root_mean_square(update) / group["clip_threshold"]).clamp_(min=1.0)
-        if group["weight_decay"] != 0:
-            weights.mul_(1.0 - group["weight_decay"] * step_size)
-        if group["beta1"] is not None:
-            moment = state["exp_avg"].mul_(group["beta1"])
-            weights.sub_(moment.addcmul_(update, factor, value=1.0 - group["beta1"]))
-        else:
-            weights.addcmul_(update, factor, value=-1.0)
-        if weights is not parameter:
-            parameter.copy_(weights)
-        return step_size
+        return state
 
     def _work_space(self, grad: Tensor) -> Tensor | None:
         """Memory for one matrix of this shape, on the CPU only, where fresh pages cost more than the arithmetic.
 
         One buffer of the size of the largest matrix serves all; other devices have caching allocators.
         """
-        if grad.device.type != "cpu" or grad.ndim < 2 or hasattr(grad, "placements"):
+        if grad.device.type != "cpu" or grad.ndim < 2:
             return None
         if self._memory.numel() < grad.numel():
             self._memory = torch.empty(grad.numel())
@@ -131,21 +165,35 @@ class Adafactor(Float32StateOptimizer):
     def _init_state(state: dict, grad: Tensor, first_moment: bool) -> None:
         state["step"] = torch.zeros(())
         if first_moment:
-            state["exp_avg"] = torch.zeros_like(grad)
+            state["exp_avg"] = torch.zeros_like(grad, dtype=torch.float32)
         if grad.ndim >= 2:
-            state["exp_avg_sq_row"] = _zeros(grad.sum(dim=-1))
-            state["exp_avg_sq_col"] = _zeros(grad.sum(dim=-2))
+            state["exp_avg_sq_row"] = _zeros(grad, grad.shape[:-1])
+            state["exp_avg_sq_col"] = _zeros(grad, grad.shape[:-2] + grad.shape[-1:])
         else:
-            state["exp_avg_sq"] = torch.zeros_like(grad)
+            state["exp_avg_sq"] = torch.zeros_like(grad, dtype=torch.float32)
 
 
-def _zeros(tensor: Tensor) -> Tensor:
-    """Zeros of this shape; of a DTensor, whole on every rank (small, and so summed in one order, resumed or not)."""
-    if hasattr(tensor, "placements"):
-        from torch.distributed.tensor import Replicate
+def _zeros(grad: Tensor, shape: torch.Size) -> Tensor:
+    """Zeros of this shape; for a DTensor, whole on every rank (small, and so summed in one order, resumed or not)."""
+    zeros = torch.zeros(shape, dtype=torch.float32, device=grad.device)
+    return replica(zeros, grad) if is_sharded(grad) else zeros
 
-        tensor = tensor.redistribute(placements=[Replicate()] * len(tensor.placements))
-    return torch.zeros_like(tensor)
+
+def _apply(
+    parameter: Tensor, update: Tensor, step_size: Tensor | float, norm: Tensor, group: dict, moment: Tensor | None
+) -> None:
+    """Subtract an update whose root mean square over the whole parameter is `norm`."""
+    weights = parameter.float() if parameter.dtype in LOW_PRECISION else parameter
+    factor = step_size / (norm / group["clip_threshold"]).clamp_(min=1.0)
+    if group["weight_decay"] != 0:
+        weights.mul_(1.0 - group["weight_decay"] * step_size)
+    if moment is not None:
+        moment.mul_(group["beta1"])
+        weights.sub_(moment.addcmul_(update, factor, value=1.0 - group["beta1"]))
+    else:
+        weights.addcmul_(update, factor, value=-1.0)
+    if weights is not parameter:
+        parameter.copy_(weights)
 
 
 def _relative_step(step: int, group: dict) -> float:
@@ -166,6 +214,40 @@ def _precondition(grad: Tensor, state: dict, beta2: float, eps: float, work: Ten
     column = state["exp_avg_sq_col"].mul_(beta2).add_(squared.sum(dim=-2) / rows + eps, alpha=1.0 - beta2)
     row_factor = (row / (row.sum(dim=-1, keepdim=True) / rows)).rsqrt_()
     update = torch.mul(grad, row_factor.unsqueeze(-1), out=work).mul_(column.rsqrt().unsqueeze(-2))
-    if hasattr(update, "placements"):  # DTensor makes a replica of what is broadcast along a dimension of size 1
-        update = update.redistribute(placements=grad.placements)
     return update
+
+
+def _row_and_column_sums(parameter: Tensor) -> Tensor:
+    """Sums of this rank's squared gradients along both of the last dimensions, in one vector of the whole's size."""
+    grad, shape = local(parameter.grad).float(), parameter.shape
+    if len(shape) < 2:
+        return grad.new_zeros(0)  # vectors keep their second moment slice by slice
+    row, column = grad.new_zeros(shape[:-1]), grad.new_zeros(shape[:-2] + shape[-1:])
+    place, squared = own_slice(parameter), grad.square()
+    row[place[:-1]] = squared.sum(dim=-1)
+    column[place[:-2] + place[-1:]] = squared.sum(dim=-2)
+    return torch.cat([row.reshape(-1), column.reshape(-1)])
+
+
+def _advance_second_moment(parameter: Tensor, both: Tensor, state: dict, beta2: float, eps: float) -> None:
+    """Take this step's sums, as `_row_and_column_sums` gives them and summed over ranks, into the second moment."""
+    shape = parameter.shape
+    if len(shape) < 2:
+        squared = local(parameter.grad).float().square()
+        local(state["exp_avg_sq"]).mul_(beta2).add_(squared.add_(eps), alpha=1.0 - beta2)
+        return
+    row, column = local(state["exp_avg_sq_row"]), local(state["exp_avg_sq_col"])
+    sums = both.split([row.numel(), column.numel()])
+    row.mul_(beta2).add_(sums[0].view(row.shape) / shape[-1] + eps, alpha=1.0 - beta2)
+    column.mul_(beta2).add_(sums[1].view(column.shape) / shape[-2] + eps, alpha=1.0 - beta2)
+
+
+def _sharded_update(parameter: Tensor, state: dict) -> Tensor:
+    """grad / sqrt(second moment) of this rank's slice."""
+    grad = local(parameter.grad).float()
+    if parameter.ndim < 2:
+        return local(state["exp_avg_sq"]).rsqrt().mul_(grad)
+    row, column = local(state["exp_avg_sq_row"]), local(state["exp_avg_sq_col"])
+    row_factor = (row / (row.sum(dim=-1, keepdim=True) / parameter.shape[-2])).rsqrt_()
+    place = own_slice(parameter)
+    return (grad * row_factor[place[:-1]].unsqueeze(-1)).mul_(column[place[:-2] + place[-1:]].rsqrt().unsqueeze(-2))

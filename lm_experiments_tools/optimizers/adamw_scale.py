@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.optimizers.state import LOW_PRECISION, Float32StateOptimizer, local, root_mean_square
+from lm_experiments_tools.optimizers.sharding import local, sharded_root_mean_squares
+from lm_experiments_tools.optimizers.state import LOW_PRECISION, Float32StateOptimizer, root_mean_square
 
 MIN_SCALE = 1e-3
 
@@ -59,12 +60,16 @@ class AdamWScale(Float32StateOptimizer):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "use_fused_kernel": fused}
         )
 
-    def update(self, parameters: list[Tensor], group: dict) -> None:
+    def update(self, work: list[tuple[list[Tensor], dict]]) -> None:
         device_steps: dict = {}
-        for parameter in parameters:
-            self._update(parameter, group, device_steps)
+        sharded = sharded_root_mean_squares([p for parameters, _ in work for p in parameters])
+        for parameters, group in work:
+            for parameter in parameters:
+                # of the whole parameter, though only our slice of it is updated
+                scale = sharded[parameter] if parameter in sharded else root_mean_square(parameter)
+                self._update(parameter, group, scale, device_steps)
 
-    def _update(self, parameter: Tensor, group: dict, device_steps: dict) -> None:
+    def _update(self, parameter: Tensor, group: dict, scale: Tensor, device_steps: dict) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
@@ -72,7 +77,6 @@ class AdamWScale(Float32StateOptimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
         state["step"] += 1
 
-        scale = root_mean_square(parameter)  # of the whole parameter, though below only our shard of it is updated
         shard = local(parameter)
         weights = shard.float() if shard.dtype in LOW_PRECISION else shard
         grad = local(parameter.grad).float()

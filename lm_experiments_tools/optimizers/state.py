@@ -1,4 +1,4 @@
-"""The base of our optimizers: fp32 state that survives a reload, and norms of tensors that may be sharded."""
+"""The base of our optimizers: fp32 state that survives a reload."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ class Float32StateOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        work = []
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if any(p.grad.is_sparse for p in parameters):
                 raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
-            self.update(parameters, group)
+            work.append((parameters, group))
+        self.update(work)
         return loss
 
     @abstractmethod
-    def update(self, parameters: list[Tensor], group: dict) -> None:
-        """Update these parameters of a group, all of which have a gradient."""
+    def update(self, work: list[tuple[list[Tensor], dict]]) -> None:
+        """Update the parameters of each group that have a gradient; of all at once, for sums over workers."""
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
@@ -53,14 +55,6 @@ class Float32StateOptimizer(Optimizer):
                     self.state[parameter][key] = value.detach().to(parameter.device, torch.float32, copy=True)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor (shares memory with it); a plain tensor is returned as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def root_mean_square(tensor: Tensor) -> Tensor:
-    """sqrt(mean(x^2)) over the whole tensor, 0-dim fp32 on its device; over all shards where it is a DTensor."""
-    norm = torch.linalg.vector_norm(tensor, dtype=torch.float32)
-    if hasattr(norm, "full_tensor"):
-        norm = norm.full_tensor()
-    return norm / tensor.numel() ** 0.5
+    """sqrt(mean(x^2)) of a plain tensor, 0-dim fp32 on its device."""
+    return torch.linalg.vector_norm(tensor, dtype=torch.float32) / tensor.numel() ** 0.5

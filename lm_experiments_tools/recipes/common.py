@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.collective import on_all
-from lm_experiments_tools.config.flags import harmless_flags
 from lm_experiments_tools.config.options import read_options
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.models.build import (
@@ -31,7 +30,7 @@ from lm_experiments_tools.models.build import (
 from lm_experiments_tools.modules.inspection import forward_names_of
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.optimizers import build_optimizer
-from lm_experiments_tools.tracking.run_directory import RunDirectory, setup_logging
+from lm_experiments_tools.tracking.run_directory import RunDirectory, claim_run, setup_logging
 from lm_experiments_tools.training.schedules import LearningRate
 
 if TYPE_CHECKING:
@@ -57,15 +56,7 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
     on_all(backend, lambda: _check_optimization(args))
     if args.model_path is None:
         return None
-
-    def open_directory() -> RunDirectory:
-        run = RunDirectory(args.model_path, backend.rank)
-        run.claim()
-        resume, harmless = args.resume_path() is not None, harmless_flags(type(args))
-        run.check_compatible(asdict(args), resume, world_size=backend.world_size, harmless=harmless)
-        return run
-
-    return on_all(backend, open_directory, only_main=True)
+    return on_all(backend, lambda: claim_run(args, backend.world_size), only_main=True)
 
 
 def _check_optimization(args: ExperimentArgs) -> None:

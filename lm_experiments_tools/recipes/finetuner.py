@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.backends.collective import on_main
 from lm_experiments_tools.checkpoint import writer as checkpoint
-from lm_experiments_tools.checkpoint.source import ModelFiles
+from lm_experiments_tools.checkpoint.source import ModelFiles, Source
 from lm_experiments_tools.config.cli import suggestion
 from lm_experiments_tools.config.finetuning import (
     FinetuningArgs,
@@ -44,6 +44,7 @@ from lm_experiments_tools.data.examples.rows import BadRows, converted, read_row
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.predictions import TextDecoder
 from lm_experiments_tools.models.freezing import ModelSummary, freeze, summary
+from lm_experiments_tools.models.inherited import inherited_settings
 from lm_experiments_tools.models.pretrained import pretrained_model
 from lm_experiments_tools.models.tokenizers import load_tokenizer
 from lm_experiments_tools.modules.inspection import forward_names, is_adapted
@@ -53,7 +54,10 @@ from lm_experiments_tools.recipes.finetuning import (
     evaluated,
     finetuning_loop,
     save_tokenizer,
+    saved_task,
+    show_inherited,
     with_new_tokens,
+    write_task,
 )
 from lm_experiments_tools.recipes.finetuning_data import example_dataset, finetuning_data, text_encoder
 from lm_experiments_tools.training.generation import generate
@@ -109,8 +113,11 @@ class FineTuner:
     def __init__(self, from_pretrained: str | Path | None = None, **settings: Any) -> None:
         if from_pretrained is not None:
             settings["from_pretrained"] = str(from_pretrained)
-        self.args = _changed(None, settings)
-        self.files = ModelFiles(self.args)
+        found: list[Source] = []
+        inherited = inherited_settings(settings, found)
+        self.args = _changed(None, {**{name: value for name, (value, _) in inherited.items()}, **settings})
+        show_inherited(self.args, {name: origin for name, (_, origin) in inherited.items()})
+        self.files = ModelFiles(self.args, found)
         self.tokenizer = load_tokenizer(self.args, self.files)
         self.label_names: tuple[str, ...] = ()
         if self.args.task == "classification":
@@ -138,7 +145,7 @@ class FineTuner:
         args = self.args
         if args.data_path or args.valid_data_path or args.test_data_path:
             return self.data.label_names
-        names = self.files.named.label_names if self.files.named is not None else ()
+        names = self.files.label_names
         if not names and args.model_type == "encoder":
             raise UserError(
                 "the labels and their order are those of the training data, or of a saved classifier: give data_path, "
@@ -202,7 +209,7 @@ class FineTuner:
         per_epoch = data.train.samples_per_epoch
         args = args.with_epochs(per_epoch, self.backend.world_size)
         data.train.seek(0 if args.model_path else self._passes * per_epoch)
-        tokenizer_dir = save_tokenizer(args, self.backend, self.tokenizer)
+        tokenizer_dir = save_tokenizer(args, self.backend, self.tokenizer, data)
         seed_worker(args.seed, self.backend.rank)
         optimizer = optimizer_from_args(args, self.model)
         loop = finetuning_loop(args, self.backend, self.model, optimizer, data, self.tokenizer, tokenizer_dir)
@@ -259,28 +266,29 @@ class FineTuner:
                 break
         return list(found)[:num_texts]
 
-    def predict(self, texts: Sequence[Text], batch_size: int = 8, **options: Any) -> list[str]:
+    def predict(self, texts: str | Sequence[Text], batch_size: int = 8, **options: Any) -> list[str]:
         """The text that the model writes for each text; for an encoder, the label (or number) that it gives.
 
         The model reads what it would read of such a row of data: with the prefix, and for classification by an
         encoder-decoder with the names of the sentences. There the answer is what it wrote, be it a label or not.
 
         Args:
-            texts: single ones, or pairs of sentences.
+            texts: single ones, or pairs of sentences; a string is one text.
             options: of `generate`, over the settings'.
 
         Raises:
             UserError: an empty text, or other than the one or two sentences that the task has.
         """
         args, encoder = self.args, text_encoder(self.args, self.tokenizer)
-        encoded = encode_examples(self._examples(texts), encoder, args.model_type)
+        examples = self._examples([texts] if isinstance(texts, str) else texts)
+        encoded = encode_examples(examples, encoder, args.model_type)
         dataset = example_dataset(replace(args, pad_to_multiple_of=None), encoded, self.tokenizer, training=False)
         found: list[str] = []
         with evaluated(self.model), torch.no_grad(), self.backend.autocast():
             for start in range(0, len(dataset), batch_size):
                 rows = np.arange(start, min(start + batch_size, len(dataset)))
                 found += self._answers(dataset.rows(np.zeros_like(rows), rows), options)
-        if encoder.sources.long:
+        if encoder.sources.loses():
             flag = "--input_seq_len" + (" - --target_seq_len =" if self.args.model_type == "decoder" else "")
             logger.warning("predict: %s", encoder.sources.describe("texts", flag))
         return found
@@ -293,13 +301,22 @@ class FineTuner:
         self._check_rows()
         folder = Path(path)
         state = self.backend.model_state() if self.backend.holds(self.model) else None
+        task = self._saved_task()
 
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             checkpoint.save_model(folder, self.model, state_dict=state)
             self.tokenizer.save_pretrained(folder)
+            write_task(folder, task)
 
         on_main(self.backend, write)
+
+    def _saved_task(self) -> dict[str, Any]:
+        """For `write_task`: by the data of this object; without any, as the weights have it that it began from."""
+        of_sentences = self.args.task in ("classification", "regression")
+        if "data" in self.__dict__ or (self.args.data_path and of_sentences):
+            return saved_task(self.args, self.data)
+        return {**self.files.task, **self.args.task_settings()}
 
     def _examples(self, texts: Sequence[Text]) -> list[Example]:
         """Examples that data with these texts would give."""
@@ -309,12 +326,11 @@ class FineTuner:
             if not all(text.strip() for text in row):
                 raise UserError(f"text {number} of those to predict for is empty.")
         classifies = args.task in ("classification", "regression")
-        if not classifies:
-            names: Sequence[str] = ("text",)
-        elif args.model_type == "encoder":
-            names = ("sentence1", "sentence2")[: len(rows[0])] if rows else ()
-        else:
+        names: Sequence[str] = ("text",)
+        if classifies and (args.model_type == "encoder-decoder" or self._knows_sentences()):
             names = self._sentence_names
+        elif classifies and rows:
+            names = ("sentence1", "sentence2")[: len(rows[0])]
         for number, row in enumerate(rows):
             if len(row) != len(names):
                 raise UserError(f"text {number} of those to predict for has {len(row)} parts, not {len(names)}.")
@@ -322,12 +338,17 @@ class FineTuner:
             return [Example(args.prefix + t5_text(names, row)) for row in rows]
         return [Example(args.prefix + row[0], pair=row[1] if len(row) == 2 else None) for row in rows]
 
+    def _knows_sentences(self) -> bool:
+        return bool(self.args.text_fields or self.args.data_path or self.files.task.get("sentence_names"))
+
     @cached_property
     def _sentence_names(self) -> tuple[str, ...]:
-        """Names of the data's fields, which stand before the sentences that an encoder-decoder classifies."""
+        """Names of the sentences' fields in the data, which an encoder-decoder reads before them."""
         args = self.args
         if args.text_fields:
             return args.text_fields
+        if not args.data_path and "sentence_names" in self.files.task:
+            return tuple(self.files.task["sentence_names"])
         bad = BadRows(args.max_bad_lines, quiet=True)
         for path in args.data_path:
             rows = read_rows(resolve(path, "train"), bad)

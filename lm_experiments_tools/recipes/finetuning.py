@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,12 @@ from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, read_manifest
+from lm_experiments_tools.checkpoint.source import CONFIG, TASK_FILE
+from lm_experiments_tools.config.flags import is_given
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.measuring import chosen_metrics
 from lm_experiments_tools.evaluation.predictions import Predictions, TextDecoder
+from lm_experiments_tools.files import dump_json, write_atomic
 from lm_experiments_tools.models.adapters import new_token_prefix
 from lm_experiments_tools.models.freezing import summary
 from lm_experiments_tools.modules.inspection import forward_names
@@ -44,13 +47,46 @@ def with_new_tokens(args: FinetuningArgs, tokenizer: PreTrainedTokenizerBase) ->
     return replace(args, prefix=new + args.prefix) if new and args.task != "instructions" else args
 
 
-def save_tokenizer(args: FinetuningArgs, backend: Backend, tokenizer: PreTrainedTokenizerBase) -> Path | None:
-    """The folder below the run directory that holds the tokenizer's files; None for a run that saves nothing."""
+def save_tokenizer(
+    args: FinetuningArgs, backend: Backend, tokenizer: PreTrainedTokenizerBase, data: FinetuningData
+) -> Path | None:
+    """The folder below the run directory with what goes into every checkpoint beside weights: tokenizer and task.
+
+    None for a run that saves nothing.
+    """
     if args.model_path is None:
         return None
     folder = Path(args.model_path) / "tokenizer"
-    on_main(backend, lambda: tokenizer.save_pretrained(folder) and None)
+
+    def write() -> None:
+        tokenizer.save_pretrained(folder)
+        write_task(folder, saved_task(args, data))
+
+    on_main(backend, write)
     return folder
+
+
+def saved_task(args: FinetuningArgs, data: FinetuningData) -> dict[str, Any]:
+    """Settings, and what is of the data, that weights are saved with to give a text the same answer later.
+
+    An encoder's configuration has the labels.
+    """
+    of_data = {"sentence_names": data.sentence_names}
+    if args.model_type != "encoder":
+        of_data |= {"label_names": data.label_names, "label_words": data.label_words}
+    return {**args.task_settings(), **{name: values for name, values in of_data.items() if values}}
+
+
+def write_task(folder: Path, task: Mapping[str, Any]) -> None:
+    """Save it beside weights in an existing folder."""
+    write_atomic(folder / TASK_FILE, dump_json(dict(task)) + "\n")
+
+
+def show_inherited(args: FinetuningArgs, origins: Mapping[str, str]) -> None:
+    """Log the settings that the weights brought along (see `models.inherited`)."""
+    for name, origin in origins.items():
+        if origin.endswith((TASK_FILE, CONFIG)) and is_given(args, name):
+            logger.info("--%s %s, as %s has it", name, getattr(args, name), origin)
 
 
 def show_summary(backend: Backend, model: nn.Module) -> None:

@@ -28,12 +28,14 @@ from lm_experiments_tools.data.examples.examples import (
     TARGET_FIELDS,
     Example,
     LabelFields,
+    SentenceNames,
     TextFields,
     in_order,
     label_examples,
     numbered,
     text_examples,
 )
+from lm_experiments_tools.data.examples.glance import alike, counted, glance
 from lm_experiments_tools.data.examples.instructions import (
     TK_INSTRUCT,
     InstructionData,
@@ -82,12 +84,16 @@ class FinetuningData:
         train: this worker's endless batches; None with `--validate_only`.
         splits: "valid" and "test", those that are given.
         label_names: of classification, in the order of their numbers.
+        label_words: what an encoder-decoder writes for them.
+        sentence_names: the fields of the sentences, which an encoder-decoder reads.
         objective: the task and the size of the data, for the log.
     """
 
     train: TrainSource | None
     splits: dict[str, EvalSplit] = field(default_factory=dict)
     label_names: tuple[str, ...] = ()
+    label_words: tuple[str, ...] = ()
+    sentence_names: tuple[str, ...] = ()
     objective: str = ""
 
 
@@ -114,11 +120,15 @@ class _Reader:
         self.args, self.backend, self.tokenizer, self.files = args, backend, tokenizer, files
         self.found: dict[str, int] = {}  # labels of the training data, as they are met
         self.labelled: Iterable[Example] | None = None  # training examples whose labels have the numbers of `found`
+        self.sentences = SentenceNames(in_text=args.model_type == "encoder-decoder")
+        if not args.data_path and not args.text_fields:  # else those of the training data
+            self.sentences.names = tuple(files.task.get("sentence_names", ()))
+            self.sentences.where = str(args.from_pretrained)
         self.label_names, self.label_words = self._labels()
 
     def read(self) -> FinetuningData:
         args = self.args
-        data = FinetuningData(None, label_names=self.label_names)
+        data = FinetuningData(None, label_names=self.label_names, label_words=self.label_words)
         if not args.validate_only:
             dataset = self._train_dataset()
             where = (self.backend.rank, self.backend.world_size)
@@ -135,6 +145,7 @@ class _Reader:
                 "validation and test are the same official test tasks of %s: what is chosen by one (--save_best) is "
                 "not measured fairly by the other", args.valid_data_path,
             )  # fmt: skip
+        data.sentence_names = self.sentences.names
         data.objective = data.objective or f"{args.task}, validation only"
         return data
 
@@ -144,7 +155,7 @@ class _Reader:
         if args.task != "classification":
             return (), ()
         names = args.label_names or self._found_labels()
-        words = args.label_words or names
+        words = args.label_words or self._saved_words(names) or names
         if len(words) != len(names):
             raise UserError(
                 f"--label_words has {len(words)} words, but the data has {len(names)} labels ({', '.join(names)}): "
@@ -152,11 +163,21 @@ class _Reader:
             )
         if len(set(names)) < len(names):
             raise UserError(f"--label_names {', '.join(names)} names a label twice: name each once.")
+        for group in alike(names) if self.backend.is_main and args.model_type == "encoder" else ():
+            logger.warning(
+                "the labels %s differ by case or white space alone and are %d classes: make them one in the data, "
+                "if they are", ", ".join(map(repr, group)), len(group),
+            )  # fmt: skip
         if len({word.strip().lower() for word in words}) < len(words) and args.model_type == "encoder-decoder":
             raise UserError(f"the label words {', '.join(words)} do not differ: give --label_words that do.")
         if args.model_type == "encoder-decoder":
             self._check_words(words)
         return names, words
+
+    def _saved_words(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """The words that the named weights have learned to write for these labels."""
+        saved = self.files.task
+        return tuple(saved.get("label_words", ())) if tuple(saved.get("label_names", ())) == names else ()
 
     def _check_words(self, words: Sequence[str]) -> None:
         """Refuse words that are one and the same target to the model."""
@@ -178,13 +199,15 @@ class _Reader:
     def _found_labels(self) -> tuple[str, ...]:
         """Labels of the training data; a trained head numbers them in its own order, and knows them without data."""
         args = self.args
-        saved = self.files.named.label_names if self.files.named is not None else ()
+        saved = self.files.label_names
         if args.data_path:
             words = () if args.model_type == "encoder-decoder" else None
 
             def read(path: str, bad: BadRows) -> Iterator[Example]:
                 path = resolve(path, "train")
-                return label_examples(path, self._label_fields(), bad, words=words, found=self.found)
+                return label_examples(
+                    path, self._label_fields(), bad, words=words, found=self.found, sentences=self.sentences
+                )
 
             self.labelled = _set_aside(self._examples(args.data_path, read))
             return saved if sorted(saved) == sorted(self.found) else in_order(self.found)
@@ -204,14 +227,11 @@ class _Reader:
             UserError: bad rows, or no example.
         """
         bad = BadRows(self.args.max_bad_lines)
-        first = None
+        example = None
         for example in chain.from_iterable(read(path, bad) for path in paths):
-            first = first or example
-            if (example.pair is None) != (first.pair is None):
-                raise UserError(f"of {', '.join(paths)} some files hold pairs of sentences and some single ones.")
             yield example
         bad.report()
-        if first is None:
+        if example is None:
             raise UserError(f"there is no example in {', '.join(paths)} ({bad.count} bad rows).")
 
     def _read(self, path: str, bad: BadRows, split: str, encoder: TextEncoder) -> Iterator[Example]:
@@ -233,7 +253,7 @@ class _Reader:
         named, names = self._label_fields(), self.label_names
         what = f"label ({args.label_field or ', '.join(LABEL_FIELDS)}; -1 is none)"
         there = split != "test" or self._is_labelled(path, partial(named.has_label, names=names), what)
-        return label_examples(path, named, bad, names=names, words=words, with_labels=there)
+        return label_examples(path, named, bad, names=names, words=words, with_labels=there, sentences=self.sentences)
 
     def _is_labelled(self, path: str, has_label: Callable[[Row], bool], what: str) -> bool:
         """True if a row of the test data has a label or target: then each must; if none has, all are predicted only.
@@ -293,10 +313,14 @@ class _Reader:
 
     def _dataset(self, examples: Iterable[Example], split: str, encoder: TextEncoder) -> ExampleDataset:
         args, training = self.args, split == "train"
+        counts: dict[int, int] = {}
+        examples = counted(examples, counts) if self.label_names else examples
         encoded = encode_examples(
             examples, encoder, args.model_type, all_targets=training and args.task == "instructions"
         )
         self._report(split, encoder)
+        for line in glance(encoded, self.tokenizer, self.label_names, counts) if training else ():
+            logger.log(logging.INFO if self.backend.is_main else logging.DEBUG, "%s: %s", split, line)
         return example_dataset(args, encoded, self.tokenizer, training=training)
 
     def _encoder(self) -> TextEncoder:
@@ -315,7 +339,7 @@ class _Reader:
         if encoder.targets.texts:
             parts.append(encoder.targets.describe("targets", "--target_seq_len"))
         if self.backend.is_main:
-            loses = encoder.sources.long or encoder.targets.long
+            loses = encoder.sources.loses() or encoder.targets.loses()
             logger.log(logging.WARNING if loses else logging.INFO, "%s: %s", split, "; ".join(parts))
 
 

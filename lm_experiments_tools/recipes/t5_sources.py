@@ -6,18 +6,22 @@ another vocabulary.
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lm_experiments_tools.config.flags import is_given
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens.files import read_meta, token_prefix, warn_unrecorded
+from lm_experiments_tools.data.tokens.files import read_meta, recorded_vocabulary, token_prefix, warn_unrecorded
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, ensure_tokenized
 from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+
+logger = logging.getLogger(__name__)
 
 CACHE = Path(".cache") / "tokens"  # below the working directory
 
@@ -47,6 +51,11 @@ class T5Sources:
         self._records = {path: read_meta(prefix) for path in paths if (prefix := self.prefix(path)) is not None}
         self._opened: dict[str, IndexedDataset] = {}
         self.vocabulary = Vocabulary.load(self._from_anywhere(args.vocab) if args.vocab else self._recorded())
+        if is_given(args, "append_eos") and len(self._records) == len(set(paths)):
+            raise UserError(
+                f"--no_append_eos is about raw text, and {', '.join(paths)} is tokenized, by `lmtools tokenize` with "
+                "--append_eos or without: leave it out"
+            )
         for path, record in self._records.items():
             check_vocabulary(self.prefix(path), record, self.vocabulary)
 
@@ -74,6 +83,16 @@ class T5Sources:
     def _indexed(self, path: str) -> IndexedDataset:
         prefix, record = self.prefix(path), self._records[path]
         warn_unrecorded(prefix, record)
+        if self._args.objective().parts_documents and record.get("append_eos") is False:
+            logger.warning(
+                "%s has no EOS between its documents, and --task %s reads on over their borders: `lmtools tokenize "
+                "--input %s --vocab %s --output %s-eos --append_eos` makes tokens that have",
+                prefix,
+                self._args.task,
+                " ".join(record.get("input", ())) or "TEXT",
+                self.vocabulary.path,
+                prefix,
+            )
         return IndexedDataset(prefix, record)
 
     def _tokenized(self, path: str) -> IndexedDataset:
@@ -84,6 +103,7 @@ class T5Sources:
             CACHE,
             workers=args.data_n_workers,
             text_key=args.text_key,
+            append_eos=args.ends_documents(),
             max_bad_lines=args.max_bad_lines,
         )
         tokens = IndexedDataset(prefix)
@@ -120,9 +140,9 @@ class T5Sources:
                 f"--vocab is missing, and {record} does not exist or names none: give the SentencePiece .model file "
                 f"that made the tokens {path}"
             )
-        for candidate in (Path(made_with), record.parent / Path(made_with).name):
-            if candidate.is_file():
-                return candidate
+        found = recorded_vocabulary(self.prefix(path), self._records[path])
+        if found is not None:
+            return found
         raise UserError(
             f"--vocab is missing, and the vocabulary that {record} names ({made_with}) is not there; give --vocab"
         )

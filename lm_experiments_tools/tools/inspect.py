@@ -121,7 +121,7 @@ def _encode(path: str, limit: int, data: "T5Sources", args: InspectArgs, scratch
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
 
     vocabulary = data.vocabulary
-    encoding = Encoding(os.path.abspath(vocabulary.path), vocabulary.sha256, args.text_key)
+    encoding = Encoding.of(vocabulary, args.text_key, args.ends_documents())
     documents = iter_documents(
         [path], text_key=args.text_key, max_bad_lines=args.max_bad_lines, quarantine=f"{scratch}.bad_lines.jsonl"
     )

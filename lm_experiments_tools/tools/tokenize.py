@@ -15,7 +15,7 @@ class TokenizeArgs:
     """Tokenization."""
 
     input: tuple[str, ...]
-    """Text: .jsonl, .jsonl.gz, .txt files, folders of them, Hugging Face datasets (name:config:split)."""
+    """Text: .jsonl and .txt files, also compressed, folders of them, Hugging Face datasets (name:config:split)."""
     vocab: str
     """SentencePiece .model file."""
     output: str
@@ -24,8 +24,9 @@ class TokenizeArgs:
     """Key of a .jsonl line that holds the text."""
     append_eos: bool = False
     """End each document with the end-of-sequence id (t5 does not, nanoT5 does)."""
-    encode_by: Literal["line", "document"] = "line"
-    """line: ids do not depend on a document's length, as with Hugging Face; document: as seqio, 25 % faster."""
+    encode_by: Literal["line", "document"] | None = None
+    """line: ids do not depend on a document's length, as with Hugging Face; document: as seqio, 25 % faster. None:
+    line, unless the vocabulary knows newlines (Gemma's, Llama's), which line would leave out."""
     max_bad_lines: int = 100
     """Unusable lines to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error."""
     workers: int | None = None
@@ -57,9 +58,11 @@ def run(args: TokenizeArgs) -> None:
     )
     seconds = time.perf_counter() - start
     megabytes = meta["num_bytes"] / 1e6
+    empty = f", {meta['empty_documents']:,} empty texts" if "empty_documents" in meta else ""
     print(
         f"{meta['num_documents']:,} documents, {megabytes:.1f} MB of text -> {meta['num_tokens']:,} tokens "
-        f"({meta['dtype']}), {meta['bad_lines']} bad lines, in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s): "
+        f"({meta['dtype']}), {meta['bad_lines']} bad lines{empty}, "
+        f"in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s): "
         f"{shard_prefix(args.output, *shard) if shard else args.output}.bin, .idx, .json"
     )
 

@@ -12,7 +12,7 @@ class VocabArgs:
     """Vocabulary."""
 
     input: tuple[str, ...]
-    """Text: .jsonl, .jsonl.gz, .txt files, folders of them, Hugging Face datasets (name:config:split)."""
+    """Text: .jsonl and .txt files, also compressed, folders of them, Hugging Face datasets (name:config:split)."""
     size: int
     """Number of ids, the sentinels included."""
     output: str

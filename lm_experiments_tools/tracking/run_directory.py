@@ -20,13 +20,18 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 
+from lm_experiments_tools.config.flags import harmless_flags
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import dump_json, to_jsonable, write_atomic
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.config.training import TrainerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +49,16 @@ _LAUNCHER_MODULES = (
 _claims: dict[Path, IO[str]] = {}  # directories this process writes to; their files are open until it ends
 _LOG_BYTES = 100 * 2**20
 _GIT_SECONDS = 30
+
+
+def _leave_claims_to_parent() -> None:
+    """A forked worker of a data loader would hold the locks for the seconds by which it outlives a killed run."""
+    for file in _claims.values():
+        file.close()
+    _claims.clear()
+
+
+os.register_at_fork(after_in_child=_leave_claims_to_parent)
 
 
 class RunDirectory:
@@ -201,6 +216,23 @@ class RunDirectory:
             path.chmod(0o755)
 
 
+def claim_run(args: TrainerArgs, world_size: int, *, once_more: bool = False) -> RunDirectory:
+    """The run directory of `args`, kept for this process and its settings; for rank 0.
+
+    Args:
+        once_more: what differs in a run that is continued by name need not be said again.
+
+    Raises:
+        UserError: the directory holds a run with other settings, or one that has not ended.
+    """
+    run = RunDirectory(args.model_path, rank=0)
+    run.claim()
+    resume, harmless = args.resume_path() is not None, harmless_flags(type(args))
+    if not (resume and once_more):
+        run.check_compatible(asdict(args), resume, world_size=world_size, harmless=harmless)
+    return run
+
+
 def setup_logging(run_dir: Path | str | None, rank: int, level: int = logging.INFO) -> None:
     """Send the root logger to the console (rank 0 only) and to `run_dir`/logs/rank{rank}.log (every rank).
 
@@ -342,9 +374,10 @@ def _differences(
         config["global_batch_size"] = (
             parts[0] * parts[1] * parts[2] if all(isinstance(p, int) for p in parts) else None
         )
-    if then.get("bucket_rows") or now.get("bucket_rows"):  # none means the rows of a step (pretraining_args)
-        for config in (then, now):
-            config["bucket_rows"] = config.get("bucket_rows") or config["global_batch_size"]
+    for rows in ("bucket_rows", "mix_rows"):
+        if then.get(rows) or now.get(rows):  # none means the rows of a step; which of the two, a fingerprint tells
+            for config in (then, now):
+                config[rows] = config.get(rows) or config["global_batch_size"]
     split: set[str] = set()
     if then["global_batch_size"] and now["global_batch_size"]:
         split = {"batch_size", "gradient_accumulation_steps"}

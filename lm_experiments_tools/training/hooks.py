@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -57,7 +57,7 @@ class ValidateHook:
                 f"{', '.join(sorted(values))}; choose one of these "
                 "(metrics of generated text need --use_generate_on_valid)"
             )
-        value, state = values[self.metric], loop.state
+        value, state = self._number(loop, values[self.metric]), loop.state
         state.last_validated_step = state.step
         improved = self._improves(state.best_metric, value)
         if improved:
@@ -70,6 +70,18 @@ class ValidateHook:
             loop.learning_rate.plateau.update(value)
         if improved and self.save_best:
             loop.save(is_best=True)
+
+    def _number(self, loop: Loop, value: Any) -> float:
+        if isinstance(value, (int, float)):
+            return value
+        try:
+            return float(value)
+        except (TypeError, ValueError) as error:
+            loop.save()
+            raise UserError(
+                f"--optimize_metric {self.metric} is a {type(value).__name__} ({value!s:.40}), of which none is "
+                "better: name a metric that is a number"
+            ) from error
 
     def _improves(self, best: float | None, value: float) -> bool:
         if math.isnan(value):

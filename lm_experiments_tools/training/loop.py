@@ -33,22 +33,16 @@ from lm_experiments_tools.checkpoint.train_state import (
 )
 from lm_experiments_tools.config.flags import telling_settings
 from lm_experiments_tools.errors import RunError, UserError
-from lm_experiments_tools.modules.inspection import forward_names
+from lm_experiments_tools.modules.inspection import drops_first_label, forward_names
+from lm_experiments_tools.tracking.run_directory import claim_run
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
+from lm_experiments_tools.training.first_batches import checked
 from lm_experiments_tools.training.generation import generate
+from lm_experiments_tools.training.generators import preserved_random_state, random_state, set_random_state
 from lm_experiments_tools.training.hooks import Hook, ProfileHook, ValidateHook, VerbHook, is_due
 from lm_experiments_tools.training.losses import MODEL_LOSS, Loss
-from lm_experiments_tools.training.metrics import Collector, KeptOutputs, MetricSums, Window
-from lm_experiments_tools.training.micro_batches import (
-    BatchStream,
-    MicroBatch,
-    StepBatch,
-    padded,
-    preserved_random_state,
-    random_state,
-    set_random_state,
-    split_batch,
-)
+from lm_experiments_tools.training.metrics import Collector, KeptOutputs, MetricSums, Window, storable
+from lm_experiments_tools.training.micro_batches import BatchStream, MicroBatch, StepBatch, padded, split_batch
 from lm_experiments_tools.training.schedules import LearningRate
 from lm_experiments_tools.training.signals import StopSignals
 from lm_experiments_tools.training.step import StepInfo
@@ -121,13 +115,14 @@ class TrainingLoop:
         if "use_cache" in self.forward_names:  # else keys and values of every layer live to the step's end, unused
             self.forward_kwargs.setdefault("use_cache", False)
         self.has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        self.first_label = int(drops_first_label(model))
 
         self.state, self.window = TrainState(), Window()
         self.kept = KeptOutputs(keep_for_metrics_fn, metrics_fn)
         self.collect = collect or (lambda split: KeptOutputs(keep_for_metrics_fn, metrics_fn))
         self.learning_rate = LearningRate(args, optimizer)
         self.signals, self.tracker = StopSignals(), None
-        self._random_state: dict[str, Any] | None = None
+        self._random_state: dict[str, Any] | None = None  # of the process once training goes on, if not that it has
         self._saved_at: tuple[int, int] | None = None
         self._set_up_model(model, optimizer)
         self.validate_hook = ValidateHook(
@@ -149,6 +144,7 @@ class TrainingLoop:
         self.writer = None
         if args.model_path:
             run = Path(args.model_path)
+            on_all(backend, lambda: claim_run(args, backend.world_size, once_more=True), only_main=True)
             self.writer = checkpoint.CheckpointWriter(
                 run / "checkpoints", args.keep_checkpoints, rank=backend.rank, links_in=run
             )
@@ -197,7 +193,8 @@ class TrainingLoop:
         )
         if not args.reset_iteration:
             self.state.step = loaded.step
-        self.state.schedule_start = self.state.step if args.reset_lr else min(loaded.schedule_start, self.state.step)
+        into_schedule = 0 if args.reset_lr else loaded.step - loaded.schedule_start
+        self.state.schedule_start = self.state.step - into_schedule  # negative where updates are counted from 0
         if not args.reset_lr:
             self.learning_rate.resume(loaded.plateau)
         if args.skip_used_data:
@@ -222,13 +219,12 @@ class TrainingLoop:
         self._fix_data()
         if self.state.step >= self.args.iters:
             self.say(f"all {self.args.iters} updates have been made; raise --iters (or --epochs) to go on")
-        with failures_located(self.state), self.signals, self.tracking():
+        with failures_located(self.state, self.backend), self.signals, self.tracking():
             self._validate_before()
             self.backend.model.train()
-            batches = self._timed_batches()
+            batches = checked(self._timed_batches(), self.stream, self.backend, self.args)
             while not self.signals.agreed and not self._finished():
-                batch, data_seconds = next(batches)
-                info = self.train_step(batch, data_seconds)
+                info = self.train_step(*next(batches))
                 if info.applied:
                     self._run_hooks(info)
                     self.tracker.advance(info.step)
@@ -260,7 +256,7 @@ class TrainingLoop:
         state, hook = self.state, self.validate_hook
         if state.step == 0 and self.args.valid_at_start and "start" not in state.metrics:
             if (values := self.validate(self.valid_dataloader)) is not None:  # else a restart does it
-                state.metrics["start"] = values
+                state.metrics["start"] = storable(values)
         elif is_due(hook, state.step) and state.last_validated_step < state.step and self._saved_at is not None:
             self._validate_now()
 
@@ -278,11 +274,7 @@ class TrainingLoop:
         if self._random_state is not None:
             set_random_state(self._random_state)
             self._random_state = None
-        batches = iter(self.stream)
-        while True:
-            started = time.perf_counter()
-            batch = next(batches)
-            yield batch, time.perf_counter() - started
+        yield from self.stream.timed()
 
     def train_step(self, batch: Mapping[str, Any], data_seconds: float = 0.0) -> StepInfo:
         """Forward and backward over the micro-batches of `batch`, and one update of the weights.
@@ -294,6 +286,9 @@ class TrainingLoop:
         self._set_lr()
         part = self._split(batch, self.args.batch_size)
         weights, samples, tokens, num_micro_batches = self._agree(part)
+        if self.signals.agreed:  # no pass more: a launcher kills a few seconds after its signal
+            self._random_state = self.stream.put_back()
+            return StepInfo(state.step, False, 0.0, 0, 0, 0.0, data_seconds)
         micro_batches = list(padded(part.micro_batches, num_micro_batches))
         sums = MetricSums()
         for i, micro_batch in enumerate(micro_batches):
@@ -318,7 +313,8 @@ class TrainingLoop:
     def _split(self, batch: Mapping[str, Any], rows: int) -> StepBatch:
         batch = self.batch_transform_fn(batch) if self.batch_transform_fn else batch
         names, labels, trim_to = self.forward_names, self.loss.label_names(), self.args.trim_to()
-        return split_batch(batch, rows, names, self.backend.device, self.has_decoder, labels, trim_to)
+        device, first = self.backend.device, self.first_label
+        return split_batch(batch, rows, names, device, self.has_decoder, labels, trim_to, first)
 
     def _agree(self, part: StepBatch) -> tuple[dict[str, int], int, int, int]:
         """Global weights, samples and tokens, the largest number of micro-batches, and any signal: one collective."""
@@ -395,7 +391,7 @@ class TrainingLoop:
         if self.signals.agreed:
             return None
         values = self.loss.with_total({**sums.reduce(self.backend), **kept.reduce(self.backend)})
-        self.state.metrics[split] = values
+        self.state.metrics[split] = storable(values)
         self._log(split, values, write_tb=write_tb)
         return values
 
@@ -436,7 +432,7 @@ class TrainingLoop:
         """Reduce and write what has been added up since the last log line; every worker calls it."""
         window, self.window = self.window, Window()
         values = self.loss.with_total({**window.sums.reduce(self.backend), **self.kept.reduce(self.backend)})
-        self.state.metrics["train"] = values
+        self.state.metrics["train"] = storable(values)
         steps, seconds = max(window.steps, 1), max(window.seconds, 1e-9)
         self._log(
             "train",

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from lm_experiments_tools.files import to_jsonable
+
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.training.step import StepInfo
@@ -79,6 +81,12 @@ class MetricSums:
 def _detached(value: Any) -> Tensor | float:
     """A float64 copy on the value's own device: bf16 or fp32 running sums would lose the small terms."""
     return value.detach().to(torch.float64, copy=True) if isinstance(value, Tensor) else float(value)
+
+
+def storable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics as a checkpoint holds them: Python's numbers, NaN too; what is no number as JSON or else as text."""
+    plain = {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in values.items()}
+    return {name: float(v) if isinstance(v, float) else to_jsonable(v) for name, v in plain.items()}
 
 
 class Collector(Protocol):

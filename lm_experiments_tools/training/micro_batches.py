@@ -1,15 +1,16 @@
 """Batches for the loop: an endless stream from any loader, at a position that survives a restart, in micro-batches.
 
-Two kinds of loaders are read. One that knows its place (`seek(consumed_samples)`, as `data.loader.TrainLoader`) is
-sought in O(1). Any other iterable, such as a torch `DataLoader`, is replayed: its epoch is started again with the
-random state it was first started with, and the batches already used are passed over.
+Three kinds of loaders are read. One that knows its place (`seek(consumed_samples)`, as `data.loader.TrainLoader`) is
+sought in O(1). One with `state_dict` and `load_state_dict` (torchdata's `StatefulDataLoader`) is trusted with its own
+place. Any other iterable, such as a torch `DataLoader`, is replayed: its epoch is started again with the random states
+it was first started with, also of generators that it holds, and the batches already used are passed over.
 """
 
 from __future__ import annotations
 
-import random
+import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,41 +20,16 @@ from torch import Tensor
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
+from lm_experiments_tools.training.generators import (
+    Generators,
+    preserved_random_state,
+    random_state,
+    set_random_state,
+)
 
+logger = logging.getLogger(__name__)
 
-def random_state() -> dict[str, Any]:
-    """State of every generator a training step may draw from: Python, numpy, torch, this worker's GPU."""
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    version, internal, gauss_next = random.getstate()
-    state = {
-        "python": [version, list(internal), gauss_next],
-        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """The inverse of `random_state`."""
-    version, internal, gauss_next = state["python"]
-    random.setstate((version, tuple(internal), gauss_next))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.asarray(keys).astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-@contextmanager
-def preserved_random_state() -> Iterator[None]:
-    """Keep training's random numbers as they were, whatever draws inside (a validation, an extra loader)."""
-    state = random_state()
-    try:
-        yield
-    finally:
-        set_random_state(state)
+_EPOCH_START = {"epoch_random_state", "epoch_generators"}
 
 
 class BatchStream:
@@ -62,13 +38,29 @@ class BatchStream:
     Args:
         loader: yields dicts of tensors with equal first dimension.
         sampler: optional; its `set_epoch` is called at the start of each epoch.
+
+    Raises:
+        UserError: the loader draws from what no checkpoint can hold.
     """
 
     def __init__(self, loader: Iterable[Mapping[str, Any]], sampler: Any = None) -> None:
         self.loader, self.sampler = loader, sampler
         self.epoch = self.batches_in_epoch = 0
-        self._epoch_random_state: dict[str, Any] | None = None
+        self._epoch_start: dict[str, Any] = dict.fromkeys(_EPOCH_START)
+        self._restart: Mapping[str, Any] | None = None  # the `state_dict` that the next batch is fetched from
         self._seeks = hasattr(loader, "seek")
+        inner = getattr(loader, "base_dataloader", loader)  # what Accelerate's wrapper, which has both, calls them of
+        self._knows_place = not self._seeks and hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict")
+        self._generators = self._find_generators()
+        self._workers_stay = bool(getattr(inner, "persistent_workers", False))
+        held = [
+            path for path in self._generators.held if path.startswith(("dataset", "collate_fn", "base_dataloader.d"))
+        ]
+        if self._workers_stay and held and not self._knows_place:
+            raise UserError(
+                f"the training data loader's workers draw from copies of {held[0]}, which live on from epoch to epoch "
+                "out of a checkpoint's reach: set persistent_workers=False"
+            )
 
     @property
     def fingerprint(self) -> str | None:
@@ -97,14 +89,30 @@ class BatchStream:
             self.loader.seek(consumed_samples)
             return
         self.epoch, self.batches_in_epoch = state["epoch"], state["batches_in_epoch"]
-        self._epoch_random_state = state["epoch_random_state"]
+        self._restart = state
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "epoch": self.epoch,
-            "batches_in_epoch": self.batches_in_epoch,
-            "epoch_random_state": self._epoch_random_state,
-        }
+        """This worker's place: of the next batch to be fetched."""
+        if self._restart is not None:
+            return dict(self._restart)
+        state = {"epoch": self.epoch, "batches_in_epoch": self.batches_in_epoch, **self._epoch_start}
+        if self._knows_place:
+            state["loader"] = self.loader.state_dict()
+        return {**state, "generators": self._generators.state()}
+
+    def timed(self) -> Iterator[tuple[Mapping[str, Any], float]]:
+        """Batches, each with the seconds it was waited for."""
+        batches = iter(self)
+        while True:
+            started = time.perf_counter()
+            self._before = random_state(), self.state_dict()
+            batch = next(batches)
+            yield batch, time.perf_counter() - started
+
+    def put_back(self) -> dict[str, Any]:
+        """Take back the batch that was fetched last. Returns the process's random state before it."""
+        before, self._restart = self._before
+        return before
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         if self._seeks:
@@ -112,7 +120,7 @@ class BatchStream:
             return
         while True:
             yield from self._epoch()
-            self.epoch, self.batches_in_epoch, self._epoch_random_state = self.epoch + 1, 0, None
+            self.epoch, self.batches_in_epoch = self.epoch + 1, 0
 
     def _epoch(self) -> Iterator[Mapping[str, Any]]:
         if self.sampler is not None:
@@ -120,8 +128,10 @@ class BatchStream:
         batches = self._start_epoch()
         empty = self.batches_in_epoch == 0
         for batch in batches:
-            empty = False
             self.batches_in_epoch += 1
+            if empty:  # some samplers make their generator when they are first asked
+                self._generators = self._find_generators()
+            empty = False
             yield batch
         if empty:
             raise UserError(
@@ -129,20 +139,48 @@ class BatchStream:
                 "batch with drop_last=True"
             )
 
+    def _find_generators(self) -> Generators:
+        return Generators(None if self._seeks else self.loader)
+
     def _start_epoch(self) -> Iterator[Mapping[str, Any]]:
         """The epoch's iterator, past the batches already used; training's random numbers stay where they are."""
-        if self._epoch_random_state is None:
-            self._epoch_random_state = random_state()
+        restart, self._restart = self._restart, None
+        if restart is None or restart["epoch_random_state"] is None:
+            self._epoch_start = {"epoch_random_state": random_state(), "epoch_generators": self._generators.state()}
             return iter(self.loader)
+        self._epoch_start = {"epoch_generators": {}, **{name: restart[name] for name in _EPOCH_START & restart.keys()}}
         with preserved_random_state():
-            set_random_state(self._epoch_random_state)
-            batches = iter(self.loader)
-            for used in range(self.batches_in_epoch):
-                if next(batches, None) is None:
-                    raise UserError(
-                        f"the checkpoint had used {self.batches_in_epoch} batches of epoch {self.epoch}, but the "
-                        f"training data now gives only {used}: it is not the data the run was started with"
-                    )
+            batches = self._replay(restart)
+            self._generators = self._find_generators()
+            lost = self._generators.restore(restart.get("generators", {}))
+            if lost and ("generators" in restart or self._generators.held):  # counters alone: an older checkpoint
+                logger.warning(
+                    "the checkpoint and the training data loader do not hold the same random states (%s): the rest of "
+                    "epoch %d may repeat rows and leave others out", ", ".join(sorted(lost)), self.epoch,
+                )  # fmt: skip
+        return batches
+
+    def _replay(self, restart: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """The epoch of `restart` from its beginning, past the batches used then."""
+        if self._workers_stay:
+            logger.warning(
+                "the training data loader has persistent_workers, whose random numbers no checkpoint holds: a dataset "
+                "that draws any draws others after this restart; it is exact with persistent_workers=False"
+            )
+            if self.epoch:  # they were made in an earlier epoch, and the one to be replayed did not draw their seed
+                iter(getattr(self.loader, "base_dataloader", self.loader))
+        set_random_state(restart["epoch_random_state"])
+        self._generators.restore(restart.get("epoch_generators") or {})
+        if self._knows_place and "loader" in restart:
+            self.loader.load_state_dict(restart["loader"])
+            return iter(self.loader)
+        batches = iter(self.loader)
+        for used in range(self.batches_in_epoch):
+            if next(batches, None) is None:
+                raise UserError(
+                    f"the checkpoint had used {self.batches_in_epoch} batches of epoch {self.epoch}, but the training "
+                    f"data now gives only {used}: it is not the data the run was started with"
+                )
         return batches
 
 
@@ -180,7 +218,7 @@ class MicroBatch:
         inputs = dict(self.inputs)
         for name in (name for name, weight in self.weights.items() if weight == 0 and name in inputs):
             inputs[name] = inputs[name].clone()
-            inputs[name].view(-1)[0] = 0
+            inputs[name].view(-1)[-1] = 0  # not the first, which causal models drop
         return MicroBatch(inputs, self.batch, self.weights)
 
 
@@ -207,6 +245,7 @@ def split_batch(
     has_decoder: bool = False,
     label_names: Sequence[str] = ("labels",),
     trim_to: int | None = None,
+    first_label: int = 0,
 ) -> StepBatch:
     """Cut a worker's batch into micro-batches of at most `batch_size` rows and count what it weighs.
 
@@ -216,6 +255,7 @@ def split_batch(
         has_decoder: labels are a sequence of their own and count as tokens beside the inputs.
         label_names: entries whose valid labels are counted.
         trim_to: cut columns that are padding in every row of a micro-batch, down to a multiple of this.
+        first_label: column of `labels` from which on the model's loss counts (see `inspection.drops_first_label`).
 
     Raises:
         UserError: a batch without rows, or with entries of different lengths.
@@ -234,6 +274,8 @@ def split_batch(
     cut = {k for k, v in batch.items() if _has_rows(v, num_rows)}
     loaded = {k: batch[k] for k in rows}  # not on the device: looking at it is no wait
     labels = {name: batch.get(name) for name in label_names}
+    if first_label and labels.get("labels") is not None:
+        labels["labels"] = labels["labels"][:, first_label:]
     batch = {k: v.to(device, non_blocking=True) if k in rows else v for k, v in batch.items()}
     micro_batches = []
     for start in range(0, num_rows, batch_size):
@@ -288,18 +330,27 @@ def position_lost(then: str | None, now: str | None) -> str:
     """A sentence on why a checkpoint's position in its data has no meaning in other data.
 
     Args:
-        then, now: their fingerprints, which may end in /bucket_rows=N (see data/buckets.py).
+        then, now: their fingerprints, which may end in /bucket_rows=N or /mix_rows=N (see data/buckets.py).
     """
-    data, _, rows = (then or "").partition("/bucket_rows=")
-    if rows and (now or "").startswith(f"{data}/bucket_rows="):
+    data, flag, rows = _arrangement(then)
+    data_now, flag_now, rows_now = _arrangement(now)
+    if rows and rows_now and data == data_now:
+        kinds = {"bucket_rows": "buckets", "mix_rows": "mixed steps"}
         return (
-            f"the checkpoint's data stood in buckets of {rows} rows and this run's stands in buckets of "
-            f"{now.rpartition('=')[2]}, so its position has no meaning; give --bucket_rows {rows} to continue"
+            f"the checkpoint's data stood in {kinds[flag]} of {rows} rows and this run's stands in {kinds[flag_now]} "
+            f"of {rows_now}, so its position has no meaning; give --{flag} {rows} to continue"
         )
     return (
         "the training data, its vocabulary, sequence lengths or --seed are not those of the checkpoint, so its "
         "position in the data has no meaning; restore them, or start a new --model_path with --init_checkpoint"
     )
+
+
+def _arrangement(fingerprint: str | None) -> tuple[str, str, str]:
+    """Of a fingerprint that ends in /FLAG=N what stands before it, FLAG and N; else no N."""
+    data, _, arrangement = (fingerprint or "").rpartition("/")
+    flag, _, rows = arrangement.partition("=")
+    return (data, flag, rows) if flag in ("bucket_rows", "mix_rows") else ("", "", "")
 
 
 def _has_rows(value: Any, num_rows: int) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lm_experiments_tools.config.training import TrainerArgs
+
+logger = logging.getLogger(__name__)
 
 Schedule = Callable[[int], float]
 # Arguments of schedules that flags give.
@@ -376,11 +379,18 @@ class PlateauDrop:
         """Plain JSON scalars; `best` is None before the first result."""
         best = self._scheduler.best
         counters = {name: getattr(self._scheduler, name) for name in self._COUNTERS}
-        return {"lr": self._optimizer.param_groups[0]["lr"], "best": None if math.isinf(best) else best, **counters}
+        rates = {"lr": self._optimizer.param_groups[0]["lr"], "base_lr": self._base_lr}
+        return {**rates, "best": None if math.isinf(best) else best, **counters}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from `state_dict()`; the settings stay those of the constructor."""
-        self._optimizer.param_groups[0]["lr"] = state["lr"]
+        """Continue from `state_dict()`; the settings stay those of the constructor, `base_lr` among them."""
+        then = state.get("base_lr", self._base_lr)
+        if "base_lr" not in state and state["lr"] != self._base_lr:
+            logger.warning(
+                "the checkpoint, of an earlier version, does not say from which --lr --use_lr_drop came to %g: going "
+                "on with that; --reset_lr starts at --lr again", state["lr"],
+            )  # fmt: skip
+        self._optimizer.param_groups[0]["lr"] = state["lr"] * (self._base_lr / then)
         self._scheduler.best = self._scheduler.mode_worse if state["best"] is None else state["best"]
         for name in self._COUNTERS:
             setattr(self._scheduler, name, state[name])

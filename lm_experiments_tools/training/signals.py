@@ -1,8 +1,9 @@
-"""SIGTERM and Ctrl-C as a request that all workers learn of at the same step, so that they save together."""
+"""SIGTERM, Ctrl-C or a launcher's death: a request that all workers learn of at the same step, to save together."""
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Sequence
@@ -17,15 +18,30 @@ WATCHED = (signal.SIGTERM, signal.SIGINT)
 class StopSignals:
     """While entered, the first SIGTERM or SIGINT is noted; a second SIGINT interrupts at once.
 
+    A launcher that was killed cannot send one: a worker of torchrun (or of accelerate launch, which is torchrun) whose
+    parent is no longer that of its start takes it for a SIGTERM.
+
     Attributes:
-        pending: how often each of SIGTERM, SIGINT has come to this worker.
         agreed: number of the signal that some worker got, known to all after `agree`; 0 for none.
     """
 
     def __init__(self) -> None:
-        self.pending = [0, 0]
         self.agreed = 0
+        self._noted = [0, 0]
         self._previous: dict[int, Any] = {}
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # else it may be a shell's
+
+    @property
+    def pending(self) -> list[int]:
+        """How often each of SIGTERM, SIGINT has come to this worker."""
+        if self._launcher is not None and os.getppid() != self._launcher:
+            logger.warning(
+                "the launcher of this worker (process %d) has ended without a word: saving a checkpoint and stopping",
+                self._launcher,
+            )
+            self._launcher = None
+            self._noted[WATCHED.index(signal.SIGTERM)] += 1
+        return self._noted
 
     def agree(self, totals: Sequence[int]) -> None:
         """Take the sum of `pending` over all workers."""
@@ -48,6 +64,6 @@ class StopSignals:
         self._previous.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.pending[1]:
+        if number == signal.SIGINT and self._noted[1]:
             raise KeyboardInterrupt
-        self.pending[WATCHED.index(number)] += 1
+        self._noted[WATCHED.index(number)] += 1

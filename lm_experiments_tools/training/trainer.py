@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from lm_experiments_tools.backends.collective import on_all
+from lm_experiments_tools.tracking.run_directory import setup_logging
 from lm_experiments_tools.training.loop import TrainingDiverged, TrainingLoop
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.training import TrainerArgs
 
 __all__ = ["Trainer", "TrainerAccelerate", "TrainingDiverged", "TrainingLoop"]
@@ -25,7 +29,9 @@ class Trainer(TrainingLoop):
     ) -> None:
         from lm_experiments_tools.backends.horovod import HorovodBackend
 
-        super().__init__(args, HorovodBackend.from_args(args), model, optimizer, *others, **options)
+        backend = HorovodBackend.from_args(args)
+        _show_progress(args, backend)
+        super().__init__(args, backend, model, optimizer, *others, **options)
 
 
 class TrainerAccelerate(TrainingLoop):
@@ -43,4 +49,11 @@ class TrainerAccelerate(TrainingLoop):
         from lm_experiments_tools.backends.accelerate import AccelerateBackend
 
         backend = AccelerateBackend.from_accelerator(accelerator, args)
+        _show_progress(args, backend)
         super().__init__(args, backend, model, optimizer, *others, **options)
+
+
+def _show_progress(args: TrainerArgs, backend: Backend) -> None:
+    """Log to the console and the run directory, as the scripts do, unless the program has handlers of its own."""
+    if all(getattr(handler, "set_up_by_run", False) for handler in logging.getLogger().handlers):
+        on_all(backend, lambda: setup_logging(args.model_path, backend.rank))

@@ -17,7 +17,7 @@ import pytest
 from tests.helpers import ROOT
 
 SHIM = Path(__file__).with_name("cpu_shim.py")
-LAUNCHER_VARIABLES = ("ACCELERATE_", "HOROVOD_", "FSDP_", "OMPI_", "PMI_", "TORCHELASTIC_")
+LAUNCHER_VARIABLES = ("ACCELERATE_", "HOROVOD_", "FSDP_", "OMPI_", "PMI_", "MPI_", "SLURM_", "TORCHELASTIC_")
 RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",

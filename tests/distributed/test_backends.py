@@ -45,11 +45,11 @@ KINDS = {
         [sys.executable], [*PLAIN, "partial"], "T5ForConditionalGeneration", ["backend local, 1 worker"], workers=1,
     ),
     "horovod": Kind(
-        horovodrun(), [*PLAIN, "partial", "compressed", "bf16_parameters"], "T5ForConditionalGeneration",
+        horovodrun(), [*PLAIN, "partial", "compressed", "wide_range", "bf16_parameters"], "T5ForConditionalGeneration",
         ["backend horovod, 2 worker", "reduced by Horovod"], ["horovod"],
     ),
     "ddp": Kind(
-        torchrun(), [*PLAIN, "unused", "compressed"], "DistributedDataParallel",
+        torchrun(), [*PLAIN, "unused", "compressed", "wide_range"], "DistributedDataParallel",
         ["backend accelerate, 2 worker", "MULTI_CPU (DDP)"],
     ),
     "fsdp": Kind(shipped("fsdp"), PLAIN, "FSDPT5ForConditionalGeneration", ["2 worker", "FSDP (FSDP2)"]),
@@ -254,6 +254,14 @@ def test_bf16_computes_in_bf16(results, kind):
 def test_fp16_allreduce_drifts_a_little(results, kind):
     drift = largest_difference(results.weights(kind, "saved"), results.weights(kind, "compressed"))
     assert 0.0 < drift < 1e-2
+
+
+@pytest.mark.parametrize("kind, lost, worst", [("ddp", 0.0, 2**-9), ("horovod", 0.295, 1.0)])
+def test_fp16_allreduce_does_not_divide_in_fp16(results, kind, lost, worst):
+    """Horovod cannot scale what it sends, but keeps what the sum still holds."""
+    for rank in results.of(kind, "wide_range"):
+        assert rank["lost"] <= lost
+        assert rank["worst"] <= worst
 
 
 def test_horovod_leaves_a_parameter_without_gradient_alone(results):

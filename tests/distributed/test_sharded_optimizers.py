@@ -18,6 +18,7 @@ CASES = [
     ("AdamWScale", {"lr": 0.05, "weight_decay": 0.1, "fused": False}),
     ("Adafactor", {}),
     ("Adafactor", {"lr": 0.05, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1}),
+    ("Adafactor", {"lr": 0.05, "relative_step": False, "scale_parameter": False}),
 ]
 
 
@@ -44,6 +45,7 @@ def worker():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
 
     import lm_experiments_tools.optimizers as optimizers
 
@@ -63,7 +65,8 @@ def worker():
         fully_shard(sharded, mesh=mesh)
         fully_shard(resumed, mesh=mesh)
         build = getattr(optimizers, name)
-        ours, reference = build(sharded.parameters(), **options), build(plain.parameters(), **options)
+        groups = [{"params": list(part.parameters())} for part in (sharded.first, sharded.norm, sharded.last)]
+        ours, reference = build(groups, **options), build(plain.parameters(), **options)
         other = build(resumed.parameters(), **options)
         for number in range(20):
             step(sharded, ours, number)
@@ -83,14 +86,19 @@ def worker():
             assert torch.equal(shard.full_tensor(), again.full_tensor()), (name, options)
             assert shard.to_local().shape[0] != whole.shape[0] or whole.shape[0] == 1
         if name == "Adafactor":
-            sizes = [float(optimizer.param_groups[0]["scaled_lr"]) for optimizer in (ours, reference)]
-            assert abs(sizes[0] - sizes[1]) < 1e-7
+            sizes = [sum(float(g["scaled_lr"]) for g in o.param_groups) for o in (ours, reference)]
+            assert abs(sizes[0] / len(ours.param_groups) - sizes[1]) < 1e-7
+        counter = CommDebugMode()
+        with counter:
+            ours.step()
+        at_most = 1 if name == "AdamWScale" else 2 + ours.defaults["scale_parameter"]
+        assert counter.get_total_counts() == at_most, (name, options, counter.get_comm_counts())
     if dist.get_rank() == 0:
         print("all equal")
     dist.destroy_process_group()
 
 
-def test_sharded_step_equals_unsharded_and_resumes_bit_for_bit():
+def test_sharded_step_equals_unsharded_in_few_collectives_and_resumes_bit_for_bit():
     job = run(torchrun(2), __file__)
     assert job.returncode == 0 and "all equal" in job.output, job.output
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.distributed.launch import ROOT, missing, run
+from tests.distributed.launch import ROOT, missing, run, torchrun
 
 SCRIPT = """
 import sys
@@ -51,3 +51,60 @@ def test_both_trainers_give_the_weights_of_the_plain_loop(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     job = run([sys.executable], tmp_path / "script.py", PYTHONPATH=str(ROOT))
     assert job.returncode == 0 and "equal" in job.output, job.output[-3000:]
+
+
+FIRST_BATCHES = """
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from lm_experiments_tools import TrainerAccelerate, TrainerArgs
+from lm_experiments_tools.errors import UserError
+from tests.helpers.toys import RaggedPairs, TinyLabeller
+
+class Same(RaggedPairs):
+    def __getitem__(self, number):
+        return super().__getitem__(0)
+
+args = TrainerArgs(batch_size=2, gradient_accumulation_steps=2, iters=12, log_interval=4)
+accelerator = Accelerator(cpu=True)
+rank = accelerator.process_index
+
+def train(name, data, sampler=None, rows=4):
+    model = TinyLabeller()
+    loader = DataLoader(data, batch_size=rows, sampler=sampler)
+    keep = {"batch_transform_fn": lambda batch: {key: batch[key] for key in ("input_ids", "labels")}}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    trainer = TrainerAccelerate(args, accelerator, model, optimizer, loader, train_sampler=sampler, **keep)
+    try:
+        trainer.train()
+        print(f"{name} {rank}: trained", flush=True)
+    except UserError as error:
+        print(f"{name} {rank} step {trainer.state.step}: {error}", flush=True)
+
+data = RaggedPairs(64)
+train("unsampled", data)
+train("one by one", data, rows=2)
+train("sampled", data, DistributedSampler(data, seed=3))
+train("alike", Same(64))
+train("two", RaggedPairs(2), DistributedSampler(RaggedPairs(2)), rows=1)
+"""
+
+
+@pytest.mark.distributed
+def test_workers_that_read_the_same_rows_are_refused_and_a_short_batch_is_named(tmp_path):
+    if reason := missing("accelerate"):
+        pytest.skip(reason)
+    (tmp_path / "script.py").write_text(FIRST_BATCHES)
+    job = run(torchrun(), tmp_path / "script.py", PYTHONPATH=str(ROOT))
+    assert job.returncode == 0, job.output[-3000:]
+    for rank in range(2):
+        refused = "workers 0 and 1 train on the same rows: give the DataLoader a torch.utils.data.DistributedSampler"
+        assert any(f"unsampled {rank} step {step}: {refused}" in job.output for step in (1, 2)), job.output[-3000:]
+        assert f"one by one {rank} step" in job.output
+        for name in ("sampled", "alike", "two"):
+            assert f"{name} {rank}: trained" in job.output, job.output[-3000:]
+    short = "the training data gives 2 rows a batch, but a step takes one batch of batch_size 2 x"
+    assert job.output.count(short) == 1 and "= 4 rows: make the loader with batch_size=args.rows_per_worker()" in (
+        job.output
+    )
+    assert "step 4" in job.output, "a program that sets up no logging sees its run"

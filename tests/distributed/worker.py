@@ -322,6 +322,23 @@ def scenario_compressed(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     return trained_for(SAVED_AT, compressed, out, "compressed")
 
 
+def scenario_wide_range(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
+    """Gradients from 1 down to 1e-11 sent as fp16, as far apart as in a real model."""
+    group = () if backend.name == "horovod" else (backend.accelerator,)
+    compressed = type(backend)(*group, fp16_allreduce=True)
+    model = nn.Linear(1024, 1, bias=False)
+    compressed.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    slope = torch.logspace(0, -11, 1024)
+    for _ in range(2):  # DDP makes its buckets anew after the first step
+        model.weight.grad = None
+        with compressed.accumulate(sync=True), compressed.autocast():
+            compressed.backward(compressed.model(slope * (backend.rank + 1)).sum())
+    mean = slope * (backend.world_size + 1) / 2
+    error = ((model.weight.grad[0] - mean) / mean).abs()
+    first = slope > 2e-8
+    return {"lost": (model.weight.grad == 0).float().mean().item(), "worst": error[first].max().item()}
+
+
 def scenario_bf16_parameters(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     model = tiny_t5().bfloat16()
     return {"error": refusal(lambda: backend.setup(model, torch.optim.SGD(model.parameters(), lr=0.1)))}

@@ -32,10 +32,11 @@ RUNS = {
     "lora": run_finetuning.main,
 }
 FINETUNED = ("finetuned", "lora")
+ONE_BUCKET = "--bucket_rows=4"  # what no --bucket_rows meant before --mix_rows: all rows of a step
 OBJECTIVES = {
     "span_corruption": ("--model_cfg=t5.json", "--target_seq_len=16"),
-    "prefix_lm": ("--model_cfg=t5.json", "--target_seq_len=32"),
-    "ul2": ("--model_cfg=t5.json", "--target_seq_len=32", "--denoisers", "R:3:0.15", "X:3:0.5", "S:0.25"),
+    "prefix_lm": ("--model_cfg=t5.json", "--target_seq_len=32", ONE_BUCKET),
+    "ul2": ("--model_cfg=t5.json", "--target_seq_len=32", ONE_BUCKET, "--denoisers", "R:3:0.15", "X:3:0.5", "S:0.25"),
     "causal_lm": ("--model_cfg=t5.json",),
     "mlm": ("--model_cfg=bert.json", "--model_cls=transformers:BertForMaskedLM"),
 }

@@ -16,11 +16,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lm_experiments_tools.data.examples.rows import BadRow, BadRows, Row, converted, read_rows
 from lm_experiments_tools.data.text.documents import unusable_characters
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 logger = logging.getLogger(__name__)
@@ -200,12 +201,52 @@ class LabelFields:
         return value is not None and not hidden
 
 
+@dataclass
+class SentenceNames:
+    """The fields of the sentences that all data of a run has, as its first row has them.
+
+    Attributes:
+        names: empty as long as nothing is read.
+        where: the place of that row.
+        in_text: the model reads them, so that they have to be the same; else only how many there are.
+        begun: files of which a row was looked at.
+    """
+
+    names: tuple[str, ...] = ()
+    where: str = ""
+    in_text: bool = True
+    begun: set[str] = field(default_factory=set)
+
+    def checked(self, names: tuple[str, ...], row: Row, path: str) -> tuple[str, ...]:
+        """The names of a row of this file, noted where they are the first, else compared with those.
+
+        Raises:
+            UserError: the first row of a file has others: so have, it seems, all.
+            BadRow: a later one.
+        """
+        is_first = path not in self.begun
+        self.begun.add(path)
+        if not self.names:
+            self.names, self.where = names, row.where
+        if len(names) == len(self.names) and (names == self.names or not self.in_text):
+            return names
+        here, there = (f"{'a pair' if len(n) > 1 else 'one sentence'} ({', '.join(n)})" for n in (names, self.names))
+        if not is_first:
+            raise BadRow(f"{here}, where {self.where} has {there}")
+        raise UserError(
+            f"{row.where} has {here}, {self.where} has {there}, and the model is to read the same of both: rename the "
+            "fields, or name those to read by --text_fields."
+        )
+
+
 def in_order(labels: Iterable[str]) -> tuple[str, ...]:
-    """Labels sorted; numbers by their value."""
+    """Labels sorted; numbers by their value. "nan" is a word: as a number it would be in any order with the others."""
+    labels = sorted(labels)
     try:
-        return tuple(sorted(labels, key=lambda name: (float(name), name)))  # "1" and "1.0" always in one order
+        numbers = {name: float(name) for name in labels}
     except ValueError:
-        return tuple(sorted(labels))
+        return tuple(labels)
+    return tuple(labels if any(map(math.isnan, numbers.values())) else sorted(labels, key=numbers.__getitem__))
 
 
 def _label_name(value: Any) -> str:
@@ -228,6 +269,7 @@ def label_examples(
     words: Sequence[str] | None = None,
     with_labels: bool = True,
     found: dict[str, int] | None = None,
+    sentences: SentenceNames | None = None,
 ) -> Iterator[Example]:
     """Sentences, or pairs of them, with their labels.
 
@@ -241,13 +283,13 @@ def label_examples(
         words: what an encoder-decoder generates for each label (empty for numbers); None: for an encoder.
         with_labels: False: do not look for labels.
         found: where labels are not known yet, their numbers as they are met, which is filled; see `numbered`.
+        sentences: the fields that other data of the run has, or that this data is the first to have.
 
     Raises:
-        UserError: more bad rows than allowed.
+        UserError: more bad rows than allowed, or other sentences than other data has.
     """
     numbers = {name: number for number, name in enumerate(names)}
-    sentences = 0  # in every row, as in the first
-    rounded = 0
+    sentences, rounded = sentences or SentenceNames(in_text=words is not None), 0
 
     def label_of(row: Row) -> int | float | None:
         if not with_labels:
@@ -258,9 +300,9 @@ def label_examples(
         return _class_number(value, numbers) if numbers else _number(value)
 
     def convert(row: Row) -> Example:
-        nonlocal sentences, rounded
-        keys, texts = _sentences(row, fields, sentences)
-        sentences = len(keys)
+        nonlocal rounded
+        keys = sentences.checked(fields.texts_of(row.fields), row, path)
+        texts = [_text(row.fields, key) for key in keys]
         label, name = label_of(row), _name(row.fields, "id")
         if words is None:
             return Example(fields.prefix + texts[0], pair=texts[1] if len(texts) > 1 else None, label=label, name=name)
@@ -278,14 +320,6 @@ def label_examples(
             "%s: %d numbers are rounded to the nearest 0.2 in the texts to be written, as T5 did for STS-B; where "
             "that is too coarse, give the labels on a larger scale", path, rounded,
         )  # fmt: skip
-
-
-def _sentences(row: Row, fields: LabelFields, number: int) -> tuple[tuple[str, ...], list[str]]:
-    """Names and texts of the sentences in a row; `number` is how many there have to be, 0: any."""
-    keys = fields.texts_of(row.fields)
-    if number and len(keys) != number:
-        raise BadRow(f"{len(keys)} sentences ({', '.join(keys)}), where the first row has {number}")
-    return keys, [_text(row.fields, key) for key in keys]
 
 
 def numbered(

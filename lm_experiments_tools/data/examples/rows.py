@@ -2,12 +2,13 @@
 
 | input | a row is |
 |---|---|
-| `.jsonl`, `.json` | one line: an object |
+| `.jsonl`, `.json`, `.ndjson` | one line: an object |
 | `.csv` | a record by RFC 4180: quotation marks may hold commas and line ends; the first one names columns |
 | `.tsv` | one line, cut at tabs, no quotation (as GLUE's files are); the first one names columns |
 | `name[:config][:split]` | a row of a Hugging Face dataset, of the hub or of a folder of Parquet files |
 
-Each file may end in `.gz`. CoLA's files of GLUE name no columns; their shape gives them away.
+Each file may be compressed (`.gz`, `.bz2`, `.xz`, `.zst`). CoLA's files of GLUE name no columns; their shape gives
+them away.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from typing import Any, TypeVar
 
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.bad_lines import BadLines
+from lm_experiments_tools.data.text.compression import COMPRESSIONS, check_readable, endings
 from lm_experiments_tools.data.text.documents import (
-    JSON_SUFFIXES,
     MAX_DOCUMENT_BYTES,
-    Piece,
-    find_files,
     parse_json_object,
     read_lines,
     too_long,
+    whole_file,
 )
+from lm_experiments_tools.data.text.inputs import JSON_SUFFIXES, find_files
 from lm_experiments_tools.errors import UserError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CSV_SUFFIXES = (".csv", ".csv.gz")
-TSV_SUFFIXES = (".tsv", ".tsv.gz")
+CSV_SUFFIXES = (".csv",)
+TSV_SUFFIXES = (".tsv",)
 SUFFIXES = JSON_SUFFIXES + CSV_SUFFIXES + TSV_SUFFIXES
 # Names of the files of a split in a folder, the first one that is there.
 FILES_OF = {
@@ -103,7 +104,8 @@ def resolve(path: str, split: str) -> str:
         UserError: it does not exist, is of no kind that can be read, or has no file of the split.
     """
     if os.path.isdir(path):
-        names = [stem + suffix for stem in FILES_OF[split] for suffix in SUFFIXES]
+        stems = [stem + suffix for stem in FILES_OF[split] for suffix in SUFFIXES]
+        names = [stem + compression for stem in stems for compression in ("", *COMPRESSIONS)]
         for name in names:
             if os.path.isfile(os.path.join(path, name)):
                 return os.path.join(path, name)
@@ -114,9 +116,11 @@ def resolve(path: str, split: str) -> str:
             f"(or .csv, .jsonl, .json): it has {', '.join(sorted(os.listdir(path))[:8]) or 'nothing'}."
         )
     if os.path.exists(path):
-        if not path.endswith(SUFFIXES):
-            raise UserError(f"{path} is none of {', '.join(SUFFIXES)}: rename or convert it.")
-    elif path.endswith(SUFFIXES):
+        if not _is_file_of_rows(path):
+            packed = ", ".join(COMPRESSIONS)
+            raise UserError(f"{path} is none of {', '.join(SUFFIXES)} (also with {packed}): rename or convert it.")
+        check_readable(path)
+    elif _is_file_of_rows(path):
         raise UserError(f"{path} does not exist.")
     else:
         find_files([path])  # refuses what cannot be the name of a dataset
@@ -129,16 +133,20 @@ def read_rows(path: str, bad: BadRows) -> Iterator[Row]:
     Raises:
         UserError: too many bad rows, a table without usable names of columns, a damaged file.
     """
-    if not path.endswith(SUFFIXES):
+    if not _is_file_of_rows(path):
         yield from _read_dataset(path)
-    elif path.endswith(JSON_SUFFIXES):
+    elif endings(path)[0] in JSON_SUFFIXES:
         yield from _read_json(path, bad)
     else:
         yield from _read_table(path, bad)
 
 
+def _is_file_of_rows(path: str) -> bool:
+    return endings(path)[0] in SUFFIXES
+
+
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:
-    return read_lines(Piece(path, "", 0, None if path.endswith(".gz") else os.path.getsize(path)))
+    return read_lines(whole_file(path))
 
 
 def _read_json(path: str, bad: BadRows) -> Iterator[Row]:
@@ -156,11 +164,11 @@ def _read_json(path: str, bad: BadRows) -> Iterator[Row]:
 
 
 def _read_table(path: str, bad: BadRows) -> Iterator[Row]:
-    records = _csv_records(path, bad) if path.endswith(CSV_SUFFIXES) else _tsv_records(path, bad)
+    records = _csv_records(path, bad) if endings(path)[0] in CSV_SUFFIXES else _tsv_records(path, bad)
     columns: tuple[str, ...] = ()
     for number, values in records:
         if not columns:
-            if not path.endswith(CSV_SUFFIXES) and _is_cola(values):
+            if endings(path)[0] not in CSV_SUFFIXES and _is_cola(values):
                 columns = _COLA
             else:
                 columns = _column_names(path, values)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lm_experiments_tools.data.buckets import BucketedDataset
+from lm_experiments_tools.data.buckets import BucketedDataset, MixedSteps
 from lm_experiments_tools.data.loader import SampleDataset
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.order import stream_key
@@ -81,6 +81,9 @@ def _in_buckets(context: ObjectiveContext, dataset: SampleDataset, world_size: i
     args = context.args
     if not args.objective().varies_in_length:
         return dataset
+    micro_rows = args.batch_size * world_size
+    if args.bucket_rows:
+        return BucketedDataset(dataset, args.bucket_rows, context.seed, args.trim_to(), micro_rows)
     # By default all rows of a step, however they are split: a step then holds the same samples for any split of it.
-    rows = args.bucket_rows or args.global_batch_size(world_size)
-    return BucketedDataset(dataset, rows, context.seed, args.trim_to(), micro_rows=args.batch_size * world_size)
+    rows = args.mix_rows or args.global_batch_size(world_size)
+    return MixedSteps(dataset, rows, context.seed, args.trim_to(), micro_rows)

@@ -30,10 +30,10 @@ from lm_experiments_tools.data.loader import TrainSource, ValidLoader, ValidSour
 from lm_experiments_tools.data.objectives.span_corruption import plan_spans, random_spans_lengths
 from lm_experiments_tools.data.seqio.job import FRAME, PADDING, SOCKET, VALIDATION, Job
 from lm_experiments_tools.data.seqio.worker import work
-from lm_experiments_tools.data.text.documents import find_files
+from lm_experiments_tools.data.text.inputs import find_files
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.files import token_prefix
-from lm_experiments_tools.data.workers import Worker, WorkerEnded
+from lm_experiments_tools.data.workers import Worker, WorkerEnded, available_cores
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 
@@ -169,7 +169,7 @@ def _job(args: T5PretrainingArgs, vocab_path: Path, targets_length: int, quarant
         seed=args.seed,
         validation=registered and bool(args.needs_validation() or args.valid_samples),
         valid_samples=args.valid_samples,
-        threads=args.data_n_workers or len(os.sched_getaffinity(0)),
+        threads=args.data_n_workers or available_cores(),
         clients=clients,
         folder=tempfile.mkdtemp(prefix="seqio_", dir=base),
     )

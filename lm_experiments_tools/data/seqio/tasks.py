@@ -30,7 +30,7 @@ import tensorflow as tf
 from sentencepiece import sentencepiece_model_pb2
 
 from lm_experiments_tools.data.seqio.job import PADDING, Job, one_line
-from lm_experiments_tools.data.text.bad_lines import BadLine, Quarantine, no_documents
+from lm_experiments_tools.data.text.bad_lines import BadLine, EmptyText, Quarantine, no_documents
 from lm_experiments_tools.data.text.documents import Piece, lines_before, plan_pieces, read_piece
 from lm_experiments_tools.data.text.vocabulary import Vocabulary, sentinel_piece
 from lm_experiments_tools.errors import UserError
@@ -371,6 +371,7 @@ class TextSource:
         self._pieces = plan_pieces(job.data_path)
         self._bad_lines = Quarantine(job.quarantine, job.max_bad_lines)
         self._seen: set[tuple[str, int]] = set()  # each epoch meets the bad lines again
+        self._has_empty = False
         self._lock = threading.Lock()  # pieces are read in several threads
         self.failure: UserError | None = None
 
@@ -406,13 +407,21 @@ class TextSource:
         piece = self._pieces[int(number)]
         try:
             for item in read_piece(piece, self._job.text_key):
-                if isinstance(item, BadLine):
+                if isinstance(item, EmptyText):
+                    self._say_empty(f"{piece.path}:{lines_before(piece) + item.line}")
+                elif isinstance(item, BadLine):
                     self._set_aside(piece, item)
                 else:
                     yield {"text": item.text}
         except UserError as error:  # would reach the reader as an error of TensorFlow's
             self.failure = error
             raise
+
+    def _say_empty(self, where: str) -> None:
+        with self._lock:
+            if not self._has_empty:
+                self._log(logging.INFO, f"empty texts are left out; the first met is {where}")
+            self._has_empty = True
 
     def _set_aside(self, piece: Piece, bad: BadLine) -> None:
         line = lines_before(piece) + bad.line

@@ -23,6 +23,7 @@ import json
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from math import gcd
 from pathlib import Path
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lm_experiments_tools.backends.collective import on_all, on_main
-from lm_experiments_tools.data.buckets import BucketedDataset
+from lm_experiments_tools.data.buckets import BucketedDataset, MixedSteps
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader
 from lm_experiments_tools.data.objectives.registry import ObjectiveContext, example_dataset
 from lm_experiments_tools.data.order import stream_key
@@ -43,6 +44,7 @@ from lm_experiments_tools.data.text.encoding import Encoding
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.files import token_prefix
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.workers import available_cores
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
 from lm_experiments_tools.files import hash_of_ends
 
@@ -76,6 +78,9 @@ class StreamedExamples:
         return lengths
 
 
+Arrange = Callable[[StreamedExamples, int], BucketedDataset]
+
+
 class StreamedDataset:
     """Samples by global number, of the streams that this worker reads.
 
@@ -83,18 +88,16 @@ class StreamedDataset:
         feed: its chunks.
         fingerprint: of data, objective and seed.
         num_streams: V.
-        bucket_rows: rows of similar length in a stream; None where all are of one length. All streams have the same
-            arrangement of short and long, so that a micro-batch, which takes rows of all, is of similar length too.
-        seed: fixes the order of buckets.
+        arrange: puts the examples of a stream, which it gets with the stream's number, in order by length; None where
+            all are of one length. All streams have the same arrangement of short and long, so that a micro-batch,
+            which takes rows of all, is of similar length too.
     """
 
-    def __init__(
-        self, feed: ChunkFeed, fingerprint: str, num_streams: int, bucket_rows: int | None, seed: int
-    ) -> None:
+    def __init__(self, feed: ChunkFeed, fingerprint: str, num_streams: int, arrange: Arrange | None) -> None:
         self.feed, self.fingerprint, self.num_streams = feed, fingerprint, num_streams
         self._buckets = {
-            number: BucketedDataset(StreamedExamples(stream), bucket_rows, seed)
-            for number, stream in (feed.streams.items() if bucket_rows else ())
+            number: arrange(StreamedExamples(stream), number)
+            for number, stream in (feed.streams.items() if arrange else ())
         }
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
@@ -206,9 +209,14 @@ def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> t
         "streams": plan.num_streams,
         "seed": args.seed,
     }
+    if vocabulary.encode_by != "line":  # as all were encoded at first
+        parts["encode_by"] = vocabulary.encode_by
+    if args.ends_documents():  # no word where they do not, as before this could be chosen
+        parts["append_eos"] = True
     fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     if args.objective().varies_in_length:
-        fingerprint += f"/bucket_rows={_step_rows(args, world_size)}"
+        rows = args.bucket_rows
+        fingerprint += f"/bucket_rows={rows}" if rows else f"/mix_rows={_mixed_rows(args, world_size)}"
     return plan, fingerprint
 
 
@@ -225,15 +233,19 @@ def _identity(plan: StreamPlan) -> list[Any]:
     return [pieces, [hash_of_ends(path) for path in files], list(identities.values())]
 
 
-def _bucket_rows(args: T5PretrainingArgs, num_streams: int, world_size: int) -> int | None:
-    """Rows of a bucket in one stream, so that those of all streams are the rows of a step."""
+def _mixed_rows(args: T5PretrainingArgs, world_size: int) -> int:
+    return args.mix_rows or args.global_batch_size(world_size)
+
+
+def _arrangement(args: T5PretrainingArgs, num_streams: int, world_size: int) -> Arrange | None:
+    """Rows of all streams together are those of a bucket, or of a step that is mixed."""
     if not args.objective().varies_in_length:
         return None
-    return -(-_step_rows(args, world_size) // num_streams)
-
-
-def _step_rows(args: T5PretrainingArgs, world_size: int) -> int:
-    return args.bucket_rows or args.global_batch_size(world_size)
+    if args.bucket_rows:
+        rows = -(-args.bucket_rows // num_streams)
+        return lambda examples, stream: BucketedDataset(examples, rows, args.seed)
+    mixed = _mixed_rows(args, world_size)
+    return lambda examples, stream: MixedSteps(examples, mixed, args.seed, stream=stream, num_streams=num_streams)
 
 
 def _open(
@@ -255,12 +267,13 @@ def _open(
         quiet = not unsaid.acquire(blocking=False)
         return example_dataset(replace(context, seed=seed, quiet=quiet), IndexedDataset(prefix))
 
-    encoding = Encoding(os.path.abspath(vocab_path), vocabulary.sha256, text_key=args.text_key)
-    settings = ChunkSettings(plan, str(folder), encoding, args.max_bad_lines)
-    num_workers = args.data_n_workers or min(_WORKERS, len(os.sched_getaffinity(0)))
+    encoding = Encoding.of(vocabulary, args.text_key, args.ends_documents())
+    encoding = replace(encoding, vocab_path=os.path.abspath(vocab_path))
+    settings = ChunkSettings(plan.on_this_machine(), str(folder), encoding, args.max_bad_lines)
+    num_workers = args.data_n_workers or min(_WORKERS, available_cores())
     feed = ChunkFeed([ExampleStream(folder, number) for number in streams], settings, build, num_workers)
-    rows = _bucket_rows(args, plan.num_streams, backend.world_size)
-    dataset = StreamedDataset(feed, fingerprint, plan.num_streams, rows, args.seed)
+    arrange = _arrangement(args, plan.num_streams, backend.world_size)
+    dataset = StreamedDataset(feed, fingerprint, plan.num_streams, arrange)
     if not feed.streams[streams[0]].known_samples:
         try:
             feed.wait_for({streams[0]: (0, 0)})

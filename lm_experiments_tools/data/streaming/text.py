@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from lm_experiments_tools.data.order import permute, stream_key
-from lm_experiments_tools.data.text.bad_lines import BadLine, no_documents
-from lm_experiments_tools.data.text.documents import Document, Piece, lines_before, plan_pieces, read_piece
+from lm_experiments_tools.data.text.bad_lines import BadLine, EmptyText, no_documents
+from lm_experiments_tools.data.text.documents import Document, Piece, file_stamp, lines_before, plan_pieces, read_piece
 from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
@@ -83,6 +83,26 @@ class StreamPlan:
         loads = sorted(_weights(pieces), reverse=True)
         num_streams = next(n for n in range(min(max_streams, len(pieces)), 0, -1) if _is_even(loads, n))
         return cls(tuple(pieces), num_streams, seed)
+
+    def on_this_machine(self) -> "StreamPlan":
+        """The plan with the times of the files here, which may be copies of those of the process that made it.
+
+        Raises:
+            UserError: a file is missing here, or is of another size.
+        """
+        stamps: dict[str, tuple[int, int]] = {}
+        for piece in self.pieces:
+            if piece.stamp is None or piece.path in stamps:
+                continue
+            found = file_stamp(piece.path) if os.path.exists(piece.path) else (-1, 0)
+            if found[0] != piece.stamp[0]:
+                here = f"{found[0]:,} bytes" if found[0] >= 0 else "missing"
+                raise UserError(
+                    f"{piece.path} has {piece.stamp[0]:,} bytes where the run was planned and is {here} here: every "
+                    f"machine needs the same text, and nothing may write to it"
+                )
+            stamps[piece.path] = found
+        return replace(self, pieces=tuple(replace(piece, stamp=stamps.get(piece.path)) for piece in self.pieces))
 
     def pieces_of(self, stream: int, passes: int) -> list[Piece]:
         """Pieces of a stream in one pass, in the order in which they are read."""
@@ -146,7 +166,7 @@ class StreamText:
     ):
         self.plan, self.stream, self.position = plan, stream, position
         self._text_key, self._max_bad_lines, self._listed_in = text_key, max_bad_lines, listed_in
-        self._first_bad_line = ""
+        self._first_bad_line, self._num_empty = "", 0
         self.bad_lines: list[tuple[Piece, BadLine]] = []
         self._kept: dict[Piece, list[Document | BadLine]] = {}
         self._room = _KEPT_BYTES
@@ -167,15 +187,17 @@ class StreamText:
                 if empty_pieces > len(self.plan.pieces):
                     paths = list(dict.fromkeys(piece.path for piece in self.plan.pieces))
                     first = self._first_bad_line
-                    raise no_documents(paths, self.position.bad_lines, first, self._listed_in)
+                    raise no_documents(paths, self.position.bad_lines, first, self._listed_in, self._num_empty)
                 self.position = replace(self.position, piece=self.position.piece + 1, items=0)
             self.position = replace(self.position, passes=self.position.passes + 1, piece=0)
 
     def _advance(self, piece: Piece, item: Document | BadLine) -> None:
         bad_lines = self.position.bad_lines
-        if isinstance(item, BadLine) and not self._first_bad_line:
+        is_bad = isinstance(item, BadLine) and not isinstance(item, EmptyText)
+        self._num_empty += isinstance(item, EmptyText)
+        if is_bad and not self._first_bad_line:
             self._first_bad_line = "{file}:{line}: {reason}".format(**_listing(piece, item))
-        if isinstance(item, BadLine) and self.position.passes == 0:
+        if is_bad and self.position.passes == 0:
             self.bad_lines.append((piece, item))
             bad_lines += 1
         self.position = replace(self.position, items=self.position.items + 1, bad_lines=bad_lines)

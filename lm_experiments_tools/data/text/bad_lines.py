@@ -21,6 +21,10 @@ class BadLine:
     content: str
 
 
+class EmptyText(BadLine):
+    """A line whose text is empty: left out like a bad one, but no sign of damage, so that no limit counts it."""
+
+
 class BadLines:
     """Counts what is left out, remembers the first with its place and reason, and stops above `limit`.
 
@@ -83,13 +87,16 @@ class Quarantine(BadLines):
         return f"{self.count} bad lines left out (the first: {self.first}), listed in {self.path}"
 
 
-def no_documents(inputs: Sequence[str], bad_lines: int = 0, first: str = "", listed_in: object = "") -> UserError:
+def no_documents(
+    inputs: Sequence[str], bad_lines: int = 0, first: str = "", listed_in: object = "", empty: int = 0
+) -> UserError:
     """The sentence for inputs that hold no document; `first` of the bad lines with its reason, the file of all."""
     all_listed = f"; all are listed in {listed_in}" if listed_in else ""
     details = f" (the first: {first}{all_listed})" if first else ""
     remedy = ": name the key of the text by --text_key" if f": {NO_KEY} " in first else ""
     return UserError(
-        f"there is no document in {listed(inputs)}: {bad_lines} bad lines and nothing else{details}{remedy}"
+        f"there is no document in {listed(inputs)}: {bad_lines} bad lines{f', {empty} empty texts' if empty else ''} "
+        f"and nothing else{details}{remedy}"
     )
 
 

@@ -2,49 +2,47 @@
 
 | input | a document is |
 |---|---|
-| `.jsonl`, `.json`, `.jsonl.gz`, `.json.gz` | one line: an object whose `text_key` is a string |
-| `.txt`, `.txt.gz` | a block of lines; blank lines separate documents |
-| a folder | all of the above in it, recursively, in sorted order; other files and hidden ones are passed over |
-| `name[:config][:split]` | a row of a Hugging Face dataset, streamed: of the hub, or a folder of Parquet files |
+| `.jsonl`, `.json`, `.ndjson` | one line: an object whose `text_key` is a string |
+| `.txt` | a block of lines; blank lines separate documents |
+| the same with `.gz`, `.bz2`, `.xz`, `.zst` | as above (`.zst` with pyarrow); in capitals too |
+| a folder | all of the above in it (see inputs.py) |
+| `name[:config][:split]`, `.parquet` | a row of a Hugging Face dataset, streamed: of the hub, or of Parquet files |
 
 A line that cannot be used (broken JSON, no such key, a number where text should be, no UTF-8, ...) is never dropped in
-silence: it comes out as a `BadLine`, and so does a document too large for memory, of which no more than the limit is
-read. Blank lines of a JSON-lines file are no data and are passed over; so is a UTF-8 byte order mark.
+silence: it comes out as a `BadLine` (an empty text as an `EmptyText`), and so does a document too large for memory, of
+which no more than the limit is read. Blank lines of a JSON-lines file are no data and are passed over; so is a UTF-8
+byte order mark.
 
 Large plain files are cut into byte ranges (`Piece`) at document boundaries, so that several processes can read one.
 """
 
-import gzip
 import json
 import logging
 import os
 import re
 import sys
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from lm_experiments_tools.data.text import hf_datasets
-from lm_experiments_tools.data.text.bad_lines import BadLine, Quarantine, listed, no_documents, no_key
+from lm_experiments_tools.data.text.bad_lines import BadLine, EmptyText, Quarantine, no_documents, no_key
+from lm_experiments_tools.data.text.compression import endings, open_decompressed
+from lm_experiments_tools.data.text.inputs import find_files
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import human_bytes
 
 logger = logging.getLogger(__name__)
 
-JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
-TEXT_SUFFIXES = (".txt", ".txt.gz")
-DATASET_SUFFIXES = (".parquet", ".arrow")  # a folder of these is read by the datasets package
 MAX_DOCUMENT_BYTES = 256 << 20  # on disk; encoding one takes many times that in memory
 _BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_EMPTY = "is empty"  # ends the reason why there is no text in a text
 _SKIP_BYTES = 1 << 20
 _EXCERPT = 1000  # characters of a bad line kept in the quarantine file: enough to recognise it
-_DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[^:]*)?(:[^:]+)?")
 
 
 @dataclass(frozen=True)
@@ -57,12 +55,16 @@ class Document:
 
 @dataclass(frozen=True)
 class Piece:
-    """A unit of work: bytes start:end of a file (end None: a whole compressed file), or shard `start` of a dataset."""
+    """A unit of work: bytes start:end of a file (end None: a whole compressed file), or shard `start` of a dataset.
+
+    `stamp` is what `file_stamp` gave for the file when the piece was cut; None: its reader does not compare.
+    """
 
     path: str
     kind: str  # "json", "text" or "dataset"
     start: int = 0
     end: int | None = None
+    stamp: tuple[int, int] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -70,6 +72,28 @@ class Piece:
         if self.kind == "dataset":
             return 0
         return (self.end if self.end is not None else os.path.getsize(self.path)) - self.start
+
+    def check_unchanged(self) -> None:
+        """Raise UserError where the file is not what it was when the piece was cut: its bounds are of the old one."""
+        if self.stamp is None or (found := file_stamp(self.path)) == self.stamp:
+            return
+        sizes = f"{self.stamp[0]:,} bytes then, {found[0]:,} now" if found[0] != self.stamp[0] else "of the same size"
+        raise UserError(
+            f"{self.path} was changed while it was being read ({sizes}), so what was read of it is a mixture of the "
+            f"old and the new text: wait until nothing writes to it any more and start again"
+        )
+
+
+def whole_file(path: str, kind: str = "") -> Piece:
+    """All of a file as one piece."""
+    stamp = file_stamp(path)
+    return Piece(path, kind, 0, None if endings(path)[1] else stamp[0], stamp)
+
+
+def file_stamp(path: str) -> tuple[int, int]:
+    """(size in bytes, time of the last change in ns) of a file."""
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
 
 
 def plan_pieces(inputs: Sequence[str], piece_bytes: int | None = None) -> list[Piece]:
@@ -79,70 +103,19 @@ def plan_pieces(inputs: Sequence[str], piece_bytes: int | None = None) -> list[P
     where there is nothing to read at all.
     """
     files = find_files(inputs)
-    sizes = {path: os.path.getsize(path) for path, kind in files if kind != "dataset"}
-    piece_bytes = piece_bytes or min(max(sum(sizes.values()) // 64, 2 << 20), 64 << 20)
+    stamps = {path: file_stamp(path) for path, kind in files if kind != "dataset"}
+    size = sum(num_bytes for num_bytes, _ in stamps.values())
+    piece_bytes = piece_bytes or min(max(size // 64, 2 << 20), 64 << 20)
     pieces: list[Piece] = []
     for path, kind in files:
         if kind == "dataset":
             pieces += [Piece(path, kind, start=shard) for shard in range(hf_datasets.num_shards(path))]
-        elif path.endswith(".gz"):
-            pieces.append(Piece(path, kind))
+        elif endings(path)[1]:
+            pieces.append(Piece(path, kind, stamp=stamps[path]))
         else:
-            bounds = _boundaries(path, kind, sizes[path], piece_bytes)
-            pieces += [Piece(path, kind, start, end) for start, end in pairwise(bounds)]
+            bounds = _boundaries(path, kind, stamps[path][0], piece_bytes)
+            pieces += [Piece(path, kind, start, end, stamps[path]) for start, end in pairwise(bounds)]
     return pieces
-
-
-def find_files(inputs: Sequence[str]) -> list[tuple[str, str]]:
-    """(path, kind) of all files, and of the datasets by name, which are not opened.
-
-    Raises UserError where an input does not exist or is of an unknown kind, and where there is nothing to read at all.
-    """
-    files = [file for item in inputs for file in _resolve(os.fspath(item))]
-    if not any(kind == "dataset" or os.path.getsize(path) for path, kind in files):
-        raise UserError(f"there is no text in {listed(inputs)}: {len(set(files))} files, all of them empty")
-    return files
-
-
-def _resolve(item: str) -> list[tuple[str, str]]:
-    """(path, kind) of the files an input stands for, or the name of a Hugging Face dataset."""
-    if os.path.isdir(item):
-        found = [
-            os.path.join(folder, name)
-            for folder, _, names in os.walk(item)
-            for name in names
-            if not any(part.startswith(".") for part in Path(folder, name).relative_to(item).parts)
-            and not _is_output(name, names)
-        ]
-        files = [(path, _kind(path)) for path in sorted(found) if _kind(path)]
-        if not files and any(path.endswith(DATASET_SUFFIXES) for path in found):
-            return [(item, "dataset")]
-        if not files:
-            raise UserError(
-                f"folder {item} has no {', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)} file in it ({len(found)} others)"
-            )
-        return files
-    if os.path.exists(item):
-        if not _kind(item):
-            raise UserError(f"{item} is none of {', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)}; rename or convert it")
-        return [(item, _kind(item))]
-    if os.path.isdir(hf_datasets.split_name(item)[0]):
-        return [(item, "dataset")]  # folder:config:split
-    looks_local = item.startswith((".", "/", "~")) or os.path.isdir(os.path.dirname(item) or "\0")
-    if looks_local or _kind(item) or not _DATASET_NAME.fullmatch(item):
-        raise UserError(f"{item} does not exist")
-    return [(item, "dataset")]
-
-
-def _is_output(name: str, names: Sequence[str]) -> bool:
-    """True for what an earlier run wrote into a folder with these names: its record, or its bad lines."""
-    return name.endswith(".bad_lines.jsonl") or (name.endswith(".json") and f"{name[:-5]}.idx" in names)
-
-
-def _kind(path: str) -> str:
-    if path.endswith(JSON_SUFFIXES):
-        return "json"
-    return "text" if path.endswith(TEXT_SUFFIXES) else ""
 
 
 def _boundaries(path: str, kind: str, size: int, piece_bytes: int) -> list[int]:
@@ -191,7 +164,7 @@ def _read_json(lines: Iterator[tuple[int, bytes]], path: str, text_key: str) -> 
             if isinstance(parsed, str):
                 yield Document(parsed, f"{path}:{number}")
             else:
-                yield BadLine(number, parsed[0], excerpt(line))
+                yield left_out(number, parsed[0], excerpt(line))
 
 
 def parse_json_line(line: bytes, text_key: str) -> str | tuple[str]:
@@ -235,7 +208,12 @@ def _text_of(record: dict[str, Any], text_key: str) -> str | tuple[str]:
 
 
 def _unusable(text: str) -> str:
-    return "is empty" if not text.strip() else unusable_characters(text)
+    return _EMPTY if not text.strip() else unusable_characters(text)
+
+
+def left_out(line: int, reason: str, content: str) -> BadLine:
+    """The item for a line that is no document."""
+    return (EmptyText if reason.endswith(_EMPTY) else BadLine)(line, reason, content)
 
 
 def unusable_characters(text: str) -> str:
@@ -268,7 +246,7 @@ def _read_text(lines: Iterator[tuple[int, bytes]], path: str) -> Iterator[Docume
         except UnicodeDecodeError as error:
             reason = f"not UTF-8 at byte {error.start}"
         if reason:
-            yield BadLine(number, reason, excerpt(line))
+            yield left_out(number, reason, excerpt(line))
             continue
         start = start if block else number
         block.append(text)
@@ -280,13 +258,15 @@ def read_lines(piece: Piece, first_line: int = 1, max_bytes: int | None = None) 
     """(line number, bytes) of a byte range or of a whole compressed file.
 
     Of a line longer than `max_bytes` (None: MAX_DOCUMENT_BYTES) one byte more than that is given, and the rest passed
-    over. Raises UserError for a damaged compressed file.
+    over. Raises UserError for a damaged compressed file, and for one that has changed since the piece was cut.
     """
     limit = MAX_DOCUMENT_BYTES if max_bytes is None else max_bytes
     number, position = first_line - 1, piece.start
+    piece.check_unchanged()
     try:
-        with gzip.open(piece.path) if piece.end is None else open(piece.path, "rb") as file:
-            file.seek(piece.start)
+        with open_decompressed(piece.path) as file:
+            if piece.start:
+                file.seek(piece.start)
             while line := file.readline(limit + 1):
                 number += 1
                 is_first, position = position == 0, position + len(line)
@@ -294,10 +274,12 @@ def read_lines(piece: Piece, first_line: int = 1, max_bytes: int | None = None) 
                     _skip_line(file)
                     position = file.tell()
                 yield number, line.removeprefix(_BOM) if is_first else line
-                if position == piece.end:
-                    return
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                if piece.end is not None and position >= piece.end:  # beyond it where the file has changed
+                    break
+    except EOFError as error:
+        piece.check_unchanged()
         raise UserError(f"{piece.path} is damaged after line {number} ({error}); compress or copy it again") from None
+    piece.check_unchanged()
 
 
 @lru_cache(maxsize=64)
@@ -328,7 +310,7 @@ def _read_dataset(piece: Piece, text_key: str, skip: int) -> Iterator[Document |
         if isinstance(text, str):
             yield Document(text, f"{piece.path}:{piece.start}:{number}")
         else:
-            yield BadLine(number, text[0], repr(row)[:_EXCERPT])
+            yield left_out(number, text[0], repr(row)[:_EXCERPT])
 
 
 def iter_documents(
@@ -340,19 +322,24 @@ def iter_documents(
 ) -> Iterator[Document]:
     """All documents of all inputs, in order.
 
-    Bad lines are written to the file `quarantine` and counted. UserError is raised by more than `max_bad_lines` of
-    them (None: any number), by an input that cannot be read, and by inputs without a single document.
+    Bad lines are written to the file `quarantine` and counted, empty texts only counted. UserError is raised by more
+    than `max_bad_lines` of the former (None: any number), by an input that cannot be read, and by inputs without a
+    single document.
     """
-    found = False
+    found, num_empty = False, 0
     with closing(Quarantine(quarantine, max_bad_lines)) as bad_lines:
         for piece in plan_pieces(inputs, piece_bytes=sys.maxsize):
             for item in read_piece(piece, text_key):
-                if isinstance(item, BadLine):
+                if isinstance(item, EmptyText):
+                    num_empty += 1
+                elif isinstance(item, BadLine):
                     bad_lines.list_line(piece.path, item)
                 else:
                     found = True
                     yield item
     if bad_lines.count:
         logger.warning("%s", bad_lines)
+    if num_empty:
+        logger.info("%d empty texts left out", num_empty)
     if not found:
-        raise no_documents(inputs, bad_lines.count, bad_lines.first, bad_lines.path)
+        raise no_documents(inputs, bad_lines.count, bad_lines.first, bad_lines.path, num_empty)

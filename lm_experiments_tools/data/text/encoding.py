@@ -1,5 +1,6 @@
 """Text -> ids as the token files hold them: what decides the ids, and the encoding of many documents at a time."""
 
+import os
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,14 @@ class Encoding:
     text_key: str = "text"
     append_eos: bool = False
     encode_by: str = "line"
+
+    @classmethod
+    def of(
+        cls, vocabulary: Vocabulary, text_key: str = "text", append_eos: bool = False, encode_by: str | None = None
+    ) -> "Encoding":
+        """The encoding by a vocabulary; `encode_by` None: as suits it (`Vocabulary.encode_by`)."""
+        path = os.path.abspath(vocabulary.path)
+        return cls(path, vocabulary.sha256, text_key, append_eos, encode_by or vocabulary.encode_by)
 
     def identity(self) -> dict[str, Any]:
         """The settings without the place of the vocabulary."""

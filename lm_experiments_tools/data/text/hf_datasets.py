@@ -1,7 +1,7 @@
 """Hugging Face datasets as a source of text, streamed: shards, rows from any position on, and what identifies them.
 
 `name[:config][:split]` is a dataset of the hub, or a local folder of files that the `datasets` package reads
-(Parquet, Arrow, ...); the split is `train` unless given.
+(Parquet, Arrow, ...); the split is `train` unless given. A single .parquet or .arrow file is one too.
 """
 
 import os
@@ -11,6 +11,13 @@ from functools import lru_cache
 from typing import Any
 
 from lm_experiments_tools.errors import UserError, first_line
+
+DATA_SUFFIXES = (".parquet", ".arrow")
+
+
+def is_data_file(path: str) -> bool:
+    """True for the name of a file that the `datasets` package reads and we do not."""
+    return path.lower().endswith(DATA_SUFFIXES)
 
 
 def split_name(item: str) -> tuple[str, str | None, str]:
@@ -36,13 +43,23 @@ def load_streaming(item: str) -> Any:
         ) from None
     name, config, split = split_name(item)
     try:
-        return datasets.load_dataset(name, config, split=split, streaming=True)
+        return datasets.load_dataset(*_source(item), split=split, streaming=True, **_files(item))
     except (OSError, ValueError) as error:  # offline, not found, or no such config or split
         kind = "a folder" if os.path.isdir(name) else "neither a file nor a folder here"
         raise UserError(
             f"{item} is {kind}, and as a Hugging Face dataset (name[:config][:split]) it cannot be loaded: "
             f"{first_line(error)}"
         ) from None
+
+
+def _source(item: str) -> tuple[str, str | None]:
+    """Name and configuration as `datasets` takes them; of a file, the reader of its kind."""
+    name, config, _ = split_name(item)
+    return (os.path.splitext(name)[1][1:].lower(), None) if os.path.isfile(name) else (name, config)
+
+
+def _files(item: str) -> dict[str, dict[str, str]]:
+    return {"data_files": {"train": item}} if os.path.isfile(item) else {}
 
 
 def num_shards(item: str) -> int:
@@ -79,8 +96,8 @@ def identity(item: str, *, with_times: bool = False) -> list[str]:
     """
     import datasets
 
-    name, config, split = split_name(item)
-    builder = datasets.load_dataset_builder(name, config)
+    split = split_name(item)[2]
+    builder = datasets.load_dataset_builder(*_source(item), **_files(item))
     files = (builder.config.data_files or {}).get(split)
     if files is None:
         return [str(builder.config.version), str(builder.hash)]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm_experiments_tools.data.text.bad_lines import BadLines, no_documents
+from lm_experiments_tools.data.text.bad_lines import BadLines, EmptyText, no_documents
 from lm_experiments_tools.data.text.documents import Document, Piece, lines_before, plan_pieces, read_piece
 from lm_experiments_tools.data.text.vocabulary import DEFAULT_EXTRA_IDS, Vocabulary, sentinel_piece
 from lm_experiments_tools.errors import UserError
@@ -164,7 +164,7 @@ class _Sampler:
         for item in read_piece(piece, self._text_key):
             if isinstance(item, Document):
                 yield from _short_lines(item.text)
-            else:
+            elif not isinstance(item, EmptyText):
                 self._bad_lines.add(f"{piece.path}:{lines_before(piece) + item.line}", item.reason)
 
 

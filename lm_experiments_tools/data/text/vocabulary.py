@@ -36,7 +36,7 @@ class Vocabulary:
         num_pieces: pieces in the model file; ids from here to `size` are the extra ids we add.
         num_sentinels, sentinel_ids: int64[num_sentinels], sentinel k at index k.
         pad_id, eos_id, unk_id: ids of the special pieces.
-        path, sha256: the model file and the hash of its content.
+        path, sha256: the model file and the hash of its content; `identity` is that of the ids it gives.
     """
 
     def __init__(self, path: Path, content: bytes, extra_ids: int):
@@ -93,9 +93,18 @@ class Vocabulary:
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without EOS, by the model without its sentinels: a literal "<extra_id_0>" is ordinary text.
 
-        Newlines are spaces to a T5 model (nmt_nfkc), so lines may be encoded apart and joined.
+        Newlines are spaces to a T5 model (nmt_nfkc), so lines may be encoded apart and joined; see `encode_by`.
         """
         return self._processor.encode(text)
+
+    @cached_property
+    def encode_by(self) -> str:
+        """The way to encode documents that loses nothing this vocabulary can hold: "line", or whole by "document".
+
+        Lines are joined without what stood between them, so a vocabulary that gives a newline back, by a piece of its
+        own or by bytes (Gemma's, Llama's), has to see documents whole.
+        """
+        return "document" if "\n" in self._processor.decode(self._processor.encode("a\nb")) else "line"
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` for many texts in one call into C++, on the calling thread."""
@@ -137,6 +146,16 @@ class Vocabulary:
     def starts_word(self, index: int) -> bool:
         """True if a piece begins a word: it carries the space before it."""
         return index < self.num_pieces and self._processor.id_to_piece(index).startswith("\u2581")
+
+    @cached_property
+    def identity(self) -> str:
+        """Hash of what decides ids; `save_tokenizer` writes another file of the same identity."""
+        model = _parse_model(self.path, self._content)
+        sentinels = dict.fromkeys(self.sentinel_ids.tolist())
+        pieces = [(index, p.piece, p.score, p.type) for index, p in enumerate(model.pieces) if index not in sentinels]
+        how = model.trainer_spec
+        parts = [pieces, list(sentinels), self.size, how.model_type, how.byte_fallback, how.treat_whitespace_as_suffix]
+        return hashlib.sha256(json.dumps(parts).encode() + model.normalizer_spec.SerializeToString()).hexdigest()
 
     @cached_property
     def _sentinel_number(self) -> dict[int, int]:

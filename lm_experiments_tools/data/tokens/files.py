@@ -88,6 +88,14 @@ def warn_unrecorded(prefix: str | os.PathLike, meta: dict[str, Any]) -> None:
         _warn_unrecorded(dataset_paths(prefix)[2])
 
 
+def recorded_vocabulary(prefix: str | os.PathLike, meta: dict[str, Any]) -> Path | None:
+    """The vocabulary that PREFIX.json (`meta`) names, where it says or beside the tokens; None if it is not there."""
+    if meta.get("vocab_file") is None:
+        return None
+    named = Path(meta["vocab_file"])
+    return next((path for path in (named, Path(prefix).parent / named.name) if path.is_file()), None)
+
+
 def token_prefix(path: str | os.PathLike) -> str | None:
     """The prefix of the token file that `path` names, also by its .bin or .idx; None where it is something else.
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_experiments_tools.data.tokens.files import check_replaceable, token_prefix
+from lm_experiments_tools.data.tokens.files import check_replaceable, remove_unfinished, token_prefix
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
@@ -54,6 +54,7 @@ def merge_datasets(
             meta = datasets[0].meta
             vocab_file, vocab_sha256 = (meta.get(name) or "unknown" for name in ("vocab_file", "vocab_sha256"))
             check_replaceable(output, _texts(datasets), vocab_file, vocab_sha256)
+        remove_unfinished(output)
         return _write(datasets, output)
 
 
@@ -139,8 +140,8 @@ def _write(datasets: list[IndexedDataset], output: str) -> dict[str, Any]:
                 )
         meta = {name: value for name, value in datasets[0].meta.items() if name != "shard"}
         for name in _SUMMED:
-            if name in meta:
-                meta[name] = sum(dataset.meta[name] for dataset in datasets)
+            if any(name in dataset.meta for dataset in datasets):
+                meta[name] = sum(dataset.meta.get(name, 0) for dataset in datasets)
         meta.setdefault("num_documents", sum(dataset.num_documents for dataset in datasets))
         meta.setdefault("num_tokens", writer.num_tokens)
         meta |= {"bin_sha256": writer.bin_sha256}

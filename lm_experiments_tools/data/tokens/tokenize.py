@@ -23,18 +23,23 @@ from pathlib import Path
 from typing import Any
 
 from lm_experiments_tools.data.text import hf_datasets
-from lm_experiments_tools.data.text.bad_lines import BadLine, Quarantine, no_documents
+from lm_experiments_tools.data.text.bad_lines import BadLine, EmptyText, Quarantine, no_documents
 from lm_experiments_tools.data.text.documents import Piece, count_lines, plan_pieces, read_piece
 from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens.files import check_replaceable, dataset_exists
+from lm_experiments_tools.data.tokens.files import (
+    check_replaceable,
+    dataset_exists,
+    recorded_vocabulary,
+    remove_unfinished,
+)
 from lm_experiments_tools.data.tokens.indexed import (
     IndexedDataset,
     IndexedDatasetWriter,
     finished_record,
     token_dtype,
 )
-from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool
+from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool, available_cores
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked, write_atomic
 
@@ -55,7 +60,7 @@ def tokenize_corpus(
     append_eos: bool = False,
     text_key: str = "text",
     max_bad_lines: int | None = 100,
-    encode_by: str = "line",
+    encode_by: str | None = None,
     show_progress: bool | None = None,
     shard: tuple[int, int] | None = None,
     overwrite: bool = False,
@@ -69,7 +74,8 @@ def tokenize_corpus(
         max_bad_lines: lines to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error (None: any number).
         encode_by: "line" encodes the lines of a document apart, so that ids do not depend on the document's length and
             equal those of Hugging Face tokenizers; "document" encodes it whole, as seqio does (25 % faster; a few near
-            ties come out differently, because SentencePiece sums scores in float32).
+            ties come out differently, because SentencePiece sums scores in float32). None: "line" unless the
+            vocabulary knows newlines, which "line" would lose.
         show_progress: a progress bar on stderr; None shows it on a terminal.
         shard: (i, n) encodes the i-th of n parts, 0 <= i < n, into `shard_prefix(PREFIX, i, n)`.
         overwrite: replace token files of other inputs, or of another vocabulary.
@@ -77,12 +83,10 @@ def tokenize_corpus(
     Raises:
         UserError: an unreadable input or vocabulary, no document, too many bad lines, or a PREFIX of something else.
     """
-    if encode_by not in ("line", "document"):
-        raise UserError(f"encode_by is {encode_by!r}; it can be 'line' or 'document'")
     if workers is not None and workers < 1:
         raise UserError(f"workers is {workers}; at least one process has to do the work")
     vocabulary = Vocabulary.load(vocab_path)
-    encoding = Encoding(os.path.abspath(vocabulary.path), vocabulary.sha256, text_key, append_eos, encode_by)
+    encoding = _encoding(vocabulary, text_key, append_eos, encode_by)
     prefix = os.fspath(output_prefix)
     origin: dict[str, Any] = {"input": [os.path.abspath(item) if os.path.exists(item) else item for item in inputs]}
     if shard is None:
@@ -95,17 +99,25 @@ def tokenize_corpus(
     with locked(Path(f"{prefix}.lock")):
         if not overwrite:
             check_replaceable(prefix, origin["input"], vocabulary.path, vocabulary.sha256)
-        _prepare_folder(folder, _plan_fingerprint(pieces, encoding))
+        remove_unfinished(prefix)
+        fingerprint = _prepare_folder(folder, _plan_fingerprint(pieces, encoding))
         with _kept_if_resumable(folder, len(pieces)):
             jobs = _jobs(pieces, folder)
             with _progress(pieces, jobs, show_progress) as advance:
-                _run(jobs, encoding, max_bad_lines, workers or len(os.sched_getaffinity(0)), advance)
+                _run(jobs, encoding, max_bad_lines, workers or available_cores(), advance)
+            _check_unchanged(pieces, encoding, fingerprint)
             bad_lines = _collect_bad_lines(pieces, folder, f"{prefix}.bad_lines.jsonl", max_bad_lines)
-            if bad_lines.count:
-                logger.warning("%s", bad_lines)
             meta = _join(pieces, folder, prefix, vocabulary, encoding, origin, bad_lines)
             shutil.rmtree(folder)
     return meta
+
+
+def _encoding(vocabulary: Vocabulary, text_key: str, append_eos: bool, encode_by: str | None) -> Encoding:
+    if encode_by not in (None, "line", "document"):
+        raise UserError(f"encode_by is {encode_by!r}; it can be 'line' or 'document'")
+    if encode_by == "line" != vocabulary.encode_by:
+        logger.warning("%s knows newlines, and encode_by=line leaves them all out", vocabulary.path)
+    return Encoding.of(vocabulary, text_key, append_eos, encode_by)
 
 
 def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.PathLike, **options: Any) -> str:
@@ -119,7 +131,7 @@ def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.Path
         UserError: as tokenize_corpus.
     """
     settings = {name: options[name] for name in ("text_key", "append_eos", "encode_by") if name in options}
-    encoding = Encoding(os.path.abspath(vocabulary.path), vocabulary.sha256, **settings)
+    encoding = Encoding.of(vocabulary, **settings)
     key = _plan_fingerprint(plan_pieces([path]), encoding)[:16]
     prefix = os.path.join(cache_dir, f"{Path(path).name.replace(':', '_')}-{key}")
     with locked(Path(f"{prefix}.cache.lock")):
@@ -129,9 +141,16 @@ def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.Path
 
 
 def check_vocabulary(prefix: str, meta: Mapping[str, Any], vocabulary: Vocabulary) -> None:
-    """Refuse token files that record (`meta`, what PREFIX.json holds) another vocabulary."""
+    """Refuse token files that record (`meta`, what PREFIX.json holds) a vocabulary of other ids.
+
+    Another file may give the same ids, as a run's spiece.model does; that is seen where the recorded one is there.
+    """
     made_with = meta.get("vocab_sha256")
-    if made_with not in (None, vocabulary.sha256):  # None: written by another program, the ids are all there is
+    if made_with in (None, vocabulary.sha256):  # None: written by another program, the ids are all there is
+        return
+    theirs = recorded_vocabulary(prefix, meta)
+    theirs = None if theirs is None else Vocabulary.load(theirs)
+    if theirs is None or (theirs.sha256, theirs.identity) != (made_with, vocabulary.identity):
         raise UserError(
             f"the tokens {prefix} were made with the vocabulary {meta.get('vocab_file')} (sha256 {made_with[:12]}, "
             f"{meta.get('vocab_size')} pieces), not with {vocabulary.path} (sha256 {vocabulary.sha256[:12]}, "
@@ -182,21 +201,31 @@ def _datasets_of(pieces: list[Piece]) -> list[str]:
 
 def _plan_fingerprint(pieces: list[Piece], encoding: Encoding) -> str:
     """Changes whenever the tokens could: which bytes are read, and how they are encoded."""
-    stamps = {}
-    for piece in pieces:
-        if piece.kind != "dataset" and piece.path not in stamps:
-            stamps[os.path.abspath(piece.path)] = os.stat(piece.path).st_mtime_ns
+    stamps = {os.path.abspath(piece.path): piece.stamp[1] for piece in pieces if piece.stamp is not None}
     parts = [(os.path.abspath(p.path) if p.kind != "dataset" else p.path, p.kind, p.start, p.end) for p in pieces]
     identities = [hf_datasets.identity(name, with_times=True) for name in _datasets_of(pieces)]
     plan = [FORMAT, parts, sorted(stamps.items()), identities, encoding.identity()]
     return hashlib.sha256(json.dumps(plan).encode()).hexdigest()
 
 
-def _prepare_folder(folder: Path, fingerprint: str) -> None:
-    """Keep the finished pieces of the same plan; start over where text, vocabulary or options changed."""
+def _check_unchanged(pieces: list[Piece], encoding: Encoding, fingerprint: str) -> None:
+    """Refuse to join pieces of a text that is not that of the plan any more: its bounds were other documents'."""
+    for piece in {piece.path: piece for piece in pieces}.values():
+        piece.check_unchanged()
+    names = _datasets_of(pieces)
+    local = names and all(os.path.exists(hf_datasets.split_name(name)[0]) for name in names)  # the hub has revisions
+    if local and _plan_fingerprint(pieces, encoding) != fingerprint:
+        raise UserError(f"files of {', '.join(names)} were changed while they were being read: start again")
+
+
+def _prepare_folder(folder: Path, fingerprint: str) -> str:
+    """Keep the finished pieces of the same plan; start over where text, vocabulary or options changed.
+
+    Returns the fingerprint of the plan.
+    """
     plan = folder / "plan.json"
     if plan.is_file() and json.loads(plan.read_bytes()).get("fingerprint") == fingerprint:
-        return
+        return fingerprint
     if folder.exists() and not plan.is_file() and any(folder.iterdir()):
         raise UserError(
             f"{folder} holds files that are not ours (no plan.json); move it away or choose another output"
@@ -204,6 +233,7 @@ def _prepare_folder(folder: Path, fingerprint: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_atomic(plan, json.dumps({"fingerprint": fingerprint}))
+    return fingerprint
 
 
 def _jobs(pieces: list[Piece], folder: Path) -> list[tuple[Piece, str]]:
@@ -244,7 +274,7 @@ def tokenize_piece(piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: 
 
     They go to `prefix`.bad.jsonl, counted from the start of the piece. Above `limit` the piece is left unfinished.
     """
-    num_documents = total_bytes = batch_bytes = 0
+    num_documents = num_empty = total_bytes = batch_bytes = 0
     batch: list[str] = []
 
     def flush() -> None:
@@ -257,6 +287,9 @@ def tokenize_piece(piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: 
     writer = IndexedDatasetWriter(prefix, token_dtype(vocabulary.size))
     with writer, closing(quarantine):
         for item in read_piece(piece, encoding.text_key):
+            if isinstance(item, EmptyText):
+                num_empty += 1
+                continue
             if isinstance(item, BadLine):
                 quarantine.list_line(piece.path, item)
                 if limit is not None and quarantine.count > limit:
@@ -273,7 +306,8 @@ def tokenize_piece(piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: 
                 batch_bytes = 0
         flush()
         quarantine.close()
-        writer.finalize({"num_documents": num_documents, "num_bytes": total_bytes, "bad_lines": quarantine.count})
+        counts = {"num_documents": num_documents, "empty_documents": num_empty, "num_bytes": total_bytes}
+        writer.finalize(counts | {"bad_lines": quarantine.count})
     return quarantine.count
 
 
@@ -362,6 +396,8 @@ def _collect_bad_lines(pieces: list[Piece], folder: Path, path: str, limit: int 
             for line in bad.read_text(encoding="utf-8").splitlines():
                 record = json.loads(line)
                 quarantine.list_line(piece.path, BadLine(lines + record["line"], record["reason"], record["content"]))
+    if quarantine.count:
+        logger.warning("%s", quarantine)
     return quarantine
 
 
@@ -375,17 +411,18 @@ def _join(
     bad_lines: Quarantine,
 ) -> dict[str, Any]:
     """Write the final files out of the finished pieces, in order; returns what the sidecar holds."""
-    num_documents = num_bytes = 0
+    num_documents = num_empty = num_bytes = 0
     with IndexedDatasetWriter(prefix, token_dtype(vocabulary.size)) as writer:
         for number in range(len(pieces)):
             part = IndexedDataset(_piece_prefix(folder, number))
             writer.add_dataset(part)
             num_documents += part.meta["num_documents"]
+            num_empty += part.meta.get("empty_documents", 0)  # which earlier versions counted as bad lines
             num_bytes += part.meta["num_bytes"]
         if not num_documents and "shard" not in origin:
             writer.abort()
             paths = list(dict.fromkeys(piece.path for piece in pieces))
-            raise no_documents(paths, bad_lines.count, bad_lines.first, bad_lines.path)
+            raise no_documents(paths, bad_lines.count, bad_lines.first, bad_lines.path, num_empty)
         meta = {
             "vocab_sha256": vocabulary.sha256,
             "vocab_file": encoding.vocab_path,
@@ -400,6 +437,7 @@ def _join(
             "bin_sha256": writer.bin_sha256,
             **origin,
             "bad_lines": bad_lines.count,
+            **({"empty_documents": num_empty} if num_empty else {}),
         }
         writer.finalize(meta)
     return meta

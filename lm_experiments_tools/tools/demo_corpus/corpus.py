@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool
+from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool, available_cores
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import write_atomic
 from lm_experiments_tools.tools.demo_corpus.prose import paragraphs, similarity_key
@@ -100,7 +100,7 @@ def build_corpus(
     valid: list[str] = []
     sizes = {"train": 0, "valid": 0}
     packages: Counter[str] = Counter()
-    with closing(_documents(max_bytes, workers or len(os.sched_getaffinity(0)))) as documents:
+    with closing(_documents(max_bytes, workers or available_cores())) as documents:
         for text, source in documents:
             name, lines = ("valid", valid) if _hash(text) < validation_share * 2**64 else ("train", train)
             lines.append(json.dumps({"text": text, "source": source}, ensure_ascii=False) + "\n")

@@ -74,6 +74,8 @@ CONFLICTS = [
     ({"data_weights": (2.0,)}, ["--data_weights", "--data_path"]),
     ({"data_blending": "megatron"}, ["--data_blending", "--data_path"]),
     ({"task": "causal_lm", "bucket_rows": 8}, ["--bucket_rows", "prefix_lm, ul2"]),
+    ({"append_eos": False}, ["--append_eos", "--task span_corruption"]),
+    ({"task": "ul2", "bucket_rows": 8, "mix_rows": 8}, ["--bucket_rows", "--mix_rows"]),
     ({"task": "prefix_lm", "data_pipeline": "seqio", "bucket_rows": 8}, ["--bucket_rows", "--data_pipeline native"]),
     ({"task": "causal_lm", "use_generate_on_valid": True} | VALID, ["--use_generate_on_valid", "causal_lm"]),
     ({"task": "mlm", "report": True} | VALID | RUN, ["--report", "--task mlm"]),
@@ -100,7 +102,7 @@ OUT_OF_RANGE = [
     *[(name, math.nan) for name in ("clip_grad_norm", "clip_grad_value", "lr_min_ratio", "dropout_rate")],
     *[("lr", value) for value in (0.0, -1e-3, math.inf)],
     *[(name, value) for name in ("noise_density", "mlm_probability") for value in (0.0, 1.0)],
-    *[(name, 0) for name in ("bucket_rows", "pad_to_multiple_of")],
+    *[(name, 0) for name in ("bucket_rows", "mix_rows", "pad_to_multiple_of")],
     *[("dropout_rate", value) for value in (-0.1, 1.0)],
     ("mean_noise_span_length", 0.5),
     ("weight_decay", -1e-5),
@@ -178,7 +180,7 @@ def test_settings_of_examples_are_those_that_fingerprints_have_always_had_and_wh
     """A flag that is added later changes no fingerprint of a run that does not read it."""
     always = {"task", "input_seq_len", "target_seq_len", "noise_density", "mean_noise_span_length", "denoisers"}
     always |= {"mode_tokens", "mlm_probability"}
-    read = set(OBJECTIVES[task].reads) - {"bucket_rows"}
+    read = set(OBJECTIVES[task].reads) - {"bucket_rows", "mix_rows", "append_eos"}
     assert set(t5_args(task=task).settings_of_examples()) == always | read
 
 

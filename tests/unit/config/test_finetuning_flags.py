@@ -138,6 +138,34 @@ def test_what_other_flags_leave_without_effect_is_refused(settings, sentence):
         make(**settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "rate"),
+    [
+        ({}, 1e-4),
+        ({"optimizer": "torch.optim:AdamW", "model_type": "decoder"}, 2e-5),
+        ({"optimizer": "Adam", "peft": "lora"}, 1e-3),
+        ({"optimizer": "AdamWScale"}, 1e-2),
+        ({"optimizer": "Adafactor"}, 1e-3),
+        ({"optimizer": "SGD", "lr": 0.1}, 0.1),
+        ({"optimizer": "Adafactor", "relative_step": True}, None),
+    ],
+)
+def test_the_default_rate_is_of_the_optimizer(settings, rate):
+    assert make(**settings).resolved().lr == rate
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"optimizer": "SGD"}, {"optimizer": "my:AdamW"}, {"optimizer": "Adafactor", "peft": "lora"},
+     {"optimizer": "AdamWScale", "model_type": "decoder"}],
+)  # fmt: skip
+def test_a_rate_that_nobody_knows_is_asked_for(settings):
+    kind = settings.get("peft") or settings.get("model_type") or "encoder-decoder"
+    with pytest.raises(UserError, match=f"--lr is missing: .* --optimizer {settings['optimizer']} .*{kind}: give one"):
+        make(**settings)
+    make(**settings, validate_only=True)
+
+
 def test_a_run_can_be_validated_by_its_own_command():
     make(validate_only=True, epochs=2.0, lr=1e-3, max_train_samples=5, save_best=True, model_path="runs/x")
 

@@ -240,6 +240,14 @@ def test_validation_reads_each_sample_once(data):
     assert sorted(read)[-len(samples) :] == sorted(samples.batch(np.arange(len(samples)))["input_ids"].tolist())
 
 
+def test_a_block_of_unknown_tokens_alone_predicts_nothing(tmp_path):
+    unknown = 4
+    tokens = token_data(tmp_path / "unknown", [[[unknown] * 30, [unknown] * 20]] * 3)
+    words = tokenizer(special_ids=np.array([PAD, CLS, SEP, MASK, unknown]))
+    batch = dataset(tokens, tokenizer=words).batch(np.arange(2))
+    assert (batch["labels"] == -100).all() and (batch["input_ids"] == unknown).any()
+
+
 def test_mixtures_pad_shorter_rows(data):
     mixture = MixtureDataset([dataset(data), dataset(data, max_seq_length=32)], pad_id=PAD)
     batch = mixture.batch(np.arange(20))

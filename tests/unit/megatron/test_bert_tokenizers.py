@@ -281,3 +281,11 @@ def test_a_wordpiece_vocabulary_is_trained_and_is_the_same_every_time(tmp_path, 
         with pytest.raises(UserError, match=message):
             train_wordpiece([str(tmp_path / "data.jsonl")], size, tmp_path / "none.txt")
     assert lmtools([*command, "--output", "x", "--type", "sentencepiece", "--lowercase", "false"]) == 2
+
+
+def test_a_folder_of_weights_alone_has_no_vocabulary(tmp_path):
+    from transformers import BertConfig
+
+    BertConfig(vocab_size=64).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="has no vocabulary, so that every word would be .UNK."):
+        build_tokenizer("HFTokenizer", name_or_path=tmp_path)

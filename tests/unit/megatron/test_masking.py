@@ -59,6 +59,13 @@ def test_the_worked_example():
     assert masked.astype(int).tolist() == [[0, 0, 0, 1, 0, 1, 1, 1, 0]]
 
 
+def test_rows_without_a_word_are_left_as_they_are():
+    """A block of [UNK] or of separators alone: no turn to look at."""
+    nothing, words = np.zeros((2, 6), bool), np.zeros((0, 2), np.uint64)
+    masked = choose_masked(nothing, nothing, np.array([1, 1]), words, ngram_probabilities(3))
+    assert masked.shape == (2, 6) and not masked.any()
+
+
 @pytest.mark.parametrize(("length", "rate"), [(12, 0.3), (60, 0.15), (60, 0.9), (200, 0.15), (200, 0.5)])
 def test_a_batch_follows_the_rule_turn_by_turn(length, rate):
     rng = np.random.default_rng(length)

@@ -216,7 +216,7 @@ def test_input_without_any_text_is_one_sentence(folder):
     (folder / "in" / "data.csv").write_text("text")
     for source, message in [
         (folder / "none.jsonl", "--input .*none.jsonl does not exist"),
-        (folder / "in", r"has no .jsonl, .json, .jsonl.gz, .json.gz, .txt, .txt.gz file"),
+        (folder / "in", r"has no .jsonl, .json, .ndjson, .txt \(also with .gz, .bz2, .xz, .zst\) file"),
     ]:
         with pytest.raises(UserError, match=message):
             run(folder, source=source)

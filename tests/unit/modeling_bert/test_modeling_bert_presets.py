@@ -71,3 +71,17 @@ def test_preset_trains_and_survives_save_and_load(preset, tmp_path):
     loaded, report = BertForPreTraining.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     assert torch.equal(loaded.eval()(**batch).loss, model.eval()(**batch).loss)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_words_added_to_a_model_are_saved_with_their_biases(tied, tmp_path):
+    config = BertConfig(**{**small("bert_base_uncased").to_dict(), "tie_word_embeddings": tied})
+    model = BertForPreTraining(config).eval()
+    torch.nn.init.normal_(model.get_output_embeddings().bias)
+    model.resize_token_embeddings(110)
+    model.save_pretrained(tmp_path)
+    loaded, report = BertForPreTraining.from_pretrained(tmp_path, output_loading_info=True)
+    assert not (report["missing_keys"] or report["unexpected_keys"])
+    ids = torch.arange(100, 110)[None]
+    logits, again = (each(input_ids=ids).prediction_logits for each in (model, loaded.eval()))
+    assert logits.shape[-1] == 110 and torch.equal(logits, again)

@@ -121,6 +121,16 @@ def test_generation_is_the_same_with_and_without_cache(name):
     assert torch.equal(model.generate(**inputs, **options), model.generate(**inputs, **options, use_cache=False))
 
 
+@pytest.mark.parametrize(("encoder", "decoder"), [(1, 3), (3, 1)])
+def test_generation_caches_as_many_layers_as_the_decoder_has(encoder, decoder):
+    model = make(num_layers=encoder, num_decoder_layers=decoder)
+    inputs = {name: value for name, value in batch().items() if name != "labels"}
+    written = model.generate(**inputs, max_new_tokens=5, min_new_tokens=5, return_dict_in_generate=True)
+    assert len(written.past_key_values.self_attention_cache.layers) == decoder
+    again = model.generate(**inputs, max_new_tokens=5, min_new_tokens=5, use_cache=False)
+    assert torch.equal(written.sequences, again) and model.config.num_layers == encoder
+
+
 OFF = {
     "no cdQ heads": {**CDQ, "num_cdq_heads": 0},
     "no memory": {"num_memory_tokens": 0},

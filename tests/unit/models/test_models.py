@@ -15,6 +15,7 @@ from lm_experiments_tools.models.build import (
     num_parameters,
 )
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
+from modeling_t5 import T5Config
 
 transformers = pytest.importorskip("transformers")
 T5 = transformers.T5ForConditionalGeneration
@@ -46,6 +47,13 @@ def closed_form_size(config) -> int:
     biases = 2 * config.relative_attention_num_buckets * config.num_heads
     tables = config.vocab_size * config.d_model * (1 if config.tie_word_embeddings else 2)
     return encoder + decoder + biases + 2 * config.d_model + tables
+
+
+@pytest.mark.parametrize("preset", sorted(name for name, path in list_presets().items() if "t5_" in path.parent.name))
+def test_presets_have_the_dropout_that_their_models_were_trained_with(preset):
+    """None in the pre-training of T5 1.1, mT5 and UL2; 0.1 in that of T5 1.0, and on in FLAN's fine-tuning."""
+    expected = 0.0 if preset.startswith(("t5-v1_1", "mt5", "ul2")) else 0.1
+    assert load_model_config(preset, T5Config).dropout_rate == expected
 
 
 @pytest.mark.parametrize("preset", sorted(set(list_presets()) & {*PUBLISHED, "t5-micro"}))

@@ -304,7 +304,7 @@ def test_what_predict_reads_is_what_evaluation_reads(folder, monkeypatch, caplog
         caplog.clear()
         tuner.predict(columns(path))
     assert read == [evaluated[number] for number in range(len(evaluated))]
-    assert ("longer than" in caplog.text) == (file == "train.jsonl" and model == "gpt")
+    assert ("are longer than" in caplog.text) == (file == "train.jsonl" and model == "gpt")
 
 
 def test_texts_that_the_task_has_not_are_refused(folder):
@@ -320,6 +320,24 @@ def test_texts_that_the_task_has_not_are_refused(folder):
         with pytest.raises(UserError, match=words):
             tuner.predict(texts)
     assert plain.predict([]) == []
+
+
+@pytest.mark.parametrize("name", ["encoder", "text"])
+def test_a_string_is_one_text(folder, name):
+    model, file, flags = SAME_AS_SCRIPT[name]
+    tuner = FineTuner(folder / model, **flags, data_path=folder / file, input_seq_len=24)
+    assert tuner.predict("w1 w2 w3") == tuner.predict(["w1 w2 w3"]) == [tuner.generate_single("w1 w2 w3")]
+
+
+def test_an_encoder_of_pairs_is_not_asked_about_single_texts(folder, tmp_path):
+    tuner = FineTuner(
+        folder / "bert", model_type="encoder", task="classification", data_path=folder / "pairs.tsv", input_seq_len=24
+    )
+    tuner.save(tmp_path)
+    for asked in (tuner, FineTuner(tmp_path)):
+        assert len(asked.predict([("w1", "w2")])) == 1
+        with pytest.raises(UserError, match="text 0 .* has 1 parts, not 2"):
+            asked.predict(("w1", "w2"))
 
 
 def test_data_is_read_once(folder, monkeypatch):

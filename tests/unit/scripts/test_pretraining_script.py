@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from lm_experiments_tools.data.objectives.causal_lm import CausalLMDataset
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.recipes import t5_data as pretraining
 from lm_experiments_tools.tracking.tracker import Tracker
@@ -294,8 +296,22 @@ def test_counted_labels_of_a_decoder_are_those_its_loss_averages():
 def test_buckets_of_another_size_are_named_when_a_run_is_continued(work, vocab):
     start(vocab, **OBJECTIVES["prefix_lm"], gradient_accumulation_steps=2)
     flags = {**OBJECTIVES["prefix_lm"], "batch_size": 16, "iters": 4}
-    refused(vocab, "buckets of 8 rows .* buckets of 16, .* --bucket_rows 8", **flags, resume="run/last")
-    start(vocab, **flags, bucket_rows=8, resume="run/last")
+    refused(vocab, "steps of 8 rows .* steps of 16, .* --mix_rows 8", **flags, resume="run/last")
+    start(vocab, **flags, mix_rows=8, resume="run/last")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_run_of_when_a_step_was_one_bucket_is_refused_with_the_flag_that_continues_it(work, vocab, streaming):
+    """As those of before --mix_rows were, whose recorded bucket_rows is null."""
+    flags = {**OBJECTIVES["ul2"], "streaming": streaming}
+    start(vocab, **flags, bucket_rows=4)
+    config = work / "run" / "config.json"
+    recorded = json.loads(config.read_text())
+    del recorded["mix_rows"]
+    config.write_text(json.dumps({**recorded, "bucket_rows": None}))
+    more = {**flags, "iters": 4}
+    refused(vocab, "buckets of 4 rows .* mixed steps of 4, .* --bucket_rows 4", **more)
+    start(vocab, **more, bucket_rows=4)
 
 
 def test_several_sources_are_mixed(work, vocab, caplog):
@@ -307,7 +323,41 @@ def test_several_sources_are_mixed(work, vocab, caplog):
     flags += ["--input_seq_len", "32", "--target_seq_len", "32", "--batch_size", "4", "--lr", "1e-3", "--model_cfg"]
     main([*flags, "tiny.json", "--vocab", str(vocab), "--backend", "local", "--data_n_workers", "1"])
     assert "proportional mixture of 2" in caplog.text and "weight 2) of ul2" in caplog.text
-    assert "buckets of 4 rows" in caplog.text
+    assert "all lengths in each 4 rows" in caplog.text
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("task", "ends"), [("prefix_lm", True), ("ul2", True), ("causal_lm", True), ("", False)])
+def test_documents_end_with_eos_where_the_objective_reads_on_over_their_borders(work, vocab, task, ends, streaming):
+    start(vocab, **OBJECTIVES.get(task, {}), iters=1, streaming=streaming, model_path=None)
+    files = [IndexedDataset(str(path)[:-4]) for path in (work / ".cache").rglob("*.idx")]
+    assert files and all((int(row[-1]) == 1) is ends for data in files for row in data)
+    if not ends:
+        refused(vocab, "--append_eos is not read by --task span_corruption", append_eos=False)
+        return
+    start(vocab, **OBJECTIVES[task], iters=1, streaming=streaming, append_eos=False, model_path=None)
+    files = [IndexedDataset(str(path)[:-4]) for path in (work / ".cache").rglob("*.idx")]
+    assert {int(row[-1]) == 1 for data in files for row in data} == {True, False}
+
+
+def test_tokens_whose_documents_run_into_each_other_are_named_with_the_remedy(work, vocab, caplog):
+    for name, eos in (("with", True), ("without", False)):
+        tokenize_corpus(["text.jsonl"], vocab, name, workers=1, append_eos=eos)
+    flags = {**OBJECTIVES["causal_lm"], "iters": 1, "model_path": None}
+    start(vocab, **flags, data_path="with")
+    start(vocab, data_path="without", iters=1, model_path=None)
+    assert "--append_eos" not in caplog.text
+    start(vocab, **flags, data_path="without")
+    assert (
+        f"lmtools tokenize --input {work}/text.jsonl --vocab {vocab} --output without-eos --append_eos" in caplog.text
+    )
+    refused(
+        vocab,
+        "--no_append_eos is about raw text, and without is tokenized",
+        **flags,
+        data_path="without",
+        append_eos=False,
+    )
 
 
 def test_an_objective_wants_its_kind_of_model(work, vocab):

@@ -6,7 +6,9 @@ import json
 import math
 import os
 import signal
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -437,3 +439,48 @@ def test_init_checkpoint_takes_what_the_reset_flags_leave(tmp_path):
     loop = start(reset_lr=True, lr_scheduler="linear", num_warmup_steps=0)
     loop._set_lr()
     assert loop.state.schedule_start == 4 and loop.backend.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2)
+
+
+def test_a_metric_that_json_cannot_hold_costs_no_checkpoint(tmp_path):
+    odd = {
+        "table": np.eye(2),
+        "at": Fraction(1, 3),
+        "who": {1, 2},
+        "nan": np.float32("nan"),
+        "score": torch.tensor(0.5),
+    }
+    loop = make_loop(
+        {"model_path": str(tmp_path), "valid_interval": 1, "save_interval": 1, "optimize_metric": "at", "iters": 2},
+        valid=DataLoader(RaggedPairs(4), batch_size=4),
+        keep_for_metrics_fn=lambda batch, outputs: {"rows": batch["labels"]},
+        metrics_fn=lambda kept: odd,
+    )
+    loop.train()
+    resumed = make_loop({"model_path": str(tmp_path), "iters": 3}, loader=loop.stream.loader)
+    stored = resumed.state.metrics["valid"]
+    assert stored["table"] == [[1.0, 0.0], [0.0, 1.0]] and stored["at"] == "1/3" and stored["who"] == [1, 2]
+    assert math.isnan(stored["nan"]) and stored["score"] == 0.5 and resumed.state.best_metric == 1 / 3
+    loop.save_metrics(tmp_path)
+    assert json.loads((tmp_path / "metrics.json").read_text())
+
+
+def test_a_metric_that_is_no_number_cannot_be_optimised(tmp_path):
+    loop = make_loop(
+        {"model_path": str(tmp_path), "valid_interval": 1, "optimize_metric": "table"},
+        valid=DataLoader(RaggedPairs(4), batch_size=4),
+        keep_for_metrics_fn=lambda batch, outputs: {"rows": batch["labels"]},
+        metrics_fn=lambda kept: {"table": [1, 2]},
+    )
+    with pytest.raises(UserError, match=r"--optimize_metric table is a list \(\[1, 2\]\)"):
+        loop.train()
+    assert (tmp_path / "last").exists()
+
+
+def test_resuming_a_step_that_its_run_has_pruned_names_the_newest(tmp_path):
+    args = {"model_path": str(tmp_path), "iters": 5, "save_interval": 1, "keep_checkpoints": 2}
+    make_loop(args).train()
+    gone = tmp_path / "checkpoints" / "step_000002"
+    with pytest.raises(UserError, match=r"removed it .*--resume auto .* from its newest, step_000005"):
+        make_loop({**args, "resume": str(gone)})
+    with pytest.raises(UserError, match="no such checkpoint; give its folder"):
+        make_loop({**args, "resume": str(tmp_path / "checkpoints" / "step_000009")})

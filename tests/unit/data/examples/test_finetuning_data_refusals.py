@@ -47,8 +47,8 @@ def write(path, text):
         ("b.jsonl", '{"txt": "w1", "label": "a"}', CLASSES, ":2: no field sentence, text (there is 'txt', 'label')"),
         ("b.jsonl", '{"text": "w1", "label": "b"}', {**CLASSES, "label_names": ("a",)}, ":2: the label 'b' is none "
          "of a"),
-        ("b.jsonl", '{"question": "w1", "sentence": "w2", "label": "a"}', CLASSES, ":2: 2 sentences (question, "
-         "sentence), where the first row has 1"),
+        ("b.jsonl", '{"question": "w1", "sentence": "w2", "label": "a"}', CLASSES, ":2: a pair (question, "
+         "sentence), where "),
         ("c.jsonl", '{"text": "w1", "label": "b"}', NUMBERS, ":2: the label 'b' is not a number"),
         ("c.jsonl", '{"text": "w1", "label": NaN}', NUMBERS, ":2: the label nan is not finite"),
     ],
@@ -129,13 +129,35 @@ def test_unknown_label_of_the_validation_data_is_named(tmp_path):
         read(word_tokenizer(), data_path=(train,), valid_data_path=valid, **CLASSES)
 
 
-def test_files_of_pairs_and_of_single_sentences_do_not_go_together(tmp_path):
-    paths = (
-        write(tmp_path / "a.jsonl", LABEL),
-        write(tmp_path / "b.jsonl", '{"question": "w1", "sentence": "w2", "label": "a"}'),
-    )
-    with pytest.raises(UserError, match="some files hold pairs of sentences and some single ones"):
-        read(word_tokenizer(), data_path=paths, **CLASSES)
+PAIR, OTHER = '{"question": "w1", "sentence": "w2", "label": "a"}', '{"sentence": "w1", "label": "a"}'
+WRITTEN = {
+    "task": "classification",
+    "label_names": ("a", "b"),
+    "label_words": ("w1", "w2"),
+}  # by an encoder-decoder, which reads names of fields
+
+
+@pytest.mark.parametrize(
+    ("second", "flags", "reason"),
+    [
+        (PAIR, CLASSES, r"b\.jsonl:1 has a pair \(question, sentence\), .*a\.jsonl:1 has one sentence \(text\)"),
+        (PAIR, WRITTEN, r"b\.jsonl:1 has a pair \(question, sentence\), .*a\.jsonl:1 has one sentence \(text\)"),
+        (OTHER, WRITTEN, r"b\.jsonl:1 has one sentence \(sentence\), .*a\.jsonl:1 has one sentence \(text\)"),
+    ],
+)
+@pytest.mark.parametrize("split", ["data_path", "valid_data_path", "test_data_path"])
+def test_what_the_model_reads_is_alike_in_all_data_of_a_run(split, second, flags, reason, tmp_path):
+    first, second = write(tmp_path / "a.jsonl", LABEL), write(tmp_path / "b.jsonl", second)
+    paths = {"data_path": (first, second)} if split == "data_path" else {"data_path": (first,), split: second}
+    with pytest.raises(UserError, match=f"{reason}, and the model is to read the same of both.*--text_fields"):
+        read(word_tokenizer(), **paths, **flags)
+
+
+def test_names_of_fields_that_no_model_reads_may_differ(tmp_path):
+    first, second = write(tmp_path / "a.jsonl", LABEL), write(tmp_path / "b.jsonl", OTHER)
+    data = read(word_tokenizer(), data_path=(first, second), valid_data_path=second, **CLASSES)
+    assert len(data.train.dataset) == 2
+    data.train.close()
 
 
 def test_an_id_with_two_sources_is_named(tmp_path):

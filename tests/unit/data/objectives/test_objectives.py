@@ -469,7 +469,7 @@ def test_a_task_is_its_dataset_and_says_what_it_does(tmp_path, task):
     ):
         assert {"input_ids", "attention_mask", "labels"} == set(data.batch(np.arange(4)))
         assert task.split("_")[0][:4] in data.describe().replace("masked LM", "mlm")
-        assert ("buckets of 20 rows" in data.describe()) == (task in ("prefix_lm", "ul2"))
+        assert ("all lengths in each 20 rows" in data.describe()) == (task in ("prefix_lm", "ul2"))
     assert objective_dataset(context(args, words), tokens).fingerprint != data.fingerprint
 
 

@@ -20,6 +20,7 @@ from lm_experiments_tools.data.streaming import chunks as stream_chunks
 from lm_experiments_tools.data.streaming import stream as streaming
 from lm_experiments_tools.data.streaming import text as stream_text
 from lm_experiments_tools.data.streaming import worker as streaming_worker
+from lm_experiments_tools.data.streaming.chunks import ExampleStream
 from lm_experiments_tools.data.streaming.stream import streaming_data, streams_of
 from lm_experiments_tools.data.streaming.worker import ChunkMaker
 from lm_experiments_tools.data.text.documents import read_piece
@@ -129,6 +130,23 @@ def test_two_or_three_workers_have_the_rows_of_one(start, in_process):
     assert_equal(parts, {name: rows[:240] for name, rows in expected.items()})
 
 
+def test_a_chunk_whose_empty_texts_were_once_counted_as_bad_lines_is_the_same_text(tmp_path):
+    record = {"chunk": 0, "num_samples": 3, "num_tokens": 90, "end": {"items": 7, "bad_lines": 5}}
+    (tmp_path / "stream-00000.jsonl").write_text(json.dumps(record) + "\n")
+    stream = ExampleStream(tmp_path, 0)
+    stream.accept(0, {"num_tokens": 90, "end": {"items": 7, "bad_lines": 2}}, range(3))
+    with pytest.raises(UserError, match="the text has changed since"):
+        stream.accept(0, {"num_tokens": 90, "end": {"items": 8, "bad_lines": 5}}, range(3))
+
+
+def test_a_stream_encodes_as_suits_the_vocabulary(start, in_process, monkeypatch):
+    by_line = start(cache="line")
+    monkeypatch.setattr(Vocabulary, "encode_by", "document")
+    whole = start(cache="document")
+    ways = [loader.dataset.feed._settings.encoding.encode_by for loader in (by_line, whole)]
+    assert ways == ["line", "document"] and by_line.dataset.fingerprint != whole.dataset.fingerprint
+
+
 def test_speed_of_the_source_and_number_of_processes_change_nothing(start, in_process):
     expected = take(start(cache="fast", data_n_workers=1), 60)
     in_process.setattr(InProcess, "before", staticmethod(lambda _: time.sleep(random.random() * 0.1)))
@@ -225,17 +243,21 @@ def test_old_chunks_are_removed_and_made_again_alone(start, in_process, monkeypa
     assert_equal(take(loader, 10), expected)
 
 
+@pytest.mark.parametrize(("order", "rows"), [({"bucket_rows": 8}, 8), ({}, 2)])
 @pytest.mark.parametrize("task", ["prefix_lm", "ul2"])
-def test_rows_of_a_batch_are_of_like_length_for_any_number_of_workers(start, in_process, task):
-    settings = {"task": task}
+def test_rows_padded_together_are_of_like_length_for_any_number_of_workers(start, in_process, task, order, rows):
+    """Those of a step where it is one bucket; where steps are mixed, those of its micro-batches."""
+    settings = {"task": task, **order}
     expected = take(start(cache="one", **settings), 32)
     loaders = [start(rank, 2, cache=f"{rank}", **settings) for rank in range(2)]
     assert_equal(interleaved([take(loader, 32) for loader in loaders]), expected)
-    lengths = (expected["labels"] != -100).sum(1).reshape(32, 8).float()
-    width = expected["labels"].shape[1]
-    shuffled = lengths.flatten()[torch.randperm(256, generator=torch.Generator().manual_seed(0))].reshape(32, 8)
-    padding = [float(1 - rows.sum() / (rows.max(1).values * 8).sum()) for rows in (lengths, shuffled)]
-    assert padding[0] < 0.5 * padding[1] and width >= lengths.max()
+    lengths = (expected["labels"] != -100).sum(1).float()
+    assert expected["labels"].shape[1] >= lengths.max()
+    shuffled = lengths[torch.randperm(256, generator=torch.Generator().manual_seed(0))]
+    padding = [float(1 - one.sum() / (one.reshape(-1, rows).amax(1) * rows).sum()) for one in (lengths, shuffled)]
+    assert padding[0] < 0.6 * padding[1]
+    spread = [float(one.reshape(-1, 8).mean(1).std()) for one in (lengths, shuffled)]
+    assert (spread[0] > 1.8 * spread[1]) if order else (spread[0] < 1.3 * spread[1])
 
 
 def test_the_first_batch_waits_for_the_first_chunks_alone(start, in_process, tmp_path, monkeypatch):

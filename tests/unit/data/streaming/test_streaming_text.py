@@ -1,6 +1,7 @@
 """The text of --streaming: pieces dealt to streams, each document once a pass, any position found again."""
 
 import json
+import os
 import time
 from collections import Counter
 from itertools import chain, takewhile
@@ -13,6 +14,7 @@ from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.documents import Document, plan_pieces, read_piece
 from lm_experiments_tools.data.text.encoding import Encoding
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.errors import UserError
 from tests.helpers.token_toys import make_texts
 
 TEXTS = make_texts(4000)
@@ -82,6 +84,30 @@ def documents_of(plan, passes, begin=None):
     """(position, document) of the passes that are left from `begin` on."""
     text = StreamText(plan, 0, begin or Position(), "text", 10)
     return list(takewhile(lambda found: found[0].passes < passes, ((text.position, item) for item in text)))
+
+
+def test_a_stream_of_a_text_that_changes_ends_and_copies_on_other_machines_do_not(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(300)))
+    plan = StreamPlan.make([str(data)], 2, seed=3)
+    os.utime(data, ns=(1, 1))  # the time of a copy
+    assert len(documents_of(plan.on_this_machine(), 1)) > 100
+    with pytest.raises(UserError, match="data.jsonl was changed while it was being read"):
+        documents_of(plan, 1)
+    text = data.read_text()
+    for changed in ('{"text": "new"}\n' + text, None):
+        data.write_text(changed) if changed else data.unlink()
+        with pytest.raises(UserError, match=r"data.jsonl has [\d,]+ bytes where the run was planned and is .* here"):
+            plan.on_this_machine()
+
+
+def test_empty_texts_of_a_stream_are_no_bad_lines(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["", "a", " ", "b"] * 20))
+    text = StreamText(StreamPlan.make([str(data)], 1, seed=3), 0, Position(), "text", 0)
+    documents = iter(text)
+    assert [next(documents).text for _ in range(60)] == ["a", "b"] * 30
+    assert text.position.bad_lines == 0 and text.bad_lines == []
 
 
 @pytest.mark.parametrize("number", [1, 40])  # of one piece and of several

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 import re
 import sys
@@ -13,6 +14,7 @@ from lm_experiments_tools.data.text import documents
 from lm_experiments_tools.data.text.bad_lines import BadLine
 from lm_experiments_tools.data.text.documents import (
     Document,
+    Piece,
     iter_documents,
     plan_pieces,
     read_piece,
@@ -38,14 +40,13 @@ LINES = [
     (b'{"text": null}', "of type NoneType"),
     (b'{"text": 12}', "of type int"),
     (b'{"text": ["fine"]}', "of type list"),
-    (b'{"text": ""}', "is empty"),
-    (b'{"text": " \\n "}', "is empty"),
     (b'{"text": "a\\u0000b"}', "NUL"),
     (b'{"text": "a\\ud800b"}', "surrogate"),
     (b'{"text": "caf\xe9"}', "not UTF-8 at byte 13"),
     ('{"text": "fine"}'.encode("utf-16"), "not UTF-8 at byte 0"),
     (b"\x00\x01\x02", "not valid JSON"),
 ]
+EMPTY = [b'{"text": ""}', b'{"text": " \\n "}', '{"text": "\u00a0"}'.encode()]
 
 
 def read(tmp_path, inputs, **options):
@@ -135,6 +136,17 @@ def test_a_later_clean_run_removes_the_quarantine_file(tmp_path):
     data.write_text('{"text": "ok"}\n')
     read(tmp_path, [data])
     assert not (tmp_path / "bad.jsonl").exists()
+
+
+def test_empty_texts_are_counted_apart_from_bad_lines(tmp_path, caplog):
+    data = tmp_path / "data.jsonl"
+    data.write_bytes(b"\n".join([*EMPTY * 50, b'{"text": "ok"}', b"{"]))
+    with caplog.at_level("INFO"):
+        assert [d.text for d in read(tmp_path, [data], max_bad_lines=1)] == ["ok"]
+    assert "150 empty texts left out" in caplog.text and [entry["line"] for entry in quarantined(tmp_path)] == [152]
+    data.write_bytes(b"\n".join(EMPTY))
+    with pytest.raises(UserError, match=r"no document in .*data\.jsonl: 0 bad lines, 3 empty texts and nothing else"):
+        read(tmp_path, [data], max_bad_lines=0)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n \n", b'{"text": ""}\n'])
@@ -242,22 +254,54 @@ def test_pieces_tile_a_file_whatever_their_size(tmp_path, suffix):
     assert len(plan_pieces([str(data)], 1000)) > 5
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt", ".jsonl.gz"])
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_a_file_that_changes_after_it_was_cut_is_an_error_at_every_piece(tmp_path, suffix, when):
+    data = tmp_path / f"data{suffix}"
+    lines = "".join(f"{json.dumps({'text': f'document {i}'})}\n\n" for i in range(100)).encode()
+
+    def write(text):
+        data.write_bytes(gzip.compress(text) if suffix.endswith(".gz") else text)
+
+    for changed in (b'{"text": "new"}\n\n' + lines, lines[:-20], lines.replace(b"7", b"8")):
+        write(lines)
+        os.utime(data, ns=(1, 1))
+        for piece in plan_pieces([str(data)], 500):
+            if when == "before":
+                write(changed)
+            items = read_piece(piece)
+            with pytest.raises(UserError, match=rf"{re.escape(data.name)} was changed while it was being read"):
+                next(items)
+                write(changed)
+                list(items)
+            write(lines)
+            os.utime(data, ns=(1, 1))
+
+
+def test_a_piece_never_reads_beyond_its_end(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f'{{"text": "document {i}"}}\n' for i in range(100)))
+    for piece in plan_pieces([str(data)], 500):
+        moved = Piece(piece.path, piece.kind, piece.start + 1, piece.end - 1)  # bounds that are no line's any more
+        assert len(list(read_piece(moved))) == len(list(read_piece(piece)))
+
+
 def _reference_text(line):
-    """The text of a line by a parser of the test's own; None where it is bad."""
+    """The text of a line by a parser of the test's own; None where it is bad, "" where it is empty."""
     try:
         record = json.loads(line.decode())
         text = record["text"] if type(record) is dict else None
-        usable = type(text) is str and text.strip() and "\0" not in text and text.encode()
+        usable = type(text) is str and (not text.strip() or ("\0" not in text and text.encode()))
     except (ValueError, KeyError, RecursionError):
         return None
-    return text if usable else None
+    return (text if text.strip() else "") if usable else None
 
 
 def test_ten_thousand_mutated_lines_are_kept_or_quarantined_and_nothing_else(tmp_path):
     rng = random.Random(1)
-    lines = []
+    lines, all_lines = [], [line for line, _ in LINES] + EMPTY
     for _ in range(10_000):
-        line = bytearray(rng.choice(LINES)[0][:200])
+        line = bytearray(rng.choice(all_lines)[:200])
         for _ in range(rng.randrange(3)):
             line[rng.randrange(len(line))] = rng.randrange(256)
         lines.append(bytes(line).replace(b"\n", b" "))
@@ -266,7 +310,7 @@ def test_ten_thousand_mutated_lines_are_kept_or_quarantined_and_nothing_else(tmp
     expected = {n: _reference_text(line) for n, line in enumerate(lines, 1) if line.strip()}
     documents = read(tmp_path, [data])
     kept = {int(d.source.rpartition(":")[2]): d.text for d in documents}
-    assert kept == {n: text for n, text in expected.items() if text is not None}
+    assert kept == {n: text for n, text in expected.items() if text}
     assert [entry["line"] for entry in quarantined(tmp_path)] == [n for n, text in expected.items() if text is None]
     assert len(kept) > 500
 

@@ -345,3 +345,11 @@ def test_half_a_token_file_is_named(tmp_path, missing):
         merge_datasets([prefix], tmp_path / "m")
     (tmp_path / "half").mkdir()  # a folder of this name is text, whatever lies beside it
     assert token_prefix(prefix) is None and token_prefix(tmp_path / "none") is None
+
+
+def test_a_merge_removes_what_a_killed_one_left(tmp_path):
+    write_tokens(tmp_path / "a", [[[1, 2]]])
+    left = IndexedDatasetWriter(tmp_path / "m", np.uint16)
+    merge_datasets([str(tmp_path / "a")], tmp_path / "m")
+    assert not list(tmp_path.glob("*.tmp*")) and len(IndexedDataset(tmp_path / "m")) == 1
+    left.abort()

@@ -28,19 +28,6 @@ from tests.helpers import ROOT
 from tests.helpers.token_toys import make_texts, write_jsonl
 
 
-@pytest.fixture(scope="module")
-def vocab(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vocab")
-    train_vocab([write_jsonl(folder / "v.jsonl", make_texts(500))], 190, folder / "v.model")
-    return str(folder / "v.model")
-
-
-@pytest.fixture
-def small_pieces(monkeypatch):
-    """Cut even a small file into pieces (in this process, which makes the plan)."""
-    monkeypatch.setattr(module, "plan_pieces", lambda inputs: plan_pieces(inputs, 20_000))
-
-
 def files(prefix):
     return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx", ".json")]
 
@@ -359,6 +346,25 @@ def test_a_run_with_another_vocabulary_is_refused_before_torch_is_imported(tmp_p
         assert process.returncode == 2 and process.stderr.startswith(
             f"error: the tokens {tmp_path}/t were made with the vocabulary {vocab} (sha256 "
         )
+
+
+def test_a_vocabulary_of_other_bytes_and_the_same_ids_is_accepted(tmp_path, vocab):
+    """The spiece.model of a run lacks the sentinels, which a T5 tokenizer puts on top."""
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(90))
+    meta = tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
+    Vocabulary.load(vocab).save_tokenizer(tmp_path / "saved")
+    saved = Vocabulary.load(tmp_path / "saved")
+    assert saved.sha256 != meta["vocab_sha256"] and saved.identity == Vocabulary.load(vocab).identity
+    module.check_vocabulary(str(tmp_path / "t"), meta, saved)
+    train_vocab([data], 150, tmp_path / "other.model")
+    for record, words in (
+        (meta, Vocabulary.load(tmp_path / "other.model")),
+        (meta, Vocabulary.load(tmp_path / "saved", extra_ids=7)),
+        (meta | {"vocab_file": str(tmp_path / "gone.model")}, saved),
+        (meta | {"vocab_file": str(tmp_path / "other.model")}, saved),  # not the file that made the tokens
+    ):
+        with pytest.raises(UserError, match="were made with the vocabulary"):
+            module.check_vocabulary(str(tmp_path / "t"), record, words)
 
 
 def test_ranks_that_ask_at_once_share_one_tokenization(tmp_path, vocab, monkeypatch):

@@ -1,0 +1,146 @@
+"""Tasks of a cluster's launcher (srun, mpirun, mpiexec, jsrun) and the job that they form.
+
+Such a launcher starts the same command several times and says so in variables of its own, which torch does not read:
+taken for nothing, each task would train alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from lm_experiments_tools.errors import UserError
+
+# Step numbers from here on are no steps of srun: the batch script, salloc's shell, and what Slurm runs beside a job.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+# Ports of jobs: below those that systems hand out by themselves (from 32768 on).
+_FIRST_PORT, _NUM_PORTS = 15000, 15000
+# launcher -> variables of the number of tasks, this one's number, its number and their number on this machine
+_VARIABLES = {
+    "mpirun (Open MPI) or jsrun": (
+        "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "mpirun (MVAPICH)": (
+        "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "jsrun": ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
+    "mpiexec (MPICH, Intel MPI)": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """What a launcher says of its tasks and of this one.
+
+    Attributes:
+        launcher: its name, for a sentence.
+        source: the variable that holds `count`.
+        local_rank, local_count: on this machine; None where the launcher does not say.
+        address, port: where rank 0 can be reached; None where the launcher does not say.
+        interactive: the task is, or lies below, a shell on a terminal (`srun --pty`).
+    """
+
+    launcher: str
+    source: str
+    count: int
+    rank: int
+    local_rank: int | None = None
+    local_count: int | None = None
+    address: str | None = None
+    port: int | None = None
+    interactive: bool = False
+
+
+def started_tasks(environ: Mapping[str, str] = os.environ) -> Tasks | None:
+    """The tasks among which this process was started; None for one alone, and for a shell within an allocation.
+
+    `SLURM_NTASKS` says nothing by itself: in a batch script or below salloc it is what the allocation has room for.
+    Only the variables of a step tell that srun started this very process.
+    """
+    by_srun, by_mpi = _slurm_step(environ), _mpi_tasks(environ)
+    if by_mpi is None or (by_srun is not None and (by_srun.count, by_srun.rank) == (by_mpi.count, by_mpi.rank)):
+        return by_srun
+    return by_mpi  # whose own daemons are tasks of srun
+
+
+def _mpi_tasks(environ: Mapping[str, str]) -> Tasks | None:
+    for launcher, names in _VARIABLES.items():
+        count, rank, local_rank, local_count = (_number(environ, name) for name in names)
+        if count is not None and count > 1 and rank is not None:
+            return Tasks(launcher, names[0], count, rank, local_rank, local_count)
+    return None
+
+
+def _slurm_step(environ: Mapping[str, str]) -> Tasks | None:
+    step = _number(environ, "SLURM_STEP_ID")
+    if step is None or step >= _FIRST_SPECIAL_STEP:
+        return None
+    source = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    count, rank = _number(environ, source), _number(environ, "SLURM_PROCID")
+    if count is None or count < 2 or rank is None:
+        return None
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    host = first_host(nodes)
+    alone = host is not None and host == nodes
+    job = _number(environ, "SLURM_JOB_ID")
+    return Tasks(
+        "srun", source, count, rank,
+        local_rank=_number(environ, "SLURM_LOCALID"),
+        local_count=_tasks_of_node(environ),
+        address="127.0.0.1" if alone else host,
+        port=None if job is None else _FIRST_PORT + (job + 7919 * step) % _NUM_PORTS,  # steps of a job run at once
+        interactive="SLURM_PTY_PORT" in environ,
+    )  # fmt: skip
+
+
+def first_host(nodes: str) -> str | None:
+    """The first name of a list in Slurm's short form, such as `n[01-04,7],gpu3`; None of an empty one."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else None
+
+
+def _tasks_of_node(environ: Mapping[str, str]) -> int | None:
+    """Tasks of the step on this machine, from a list such as `2(x3),1`."""
+    node, text = _number(environ, "SLURM_NODEID"), environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    counts = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+    return counts[node] if node is not None and node < len(counts) else None
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    return int(environ[name]) if environ.get(name, "").isdigit() else None
+
+
+def form_job(tasks: Tasks, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Put the variables into the environment by which torch forms one job of these tasks.
+
+    `MASTER_ADDR` and `MASTER_PORT` that are there already are kept.
+
+    Raises:
+        UserError: the launcher does not say enough, or one task may be a shell of its own.
+    """
+    host = "$(hostname)"
+    hint = f"`torchrun --nproc_per_node {tasks.count} SCRIPT ...` (or horovodrun) forms a job on one machine"
+    if tasks.interactive:
+        raise UserError(
+            f"{tasks.launcher} --pty started {tasks.count} tasks ({tasks.source}), and this may be the only one of "
+            f"them that trains: leave --pty out to train in all of them, or start one task (-n1); {hint}"
+        )
+    address, port = environ.get("MASTER_ADDR", tasks.address), environ.get("MASTER_PORT", tasks.port)
+    if address is None or port is None or tasks.local_rank is None:
+        missing = "the address of the first task" if tasks.local_rank is not None else "a task's number on its machine"
+        raise UserError(
+            f"{tasks.launcher} started {tasks.count} tasks ({tasks.source}) but does not tell {missing}, so each "
+            f"would train alone: set MASTER_ADDR and MASTER_PORT for all of them (mpirun -x MASTER_ADDR={host} -x "
+            f"MASTER_PORT=29500, mpiexec -genv, jsrun -E); {hint}"
+        )
+    ours = {
+        "RANK": tasks.rank,
+        "WORLD_SIZE": tasks.count,
+        "LOCAL_RANK": tasks.local_rank,
+        "LOCAL_WORLD_SIZE": tasks.local_count,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
+    environ.update({name: str(value) for name, value in ours.items() if value is not None})

@@ -1,0 +1,58 @@
+"""Settings that pre-trained weights bring along, as defaults of the flags that are not given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lm_experiments_tools.checkpoint.source import CONFIG, KINDS, TASK_FILE, Source, find_base, find_source
+from lm_experiments_tools.config.finetuning import PROMPT, SAVED
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models.build import register_own_models
+from lm_experiments_tools.models.pretrained import kind_of
+
+
+def inherited_settings(given: Mapping[str, Any], found: list[Source] | None = None) -> dict[str, tuple[Any, str]]:
+    """{name: (value, the file it is from)} of settings that are not given but follow from `from_pretrained`.
+
+    Weights that were fine-tuned bring their task, unless another is given, and with it the prefix, the lengths and the
+    parts of the prompt. Others bring the kind of model. Weights that cannot be found bring nothing: what is wrong with
+    them is said where they are loaded.
+
+    Args:
+        found: gets the source of the weights, for `ModelFiles` to look for it no second time; not with
+            `working_dir`, which the run enters later.
+
+    Raises:
+        UserError: a damaged file.
+    """
+    if not given.get("from_pretrained"):
+        return {}
+    name, folder = str(given["from_pretrained"]), given.get("working_dir", ".")
+    try:
+        source = find_source(str(Path(folder, name)) if Path(folder, name).exists() else name)
+    except UserError:
+        return {}
+    if found is not None and folder == ".":
+        found.append(source)
+    saved, file = source.task, f"{source.name}/{TASK_FILE}"
+    if saved and all(given.get(name, saved.get(name)) == saved.get(name) for name in KINDS):
+        kept = {*given, *(PROMPT if given.get("tk_instruct") else ())}  # which draws the prompts of training itself
+        return {name: (saved[name], file) for name in SAVED if name in saved and name not in kept}
+    kind = None if "model_type" in given else _kind_of_weights(source)
+    return {} if kind is None else {"model_type": (kind, f"{source.name}/{CONFIG}")}
+
+
+def _kind_of_weights(source: Source) -> str | None:
+    """By the configuration; None where there is none, or it tells nothing."""
+    from transformers import AutoConfig
+
+    try:
+        base = find_base(source) if source.is_adapter else source
+        if base.is_file:
+            return None
+        register_own_models(base)
+        return kind_of(AutoConfig.from_pretrained(base.name))
+    except (UserError, OSError, ValueError, KeyError):
+        return None

@@ -1,0 +1,143 @@
+"""Random states that noise and batches come from, out and in: those of the process, and those that a loader holds."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import to_jsonable
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_COUNTERS = ("epoch", "iteration", "initial_seed")  # what torch's, Accelerate's and most samplers derive an order from
+_NOT_ENTERED = (str, bytes, bytearray, type, ModuleType, torch.Tensor, torch.nn.Module, np.ndarray)
+_MOST_OBJECTS, _MOST_ITEMS = 2000, 64  # rows of a dataset are no place for generators
+
+
+def random_state() -> dict[str, Any]:
+    """State of every generator a training step may draw from: Python, numpy, torch, this worker's GPU."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    version, internal, gauss_next = random.getstate()
+    state = {
+        "python": [version, list(internal), gauss_next],
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """The inverse of `random_state`."""
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.asarray(keys).astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+@contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Keep training's random numbers as they were, whatever draws inside (a validation, an extra loader)."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
+
+
+class Generators:
+    """Generators and epoch counters that an object holds, itself or in its parts, each by the path to it.
+
+    Of a `DataLoader` these are its own `generator`, and those of its sampler, batch sampler, dataset and collate
+    function, however deep: `batch_sampler.sampler.generator`. Counters are the `epoch`, `iteration` and `initial_seed`
+    that samplers derive an order from.
+
+    Raises:
+        UserError: a generator has no state that could be saved.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self.held: dict[str, Any] = {}
+        self.counting: dict[str, tuple[Any, str]] = {}
+        seen, todo = {id(root)}, [("", root)]
+        for path, value in todo:  # breadth first, so that the path to each is the shortest
+            if isinstance(value, random.SystemRandom):
+                raise UserError(
+                    f"the training data loader draws from {path}, a random.SystemRandom, which has no state: a "
+                    "resumed run would read other rows; use random.Random(seed)"
+                )
+            if isinstance(value, _GENERATORS):
+                self.held[path] = value
+                continue
+            for name, part in _parts(value):
+                inner = f"{path}.{name}" if path else name
+                if name in _COUNTERS and type(part) is int:
+                    self.counting[inner] = (value, name)
+                if id(part) not in seen and len(todo) < _MOST_OBJECTS:
+                    seen.add(id(part))
+                    todo.append((inner, part))
+
+    def state(self) -> dict[str, Any]:
+        """State of each, by path."""
+        counts = {path: getattr(owner, name) for path, (owner, name) in self.counting.items()}
+        return {**{path: _state_of(generator) for path, generator in self.held.items()}, **counts}
+
+    def restore(self, state: Mapping[str, Any]) -> set[str]:
+        """The inverse of `state`. Returns the paths that are only here or only there: a part may be made later."""
+        for path in state.keys() & self.held.keys():
+            _set_state(self.held[path], state[path])
+        for path in state.keys() & self.counting.keys():
+            owner, name = self.counting[path]
+            setattr(owner, name, state[path])
+        return state.keys() ^ (self.held.keys() | self.counting.keys())
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    """Attributes or items of a value that may hold generators."""
+    if isinstance(value, _NOT_ENTERED):
+        return []
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [(str(i), item) for i, item in enumerate(value)] if len(value) <= _MOST_ITEMS else []
+    if isinstance(value, dict):
+        return [(str(key), item) for key, item in value.items()] if len(value) <= _MOST_ITEMS else []
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if (owner := getattr(value, "__self__", None)) is not None:  # a method
+        return [("__self__", owner)]
+    attributes = getattr(value, "__dict__", None)  # the iterator of a loader holds queues and processes
+    return [item for item in attributes.items() if item[0] != "_iterator"] if isinstance(attributes, dict) else []
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        version, internal, gauss_next = generator.getstate()
+        return [version, list(internal), gauss_next]
+    numpy_state = (
+        generator.get_state(legacy=False) if hasattr(generator, "get_state") else generator.bit_generator.state
+    )
+    return to_jsonable(numpy_state)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        version, internal, gauss_next = state
+        generator.setstate((version, tuple(internal), gauss_next))
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state

@@ -1,0 +1,111 @@
+"""Samples of like length next to each other: one of each length in every step, whatever its split; nothing is lost."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from lm_experiments_tools.config.objectives import PAPER_DENOISERS, DenoiserSpec
+from lm_experiments_tools.data.buckets import BucketedDataset, MixedSteps
+from lm_experiments_tools.data.objectives.denoising import PrefixLMDataset
+from lm_experiments_tools.data.objectives.ul2 import UL2Dataset
+
+IDS = {"eos_id": 1, "pad_id": 0, "vocab_size": 10_000}
+
+
+class Sized:
+    """A dataset of nothing but lengths, evenly spread over 1 to `longest`; of a stream, every n-th sample's."""
+
+    fingerprint = "x"
+
+    def __init__(self, num_samples, longest=1000, seed=0):
+        self.of = np.random.default_rng(seed).integers(1, longest + 1, num_samples)
+
+    def __len__(self):
+        return len(self.of)
+
+    def lengths(self, samples):
+        return np.stack([self.of[samples % len(self.of)]] * 2)
+
+
+def source(num_tokens):
+    return SimpleNamespace(tokens=np.full(num_tokens, 20, np.uint16), fingerprint="x")
+
+
+def ul2(num_tokens=2_000_000, length=256):
+    specs = [DenoiserSpec.parse(text) for text in PAPER_DENOISERS]
+    ids = {"modes": {"R": 9_890, "X": 9_891, "S": 9_892}, "sentinel_ids": np.arange(9_999, 9_899, -1), **IDS}
+    return UL2Dataset(source(num_tokens), length, length, specs, quiet=True, **ids)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 20, 32])
+@pytest.mark.parametrize("num_samples", [5, 100, 777])
+def test_mixed_steps_keep_each_sample_once_an_epoch(rows, num_samples):
+    data = MixedSteps(Sized(num_samples), rows, 0)
+    for epoch in range(3):
+        samples = data.arranged(np.arange(num_samples) + epoch * num_samples)
+        assert sorted(samples.tolist()) == list(range(epoch * num_samples, (epoch + 1) * num_samples))
+
+
+def test_a_step_has_a_bucket_of_each_eighth_of_the_lengths_in_their_order():
+    data = MixedSteps(Sized(64 * 400), 64, 0)
+    lengths = data.dataset.lengths(data.arranged(np.arange(64 * 400)))[0].reshape(400, 8, 8)
+    expected = (np.arange(8) + 0.5) * 125
+    assert np.abs(lengths.mean(axis=2) - expected).max() < 125
+    np.testing.assert_allclose(lengths.mean(axis=(0, 2)), expected, rtol=0.15, atol=10)  # drawn over the whole eighth
+    assert np.ptp(lengths, axis=2).mean() < 1000 / 32  # a bucket is of one length, nearly
+    assert not (lengths[:16, 0].mean(axis=1) == np.sort(lengths[:16, 0].mean(axis=1))).all()
+
+
+@pytest.mark.parametrize("rows", [8, 32, 64, 96, 256])
+def test_streams_give_mixed_steps_together(rows):
+    """A step takes rows of all streams, each of which arranges its own."""
+    streams = [MixedSteps(Sized(20_000, seed=k), rows, 0, stream=k, num_streams=16) for k in range(16)]
+    numbers = np.arange(rows * (16 * 600 // rows))
+    lengths = np.empty(len(numbers))
+    for k, data in enumerate(streams):
+        here = numbers[numbers % 16 == k] // 16
+        assert sorted(data.arranged(np.arange(data.window)).tolist()) == list(range(data.window))
+        lengths[numbers % 16 == k] = data.dataset.lengths(data.arranged(here))[0]
+    steps = lengths.reshape(-1, rows)
+    random = np.random.default_rng(0).permutation(lengths).reshape(-1, rows)
+    assert steps.mean(axis=1).std() < 1.2 * random.mean(axis=1).std()
+    padding = {m: 1 - steps.mean() / steps.reshape(-1, rows // m).max(axis=1).mean() for m in (1, 8)}
+    assert padding[8] < 0.15 and padding[8] < padding[1] / 3
+
+
+def test_steps_of_ul2_hold_its_denoisers_in_their_shares():
+    """Of a step of 64 rows by chance no less; buckets of a step's rows would be of one denoiser."""
+    data = ul2()
+    made = {"mixed": MixedSteps(data, 64, 0), "buckets": BucketedDataset(data, 64, 0)}
+    spread = {}
+    for name, arranged in {**made, "random": BucketedDataset(data, 1, 0)}.items():
+        samples = arranged.arranged(np.arange(64 * 80))
+        kinds = data._kinds(data.rows_of(samples)[1]).reshape(80, 64)
+        shares = np.stack([(kinds == k).mean(axis=1) for k in range(7)])
+        targets = data.lengths(samples)[1].reshape(80, 64).sum(axis=1)
+        assert shares.mean(axis=1) == pytest.approx([1 / 7.5] * 6 + [1.5 / 7.5], abs=0.03)
+        spread[name] = shares.max(), targets.max() / targets.min()
+    assert spread["mixed"][0] <= 0.5 and spread["mixed"][1] < 2
+    assert spread["buckets"][0] == 1.0 and spread["buckets"][1] > 10
+    assert spread["random"][0] <= 0.5 and spread["random"][1] < 2
+
+
+@pytest.mark.parametrize("make", ["ul2", "prefix_lm"])
+def test_padding_falls_with_the_micro_batches_of_a_step(make):
+    data = ul2() if make == "ul2" else PrefixLMDataset(source(900_000), 256, 256, **IDS)
+    found = [MixedSteps(data, 64, 0, micro_rows=64 // parts).padding() for parts in (1, 2, 4, 8, 16)]
+    assert found == sorted(found, reverse=True) and found[3] < 0.07
+    assert found[0] <= BucketedDataset(data, 64, 0).padding(bucketed=False) + 0.01
+    assert found[3] < BucketedDataset(data, 64, 0).padding() + 0.01  # of one length a step
+
+
+def test_the_fingerprint_tells_how_rows_are_put_together():
+    data = Sized(100)
+    made = [MixedSteps(data, 8, 0), MixedSteps(data, 16, 0), BucketedDataset(data, 8, 0), BucketedDataset(data, 16, 0)]
+    assert [each.fingerprint for each in made] == [
+        "x/mix_rows=8",
+        "x/mix_rows=16",
+        "x/bucket_rows=8",
+        "x/bucket_rows=16",
+    ]

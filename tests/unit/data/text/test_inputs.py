@@ -1,0 +1,160 @@
+"""What is named as text: every file of a folder once, and nothing of it passed over without a word."""
+
+import bz2
+import gzip
+import json
+import logging
+import lzma
+import os
+import random
+
+import pytest
+
+from lm_experiments_tools.data.examples.rows import BadRows, read_rows, resolve
+from lm_experiments_tools.data.text import compression, inputs
+from lm_experiments_tools.data.text.documents import plan_pieces, read_piece
+from lm_experiments_tools.errors import UserError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    inputs._warn_once.cache_clear()
+    (tmp_path / "in").mkdir()
+    return tmp_path / "in"
+
+
+def texts(*items):
+    """Texts of all documents of inputs."""
+    return [item.text for piece in plan_pieces([str(item) for item in items]) for item in read_piece(piece)]
+
+
+def line(text):
+    return (json.dumps({"text": text}) + "\n").encode()
+
+
+def zstd(content):
+    pyarrow = pytest.importorskip("pyarrow")
+    sink = pyarrow.BufferOutputStream()
+    return sink.getvalue().to_pybytes() if not content else bytes(pyarrow.compress(content, "zstd", asbytes=True))
+
+
+def test_every_ending_is_read_in_capitals_and_compressed(folder):
+    contents = {
+        "a.ndjson": line("a"),
+        "b.JSONL": line("b"),
+        "c.Json.GZ": gzip.compress(line("c")),
+        "d.txt.bz2": bz2.compress(b"d\n\nd2\n"),
+        "e.ndjson.xz": lzma.compress(line("e")),
+        "f.TXT": b"f",
+    }
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    assert texts(folder) == ["a", "b", "c", "d", "d2", "e", "f"]
+    for name in contents:
+        assert texts(folder / name)[0] == name[0]
+
+
+def test_zstd_is_read_where_pyarrow_is_there_and_refused_at_once_where_not(folder, monkeypatch):
+    frame = zstd(line("g"))
+    (folder / "g.jsonl.zst").write_bytes(frame + zstd(line("h")))
+    assert texts(folder) == ["g", "h"]
+    monkeypatch.setattr(compression, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"g\.jsonl\.zst is compressed by zstd.*pip install pyarrow"):
+        plan_pieces([str(folder)])
+
+
+@pytest.mark.parametrize("ending", [".gz", ".bz2", ".xz", ".zst"])
+def test_a_damaged_compressed_file_is_named_with_the_line(folder, ending):
+    lines = b"".join(line(str(random.Random(i).getrandbits(200))) for i in range(2000))
+    pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}[ending]
+    data = folder / f"data.jsonl{ending}"
+    for content in (pack(lines)[: -len(pack(lines)) // 3], lines):
+        data.write_bytes(content)
+        with pytest.raises(UserError, match=rf"data\.jsonl{ending} is damaged after line \d+ "):
+            texts(data)
+
+
+def test_what_a_folder_passes_over_is_said_in_files_and_bytes(folder, caplog):
+    (folder / "a.jsonl").write_bytes(line("a" * 5000))
+    for name in ("b.parquet", "c.csv", "c2.CSV", "README"):
+        (folder / name).write_bytes(b"x" * 1024)
+    (folder / "empty.csv").write_bytes(b"")
+    with caplog.at_level(logging.WARNING):
+        assert len(texts(folder)) == len(texts(folder)) == 1
+    (said,) = caplog.messages
+    assert f"folder {folder}: 4 files of 4.0 KiB (2 .csv, 1 " in said and "1 .parquet" in said
+    assert "1 without an ending" in said and "are passed over, 1 of 4.9 KiB are read" in said
+
+
+def test_a_folder_of_which_most_cannot_be_read_is_refused(folder):
+    (folder / "a.jsonl").write_bytes(line("a"))
+    (folder / "b.parquet").write_bytes(b"x" * 2048)
+    with pytest.raises(UserError, match=r"most of folder .*in cannot be read: 1 files of 2\.0 KiB \(1 \.parq"):
+        texts(folder)
+    assert texts(folder / "a.jsonl") == ["a"]
+
+
+def test_links_are_followed_and_no_file_is_read_twice(folder, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "sub").mkdir(parents=True)
+    (elsewhere / "x.jsonl").write_bytes(line("x"))
+    (elsewhere / "sub" / "y.jsonl").write_bytes(line("y"))
+    (folder / "z").mkdir()
+    (folder / "z" / "own.jsonl").write_bytes(line("own"))
+    (folder / "linked").symlink_to(elsewhere)
+    (folder / "again").symlink_to(elsewhere / "sub")
+    (folder / "a_loop").symlink_to(folder)
+    (folder / "b.jsonl").symlink_to(folder / "z" / "own.jsonl")
+    assert sorted(texts(folder)) == ["own", "x", "y"]
+    assert str(folder / "z" / "own.jsonl") in [path for path, _ in inputs.find_files([str(folder)])]
+    (folder / "gone.jsonl").symlink_to(tmp_path / "nothing")
+    with pytest.raises(UserError, match=r"gone\.jsonl is a link to .*nothing, which does not exist"):
+        texts(folder)
+
+
+def test_a_folder_that_cannot_be_read_is_not_passed_over(folder, monkeypatch):
+    (folder / "a.jsonl").write_bytes(line("a"))
+    (folder / "closed").mkdir()
+    scandir = os.scandir
+
+    def refuse_closed(path):
+        if path.endswith("closed"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse_closed)
+    with pytest.raises(UserError, match="closed cannot be read"):
+        texts(folder)
+
+
+def test_a_file_of_two_inputs_is_refused_under_any_spelling(folder, tmp_path, monkeypatch):
+    (folder / "a.jsonl").write_bytes(line("a"))
+    (tmp_path / "link.jsonl").symlink_to(folder / "a.jsonl")
+    os.link(folder / "a.jsonl", tmp_path / "hard.jsonl")
+    monkeypatch.chdir(tmp_path)
+    for one, two in [
+        ("in", "in"), ("in", "in/a.jsonl"), ("in/a.jsonl", "in/../in/a.jsonl"), ("in/a.jsonl", "link.jsonl"),
+        ("in", "hard.jsonl"), ("hard.jsonl", str(folder)), ("owner/name:en", "owner/name:en"),
+    ]:  # fmt: skip
+        with pytest.raises(UserError, match="is named twice, by the inputs .*name it once"):
+            inputs.find_files([one, two])
+    assert len(inputs.find_files(["owner/name:en", "owner/name:de", "in"])) == 3
+
+
+def test_a_single_parquet_file_is_read_as_a_dataset(folder):
+    pytest.importorskip("datasets")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").table
+    for name, text in (("a.parquet", "a"), ("b.PARQUET", "b")):
+        parquet.write_table(table({"text": [text] * 3}), folder / name)
+        assert texts(folder / name) == [text] * 3
+    assert texts(folder / "a.parquet", folder / "b.PARQUET") == ["a"] * 3 + ["b"] * 3
+
+
+def test_rows_of_examples_are_read_from_the_same_endings(folder):
+    (folder / "train.tsv.xz").write_bytes(lzma.compress(b"a\tb\n1\t2\n"))
+    (folder / "train.NDJSON").write_bytes(line("x"))
+    assert resolve(str(folder), "train") == str(folder / "train.tsv.xz")
+    for name, expected in (("train.tsv.xz", {"a": "1", "b": "2"}), ("train.NDJSON", {"text": "x"})):
+        path = resolve(str(folder / name), "train")
+        assert [row.fields for row in read_rows(path, BadRows(0))] == [expected]

@@ -1,0 +1,153 @@
+"""Tokenization of text as it is found: changed meanwhile, beside the output, full of empty texts or of newlines."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lm_experiments_tools.data.text.documents import plan_pieces
+from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.tokens import tokenize as module
+from lm_experiments_tools.data.tokens.files import dataset_exists
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
+from lm_experiments_tools.data.tokens.merge import merge_datasets
+from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
+from lm_experiments_tools.data.workers import available_cores
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tools.main import main
+from tests.helpers.token_toys import make_texts, write_jsonl
+from tests.helpers.vocabulary_toys import train_vocabulary
+
+
+def files(prefix):
+    return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")]
+
+
+def sequences(prefix):
+    dataset = IndexedDataset(prefix)
+    return [dataset[i].tolist() for i in range(len(dataset))]
+
+
+@pytest.mark.parametrize("changed", [0, 1, -1])
+def test_text_that_changes_while_it_is_tokenized_gives_no_tokens(tmp_path, vocab, small_pieces, monkeypatch, changed):
+    """One line in front moves all others over the bounds of the pieces; after the last piece nothing would read it."""
+    data = tmp_path / "d.jsonl"
+    write_jsonl(data, make_texts(1500))
+    number = range(len(plan_pieces([str(data)], 20_000)))[changed]
+    real = module.tokenize_piece
+
+    def tokenize_and_change(piece, prefix, *rest):
+        count = real(piece, prefix, *rest)
+        if prefix.endswith(f"{number:06d}"):
+            data.write_text('{"text": "a new line"}\n' + data.read_text())
+        return count
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "tokenize_piece", tokenize_and_change)
+        with pytest.raises(UserError, match=r"d\.jsonl was changed while it was being read \([\d,]+ bytes then"):
+            tokenize_corpus([str(data)], vocab, tmp_path / "t", workers=1)
+    assert not dataset_exists(tmp_path / "t")
+    tokenize_corpus([str(data)], vocab, tmp_path / "t", workers=1)
+    assert len(IndexedDataset(tmp_path / "t")) == 1501
+
+
+def test_a_local_dataset_that_changes_while_it_is_tokenized_gives_no_tokens(tmp_path, vocab, monkeypatch):
+    pytest.importorskip("datasets")
+    write_table = pytest.importorskip("pyarrow.parquet").write_table
+    table = pytest.importorskip("pyarrow").table
+    folder, real = tmp_path / "parquet", module.tokenize_piece
+    folder.mkdir()
+    write_table(table({"text": ["the a of model"]}), folder / "train-00000-of-00001.parquet")
+
+    def tokenize_and_change(piece, *rest):
+        count = real(piece, *rest)
+        write_table(table({"text": ["the a of token"] * 9}), folder / "train-00000-of-00001.parquet")
+        return count
+
+    monkeypatch.setattr(module, "tokenize_piece", tokenize_and_change)
+    with pytest.raises(UserError, match="parquet were changed while they were being read"):
+        tokenize_corpus([str(folder)], vocab, tmp_path / "t", workers=1)
+    assert not dataset_exists(tmp_path / "t")
+
+
+def test_an_output_in_the_folder_of_its_text_is_no_input_and_a_stopped_run_goes_on(
+    tmp_path, vocab, small_pieces, monkeypatch
+):
+    folder, done, real = tmp_path / "in", [], module.tokenize_piece
+    folder.mkdir()
+    write_jsonl(folder / "d.jsonl", make_texts(1500) + ["\0"])  # the last one a bad line
+    tokenize_corpus([str(folder)], vocab, tmp_path / "whole", workers=1)
+
+    def stop(piece, *rest):
+        done.append(piece)
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        return real(piece, *rest)
+
+    monkeypatch.setattr(module, "tokenize_piece", stop)
+    with pytest.raises(KeyboardInterrupt):
+        tokenize_corpus([str(folder)], vocab, folder / "t", workers=1)
+    left = IndexedDatasetWriter(folder / "t", "uint16"), IndexedDatasetWriter(folder / "other", "uint16")  # of a kill
+    tokenize_corpus([str(folder)], vocab, folder / "t", workers=1)
+    pieces = len(plan_pieces([str(folder)], 20_000))
+    assert pieces > 4 and len(done) == 3 + pieces - 2, "finished pieces were thrown away"
+    assert files(folder / "t") == files(tmp_path / "whole")
+    unfinished = left[1].bin_path.with_name(f"other.bin.tmp{'?' * 12}")
+    assert sorted(folder.glob("*.tmp*")) == sorted(folder.glob(unfinished.name)) and len(done) == pieces + 1
+    tokenize_corpus([str(folder)], vocab, folder / "t", workers=1)  # the same again beside its own output
+    assert files(folder / "t") == files(tmp_path / "whole")
+    for writer in left:
+        writer.abort()
+
+
+def test_the_number_of_cores_is_known_where_the_system_has_no_affinity(tmp_path, vocab, monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert available_cores() == os.cpu_count()
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(3))
+    assert tokenize_corpus([data], vocab, tmp_path / "t")["num_documents"] == 3
+
+
+NEWLINE_VOCABULARIES = {  # options of the trainer, and the way its documents are encoded
+    "t5": ({}, "line"),
+    "piece": ({"user_defined_symbols": ["\n"]}, "document"),
+    "bytes": ({"byte_fallback": True, "normalization_rule_name": "identity"}, "document"),
+    "neither": ({"normalization_rule_name": "identity"}, "line"),
+}
+
+
+@pytest.mark.parametrize("kind", NEWLINE_VOCABULARIES)
+def test_newlines_are_kept_wherever_the_vocabulary_has_them(tmp_path, kind, caplog):
+    options, way = NEWLINE_VOCABULARIES[kind]
+    model = train_vocabulary(tmp_path / "v.model", "\n".join(make_texts(500)).split("\n"), 500, **options)
+    vocabulary = Vocabulary.load(model)
+    assert vocabulary.encode_by == way
+    texts = ["model token\nlanguage file", "zero\n\nlines open"]
+    data = write_jsonl(tmp_path / "d.jsonl", texts)
+    made = tokenize_corpus([data], model, tmp_path / "t", workers=1)
+    cached = module.ensure_tokenized(data, vocabulary, tmp_path / "cache", workers=1)
+    assert made["encode_by"] == way and sequences(tmp_path / "t") == sequences(cached)
+    kept = texts if way == "document" else [text.replace("\n\n", "\n").replace("\n", " ") for text in texts]
+    assert [vocabulary.decode(ids) for ids in sequences(cached)] == kept
+    assert not caplog.messages
+    asked = tokenize_corpus([data], model, tmp_path / "asked", workers=1, encode_by="line")
+    assert asked["encode_by"] == "line" and ("encode_by=line leaves them all out" in caplog.text) == (way != "line")
+
+
+def test_empty_texts_are_counted_and_no_limit_counts_them(tmp_path, vocab, capsys):
+    """365 million web documents have more than 100 of them."""
+    texts = [text for document in make_texts(900) for text in (document, "")]
+    one, two = (write_jsonl(tmp_path / f"{name}.jsonl", part) for name, part in (("one", texts), ("two", texts[::2])))
+    without = tokenize_corpus([two], vocab, tmp_path / "without", workers=1)
+    assert "empty_documents" not in without
+    made = tokenize_corpus([one], vocab, tmp_path / "t", workers=1, max_bad_lines=0)
+    assert (made["num_documents"], made["empty_documents"], made["bad_lines"]) == (900, 900, 0)
+    assert files(tmp_path / "t") == files(tmp_path / "without")
+    assert not (tmp_path / "t.bad_lines.jsonl").exists()
+    command = ["tokenize", "--input", one, two, "--vocab", vocab, "--output", str(tmp_path / "u"), "--workers", "1"]
+    assert main(command) == 0 and "0 bad lines, 900 empty texts, in" in capsys.readouterr().out
+    for number in range(2):
+        tokenize_corpus([one], vocab, tmp_path / "s", workers=1, shard=(number, 2))
+    merged = merge_datasets([str(tmp_path / "without"), str(tmp_path / "t")], tmp_path / "m")
+    shards = merge_datasets([str(tmp_path / "s")], tmp_path / "n")
+    assert merged["empty_documents"] == shards["empty_documents"] == 900
+    assert files(tmp_path / "n") == files(tmp_path / "t")

@@ -1,0 +1,68 @@
+"""Tokenizers that would read words as unknown are refused or named."""
+
+import logging
+
+import pytest
+from transformers import BertConfig, GPT2Config, RobertaConfig
+
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models.tokenizers import load_tokenizer
+from run_finetuning import main
+from tests.helpers.finetuning_toys import pairs, read, word_tokenizer, write_json
+from tests.helpers.pretrained_toys import t5_config, toy_args, toy_model
+
+CONFIGURATIONS = {
+    "t5": t5_config(),
+    "bert": BertConfig(vocab_size=64),
+    "roberta": RobertaConfig(vocab_size=64),
+    "gpt2": GPT2Config(vocab_size=64),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGURATIONS)
+def test_a_folder_of_weights_alone_has_no_vocabulary(kind, tmp_path):
+    """transformers makes a tokenizer of nothing but special tokens out of config.json."""
+    CONFIGURATIONS[kind].save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"--from_pretrained {tmp_path}: there is no vocabulary, .*--tokenizer"):
+        load_tokenizer(toy_args(tmp_path))
+
+
+def test_a_run_from_weights_alone_is_refused_before_its_data_is_read(tmp_path):
+    toy_model("encoder-decoder").save_pretrained(tmp_path / "saved")
+    with pytest.raises(UserError, match="there is no vocabulary"):
+        main(["--from_pretrained", str(tmp_path / "saved"), "--data_path", "not_there.jsonl"])
+
+
+def test_a_tokenizer_of_bytes_needs_no_file_of_words(tmp_path):
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    t5_config().save_pretrained(tmp_path)
+    assert len(load_tokenizer(toy_args(tmp_path))("abc")["input_ids"]) == 4
+
+
+@pytest.mark.parametrize(("number", "level"), [(0, None), (2, logging.INFO), (9, logging.WARNING)])
+def test_the_share_of_unknown_tokens_is_said_and_a_large_one_is_a_warning(number, level, tmp_path, caplog):
+    rows = [{"source": "w1 w2 w3 w4", "target": "w1"} for _ in range(20)]
+    for row in rows[:number]:
+        row["source"] = "w1 w2 w3 слово"
+    with caplog.at_level(logging.INFO):
+        read(word_tokenizer(), data_path=(write_json(tmp_path / "a.jsonl", rows),)).train.close()
+    found = [record for record in caplog.records if "of the tokens of sources are <unk>" in record.message]
+    assert [record.levelno for record in found] == ([] if level is None else [level])
+    if found:
+        assert f"{number / 100:.2%} of the tokens of sources are <unk>, unknown" in found[0].message  # 5 a source
+
+
+def test_unknown_tokens_of_plain_text_are_said_too(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("w1 w2 слово\n")
+    read(word_tokenizer(), model_type="decoder", task="causal_lm", data_path=(str(tmp_path / "a.txt"),)).train.close()
+    assert "33.33% of the tokens of" in caplog.text and "a.txt are <unk>, unknown; does the tokenizer" in caplog.text
+
+
+def test_a_mark_that_is_also_the_end_of_text_is_not_counted(tmp_path, caplog):
+    tokenizer = word_tokenizer()
+    tokenizer.unk_token = "</s>"  # as GPT-2's
+    with caplog.at_level(logging.INFO):
+        read(tokenizer, data_path=(write_json(tmp_path / "a.jsonl", pairs(3)),)).train.close()
+    assert "unknown" not in caplog.text
