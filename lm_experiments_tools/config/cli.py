@@ -139,8 +139,11 @@ def parse(
         with _reader_may_leave():
             print(to_yaml(args, origins), end="", flush=True)
         sys.exit(0)
-    if "torch" not in sys.modules and launcher_rank() == 0 and hasattr(args, "model_path"):  # of a run, not of a tool
-        print("settings are read; torch and what else it takes is loading", file=sys.stderr, flush=True)
+    is_run = sys.excepthook is _report_crash and hasattr(args, "model_path")  # `run_main` runs, and trains
+    if is_run and "torch" not in sys.modules and launcher_rank() == 0:
+        # seconds of silence would follow; on stdout, because a refusal is the one line of stderr
+        with _reader_may_leave():
+            print("settings are read; torch and what else it takes is loading", flush=True)
     return args, origins
 
 

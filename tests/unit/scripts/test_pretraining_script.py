@@ -428,7 +428,8 @@ def test_each_thing_is_said_once_and_validation_alone_tells_nothing_of_training(
 def test_the_first_words_come_before_torch_is_loaded(work, vocab):
     flags = ["--data_path", "nowhere.jsonl", "--vocab", vocab, "--model_cfg", "tiny.json", "--lr", "1"]
     command = [sys.executable, "-X", "importtime", str(ROOT / "run_t5_pretraining.py"), *map(str, flags)]
-    lines = subprocess.run(command, env=environment(), text=True, capture_output=True).stderr.splitlines()
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    lines = subprocess.run(command, env=environment(), text=True, **streams).stdout.splitlines()
     said = next(i for i, line in enumerate(lines) if line.startswith("settings are read"))
     imported = {line.split("|")[-1].strip() for line in lines[:said]}
     assert "tyro" in imported and not imported & {"torch", "numpy", "transformers"}
