@@ -143,7 +143,7 @@ def parse(
     if is_run and "torch" not in sys.modules and launcher_rank() == 0:
         # seconds of silence would follow; on stdout, because a refusal is the one line of stderr
         with _reader_may_leave():
-            print("settings are read; torch and what else it takes is loading", flush=True)
+            print("settings are read; loading torch", flush=True)
     return args, origins
 
 
