@@ -24,6 +24,7 @@ from lm_experiments_tools.files import dump_json, write_atomic
 from lm_experiments_tools.models.adapters import new_token_prefix
 from lm_experiments_tools.models.freezing import summary
 from lm_experiments_tools.modules.inspection import forward_names
+from lm_experiments_tools.recipes import common
 from lm_experiments_tools.training.losses import LANGUAGE_MODEL_LOSS, MODEL_LOSS
 from lm_experiments_tools.training.micro_batches import preserved_random_state
 from lm_experiments_tools.training.trainer import TrainingLoop
@@ -54,16 +55,12 @@ def save_tokenizer(
 
     None for a run that saves nothing.
     """
-    if args.model_path is None:
-        return None
-    folder = Path(args.model_path) / "tokenizer"
 
-    def write() -> None:
+    def write(folder: Path) -> None:
         tokenizer.save_pretrained(folder)
         write_task(folder, saved_task(args, data))
 
-    on_main(backend, write)
-    return folder
+    return common.save_tokenizer(args, backend, write)
 
 
 def saved_task(args: FinetuningArgs, data: FinetuningData) -> dict[str, Any]:
