@@ -25,7 +25,7 @@ from lm_experiments_tools.config.flags import (
 )
 from lm_experiments_tools.config.training import ExperimentArgs, TrainerArgs
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.evaluation.metrics import is_own, lower_is_better, metrics_of, usual_metrics, values_of
+from lm_experiments_tools.metrics import is_own, lower_is_better, metrics_of, usual_metrics, values_of
 
 DEFAULT_ORIGIN, COMMAND_LINE = "default", "command line"  # those of cli.py, without its imports
 TASKS_OF = {

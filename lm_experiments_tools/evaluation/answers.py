@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.evaluation.metrics.labels import UNKNOWN
-from lm_experiments_tools.evaluation.metrics.text import normalized_answer, without_punctuation
+from lm_experiments_tools.metrics.labels import UNKNOWN
+from lm_experiments_tools.metrics.text import normalized_answer, without_punctuation
 
 INVALID_NUMBER = -1.0  # what T5's string_to_float gives for a text that is no number
 

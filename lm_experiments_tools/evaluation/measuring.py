@@ -11,8 +11,8 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.evaluation.metrics import METRICS, is_own, values_of
-from lm_experiments_tools.evaluation.metrics.metric import Metric
+from lm_experiments_tools.metrics import METRICS, is_own, values_of
+from lm_experiments_tools.metrics.metric import Metric
 from lm_experiments_tools.names import resolve_name
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from lm_experiments_tools.backends.collective import on_main
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.answers import INVALID_NUMBER, LabelWords, number_in
 from lm_experiments_tools.evaluation.measuring import chosen_metrics, measured
-from lm_experiments_tools.evaluation.metrics.labels import UNKNOWN
 from lm_experiments_tools.files import dump_json, replacing
+from lm_experiments_tools.metrics.labels import UNKNOWN
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend

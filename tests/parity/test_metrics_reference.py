@@ -21,11 +21,11 @@ from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.data.examples.examples import Example
 from lm_experiments_tools.evaluation.answers import LabelWords
-from lm_experiments_tools.evaluation.metrics import text
-from lm_experiments_tools.evaluation.metrics.instructions import instructions
-from lm_experiments_tools.evaluation.metrics.labels import UNKNOWN, label_metrics
-from lm_experiments_tools.evaluation.metrics.numbers import mse, pearson, spearman
 from lm_experiments_tools.evaluation.predictions import Predictions
+from lm_experiments_tools.metrics import text
+from lm_experiments_tools.metrics.instructions import instructions
+from lm_experiments_tools.metrics.labels import UNKNOWN, label_metrics
+from lm_experiments_tools.metrics.numbers import mse, pearson, spearman
 from tests.helpers.real_data import DATA, lacking
 
 hypothesis = pytest.importorskip("hypothesis")

@@ -14,9 +14,9 @@ from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.data.examples.examples import Example
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.answers import LabelWords, number_in
-from lm_experiments_tools.evaluation.metrics.labels import UNKNOWN, label_metrics
 from lm_experiments_tools.evaluation.predictions import PIECE_BYTES, Predictions, TextDecoder
 from lm_experiments_tools.files import replacing
+from lm_experiments_tools.metrics.labels import UNKNOWN, label_metrics
 from tests.helpers.evaluation_toys import END, TEXTS, args_of, generated, indices, lines_of, sentences
 
 

@@ -13,8 +13,8 @@ import torch
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.measuring import FACTS, chosen_metrics
-from lm_experiments_tools.evaluation.metrics import METRICS, text
 from lm_experiments_tools.evaluation.predictions import Predictions
+from lm_experiments_tools.metrics import METRICS, text
 from tests.helpers import ROOT
 from tests.helpers.evaluation_toys import TEXTS, args_of, generated, indices, sentences
 

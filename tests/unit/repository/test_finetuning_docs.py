@@ -13,7 +13,7 @@ import yaml
 from lm_experiments_tools import FineTuner
 from lm_experiments_tools.config import cli
 from lm_experiments_tools.config.finetuning import LEARNING_RATES, FinetuningArgs
-from lm_experiments_tools.evaluation.metrics import METRICS, values_of
+from lm_experiments_tools.metrics import METRICS, values_of
 from tests.helpers import ROOT
 
 PAGE = (ROOT / "docs" / "finetuning.md").read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ PACKAGE = "lm_experiments_tools"
 FLOORS = (
     ("errors", "labels"),
     ("files", "names"),
-    ("attention.kernels", "evaluation.metrics"),
+    ("attention.kernels", "metrics"),
     ("attention", "modules", "config"),
     ("backends", "optimizers", "tracking", "data", "modeling_t5", "modeling_bert"),
     ("checkpoint", "data.text"),

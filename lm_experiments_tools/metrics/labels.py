@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lm_experiments_tools.evaluation.metrics.metric import LABELS, Metric
+from lm_experiments_tools.metrics.metric import LABELS, Metric
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.evaluation.metrics.metric import TEXT, Metric
+from lm_experiments_tools.metrics.metric import TEXT, Metric
 
 if TYPE_CHECKING:
     import numpy as np

@@ -4,8 +4,8 @@ A metric is a function and its entry in the `METRICS` of its file. The command l
 the standard library alone at their top. docs/finetuning.md has the table, docs/new_metric.md how to add one.
 """
 
-from lm_experiments_tools.evaluation.metrics import instructions, labels, numbers, text
-from lm_experiments_tools.evaluation.metrics.metric import Metric
+from lm_experiments_tools.metrics import instructions, labels, numbers, text
+from lm_experiments_tools.metrics.metric import Metric
 
 _PERPLEXITY = Metric(
     function=None, tasks=("causal_lm",), scale="from 1", usual_for=("causal_lm",), lower_is_better=True

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lm_experiments_tools.evaluation.metrics.metric import Metric
-from lm_experiments_tools.evaluation.metrics.text import (
+from lm_experiments_tools.metrics.metric import Metric
+from lm_experiments_tools.metrics.text import (
     ROUGE_SCORE,
     References,
     mean_percent,
