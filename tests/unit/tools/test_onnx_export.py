@@ -143,7 +143,7 @@ T5_VARIANTS = {
     "none": {"position_embedding_type": "none"},
     "bias per layer": {"relative_attention_bias_per_layer": True},
     "memory": {"num_memory_tokens": 2},
-    "cdQ": {"encoder_self_attention_layer": "modeling_t5:T5CDQAttention", "num_cdq_heads": 1},
+    "cdQ": {"encoder_self_attention_layer": "modeling_t5:T5CDQAttention", "num_cdq_heads": 2},
     "fewer decoder layers": {"num_layers": 2, "num_decoder_layers": 1},
 }
 BERT_VARIANTS = {
@@ -182,6 +182,17 @@ def test_memory_tokens_leave_the_number_of_rows_free():
     more = torch.ones(3, 9, dtype=torch.long)
     found = program(more, torch.ones_like(more)).last_hidden_state
     torch.testing.assert_close(found, encoder(more, torch.ones_like(more)).last_hidden_state)
+
+
+def test_a_model_with_alibi_computes_on_after_an_export():
+    """Whose slopes are kept for all calls, unless they are those of a trace."""
+    config = modeling_bert.BertConfig(**{**BERT, "num_attention_heads": 8}, position_embedding_type="alibi")
+    model = build_model(modeling_bert.BertModel, config, seed=0).eval()
+    model.set_attn_implementation("eager")
+    ids = torch.ones(2, 5, dtype=torch.long)
+    program = torch.export.export(model, (ids,))
+    expected = program.module()(ids).last_hidden_state
+    torch.testing.assert_close(model(ids).last_hidden_state.detach(), expected.detach())
 
 
 def test_block_sparse_attention_is_refused(tmp_path):
