@@ -20,6 +20,7 @@ from lm_experiments_tools.config.flags import (
     given_flags,
     needs,
 )
+from lm_experiments_tools.config.objectives import MlmPositions
 from lm_experiments_tools.config.pretraining import MIXES, check_weights
 from lm_experiments_tools.config.training import ExperimentArgs
 from lm_experiments_tools.errors import UserError
@@ -109,10 +110,17 @@ class BertObjectiveArgs:
     """Also tell right pairs of sentences from wrong ones; --use_nsp 0 masks only."""
     nsp: Annotated[Literal["swap", "random"], _OF_PAIRS] = "swap"
     """A wrong pair: swap exchanges its sides (Megatron's), random takes the second from another document (BERT's)."""
+    mlm_positions: MlmPositions = None
+    """Tokens whose words are scored, only those with a label or all. None: those with a label, unless the model's head
+    needs all or the run was begun before this flag."""
     whole_word: bool = True
     """Mask all pieces of a word; --no_whole_word masks pieces."""
     max_ngram: Annotated[int, COUNT] = 3
     """Most words in a row that are masked together."""
+
+    def most_predictions(self) -> int:
+        """Tokens that are predicted of one sample, at most."""
+        return max(1, round(self.mlm_prob * self.input_seq_len))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,14 @@ from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
 from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.objectives.registry import ObjectiveContext, mixed_dataset, objective_dataset
-from lm_experiments_tools.recipes.common import save_tokenizer
+from lm_experiments_tools.modules.labelled_head import spread_labels
+from lm_experiments_tools.recipes.common import labels_alone, save_tokenizer
+from lm_experiments_tools.training.losses import MODEL_LOSS, Loss
 from lm_experiments_tools.training.micro_batches import IGNORED_LABEL
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
@@ -59,6 +63,17 @@ def pretraining_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) ->
     width = min(labels.shape[1], generated.shape[1])
     right = (generated[:, :width] == labels[:, :width]).sum()
     return {"generation_accuracy": (right, (labels != IGNORED_LABEL).sum())}
+
+
+def pretraining_loss(args: T5PretrainingArgs, backend: Backend, model: nn.Module) -> Loss:
+    """The model's own; of masked tokens, where its head can do so, it scores no others."""
+    if args.task != "mlm":
+        return MODEL_LOSS
+    tokens, probability = args.input_seq_len, args.mlm_probability
+    return replace(
+        MODEL_LOSS,
+        most_labels=labels_alone(args, backend, model, lambda rows: spread_labels(rows * tokens, probability)),
+    )
 
 
 def pretraining_data(
