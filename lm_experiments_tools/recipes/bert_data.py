@@ -159,7 +159,7 @@ def _training_samples(
         dataset(open_tokens(path), seed=stream_key(args.seed, f"member {number}"), **passes)
         for number, path in enumerate(args.data_path)
     ]
-    return MixtureDataset(members, args.data_weights or None, args.data_blending, pad_id=pad_id)
+    return MixtureDataset(members, pad_id=pad_id, **args.mixing())
 
 
 def open_sentences(path: str) -> IndexedDataset:
