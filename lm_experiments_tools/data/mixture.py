@@ -252,6 +252,12 @@ class MixtureDataset:
             lengths[:, here] = self.datasets[member].lengths(numbers[here])
         return lengths
 
+    def will_need(self, samples: np.ndarray) -> None:
+        """See `SampleDataset.will_need`."""
+        members, numbers = self.locate(samples)
+        for member in np.unique(members).tolist():
+            self.datasets[member].will_need(numbers[members == member])
+
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Samples by global number, each as its member makes it, padded to the longest member.
 

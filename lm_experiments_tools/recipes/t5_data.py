@@ -14,6 +14,7 @@ from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
 from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.objectives.registry import ObjectiveContext, mixed_dataset, objective_dataset
+from lm_experiments_tools.data.tokens.cold import read_at_random
 from lm_experiments_tools.recipes.common import save_tokenizer
 from lm_experiments_tools.training.micro_batches import IGNORED_LABEL
 
@@ -130,8 +131,10 @@ def choose_pipeline(args: T5PretrainingArgs, sources: T5Sources) -> Literal["nat
 
 def _train_loader(context: ObjectiveContext, backend: Backend, sources: T5Sources) -> TrainLoader:
     args = context.args
-    dataset = mixed_dataset(context, [sources.tokens(path) for path in args.data_path], backend.world_size)
-    return TrainLoader(dataset, args.rows_per_worker(), backend.rank, backend.world_size)
+    tokens = [sources.tokens(path) for path in args.data_path]
+    cold = read_at_random(tokens)
+    dataset = mixed_dataset(context, tokens, backend.world_size)
+    return TrainLoader(dataset, args.rows_per_worker(), backend.rank, backend.world_size, ahead=cold)
 
 
 def _valid_loader(context: ObjectiveContext, backend: Backend, tokens: IndexedDataset) -> ValidLoader:
