@@ -86,7 +86,7 @@ def pretraining_data(
     valid: ValidSource | None = None
     valid_tokens = None
     if args.valid_data_path is not None:
-        valid_tokens = on_all(backend, lambda: sources.tokens(args.valid_data_path))
+        valid_tokens = on_all(backend, lambda: sources.tokens(args.valid_data_path), takes_long=True)
     train: TrainSource | None = None
     if args.validate_only and valid_tokens is not None:
         objective = f"{args.task}, validation only"
@@ -97,7 +97,7 @@ def pretraining_data(
 
         train, objective = streaming_data(args, backend, vocabulary, vocabulary.path, model_kind)
     else:
-        train = on_all(backend, lambda: _train_loader(context, backend, sources))
+        train = on_all(backend, lambda: _train_loader(context, backend, sources), takes_long=True)
         objective = train.dataset.describe()
     if valid_tokens is not None and valid is None:
         valid = on_all(backend, lambda: _valid_loader(context, backend, valid_tokens))

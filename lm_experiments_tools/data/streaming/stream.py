@@ -171,7 +171,7 @@ def streaming_data(
     Raises:
         UserError: an input that does not exist, cannot be read or holds no text, or settings the objective refuses.
     """
-    plan, fingerprint = on_main(backend, lambda: _plan(args, vocabulary, backend.world_size))
+    plan, fingerprint = on_main(backend, lambda: _plan(args, vocabulary, backend.world_size), takes_long=True)
     streams = streams_of(backend.rank, backend.world_size, plan.num_streams)
     if backend.is_main and plan.num_streams % backend.world_size:
         logger.info(
@@ -182,7 +182,7 @@ def streaming_data(
             len(plan.pieces),
         )
     context = ObjectiveContext(args, vocabulary, model_kind, args.seed)
-    loader = on_all(backend, lambda: _open(context, backend, vocab_path, plan, fingerprint, streams))
+    loader = on_all(backend, lambda: _open(context, backend, vocab_path, plan, fingerprint, streams), takes_long=True)
     return loader, f"{args.task} from a stream: {', '.join(args.data_path)}, {plan.describe()}"
 
 

@@ -277,6 +277,7 @@ class IndexedDataset:
     Args:
         prefix: of the files.
         meta: what `read_meta` gave; None reads it.
+        fingerprint: of the same files, checked before: the index is then not read (see checked.py).
 
     Attributes:
         tokens: memmap [num_tokens], all sequences in file order.
@@ -306,7 +307,10 @@ class IndexedDataset:
             )
         self._read_index()
         self.num_tokens, self.num_documents = self._size(), len(self.document_indices) - 1
-        self._check_index()
+        if fingerprint is None:
+            self._check_index()
+        else:
+            self.__dict__["fingerprint"] = fingerprint
         file_dtype = self.dtype.newbyteorder("<")
         # numpy cannot map an empty file
         self.tokens = np.memmap(self.bin_path, file_dtype, "r") if self.num_tokens else np.empty(0, file_dtype)
