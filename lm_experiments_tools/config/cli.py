@@ -458,6 +458,8 @@ def _convert(name: str, setting: Setting, annotation: Any) -> Any:
         return setting.values == ("True",)
     words = ["--value", *setting.values] if _is_list(annotation) else [f"--value={setting.values[0]}"]
     try:
+        if "--" in words:  # argparse drops it: a list of it alone would be empty
+            raise SystemExit
         with contextlib.redirect_stderr(io.StringIO()):
             return tyro.cli(dataclasses.make_dataclass("Single", [("value", annotation)]), args=words).value
     except SystemExit:
