@@ -85,7 +85,7 @@ def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
         yield
     except Exception as error:
         error.step = state.step
-        if (sentence := lost_peer(error, peers)) is None:
+        if (sentence := lost_peer(error, peers, backend)) is None:
             raise
         located = RunError(sentence)
         located.step = state.step
