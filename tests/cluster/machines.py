@@ -169,7 +169,7 @@ def torchrun_on(machines: tuple[Machine, Machine], port: int, *words: object, **
     first = machines[0]
     launcher = ["torchrun", "--nnodes", 2, "--nproc_per_node", 1, "--master_addr", first.name, "--master_port", port]
     return [
-        machine.start(*launcher, "--node_rank", rank, *words, ACCELERATE_USE_CPU="true", **extra)
+        machine.start(*launcher, "--node_rank", rank, *words, **{"ACCELERATE_USE_CPU": "true", **extra})
         for rank, machine in enumerate(machines)
     ]
 

@@ -44,14 +44,15 @@ def test_a_file_that_one_machine_lacks_ends_the_job(cluster, machines, flags, da
 
 
 def test_a_requeued_job_saves_and_goes_on(cluster, flags, run_dir, tmp_path):
-    """As the job file of docs/clusters.md does: SIGTERM to the tasks, which end by 143 when they have saved."""
+    """The job file of docs/clusters.md: SIGTERM to the tasks, which end by 143 when they have saved."""
     log, job = tmp_path / "job.txt", tmp_path / "job.sh"
     flags["iters"] = 10**6
     command = " ".join(words(**flags))
     job.write_text(
         "#!/bin/bash\n#SBATCH --requeue --open-mode=append -N2 --ntasks-per-node=1\n"
         f"#SBATCH --output={log} --chdir={ROOT}\n"
-        f"srun --kill-on-bad-exit=0 python {SCRIPT} {command}\necho srun ended with $?\n"
+        f"srun --kill-on-bad-exit=1 python {SCRIPT} {command}\n"
+        "code=$?\necho srun ended with $code\n[ $code -eq 143 ] && scontrol requeue $SLURM_JOB_ID\nexit $code\n"
     )
     submitted = cluster.run("sbatch", "--parsable", job)
     number = submitted.stdout.strip()
@@ -70,6 +71,7 @@ def test_a_requeued_job_saves_and_goes_on(cluster, flags, run_dir, tmp_path):
     assert "srun ended with 143" in log.read_text()
     saved = (run_dir / "last").resolve()
     verify(saved)
-    number = cluster.run("sbatch", "--parsable", job).stdout.strip()
+    wait_for(lambda: "PENDING" in cluster.run("squeue", "-h", "-o", "%T").stdout, "it was not requeued")
+    cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")  # Slurm waits two minutes otherwise
     wait_for(lambda: f"resumed from {saved}" in log.read_text(), "it did not go on")
     cluster.run("scancel", number)

@@ -116,7 +116,7 @@ def test_parts_of_zero_need_a_folder_in_common(machines, flags, run_dir):
         pytest.skip(reason)
     machines[1].takes_alone(run_dir)
     command = ("tests/distributed/cpu_shim.py", "zero2", SCRIPT, *words(**flags))
-    codes, output = finished(torchrun(machines, *command))
+    codes, output = finished(torchrun_on(machines, 29500, *command, ACCELERATE_USE_CPU="false"))
     assert 0 not in codes and "lmtb does not see what lmta writes there" in output, output[-4000:]
     assert not list(run_dir.glob("checkpoints/*"))
 
