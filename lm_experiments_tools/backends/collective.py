@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,6 +15,7 @@ from lm_experiments_tools.errors import RunError, UserError, os_sentence
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 _BEAT = 10.0  # seconds between two looks at who is still at work
 
@@ -23,7 +25,8 @@ def on_all(
 ) -> T | None:
     """Run `function` on every worker (or on rank 0 alone); an error on any of them is raised on all of them.
 
-    Without this a full disk on one worker would leave the others waiting in a barrier forever.
+    Without this a full disk on one worker would leave the others waiting in a barrier forever. The sentence names the
+    machine where it is not that of all.
 
     Args:
         takes_long: it may take some workers minutes or hours longer than others (see `_Beats`); it may then not use
@@ -42,11 +45,20 @@ def on_all(
             failure = (False, os_sentence(error))
         except RunError as error:
             failure = (False, str(error))
-    failures = [f for f in backend.gather(failure) if f is not None]
+    reports = backend.gather((platform.node(), failure))
+    failures = [report for report in reports if report[1] is not None]
     if failures:
-        by_user, message = failures[0]
-        raise UserError(message) if by_user else RunError(message)
+        host, (by_user, message) = failures[0]
+        if len({other for other, _ in reports}) > len({other for other, _ in failures}):
+            message = f"on {host}: {message}"
+        raise agreed(UserError(message) if by_user else RunError(message))
     return result
+
+
+def agreed(error: E) -> E:
+    """Mark an error as one that every worker raises, whichever machine it is about."""
+    error.agreed = True
+    return error
 
 
 def on_main(backend: Backend, function: Callable[[], T], *, takes_long: bool = False) -> T:

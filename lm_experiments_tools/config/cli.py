@@ -14,6 +14,7 @@ import inspect
 import io
 import logging
 import os
+import platform
 import shutil
 import signal
 import sys
@@ -28,6 +29,7 @@ import tyro
 import yaml
 
 from lm_experiments_tools.config.flags import help_groups
+from lm_experiments_tools.config.launchers import launcher_rank, on_several_machines
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
 
 Args = TypeVar("Args")
@@ -174,7 +176,7 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
     try:
         code = main()
     except UserError as error:
-        _say(f"error: {error}")
+        _say(f"error: {_machine(error)}{error}")
         sys.exit(2)
     except RunError as error:
         _say(f"error: {_where(error)}: {error}")
@@ -190,12 +192,9 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
     sys.exit(code or 0)
 
 
-def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """This process's rank as its launcher (Horovod, torchrun, MPI, Slurm) put it in the environment; 0 without one."""
-    for name in ("HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
-        if environ.get(name, "").isdigit():
-            return int(environ[name])
-    return 0
+def _machine(error: UserError) -> str:
+    """The beginning of a sentence about a file that may be missing on this machine alone."""
+    return f"on {platform.node()}: " if on_several_machines() and not getattr(error, "agreed", False) else ""
 
 
 def _report_crash(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
