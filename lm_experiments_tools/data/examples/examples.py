@@ -349,7 +349,7 @@ def label_examples(
 def _label(
     record: dict[str, Any], fields: LabelFields, numbers: dict[str, int], found: dict[str, int] | None
 ) -> int | float | tuple[int, ...]:
-    """The label of a row, or its labels: numbers of `numbers`, or of `found`, which they are added to; else a value."""
+    """The label of a row, or its labels: by `numbers`, or by `found`, which they are added to; else a value."""
     if found is None and not numbers:
         return _number(fields.label_of(record))
     names = fields.names_in(record)
