@@ -149,8 +149,21 @@ def registered_tasks(folder, made, said):
     made["old_from_80"] = ours(TaskExamples(job(folder, "tasks:old"), print), start=80, number=80)
 
 
+def glue_tasks(folder, said):
+    """What t5's preprocessors make of rows of GLUE, whose fields are tfds' (T5's tasks read that)."""
+    said["glue"] = {}
+    for name, row in json.loads((folder / "glue.json").read_text()).items():
+        step = (
+            t5.stsb if name == "stsb" else functools.partial(t5.glue, benchmark_name=name, label_names=["no", "yes"])
+        )
+        row = {key: np.float32(value) if name == "stsb" and key == "label" else value for key, value in row.items()}
+        made = next(step(tf.data.Dataset.from_tensors({"idx": 0, **row})).as_numpy_iterator())
+        said["glue"][name] = [made["inputs"].decode(), made["targets"].decode()]
+
+
 def main(folder):
     made, said = {}, {"padding": PADDING, "mixing_rates": mixing_rates()}
+    glue_tasks(folder, said)
     text_tasks(folder, made, said)
     registered_tasks(folder, made, said)
     np.savez(folder / "made.npz", **made)
