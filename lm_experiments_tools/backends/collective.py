@@ -114,5 +114,5 @@ class _Beats:
                 if waits and self._backend.is_main and beats > 1 and beats.bit_count() == 1:  # the 2nd, 4th, 8th, ...
                     logger.info("waiting for %d of %d workers", working, self._backend.world_size)
                 working = int(self._backend.sum(torch.tensor([0 if self._done.is_set() else 1])))
-        except Exception as error:  # of a worker that is gone, raised where it is expected
+        except (RuntimeError, OSError) as error:  # of a worker that is gone, raised where it is expected
             self._error = error
