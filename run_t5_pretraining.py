@@ -30,10 +30,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args, origins = parse(T5PretrainingArgs, argv, description=__doc__)
 
     # imported after parsing, so that --help and a mistyped flag answer at once, as does a vocabulary of other tokens
+    from lm_experiments_tools.backends.cluster import attempt
     from lm_experiments_tools.recipes.t5_sources import T5Sources
 
-    sources = T5Sources(args)
+    sources = attempt(lambda: T5Sources(args))
     from lm_experiments_tools.backends import get_backend
+    from lm_experiments_tools.backends.collective import on_all
     from lm_experiments_tools.modules.inspection import forward_names
     from lm_experiments_tools.recipes import common
     from lm_experiments_tools.recipes.objectives import check_causality, check_model
@@ -43,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = common.start_run(args, backend)
+    sources = on_all(backend, sources)
     model_source = common.model_source(args, backend)
     check_model(args, model_source)  # before hours of tokenizing
     data = pretraining_data(args, backend, sources, model_source.kind)

@@ -21,7 +21,7 @@ from lm_experiments_tools.config.flags import (
     needs,
 )
 from lm_experiments_tools.config.objectives import MlmPositions
-from lm_experiments_tools.config.pretraining import MIXES, check_weights
+from lm_experiments_tools.config.pretraining import MixtureArgs
 from lm_experiments_tools.config.training import ExperimentArgs
 from lm_experiments_tools.errors import UserError
 
@@ -40,10 +40,6 @@ class BertDataArgs:
 
     data_path: tuple[str, ...]
     """Prefix of the .bin and .idx files that megatron/preprocess_data.py wrote; several are mixed."""
-    data_weights: Annotated[tuple[float, ...], MIXES] = ()
-    """Weight of each --data_path. Empty: 1 for each."""
-    data_blending: Annotated[Literal["proportional", "megatron"], MIXES] = "proportional"
-    """proportional: weight 2 takes each sample of a source twice an epoch; megatron: weights are shares of it."""
     valid_data_path: Annotated[str | None, HARMLESS] = None
     """Prefix of the validation data."""
     valid_samples: Annotated[int | None, HARMLESS, COUNT] = None
@@ -68,7 +64,6 @@ class BertDataArgs:
     """For scripts of the ancestor, without effect: a thread makes batches faster than training uses them."""
 
     def check(self) -> None:
-        check_weights(self)
         check_conflict(self, "tokenizer", "vocab_file", "both name the tokenizer")
         if self.tokenizer is None and self.vocab_file is None:
             raise UserError(
@@ -124,7 +119,7 @@ class BertObjectiveArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BertPretrainingArgs(ExperimentArgs, BertObjectiveArgs, BertDataArgs):
+class BertPretrainingArgs(ExperimentArgs, BertObjectiveArgs, MixtureArgs, BertDataArgs):
     """All arguments of run_bert_pretraining.py."""
 
     model_cls: str = "transformers:BertForPreTraining"

@@ -15,7 +15,7 @@ from lm_experiments_tools.errors import UserError
 ModelKind = Literal["encoder-decoder", "decoder", "encoder"]
 
 OF_NATIVE_PIPELINE = Unread(
-    lambda args: args.data_pipeline == "seqio",
+    lambda args: getattr(args, "data_pipeline", None) == "seqio",  # BERT's runs have no other
     "is of --data_pipeline native: leave it out, or leave out --data_pipeline seqio",
 )
 PAPER_DENOISERS = ("R:3:0.15", "R:8:0.15", "X:3:0.5", "X:8:0.5", "X:64:0.15", "X:64:0.5", "S:0.25@1.5")

@@ -31,7 +31,8 @@ from lm_experiments_tools.modules.inspection import forward_names_of
 from lm_experiments_tools.modules.labelled_head import pick_labelled
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.optimizers import build_optimizer
-from lm_experiments_tools.tracking.run_directory import RunDirectory, began_without, claim_run, setup_logging
+from lm_experiments_tools.tracking.run_directory import RunDirectory, began_without, setup_logging
+from lm_experiments_tools.training.run_folder import claim_for_all
 from lm_experiments_tools.training.schedules import LearningRate
 
 if TYPE_CHECKING:
@@ -52,14 +53,15 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
     """Enter the working directory, set up logging, open the run directory (None on other ranks or without one).
 
     Raises:
-        UserError: the directory holds a run with other settings, or one that has not ended.
+        UserError: the directory holds a run with other settings, or one that has not ended, or cannot serve all
+            machines.
     """
     os.chdir(args.working_folder())
     on_all(backend, lambda: setup_logging(args.model_path, backend.rank))
     on_all(backend, lambda: _check_optimization(args))
     if args.model_path is None:
         return None
-    return on_all(backend, lambda: claim_run(args, backend.world_size), only_main=True)
+    return claim_for_all(args, backend)
 
 
 def _check_optimization(args: ExperimentArgs) -> None:

@@ -14,6 +14,7 @@ from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
 from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.objectives.registry import ObjectiveContext, mixed_dataset, objective_dataset
+from lm_experiments_tools.data.tokens.cold import read_at_random
 from lm_experiments_tools.modules.labelled_head import spread_labels
 from lm_experiments_tools.recipes.common import labels_alone, save_tokenizer
 from lm_experiments_tools.training.losses import MODEL_LOSS, Loss
@@ -100,7 +101,7 @@ def pretraining_data(
     valid: ValidSource | None = None
     valid_tokens = None
     if args.valid_data_path is not None:
-        valid_tokens = on_all(backend, lambda: sources.tokens(args.valid_data_path))
+        valid_tokens = on_all(backend, lambda: sources.tokens(args.valid_data_path), takes_long=True)
     train: TrainSource | None = None
     if args.validate_only and valid_tokens is not None:
         objective = f"{args.task}, validation only"
@@ -111,7 +112,7 @@ def pretraining_data(
 
         train, objective = streaming_data(args, backend, vocabulary, vocabulary.path, model_kind)
     else:
-        train = on_all(backend, lambda: _train_loader(context, backend, sources))
+        train = on_all(backend, lambda: _train_loader(context, backend, sources), takes_long=True)
         objective = train.dataset.describe()
     if valid_tokens is not None and valid is None:
         valid = on_all(backend, lambda: _valid_loader(context, backend, valid_tokens))
@@ -145,8 +146,10 @@ def choose_pipeline(args: T5PretrainingArgs, sources: T5Sources) -> Literal["nat
 
 def _train_loader(context: ObjectiveContext, backend: Backend, sources: T5Sources) -> TrainLoader:
     args = context.args
-    dataset = mixed_dataset(context, [sources.tokens(path) for path in args.data_path], backend.world_size)
-    return TrainLoader(dataset, args.rows_per_worker(), backend.rank, backend.world_size)
+    tokens = [sources.tokens(path) for path in args.data_path]
+    cold = read_at_random(tokens)
+    dataset = mixed_dataset(context, tokens, backend.world_size)
+    return TrainLoader(dataset, args.rows_per_worker(), backend.rank, backend.world_size, ahead=cold)
 
 
 def _valid_loader(context: ObjectiveContext, backend: Backend, tokens: IndexedDataset) -> ValidLoader:

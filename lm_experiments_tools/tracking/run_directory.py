@@ -387,6 +387,8 @@ def _differences(
         if then.get(rows) or now.get(rows):  # none means the rows of a step; which of the two, a fingerprint tells
             for config in (then, now):
                 config[rows] = config.get(rows) or config["global_batch_size"]
+    if not (then.get("text_fields") and now.get("text_fields")):  # none means by names; the data's fingerprint tells
+        then.pop("text_fields", None)
     split: set[str] = set()
     if then["global_batch_size"] and now["global_batch_size"]:
         split = {"batch_size", "gradient_accumulation_steps"}
