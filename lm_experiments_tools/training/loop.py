@@ -315,7 +315,8 @@ class TrainingLoop:
         batch = self.batch_transform_fn(batch) if self.batch_transform_fn else batch
         names, labels, trim_to = self.forward_names, self.loss.label_names(), self.args.trim_to()
         device, first = self.backend.device, self.first_label
-        return split_batch(batch, rows, names, device, self.has_decoder, labels, trim_to, first)
+        part = split_batch(batch, rows, names, device, self.has_decoder, labels, trim_to, first)
+        return part if self.loss.most_labels is None else part.with_labels_alone(self.loss.most_labels)
 
     def _agree(self, part: StepBatch) -> tuple[dict[str, int], int, int, int]:
         """Global weights, samples and tokens, the largest number of micro-batches, and any signal: one collective."""
