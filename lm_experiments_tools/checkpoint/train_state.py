@@ -1,4 +1,4 @@
-"""The state that must survive a restart, in one object, and its way to disk and back.
+"""The state that must survive a restart, in one object, and its way back from disk (see saving.py for the way there).
 
 What differs between workers (random states, unreduced metric sums) is kept per worker; the rest is equal on all.
 """
@@ -8,18 +8,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.backends.peers import all_peers, lost_peer
-from lm_experiments_tools.checkpoint import writer as checkpoint
 from lm_experiments_tools.checkpoint.legacy import read_old_training_state, regrouped
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, verify_files
-from lm_experiments_tools.checkpoint.tree import load_tree, save_tree, tree_files
+from lm_experiments_tools.checkpoint.tree import load_tree, tree_files
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.optimizers import CHOSEN
@@ -90,46 +89,6 @@ def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
         located = RunError(sentence)
         located.step = state.step
         raise located from error
-
-
-def save_checkpoint(
-    backend: Backend,
-    writer: checkpoint.CheckpointWriter,
-    state: TrainState,
-    per_worker: dict[str, Any],
-    *,
-    is_best: bool = False,
-    tokenizer_dir: Path | None = None,
-) -> None:
-    """Write weights, optimizer and trainer state as one checkpoint; collective, atomic, pruned after the commit."""
-    all_workers = backend.gather(per_worker)
-    model_state, optimizer_state = backend.model_state(), backend.optimizer_state()
-    path = on_main(backend, lambda: writer.begin(state.step))
-
-    def write() -> None:
-        with writer.guarded(state.step):
-            if backend.shards_optimizer:
-                save_tree(path / f"optimizer_rank_{backend.rank:05d}", optimizer_state)
-            elif backend.is_main:
-                save_tree(path / "optimizer", optimizer_state)
-            if backend.is_main:
-                checkpoint.save_model(path, backend.unwrap(), state_dict=model_state, tokenizer_dir=tokenizer_dir)
-                tree = {
-                    "state": asdict(state),
-                    "world_size": backend.world_size,
-                    "optimizer": type(backend.optimizer).__name__,
-                    "workers": all_workers,
-                }
-                try:
-                    save_tree(path / "trainer_state", tree)
-                except TypeError as error:  # of a loader's state_dict, or what keep_for_metrics_fn keeps
-                    raise UserError(f"a checkpoint cannot be saved: {error}") from error
-
-    on_all(backend, write)
-    manifest = {"world_size": backend.world_size, "backend": backend.describe()}
-    on_main(backend, lambda: writer.commit(state.step, is_best=is_best, extra_manifest=manifest))
-    if backend.is_main:
-        logger.info("saved checkpoint of step %d%s", state.step, " (the best so far)" if is_best else "")
 
 
 def load_state(

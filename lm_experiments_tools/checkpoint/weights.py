@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from lm_experiments_tools.checkpoint.adapter_files import read_adapter, read_adapter_into, save_adapter
 from lm_experiments_tools.checkpoint.legacy import read_pickle, state_dict_of, strip_wrappers
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, is_plain_relative_name, verify_files
 from lm_experiments_tools.checkpoint.source import TASK_FILE, holds_adapter
+from lm_experiments_tools.checkpoint.tensor_files import WriteTensors, write_now
 from lm_experiments_tools.checkpoint.tree import as_os_error, load_tensors
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import apply_umask
@@ -53,6 +53,7 @@ def save_model(
     state_dict: dict[str, torch.Tensor] | None = None,
     tokenizer_dir: Path | None = None,
     generation_config: Any = None,
+    write: WriteTensors = write_now,
 ) -> None:
     """Write `model` (unwrapped) into the existing directory `path`.
 
@@ -64,34 +65,53 @@ def save_model(
         state_dict: the gathered weights where the model's own are sharded (FSDP, ZeRO 3); names as in the model.
         tokenizer_dir: its tokenizer files are copied in.
         generation_config: a GenerationConfig to store instead of the model's own.
+        write: gets the tensors, which may be the model's own; a model's own `save_pretrained` may write by itself.
 
     Raises:
         OSError: the disk refused.
         UserError: `tokenizer_dir` has no tokenizer.
     """
     try:
-        _write_model(Path(path), model, state_dict, generation_config)
+        _write_model(Path(path), model, state_dict, generation_config, write)
     except SafetensorError as error:
         raise as_os_error(error, Path(path)) from error
-    apply_umask(*Path(path).rglob("*.safetensors"))
+    apply_umask(*Path(path).rglob("*.safetensors"))  # of a model that writes its own
     if tokenizer_dir is not None:
         _copy_tokenizer(Path(tokenizer_dir), Path(path))
 
 
 def _write_model(
-    path: Path, model: torch.nn.Module, state_dict: dict[str, torch.Tensor] | None, generation_config: Any
+    path: Path,
+    model: torch.nn.Module,
+    state_dict: dict[str, torch.Tensor] | None,
+    generation_config: Any,
+    write: WriteTensors,
 ) -> None:
     if is_adapted(model):
-        save_adapter(path, model, state_dict)
+        save_adapter(path, model, state_dict, write)
     elif hasattr(model, "save_pretrained"):
         weights = None if state_dict is None else _tie(state_dict, getattr(model, "all_tied_weights_keys", None) or {})
-        with without_progress_bars(), _deepspeed_not_imported():
+        with without_progress_bars(), _deepspeed_not_imported(), _transformers_writes_by(write):
             model.save_pretrained(path, state_dict=weights)
         if generation_config is not None:
             generation_config.save_pretrained(path)
     else:
         weights = state_dict if state_dict is not None else model.state_dict()
-        save_file(_unshared(weights), path / "model.safetensors", metadata={"format": "pt"})
+        write(_unshared(weights), path / "model.safetensors", metadata={"format": "pt"})
+
+
+@contextlib.contextmanager
+def _transformers_writes_by(write: WriteTensors) -> Iterator[None]:
+    """Have save_pretrained, which knows what to store under which names, hand the tensors on."""
+    module = sys.modules.get("transformers.modeling_utils")
+    if not hasattr(module, "safe_save_file"):
+        yield
+        return
+    original, module.safe_save_file = module.safe_save_file, write
+    try:
+        yield
+    finally:
+        module.safe_save_file = original
 
 
 @contextlib.contextmanager

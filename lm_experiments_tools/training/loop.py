@@ -24,12 +24,12 @@ from torch.optim import Optimizer
 from lm_experiments_tools.backends.backend import saved_state
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.checkpoint import writer as checkpoint
+from lm_experiments_tools.checkpoint.saving import Saver
 from lm_experiments_tools.checkpoint.train_state import (
     TrainState,
     failures_located,
     load_initial,
     load_state,
-    save_checkpoint,
 )
 from lm_experiments_tools.config.flags import telling_settings
 from lm_experiments_tools.errors import RunError, UserError
@@ -132,7 +132,7 @@ class TrainingLoop:
             save_best=args.save_best,
         )
         log = VerbHook(args.log_interval, lambda loop: loop.log_train())
-        save = VerbHook(args.save_interval, lambda loop: loop.save())
+        save = VerbHook(args.save_interval, lambda loop: loop.save(unless_last=True))
         self.hooks: list[Hook] = [log, self.validate_hook, save, *hooks]
         if args.profile_after is not None:
             self.hooks.append(ProfileHook(args.profile_after, Path(args.model_path) / "profile"))
@@ -141,13 +141,9 @@ class TrainingLoop:
     def _set_up_model(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Weights before wrapping (so that sharding backends shard the loaded ones), optimizer state after it."""
         args, backend = self.args, self.backend
-        self.writer = None
         if args.model_path:
-            run = Path(args.model_path)
             on_all(backend, lambda: claim_run(args, backend.world_size, once_more=True), only_main=True)
-            self.writer = checkpoint.CheckpointWriter(
-                run / "checkpoints", args.keep_checkpoints, rank=backend.rank, links_in=run
-            )
+        self.saver = Saver.of_run(args, backend, self.tokenizer_dir)
         resume_from = on_main(backend, lambda: checkpoint.find_resume(args.resume, args.model_path))
         source = resume_from or (Path(args.init_checkpoint) if args.init_checkpoint else None)
         if source is not None:
@@ -177,7 +173,7 @@ class TrainingLoop:
         else:
             logger.warning("%s was saved by another number of workers: dropout draws other noise from here on", path)
         self._seek(own)
-        if self.writer is not None and path.resolve().parent == self.writer.root.resolve():
+        if self.saver.is_own(path):
             self._saved_at = (self.state.step, self.state.consumed_samples)
         self.say(f"resumed from {path}: step {self.state.step}, {self.state.consumed_samples} samples consumed")
 
@@ -219,11 +215,11 @@ class TrainingLoop:
         self._fix_data()
         if self.state.step >= self.args.iters:
             self.say(f"all {self.args.iters} updates have been made; raise --iters (or --epochs) to go on")
-        with failures_located(self.state, self.backend), self.signals, self.tracking():
+        with failures_located(self.state, self.backend), self.signals, self.tracking(), self.saver.alongside():
             self._validate_before()
             self.backend.model.train()
             batches = checked(self._timed_batches(), self.stream, self.backend, self.args)
-            while not self.signals.agreed and not self._finished():
+            while not self.signals.agreed and not self._is_over():
                 info = self.train_step(*next(batches))
                 if info.applied:
                     self._run_hooks(info)
@@ -244,12 +240,8 @@ class TrainingLoop:
                 "train from a shared folder"
             )
 
-    def _finished(self) -> bool:
-        patience = self.args.early_stopping_patience
-        if 0 < patience <= self.state.patience:
-            self.say(f"early stopping at step {self.state.step}: no better validation for {patience} evaluations")
-            return True
-        return self.state.step >= self.args.iters
+    def _is_over(self) -> bool:
+        return self.state.step >= self.args.iters or 0 < self.args.early_stopping_patience <= self.state.patience
 
     def _validate_before(self) -> None:
         """The validation of the untrained model (`--valid_at_start`), or one that a signal cut short."""
@@ -319,10 +311,19 @@ class TrainingLoop:
     def _agree(self, part: StepBatch) -> tuple[dict[str, int], int, int, int]:
         """Global weights, samples and tokens, the largest number of micro-batches, and any signal: one collective."""
         passes = [len(part.micro_batches) * (rank == self.backend.rank) for rank in range(self.backend.world_size)]
-        counts = [part.rows, part.tokens, *self.signals.pending, *part.weights.values(), *passes]
+        counts = [
+            part.rows,
+            part.tokens,
+            *self.signals.pending,
+            int(self.saver.failed),
+            *part.weights.values(),
+            *passes,
+        ]
         totals = self.backend.sum(torch.tensor(counts)).tolist()
         self.signals.agree(totals[2:4])
-        weights = dict(zip(part.weights, totals[4 : -len(passes)], strict=True))
+        if totals[4]:  # with a checkpoint that could not be written
+            self.saver.wait()
+        weights = dict(zip(part.weights, totals[5 : -len(passes)], strict=True))
         return weights, totals[0], totals[1], max(totals[-len(passes) :])
 
     def _measure(self, part: MicroBatch, means: dict, outputs: Any, sums: MetricSums, kept: Collector) -> None:
@@ -358,6 +359,9 @@ class TrainingLoop:
     def _finish(self) -> None:
         """End a run with the log line of the last part window, a validation and a checkpoint."""
         if not self.signals.agreed:
+            step, patience = self.state.step, self.state.patience
+            if 0 < self.args.early_stopping_patience <= patience:
+                self.say(f"early stopping at step {step}: no better validation for {patience} evaluations")
             if self.window.steps:
                 self.log_train()
                 self._saved_at = None  # what a checkpoint of this step holds has changed
@@ -365,6 +369,7 @@ class TrainingLoop:
                 self._validate_now()
                 self._saved_at = None
         self.save()
+        self.saver.wait()
         self.tracker.hparams(telling_settings(self.args))
 
     # ---- validation -------------------------------------------------------------------------------------------------
@@ -460,10 +465,15 @@ class TrainingLoop:
         elif values:
             self.say(f"{split}: " + ", ".join(f"{k} {v:.4f}" for k, v in values.items() if isinstance(v, float)))
 
-    def save(self, is_best: bool = False) -> None:
-        """Write a checkpoint of this very moment, unless there is one; every worker calls it."""
+    def save(self, is_best: bool = False, *, unless_last: bool = False) -> None:
+        """Begin a checkpoint of this very moment, unless there is one, or (`unless_last`) the run ends with one here.
+
+        Every worker calls it. Within `train` it is written while training goes on.
+        """
         here = (self.state.step, self.state.consumed_samples)
-        if self.writer is None or (self._saved_at == here and not is_best):
+        if is_best:
+            self._saved_at = None  # a checkpoint of this step does not know that it is
+        if self.saver.writer is None or self._saved_at == here or (unless_last and self._is_over()):
             return
         if self.learning_rate.plateau is not None:
             self.state.plateau = self.learning_rate.plateau.state_dict()
@@ -474,11 +484,12 @@ class TrainingLoop:
             "window": self.window.state_dict(),
             "kept": self.kept.data,
         }
-        save_checkpoint(self.backend, self.writer, self.state, own, is_best=is_best, tokenizer_dir=self.tokenizer_dir)
+        self.saver.save(self.state, own, is_best=is_best)
         self._saved_at = here
 
     def load(self, source: str | Path) -> None:
         """Put the weights of a checkpoint into the model, for example the best one before a last evaluation."""
+        self.saver.wait()
 
         def read() -> dict[str, Tensor]:
             model = self.backend.unwrap()
