@@ -97,8 +97,8 @@ def make_loop(folder: str, settings: argparse.Namespace, hooks=(), **options) ->
 
 
 def measure_stop(settings: argparse.Namespace) -> None:
-    print("| writing | checkpoint | stop of training, s | whole | step beside it, s | other steps, s |")
-    print("|---|---:|---:|---:|---:|---:|")
+    print("| written | bytes | training stops, s | its CPU, s | complete after, s | steps beside it, s | others, s |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
     for _ in range(settings.rounds):
         for in_background in (False, True):
             with tempfile.TemporaryDirectory(dir=settings.folder) as folder:
@@ -116,13 +116,13 @@ def stop_once(folder: str, settings: argparse.Namespace, in_background: bool) ->
                 loop.save()
 
     loop = make_loop(folder, settings, [Once(), clock], iters=settings.steps, save_in_background=in_background)
-    save, stops, begun, whole = loop.saver.save, [], [], []
+    save, stops, work, whole = loop.saver.save, [], [], []
 
     def timed(*args, **kwargs) -> None:
-        started = time.perf_counter()
-        begun.append(started)
+        started, cpu = time.perf_counter(), time.thread_time()
         save(*args, **kwargs)
         stops.append(time.perf_counter() - started)
+        work.append(time.thread_time() - cpu)
         if loop.saver._writing is None:
             whole.append(stops[-1])
         else:
@@ -135,7 +135,8 @@ def stop_once(folder: str, settings: argparse.Namespace, in_background: bool) ->
     size = human_bytes(folder_bytes((Path(folder) / "last").resolve()))
     name = "in the background" if in_background else "in the foreground"
     slow = f"{statistics.median(beside):.2f} ({len(beside)})" if beside else "-"
-    return f"| {name} | {size} | {stops[0]:.2f} | {whole[0]:.1f} | {slow} | {statistics.median(other):.2f} |"
+    times = f"{stops[0]:.2f} | {work[0]:.2f} | {whole[0]:.1f} | {slow} | {statistics.median(other):.2f}"
+    return f"| {name} | {size} | {times} |"
 
 
 def status() -> dict[str, int]:

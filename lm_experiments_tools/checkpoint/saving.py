@@ -58,6 +58,10 @@ class Saver:
         if args.model_path:
             run = Path(args.model_path)
             writer = CheckpointWriter(run / "checkpoints", args.keep_checkpoints, rank=backend.rank, links_in=run)
+        if writer is not None and args.save_in_background and backend.shards_optimizer and backend.is_main:
+            logger.info(
+                "training waits while a checkpoint is written: every worker writes its slices of the optimizer"
+            )
         return cls(backend, writer, in_background=args.save_in_background, tokenizer_dir=tokenizer_dir)
 
     def is_own(self, checkpoint: Path) -> bool:

@@ -12,19 +12,21 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.backends.peers import all_peers, lost_peer
 from lm_experiments_tools.checkpoint.legacy import read_old_training_state, regrouped
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, verify_files
 from lm_experiments_tools.checkpoint.tree import load_tree, tree_files
+from lm_experiments_tools.checkpoint.weights import LoadReport, load_weights
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.optimizers import CHOSEN
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.config.training import TrainerArgs
 
 logger = logging.getLogger(__name__)
 SETTINGS = ("weight_decay", "scale_parameter", "relative_step", "warmup_init")  # flags, whatever a checkpoint says
@@ -91,6 +93,20 @@ def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
         raise located from error
 
 
+def load_weights_for_all(
+    model: nn.Module, source: Path, args: TrainerArgs, backend: Backend, *, verified: bool
+) -> LoadReport | None:
+    """`load_weights` by rank 0, which alone reads them and returns the report, into a model that is not set up yet."""
+
+    def load() -> LoadReport:
+        partial, pickle = args.allow_partial_checkpoint, args.allow_pickle
+        return load_weights(model, source, allow_partial=partial, allow_pickle=pickle, verified=verified)
+
+    report = on_all(backend, load, only_main=True)
+    backend.share_weights(model)
+    return report
+
+
 def load_state(
     path: Path, backend: Backend, *, with_optimizer: bool = True
 ) -> tuple[TrainState, dict[str, Any] | None]:
@@ -116,13 +132,23 @@ def load_initial(
     Of others, such as those of transformers' Trainer, only the weights are of use here.
     """
     if is_ours(source):
-        on_all(backend, lambda: _verify_state(source, backend, with_optimizer))
+        main = not backend.shards_optimizer  # then rank 0 reads for all
+        on_all(backend, lambda: _verify_state(source, backend, with_optimizer), only_main=main)
         return load_state(source, backend, with_optimizer=with_optimizer)
-    old = read_old_training_state(source, allow_pickle=allow_pickle)
-    if with_optimizer and backend.optimizer is not None and old.get("optimizer_state"):
+    with_optimizer = with_optimizer and backend.optimizer is not None
+
+    def read() -> tuple[int, Any]:
+        old = read_old_training_state(source, allow_pickle=allow_pickle)
+        if not with_optimizer or not old.get("optimizer_state"):
+            return old.get("iteration", -1), None
         optimizer_state = regrouped(old["optimizer_state"], backend.unwrap(), backend.optimizer)
-        _restore_optimizer(backend, {"optimizer": optimizer_state, "precision": {}}, source)
-    return TrainState(step=old.get("iteration", -1) + 1), None  # the ancestor stores the last update's index
+        return old.get("iteration", -1), {"optimizer": optimizer_state, "precision": {}}
+
+    iteration, tree = on_all(backend, read, only_main=True) or (None, None)
+    iteration, has_optimizer = backend.broadcast((iteration, tree is not None))
+    if has_optimizer:
+        _restore_optimizer(backend, tree, source)
+    return TrainState(step=iteration + 1), None  # the ancestor stores the last update's index
 
 
 def is_ours(source: Path) -> bool:
@@ -159,7 +185,11 @@ def _load_optimizer(path: Path, backend: Backend, saved: dict[str, Any]) -> None
             f"{saved_by} worker(s) with another way of sharding; continue with the same launcher and number of "
             "workers, or pass the checkpoint as --init_checkpoint with --reset_optimizer"
         )
-    _restore_optimizer(backend, load_tree(stem), path)
+    if backend.shards_optimizer:
+        tree = load_tree(stem)
+    else:
+        tree = on_all(backend, lambda: load_tree(stem, mapped=True), only_main=True)
+    _restore_optimizer(backend, tree, path)
 
 
 def _restore_optimizer(backend: Backend, tree: Any, source: Path) -> None:

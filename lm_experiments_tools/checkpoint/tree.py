@@ -60,8 +60,12 @@ def save_tree(path_stem: Path | str, tree: Any, *, write: WriteTensors = write_n
         json_file.write_text(json.dumps(structure, allow_nan=False, ensure_ascii=True), encoding="utf-8")
 
 
-def load_tree(path_stem: Path | str) -> Any:
+def load_tree(path_stem: Path | str, *, mapped: bool = False) -> Any:
     """Read back what `save_tree` wrote; tensors are on the CPU and own their memory.
+
+    Args:
+        mapped: leave the tensors in the file, from which they are read when they are copied; for a tree that nobody
+            keeps, because the file of a checkpoint that is pruned or overwritten is gone.
 
     Raises:
         UserError: a file is missing, truncated or is not a tree; names the file.
@@ -73,9 +77,9 @@ def load_tree(path_stem: Path | str) -> Any:
         raise UserError(
             f"{json_file} cannot be read ({error}): restore the file or use an older checkpoint."
         ) from error
-    # cloned: load_file maps the file, and the state must outlive a checkpoint that is pruned or overwritten
     tensors = load_tensors(tensor_file, "restore the file or use an older checkpoint")
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    if not mapped:
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     try:
         return _decode(structure, tensors)
     except (KeyError, TypeError, ValueError) as error:

@@ -132,7 +132,12 @@ def _deepspeed_not_imported() -> Iterator[None]:
 
 
 def load_weights(
-    model: torch.nn.Module, source: Path | str, *, allow_partial: bool = False, allow_pickle: bool = False
+    model: torch.nn.Module,
+    source: Path | str,
+    *,
+    allow_partial: bool = False,
+    allow_pickle: bool = False,
+    verified: bool = False,
 ) -> LoadReport:
     """Copy the weights in `source` into `model`, in the model's dtype and on its device; all or nothing.
 
@@ -141,6 +146,7 @@ def load_weights(
             t5-experiments `model_N.pth`, a nanoT5 `pytorch_model.bin`.
         allow_partial: load what matches by name and shape and report the rest.
         allow_pickle: see `legacy.read_pickle`.
+        verified: the files have just been compared with the manifest of `source`.
 
     A weight that the model ties to a loaded one is not missing; keys that the model's class declares obsolete are not
     unexpected.
@@ -152,7 +158,7 @@ def load_weights(
     path = Path(source)
     if is_adapted(model):
         return LoadReport(matched=read_adapter_into(model, path))
-    weights = read_weights(path, allow_pickle)
+    weights = read_weights(path, allow_pickle, verified=verified)
     own = model.state_dict(keep_vars=True)
     report = _compare(own, weights, getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
     if not report.matched:
@@ -217,16 +223,16 @@ def read_state(model: torch.nn.Module, path: Path, allow_pickle: bool = False) -
     return {**weights, **tied}
 
 
-def read_weights(path: Path, allow_pickle: bool = False) -> dict[str, torch.Tensor]:
+def read_weights(path: Path, allow_pickle: bool = False, *, verified: bool = False) -> dict[str, torch.Tensor]:
     """The state dict in `path` (see `load_weights` for what it may be), on the CPU. Raises UserError."""
     if path.is_dir():
-        return _read_directory(path, allow_pickle)
+        return _read_directory(path, allow_pickle, verified)
     if not path.is_file():
         raise UserError(f"the checkpoint {path} does not exist.")
     return _read_file(path, allow_pickle)
 
 
-def _read_directory(path: Path, allow_pickle: bool) -> dict[str, torch.Tensor]:
+def _read_directory(path: Path, allow_pickle: bool, verified: bool) -> dict[str, torch.Tensor]:
     for single in ("model.safetensors", "pytorch_model.bin"):
         index = path / f"{single}.index.json"
         if index.is_file():
@@ -235,7 +241,7 @@ def _read_directory(path: Path, allow_pickle: bool) -> dict[str, torch.Tensor]:
             names = [single]
         else:
             continue
-        if (path / MANIFEST).is_file():
+        if not verified and (path / MANIFEST).is_file():
             verify_files(path, [*names, index.name] if index.is_file() else names)
         weights: dict[str, torch.Tensor] = {}
         for name in names:

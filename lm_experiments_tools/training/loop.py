@@ -30,13 +30,14 @@ from lm_experiments_tools.checkpoint.train_state import (
     failures_located,
     load_initial,
     load_state,
+    load_weights_for_all,
 )
 from lm_experiments_tools.config.flags import telling_settings
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.modules.inspection import drops_first_label, forward_names
 from lm_experiments_tools.tracking.run_directory import claim_run
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
-from lm_experiments_tools.training.first_batches import checked
+from lm_experiments_tools.training.first_batches import checked, same_on_all
 from lm_experiments_tools.training.generation import generate
 from lm_experiments_tools.training.generators import preserved_random_state, random_state, set_random_state
 from lm_experiments_tools.training.hooks import Hook, ProfileHook, ValidateHook, VerbHook, is_due
@@ -147,9 +148,7 @@ class TrainingLoop:
         resume_from = on_main(backend, lambda: checkpoint.find_resume(args.resume, args.model_path))
         source = resume_from or (Path(args.init_checkpoint) if args.init_checkpoint else None)
         if source is not None:
-            report = checkpoint.load_weights(
-                model, source, allow_partial=args.allow_partial_checkpoint, allow_pickle=args.allow_pickle
-            )
+            report = load_weights_for_all(model, source, args, backend, verified=resume_from is not None)
             self.say(f"weights from {source}: {report}")
         elif args.validate_only and not args.names_weights():
             raise UserError(
@@ -212,7 +211,7 @@ class TrainingLoop:
             TrainingDiverged: `args.max_skipped_updates` updates in a row were not finite.
             SystemExit: with 128 + signal number, after everything has been saved (143 for SIGTERM).
         """
-        self._fix_data()
+        self.state.data_fingerprint = same_on_all(self.stream.fingerprint, self.backend)
         if self.state.step >= self.args.iters:
             self.say(f"all {self.args.iters} updates have been made; raise --iters (or --epochs) to go on")
         with failures_located(self.state, self.backend), self.signals, self.tracking(), self.saver.alongside():
@@ -228,17 +227,6 @@ class TrainingLoop:
         self.tracker = None
         if self.signals.agreed:
             raise SystemExit(128 + self.signals.agreed)
-
-    def _fix_data(self) -> None:
-        """Note the data's fingerprint. Raises UserError where workers read copies of their own that differ."""
-        self.state.data_fingerprint = self.stream.fingerprint
-        fingerprints = self.backend.gather(self.state.data_fingerprint)
-        if len(set(fingerprints)) > 1:
-            other = next(rank for rank, f in enumerate(fingerprints) if f != fingerprints[0])
-            raise UserError(
-                f"worker {other} reads other training data than worker 0: copy the same files to every machine, or "
-                "train from a shared folder"
-            )
 
     def _is_over(self) -> bool:
         return self.state.step >= self.args.iters or 0 < self.args.early_stopping_patience <= self.state.patience
