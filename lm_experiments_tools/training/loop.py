@@ -416,7 +416,7 @@ class TrainingLoop:
 
     def tracking(self) -> Tracker:
         """A context in which what is measured is also written to the run directory."""
-        path, begun = self.args.model_path or None, self._saved_at is not None
+        path, begun = None if self.args.validate_only else self.args.model_path or None, self._saved_at is not None
         start = self.state.step if begun else -1  # nothing logged here before is of this run
         self.tracker = Tracker(path, rank=self.backend.rank, start_step=start, total_steps=self.args.iters)
         return self.tracker
