@@ -77,11 +77,14 @@ class Clock:
     every = 1
 
     def __init__(self) -> None:
-        self.steps: list[tuple[int, float, bool]] = []  # (step, its seconds, beside a writing)
+        self.steps: list[tuple[int, float, float, bool]] = []  # (step, its seconds, of CPU, beside a writing)
+        self.cpu = 0.0
 
     def __call__(self, loop, info) -> None:
         writing = loop.saver._writing is not None and not loop.saver._writing.done()
-        self.steps.append((info.step, info.seconds, writing))
+        now = time.thread_time()
+        self.steps.append((info.step, info.seconds, now - self.cpu, writing))
+        self.cpu = now
 
 
 def folder_bytes(path: Path) -> int:
@@ -97,7 +100,9 @@ def make_loop(folder: str, settings: argparse.Namespace, hooks=(), **options) ->
 
 
 def measure_stop(settings: argparse.Namespace) -> None:
-    print("| written | bytes | training stops, s | its CPU, s | complete after, s | steps beside it, s | others, s |")
+    print(
+        "| written | bytes | training stops, s | CPU, s | complete after | step beside it, s, CPU | others, s, CPU |"
+    )
     print("|---|---:|---:|---:|---:|---:|---:|")
     for _ in range(settings.rounds):
         for in_background in (False, True):
@@ -130,13 +135,20 @@ def stop_once(folder: str, settings: argparse.Namespace, in_background: bool) ->
 
     loop.saver.save = timed
     loop.train()
-    beside = [seconds for step, seconds, writing in clock.steps if writing and step > first]
-    other = [seconds for step, seconds, writing in clock.steps if not writing and step > 1]
+    others = [(wall, cpu) for step, wall, cpu, writing in clock.steps if not writing and step not in (1, first)]
+    beside = [(wall, cpu) for step, wall, cpu, writing in clock.steps if writing and step > first]
     size = human_bytes(folder_bytes((Path(folder) / "last").resolve()))
     name = "in the background" if in_background else "in the foreground"
-    slow = f"{statistics.median(beside):.2f} ({len(beside)})" if beside else "-"
-    times = f"{stops[0]:.2f} | {work[0]:.2f} | {whole[0]:.1f} | {slow} | {statistics.median(other):.2f}"
+    times = f"{stops[0]:.2f} | {work[0]:.2f} | {whole[0]:.1f} | {_medians(beside)} | {_medians(others)}"
     return f"| {name} | {size} | {times} |"
+
+
+def _medians(steps: list[tuple[float, float]]) -> str:
+    """Seconds of a step, of them CPU, and how many there were."""
+    if not steps:
+        return "-"
+    wall, cpu = (statistics.median(values) for values in zip(*steps, strict=True))
+    return f"{wall:.2f}, {cpu:.2f} ({len(steps)})"
 
 
 def status() -> dict[str, int]:
