@@ -93,9 +93,7 @@ def test_a_resume_reads_weights_and_optimizer_once_and_hashes_each_file_once(tmp
         )
         loops = list(loops)
     names = ["model.safetensors", "optimizer.safetensors", "trainer_state.safetensors"]
-    of_main = [name for thread, name in read if (thread, "model.safetensors") in read]
-    assert sorted(of_main) == names and len(read) == 4
-    assert [name for _, name in read].count("trainer_state.safetensors") == 2, "small, and each worker's is in it"
+    assert sorted(name for _, name in read) == names and len({thread for thread, _ in read}) == 1
     listed = manifest.read_manifest((run / "last").resolve())["files"]
     assert sorted(hashed) == sorted(listed)
     for loop in loops:
