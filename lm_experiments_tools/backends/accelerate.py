@@ -250,10 +250,11 @@ class FullyShardedBackend(AccelerateBackend):
         tree = fsdp.optimizer_tree(self.optimizer, self.is_main)
         return {"optimizer": tree, "precision": self.precision.state_dict()} if self.is_main else None
 
-    def load_optimizer_state(self, tree: Any) -> None:
-        ours = tree["optimizer"] if self.is_main else None
-        fsdp.load_optimizer_tree(self.optimizer, ours, self.is_main, self.broadcast, self._broadcast_tensors)
-        self.precision.load_state_dict(self.broadcast(tree["precision"] if self.is_main else None))
+    def share_weights(self, model: nn.Module) -> None:
+        pass  # `setup` does
+
+    def _place(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        return fsdp.shard_like(parameter, tensor)
 
     def weights_norm(self) -> float:
         fsdp.reshard(self.unwrap())
@@ -388,6 +389,7 @@ class DeepSpeedBackend(AccelerateBackend):
         Raises:
             UserError: the tree is not of DeepSpeed, or of another number of workers or ZeRO stage.
         """
+        tree = tree or {}  # an ancestor's is read on rank 0 alone
         if "zero" not in tree or (tree["workers"], tree["stage"]) != (self.world_size, self.stage):
             saved = f"ZeRO {tree['stage']} on {tree['workers']} workers" if "zero" in tree else "not DeepSpeed"
             raise UserError(

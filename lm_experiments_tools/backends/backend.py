@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.precision import Precision, get_precision
-from lm_experiments_tools.backends.trees import broadcast_tree
+from lm_experiments_tools.backends.trees import load_optimizer_tree, to_parameter
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.host_embedding import HostEmbedding
 from lm_experiments_tools.modules.inspection import is_adapted, is_spread, trained_parameters
@@ -177,9 +177,20 @@ class Backend:
         return {"optimizer": self.optimizer.state_dict(), "precision": self.precision.state_dict()}
 
     def load_optimizer_state(self, tree: Any) -> None:
-        """The inverse of `optimizer_state`, for a tree saved by the same worker (any worker if not sharded)."""
-        self.optimizer.load_state_dict(tree["optimizer"])
-        self.precision.load_state_dict(tree["precision"])
+        """The inverse of `optimizer_state`, for a tree saved by the same worker; not sharded, rank 0's is enough."""
+        ours, send = tree["optimizer"] if self.is_main else None, self._broadcast_tensors
+        load_optimizer_tree(self.optimizer, ours, self.is_main, self.broadcast, send, self._place)
+        self.precision.load_state_dict(self.broadcast(tree["precision"] if self.is_main else None))
+
+    def share_weights(self, model: nn.Module) -> None:
+        """Give every worker rank 0's weights of a model that is not set up yet; for `setup` to do where it does."""
+
+    def _broadcast_tensors(self, tensors: list[Tensor]) -> None:
+        """Overwrite tensors with rank 0's."""
+
+    def _place(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        """A whole tensor of a parameter's optimizer state, as this worker's optimizer holds it."""
+        return to_parameter(parameter, tensor)
 
     def weights_norm(self) -> float:
         """Global L2 norm of the weights, for the log; collective where weights are sharded."""
@@ -227,8 +238,8 @@ class DataParallelBackend(Backend, ABC):
             super().load_model_state(state)
         self._broadcast_tensors(list(saved_state(self.unwrap()).values()))
 
-    def load_optimizer_state(self, tree: Any) -> None:
-        super().load_optimizer_state(broadcast_tree(tree, self.is_main, self.broadcast, self._broadcast_tensors))
+    def share_weights(self, model: nn.Module) -> None:
+        self._broadcast_tensors(list({id(tensor): tensor for tensor in saved_state(model).values()}.values()))
 
 
 def saved_state(model: nn.Module) -> dict[str, Tensor]:

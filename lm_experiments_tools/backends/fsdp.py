@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
-from lm_experiments_tools.backends.trees import broadcast_tree, map_tensors
+from lm_experiments_tools.backends.trees import map_tensors
 
 
 def join_shared_modules(model: nn.Module) -> int:
@@ -127,7 +127,7 @@ def load_state(
         done.add(id(tensor))
         whole = state[name].to(tensor.dtype, copy=True) if is_main else torch.empty(tensor.shape, dtype=tensor.dtype)
         broadcast_tensors([whole])
-        tensor.copy_(_shard_like(tensor, whole))
+        tensor.copy_(shard_like(tensor, whole))
 
 
 def optimizer_tree(optimizer: Optimizer, is_main: bool) -> dict[str, Any] | None:
@@ -141,24 +141,7 @@ def optimizer_tree(optimizer: Optimizer, is_main: bool) -> dict[str, Any] | None
     return tree if is_main else None
 
 
-def load_optimizer_tree(
-    optimizer: Optimizer,
-    tree: dict[str, Any] | None,
-    is_main: bool,
-    broadcast: Callable[[Any], Any],
-    broadcast_tensors: Callable[[list[Tensor]], None],
-) -> None:
-    """Shard rank 0's whole tree as the parameters are sharded, one parameter's state at a time."""
-    indices, groups = broadcast((list(tree["state"]), tree["param_groups"]) if is_main else None)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state = {}
-    for i in indices:
-        whole = broadcast_tree(tree["state"][i] if is_main else None, is_main, broadcast, broadcast_tensors)
-        state[i] = map_tensors(whole, lambda tensor, parameter=parameters[i]: _shard_like(parameter, tensor))
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _shard_like(parameter: Tensor, tensor: Tensor) -> Tensor:
+def shard_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     """The DTensor of a whole tensor: sharded as its parameter if it has its shape, else replicated; a scalar stays."""
     if not isinstance(parameter, DTensor) or not tensor.dim():
         return tensor

@@ -87,6 +87,9 @@ class HorovodBackend(DataParallelBackend):
         self._reducer = self._make_reducer(model, optimizer) if optimizer is not None else None
         super().setup(model, optimizer)
 
+    def share_weights(self, model: nn.Module) -> None:
+        pass  # `setup` does
+
     def _make_reducer(self, model: nn.Module, optimizer: Optimizer) -> Any:
         """Horovod's optimizer around the parameters to reduce; made before apex takes fp32 copies of them."""
         names = {parameter: name for name, parameter in model.named_parameters()}

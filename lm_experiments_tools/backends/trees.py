@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 CARRIERS = {torch.bfloat16: torch.float16, torch.bool: torch.uint8}  # same width: types some libraries cannot send
 
@@ -54,7 +55,8 @@ def broadcast_tree(
 ) -> Any:
     """Rank 0's tree on every worker, its tensors on the CPU.
 
-    The structure travels as one object and each tensor by itself, so no copy of the whole tree is ever serialized.
+    The structure travels as one object and each tensor by itself, so no copy of the whole tree is ever serialized. The
+    tensors are copies on rank 0 too, whose own may lie in a file.
 
     Args:
         tree: read on rank 0 only.
@@ -64,7 +66,7 @@ def broadcast_tree(
     tensors: list[Tensor] = []
 
     def strip(tensor: Tensor) -> _Leaf:
-        tensors.append(tensor.detach().cpu().contiguous())
+        tensors.append(tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
         return _Leaf(tuple(tensor.shape), tensor.dtype)
 
     skeleton = broadcast(map_tensors(tree, strip) if is_main else None)
@@ -73,3 +75,46 @@ def broadcast_tree(
     broadcast_tensors(tensors)
     received = iter(tensors)
     return _map_leaves(skeleton, lambda leaf: next(received), _Leaf)
+
+
+def to_parameter(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """State on its parameter's device; a scalar, such as the number of steps, stays where it is."""
+    return tensor.to(parameter.device) if tensor.dim() else tensor
+
+
+def load_optimizer_tree(
+    optimizer: Optimizer,
+    tree: dict[str, Any] | None,
+    is_main: bool,
+    broadcast: Callable[[Any], Any],
+    broadcast_tensors: Callable[[list[Tensor]], None],
+    place: Callable[[Tensor, Tensor], Tensor] = to_parameter,
+) -> None:
+    """`optimizer.load_state_dict` of rank 0's tree on every worker, sent and put in place by one parameter's state.
+
+    So no worker ever holds more beside its optimizer than the state of one parameter. Trees of optimizers that have a
+    form of their own are sent whole.
+
+    Args:
+        tree: read on rank 0 only.
+        place: f(parameter, tensor of its state, whole and on the CPU) -> the tensor as the optimizer holds it.
+    """
+
+    def sent(part: Any) -> Any:
+        return broadcast_tree(part, is_main, broadcast, broadcast_tensors)
+
+    keys = broadcast(list(tree["state"]) if is_main and set(tree) == {"state", "param_groups"} else None)
+    if keys is None:
+        optimizer.load_state_dict(sent(tree))
+        return
+    groups = sent(tree["param_groups"] if is_main else None)
+    numbers = [number for group in groups for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    of_number = dict(zip(numbers, parameters, strict=False))  # where they differ in number, the optimizer says so
+    state = {}
+    for key in keys:
+        whole = sent(tree["state"][key] if is_main else None)
+        if (parameter := of_number.get(key)) is not None:
+            whole = map_tensors(whole, lambda tensor, parameter=parameter: place(parameter, tensor))
+        state[key] = whole
+    optimizer.load_state_dict({"state": state, "param_groups": groups})

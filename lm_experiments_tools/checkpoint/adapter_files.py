@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, keep_from_pruning, verify_files
 from lm_experiments_tools.checkpoint.source import ADAPTER_CONFIG, ENSEMBLE_CONFIG, LABELS_FILE, Source, real_names
+from lm_experiments_tools.checkpoint.tensor_files import WriteTensors, write_now
 from lm_experiments_tools.checkpoint.tree import load_tensors
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
@@ -54,7 +54,9 @@ def saved_names(model: PeftModel) -> dict[str, str]:
     return found | {name: name for name in name_of.values()}
 
 
-def save_adapter(path: Path, model: PeftModel, state: dict[str, Tensor] | None = None) -> None:
+def save_adapter(
+    path: Path, model: PeftModel, state: dict[str, Tensor] | None = None, write: WriteTensors = write_now
+) -> None:
     """Write adapter_config.json and adapter_model.safetensors, of an ensemble a folder with them for each prompt.
 
     The labels of a classifier go into label_names.json, which peft does not look at.
@@ -72,16 +74,18 @@ def save_adapter(path: Path, model: PeftModel, state: dict[str, Tensor] | None =
         parts = model.split(state)
         for folder, weights in parts.items():
             (path / folder).mkdir(exist_ok=True)
-            _write(path / folder, weights, config, base)
+            _write(path / folder, weights, config, base, write)
         (path / ENSEMBLE_CONFIG).write_text(json.dumps({"folders": list(parts)}), encoding="utf-8")
         return
-    _write(path, {saved: state[name] for saved, name in saved_names(model).items()}, config, base)
+    _write(path, {saved: state[name] for saved, name in saved_names(model).items()}, config, base, write)
 
 
-def _write(path: Path, weights: dict[str, Tensor], config: PeftConfig, base_fingerprint: str | None) -> None:
+def _write(
+    path: Path, weights: dict[str, Tensor], config: PeftConfig, base_fingerprint: str | None, write: WriteTensors
+) -> None:
     whole = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
     base = {} if base_fingerprint is None else {_BASE_SHA256: base_fingerprint}
-    save_file(whole, path / ADAPTER_WEIGHTS, metadata={"format": "pt", **base})
+    write(whole, path / ADAPTER_WEIGHTS, metadata={"format": "pt", **base})
     config.inference_mode = True  # as peft writes it
     try:
         config.save_pretrained(str(path))

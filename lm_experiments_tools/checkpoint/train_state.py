@@ -1,4 +1,4 @@
-"""The state that must survive a restart, in one object, and its way to disk and back.
+"""The state that must survive a restart, in one object, and its way back from disk (see saving.py for the way there).
 
 What differs between workers (random states, unreduced metric sums) is kept per worker; the rest is equal on all.
 """
@@ -8,24 +8,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.backends.peers import all_peers, lost_peer
-from lm_experiments_tools.checkpoint import writer as checkpoint
 from lm_experiments_tools.checkpoint.legacy import read_old_training_state, regrouped
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, verify_files
-from lm_experiments_tools.checkpoint.tree import load_tree, save_tree, tree_files
+from lm_experiments_tools.checkpoint.tree import load_tree, tree_files
+from lm_experiments_tools.checkpoint.weights import LoadReport, load_weights
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.optimizers import CHOSEN
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.config.training import TrainerArgs
 
 logger = logging.getLogger(__name__)
 SETTINGS = ("weight_decay", "scale_parameter", "relative_step", "warmup_init")  # flags, whatever a checkpoint says
@@ -92,44 +93,18 @@ def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
         raise located from error
 
 
-def save_checkpoint(
-    backend: Backend,
-    writer: checkpoint.CheckpointWriter,
-    state: TrainState,
-    per_worker: dict[str, Any],
-    *,
-    is_best: bool = False,
-    tokenizer_dir: Path | None = None,
-) -> None:
-    """Write weights, optimizer and trainer state as one checkpoint; collective, atomic, pruned after the commit."""
-    all_workers = backend.gather(per_worker)
-    model_state, optimizer_state = backend.model_state(), backend.optimizer_state()
-    path = on_main(backend, lambda: writer.begin(state.step))
+def load_weights_for_all(
+    model: nn.Module, source: Path, args: TrainerArgs, backend: Backend, *, verified: bool
+) -> LoadReport | None:
+    """`load_weights` by rank 0, which alone reads them and returns the report, into a model that is not set up yet."""
 
-    def write() -> None:
-        with writer.guarded(state.step):
-            if backend.shards_optimizer:
-                save_tree(path / f"optimizer_rank_{backend.rank:05d}", optimizer_state)
-            elif backend.is_main:
-                save_tree(path / "optimizer", optimizer_state)
-            if backend.is_main:
-                checkpoint.save_model(path, backend.unwrap(), state_dict=model_state, tokenizer_dir=tokenizer_dir)
-                tree = {
-                    "state": asdict(state),
-                    "world_size": backend.world_size,
-                    "optimizer": type(backend.optimizer).__name__,
-                    "workers": all_workers,
-                }
-                try:
-                    save_tree(path / "trainer_state", tree)
-                except TypeError as error:  # of a loader's state_dict, or what keep_for_metrics_fn keeps
-                    raise UserError(f"a checkpoint cannot be saved: {error}") from error
+    def load() -> LoadReport:
+        partial, pickle = args.allow_partial_checkpoint, args.allow_pickle
+        return load_weights(model, source, allow_partial=partial, allow_pickle=pickle, verified=verified)
 
-    on_all(backend, write)
-    manifest = {"world_size": backend.world_size, "backend": backend.describe()}
-    on_main(backend, lambda: writer.commit(state.step, is_best=is_best, extra_manifest=manifest))
-    if backend.is_main:
-        logger.info("saved checkpoint of step %d%s", state.step, " (the best so far)" if is_best else "")
+    report = on_all(backend, load, only_main=True)
+    backend.share_weights(model)
+    return report
 
 
 def load_state(
@@ -157,13 +132,23 @@ def load_initial(
     Of others, such as those of transformers' Trainer, only the weights are of use here.
     """
     if on_main(backend, lambda: is_ours(source)):
-        on_all(backend, lambda: _verify_state(source, backend, with_optimizer))
+        main = not backend.shards_optimizer  # then rank 0 reads for all
+        on_all(backend, lambda: _verify_state(source, backend, with_optimizer), only_main=main)
         return load_state(source, backend, with_optimizer=with_optimizer)
-    old = read_old_training_state(source, allow_pickle=allow_pickle)
-    if with_optimizer and backend.optimizer is not None and old.get("optimizer_state"):
+    with_optimizer = with_optimizer and backend.optimizer is not None
+
+    def read() -> tuple[int, Any]:
+        old = read_old_training_state(source, allow_pickle=allow_pickle)
+        if not with_optimizer or not old.get("optimizer_state"):
+            return old.get("iteration", -1), None
         optimizer_state = regrouped(old["optimizer_state"], backend.unwrap(), backend.optimizer)
-        _restore_optimizer(backend, {"optimizer": optimizer_state, "precision": {}}, source)
-    return TrainState(step=old.get("iteration", -1) + 1), None  # the ancestor stores the last update's index
+        return old.get("iteration", -1), {"optimizer": optimizer_state, "precision": {}}
+
+    iteration, tree = on_all(backend, read, only_main=True) or (None, None)
+    iteration, has_optimizer = backend.broadcast((iteration, tree is not None))
+    if has_optimizer:
+        _restore_optimizer(backend, tree, source)
+    return TrainState(step=iteration + 1), None  # the ancestor stores the last update's index
 
 
 def is_ours(source: Path) -> bool:
@@ -202,7 +187,11 @@ def _load_optimizer(path: Path, backend: Backend, saved: dict[str, Any]) -> None
             f"{saved_by} worker(s) with another way of sharding; continue with the same launcher and number of "
             "workers, or pass the checkpoint as --init_checkpoint with --reset_optimizer"
         )
-    _restore_optimizer(backend, load_tree(stem), path)
+    if backend.shards_optimizer:
+        tree = load_tree(stem)
+    else:
+        tree = on_all(backend, lambda: load_tree(stem, mapped=True), only_main=True)
+    _restore_optimizer(backend, tree, path)
 
 
 def _restore_optimizer(backend: Backend, tree: Any, source: Path) -> None:

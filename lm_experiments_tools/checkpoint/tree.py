@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from lm_experiments_tools.checkpoint.tensor_files import WriteTensors, write_now
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import apply_umask, write_atomic
+from lm_experiments_tools.files import naming
 
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _TENSOR_CLASSES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -33,13 +34,16 @@ def tree_files(path_stem: Path | str) -> tuple[Path, Path]:
     return Path(f"{path_stem}.json"), Path(f"{path_stem}.safetensors")
 
 
-def save_tree(path_stem: Path | str, tree: Any) -> None:
-    """Write `tree` to `STEM.json` and `STEM.safetensors`, bit-exactly.
+def save_tree(path_stem: Path | str, tree: Any, *, write: WriteTensors = write_now) -> None:
+    """Write `tree` to `STEM.json` and `STEM.safetensors`, bit-exactly; neither is flushed to the disk yet.
 
     Leaves: None, bool, int, float (NaN and infinities too), str, dense torch tensors on any device, numpy scalars
     (become Python numbers) and numeric numpy arrays (become tensors). Nodes: dict (keys None, bool, int, float, str,
     kept with their type and order), list, tuple. A tensor met twice is stored once and comes back as one object;
     different views of one storage come back as separate tensors. `requires_grad` and subclasses of dict are not kept.
+
+    Args:
+        write: gets copies of the tensors.
 
     Raises:
         TypeError: names the place in the tree of anything else.
@@ -49,15 +53,19 @@ def save_tree(path_stem: Path | str, tree: Any) -> None:
     structure = encoder.encode(tree, "")
     json_file, tensor_file = tree_files(path_stem)
     try:
-        save_file(encoder.tensors, tensor_file)
-        apply_umask(tensor_file)
+        write(encoder.tensors, tensor_file)
     except SafetensorError as error:
         raise as_os_error(error, tensor_file) from error
-    write_atomic(json_file, json.dumps(structure, allow_nan=False, ensure_ascii=True))
+    with naming(json_file):  # flushed with the whole checkpoint, which takes its name after that
+        json_file.write_text(json.dumps(structure, allow_nan=False, ensure_ascii=True), encoding="utf-8")
 
 
-def load_tree(path_stem: Path | str) -> Any:
+def load_tree(path_stem: Path | str, *, mapped: bool = False) -> Any:
     """Read back what `save_tree` wrote; tensors are on the CPU and own their memory.
+
+    Args:
+        mapped: leave the tensors in the file, from which they are read when they are copied; for a tree that nobody
+            keeps, because the file of a checkpoint that is pruned or overwritten is gone.
 
     Raises:
         UserError: a file is missing, truncated or is not a tree; names the file.
@@ -69,9 +77,9 @@ def load_tree(path_stem: Path | str) -> Any:
         raise UserError(
             f"{json_file} cannot be read ({error}): restore the file or use an older checkpoint."
         ) from error
-    # cloned: load_file maps the file, and the state must outlive a checkpoint that is pruned or overwritten
     tensors = load_tensors(tensor_file, "restore the file or use an older checkpoint")
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    if not mapped:
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     try:
         return _decode(structure, tensors)
     except (KeyError, TypeError, ValueError) as error:

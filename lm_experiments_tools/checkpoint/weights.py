@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from lm_experiments_tools.checkpoint.adapter_files import read_adapter, read_adapter_into, save_adapter
 from lm_experiments_tools.checkpoint.legacy import read_pickle, state_dict_of, strip_wrappers
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, is_plain_relative_name, verify_files
 from lm_experiments_tools.checkpoint.source import TASK_FILE, holds_adapter
+from lm_experiments_tools.checkpoint.tensor_files import WriteTensors, write_now
 from lm_experiments_tools.checkpoint.tree import as_os_error, load_tensors
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import apply_umask
@@ -53,6 +53,7 @@ def save_model(
     state_dict: dict[str, torch.Tensor] | None = None,
     tokenizer_dir: Path | None = None,
     generation_config: Any = None,
+    write: WriteTensors = write_now,
 ) -> None:
     """Write `model` (unwrapped) into the existing directory `path`.
 
@@ -64,34 +65,53 @@ def save_model(
         state_dict: the gathered weights where the model's own are sharded (FSDP, ZeRO 3); names as in the model.
         tokenizer_dir: its tokenizer files are copied in.
         generation_config: a GenerationConfig to store instead of the model's own.
+        write: gets the tensors, which may be the model's own; a model's own `save_pretrained` may write by itself.
 
     Raises:
         OSError: the disk refused.
         UserError: `tokenizer_dir` has no tokenizer.
     """
     try:
-        _write_model(Path(path), model, state_dict, generation_config)
+        _write_model(Path(path), model, state_dict, generation_config, write)
     except SafetensorError as error:
         raise as_os_error(error, Path(path)) from error
-    apply_umask(*Path(path).rglob("*.safetensors"))
+    apply_umask(*Path(path).rglob("*.safetensors"))  # of a model that writes its own
     if tokenizer_dir is not None:
         _copy_tokenizer(Path(tokenizer_dir), Path(path))
 
 
 def _write_model(
-    path: Path, model: torch.nn.Module, state_dict: dict[str, torch.Tensor] | None, generation_config: Any
+    path: Path,
+    model: torch.nn.Module,
+    state_dict: dict[str, torch.Tensor] | None,
+    generation_config: Any,
+    write: WriteTensors,
 ) -> None:
     if is_adapted(model):
-        save_adapter(path, model, state_dict)
+        save_adapter(path, model, state_dict, write)
     elif hasattr(model, "save_pretrained"):
         weights = None if state_dict is None else _tie(state_dict, getattr(model, "all_tied_weights_keys", None) or {})
-        with without_progress_bars(), _deepspeed_not_imported():
+        with without_progress_bars(), _deepspeed_not_imported(), _transformers_writes_by(write):
             model.save_pretrained(path, state_dict=weights)
         if generation_config is not None:
             generation_config.save_pretrained(path)
     else:
         weights = state_dict if state_dict is not None else model.state_dict()
-        save_file(_unshared(weights), path / "model.safetensors", metadata={"format": "pt"})
+        write(_unshared(weights), path / "model.safetensors", metadata={"format": "pt"})
+
+
+@contextlib.contextmanager
+def _transformers_writes_by(write: WriteTensors) -> Iterator[None]:
+    """Have save_pretrained, which knows what to store under which names, hand the tensors on."""
+    module = sys.modules.get("transformers.modeling_utils")
+    if not hasattr(module, "safe_save_file"):
+        yield
+        return
+    original, module.safe_save_file = module.safe_save_file, write
+    try:
+        yield
+    finally:
+        module.safe_save_file = original
 
 
 @contextlib.contextmanager
@@ -112,7 +132,12 @@ def _deepspeed_not_imported() -> Iterator[None]:
 
 
 def load_weights(
-    model: torch.nn.Module, source: Path | str, *, allow_partial: bool = False, allow_pickle: bool = False
+    model: torch.nn.Module,
+    source: Path | str,
+    *,
+    allow_partial: bool = False,
+    allow_pickle: bool = False,
+    verified: bool = False,
 ) -> LoadReport:
     """Copy the weights in `source` into `model`, in the model's dtype and on its device; all or nothing.
 
@@ -121,6 +146,7 @@ def load_weights(
             t5-experiments `model_N.pth`, a nanoT5 `pytorch_model.bin`.
         allow_partial: load what matches by name and shape and report the rest.
         allow_pickle: see `legacy.read_pickle`.
+        verified: the files have just been compared with the manifest of `source`.
 
     A weight that the model ties to a loaded one is not missing; keys that the model's class declares obsolete are not
     unexpected.
@@ -132,7 +158,7 @@ def load_weights(
     path = Path(source)
     if is_adapted(model):
         return LoadReport(matched=read_adapter_into(model, path))
-    weights = read_weights(path, allow_pickle)
+    weights = read_weights(path, allow_pickle, verified=verified)
     own = model.state_dict(keep_vars=True)
     report = _compare(own, weights, getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
     if not report.matched:
@@ -197,16 +223,16 @@ def read_state(model: torch.nn.Module, path: Path, allow_pickle: bool = False) -
     return {**weights, **tied}
 
 
-def read_weights(path: Path, allow_pickle: bool = False) -> dict[str, torch.Tensor]:
+def read_weights(path: Path, allow_pickle: bool = False, *, verified: bool = False) -> dict[str, torch.Tensor]:
     """The state dict in `path` (see `load_weights` for what it may be), on the CPU. Raises UserError."""
     if path.is_dir():
-        return _read_directory(path, allow_pickle)
+        return _read_directory(path, allow_pickle, verified)
     if not path.is_file():
         raise UserError(f"the checkpoint {path} does not exist.")
     return _read_file(path, allow_pickle)
 
 
-def _read_directory(path: Path, allow_pickle: bool) -> dict[str, torch.Tensor]:
+def _read_directory(path: Path, allow_pickle: bool, verified: bool) -> dict[str, torch.Tensor]:
     for single in ("model.safetensors", "pytorch_model.bin"):
         index = path / f"{single}.index.json"
         if index.is_file():
@@ -215,7 +241,7 @@ def _read_directory(path: Path, allow_pickle: bool) -> dict[str, torch.Tensor]:
             names = [single]
         else:
             continue
-        if (path / MANIFEST).is_file():
+        if not verified and (path / MANIFEST).is_file():
             verify_files(path, [*names, index.name] if index.is_file() else names)
         weights: dict[str, torch.Tensor] = {}
         for name in names:

@@ -126,9 +126,13 @@ class Worker:
         self.process.kill()
 
     def close(self) -> None:
-        """Hang up, with which the worker ends, and wait for it."""
+        """Hang up, with which the worker ends; one that does not, stuck or stopped, is killed after some seconds."""
         self._connection.close()
-        self.process.wait()
+        for patience in (_SECONDS_TO_END, _SECONDS_TO_END):
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(patience)
+                return
+            self.kill()
 
     def __enter__(self) -> "Worker":  # noqa: PYI034 (typing.Self needs Python 3.11)
         return self

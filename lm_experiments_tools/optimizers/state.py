@@ -51,7 +51,7 @@ class Float32StateOptimizer(Optimizer):
             for key, value in state_dict["state"].get(index, {}).items():
                 if key == "step":
                     self.state[parameter][key] = torch.as_tensor(value, dtype=torch.float32, device="cpu").clone()
-                elif isinstance(value, Tensor):
+                elif isinstance(value, Tensor) and parameter.dtype is not torch.float32:
                     self.state[parameter][key] = value.detach().to(parameter.device, torch.float32, copy=True)
 
 

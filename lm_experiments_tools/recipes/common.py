@@ -246,7 +246,7 @@ def _optimizer(args: ExperimentArgs, model: nn.Module | Iterable[tuple[str, Tens
 
 def save_tokenizer(args: ExperimentArgs, backend: Backend, save: Callable[[Path], object]) -> Path | None:
     """Write the tokenizer's files below the run directory; returns their folder, None for a run that saves nothing."""
-    if args.model_path is None:
+    if args.model_path is None or args.validate_only:
         return None
     folder = Path(args.model_path) / "tokenizer"
     on_all(backend, lambda: save(folder), only_main=True)

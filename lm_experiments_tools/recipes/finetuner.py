@@ -93,7 +93,7 @@ _REFUSED = {
 # of the loop that evaluates the weights as they are: it reads no checkpoint and writes nothing
 _ONLY_EVALUATION = {
     "model_path": None, "resume": "never", "save_best": False, "save_interval": None, "profile_after": None,
-    "optimize_metric": "loss", "optimize_mode": "min",
+    "save_in_background": True, "optimize_metric": "loss", "optimize_mode": "min",
 }  # fmt: skip
 
 

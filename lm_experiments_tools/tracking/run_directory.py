@@ -161,7 +161,7 @@ class RunDirectory:
         world_size: int | None = None,
         harmless: Collection[str] = (),
     ) -> dict[str, tuple[Any, Any]]:
-        """Compare with the newest earlier start: {argument: (then, now)} of those that matter and differ.
+        """Compare with the newest earlier start that trained: {argument: (then, now)} of what matters and differs.
 
         A directory is in use once it holds checkpoints or metrics. With both world sizes known the batch is compared
         as a whole: another split of the same global batch makes the same updates.
@@ -197,17 +197,18 @@ class RunDirectory:
         return count
 
     def _previous_config(self) -> dict[str, Any] | None:
-        count = self._starts()
-        if count == 0:
-            return None
-        path = self.path / _numbered("config.json", count - 1)
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{path} cannot be read ({error}): mend or remove it, or choose another --model_path."
-            ) from error
-        return config if isinstance(config, dict) else None
+        """The settings of the newest start that trained: one with --validate_only binds nobody."""
+        for number in reversed(range(self._starts())):
+            path = self.path / _numbered("config.json", number)
+            try:
+                config = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"{path} cannot be read ({error}): mend or remove it, or choose another --model_path."
+                ) from error
+            if isinstance(config, dict) and not config.get("validate_only"):
+                return config
+        return None
 
     def _write(self, name: str, content: str | bytes) -> None:
         path = self.path / _numbered(name, self._start)

@@ -103,3 +103,15 @@ def _rows(batch: Any) -> list[bytes]:
     count = len(tensors[0]) if tensors else 0
     columns = [t.view(count, -1).view(torch.uint8).numpy() for t in tensors if len(t) == count]
     return [hashlib.blake2b(b"".join(c[i].tobytes() for c in columns), digest_size=8).digest() for i in range(count)]
+
+
+def same_on_all(fingerprint: str | None, backend: Backend) -> str | None:
+    """The training data's fingerprint. Raises UserError where workers read copies of their own that differ."""
+    fingerprints = backend.gather(fingerprint)
+    if len(set(fingerprints)) > 1:
+        other = next(rank for rank, f in enumerate(fingerprints) if f != fingerprints[0])
+        raise UserError(
+            f"worker {other} reads other training data than worker 0: copy the same files to every machine, or "
+            "train from a shared folder"
+        )
+    return fingerprint

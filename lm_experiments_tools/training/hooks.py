@@ -69,7 +69,7 @@ class ValidateHook:
         if loop.learning_rate.plateau is not None:
             loop.learning_rate.plateau.update(value)
         if improved and self.save_best:
-            loop.save(is_best=True)
+            loop.save(is_best=True, unless_last=True)
 
     def _number(self, loop: Loop, value: Any) -> float:
         if isinstance(value, (int, float)):

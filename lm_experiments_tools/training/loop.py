@@ -24,18 +24,19 @@ from torch.optim import Optimizer
 from lm_experiments_tools.backends.backend import saved_state
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.checkpoint import writer as checkpoint
+from lm_experiments_tools.checkpoint.saving import Saver
 from lm_experiments_tools.checkpoint.train_state import (
     TrainState,
     failures_located,
     load_initial,
     load_state,
-    save_checkpoint,
+    load_weights_for_all,
 )
 from lm_experiments_tools.config.flags import telling_settings
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.modules.inspection import drops_first_label, forward_names
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
-from lm_experiments_tools.training.first_batches import checked
+from lm_experiments_tools.training.first_batches import checked, same_on_all
 from lm_experiments_tools.training.generation import generate
 from lm_experiments_tools.training.generators import preserved_random_state, random_state, set_random_state
 from lm_experiments_tools.training.hooks import Hook, ProfileHook, ValidateHook, VerbHook, is_due
@@ -132,7 +133,7 @@ class TrainingLoop:
             save_best=args.save_best,
         )
         log = VerbHook(args.log_interval, lambda loop: loop.log_train())
-        save = VerbHook(args.save_interval, lambda loop: loop.save())
+        save = VerbHook(args.save_interval, lambda loop: loop.save(unless_last=True))
         self.hooks: list[Hook] = [log, self.validate_hook, save, *hooks]
         if args.profile_after is not None:
             self.hooks.append(ProfileHook(args.profile_after, Path(args.model_path) / "profile"))
@@ -141,19 +142,13 @@ class TrainingLoop:
     def _set_up_model(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Weights before wrapping (so that sharding backends shard the loaded ones), optimizer state after it."""
         args, backend = self.args, self.backend
-        self.writer = None
         if args.model_path:
-            run = Path(args.model_path)
             claim_for_all(args, backend, once_more=True)
-            self.writer = checkpoint.CheckpointWriter(
-                run / "checkpoints", args.keep_checkpoints, rank=backend.rank, links_in=run
-            )
+        self.saver = Saver.of_run(args, backend, self.tokenizer_dir)
         resume_from = on_main(backend, lambda: checkpoint.find_resume(args.resume, args.model_path))
         source = resume_from or (Path(args.init_checkpoint) if args.init_checkpoint else None)
         if source is not None:
-            report = checkpoint.load_weights(
-                model, source, allow_partial=args.allow_partial_checkpoint, allow_pickle=args.allow_pickle
-            )
+            report = load_weights_for_all(model, source, args, backend, verified=resume_from is not None)
             self.say(f"weights from {source}: {report}")
         elif args.validate_only and not args.names_weights():
             raise UserError(
@@ -177,8 +172,7 @@ class TrainingLoop:
         else:
             logger.warning("%s was saved by another number of workers: dropout draws other noise from here on", path)
         self._seek(own)
-        own_run = self.writer is not None and path.resolve().parent == self.writer.root.resolve()
-        if self.backend.broadcast(own_run):  # a folder may be another one elsewhere
+        if self.backend.broadcast(self.saver.is_own(path)):  # a folder may be another one elsewhere
             self._saved_at = (self.state.step, self.state.consumed_samples)
         self.say(f"resumed from {path}: step {self.state.step}, {self.state.consumed_samples} samples consumed")
 
@@ -217,14 +211,14 @@ class TrainingLoop:
             TrainingDiverged: `args.max_skipped_updates` updates in a row were not finite.
             SystemExit: with 128 + signal number, after everything has been saved (143 for SIGTERM).
         """
-        self._fix_data()
+        self.state.data_fingerprint = same_on_all(self.stream.fingerprint, self.backend)
         if self.state.step >= self.args.iters:
             self.say(f"all {self.args.iters} updates have been made; raise --iters (or --epochs) to go on")
-        with failures_located(self.state, self.backend), self.signals, self.tracking():
+        with failures_located(self.state, self.backend), self.signals, self.tracking(), self.saver.alongside():
             self._validate_before()
             self.backend.model.train()
             batches = checked(self._timed_batches(), self.stream, self.backend, self.args)
-            while not self.signals.agreed and not self._finished():
+            while not self.signals.agreed and not self._is_over():
                 info = self.train_step(*next(batches))
                 if info.applied:
                     self._run_hooks(info)
@@ -234,23 +228,8 @@ class TrainingLoop:
         if self.signals.agreed:
             raise SystemExit(128 + self.signals.agreed)
 
-    def _fix_data(self) -> None:
-        """Note the data's fingerprint. Raises UserError where workers read copies of their own that differ."""
-        self.state.data_fingerprint = self.stream.fingerprint
-        fingerprints = self.backend.gather(self.state.data_fingerprint)
-        if len(set(fingerprints)) > 1:
-            other = next(rank for rank, f in enumerate(fingerprints) if f != fingerprints[0])
-            raise UserError(
-                f"worker {other} reads other training data than worker 0: copy the same files to every machine, or "
-                "train from a shared folder"
-            )
-
-    def _finished(self) -> bool:
-        patience = self.args.early_stopping_patience
-        if 0 < patience <= self.state.patience:
-            self.say(f"early stopping at step {self.state.step}: no better validation for {patience} evaluations")
-            return True
-        return self.state.step >= self.args.iters
+    def _is_over(self) -> bool:
+        return self.state.step >= self.args.iters or 0 < self.args.early_stopping_patience <= self.state.patience
 
     def _validate_before(self) -> None:
         """The validation of the untrained model (`--valid_at_start`), or one that a signal cut short."""
@@ -321,10 +300,19 @@ class TrainingLoop:
     def _agree(self, part: StepBatch) -> tuple[dict[str, int], int, int, int]:
         """Global weights, samples and tokens, the largest number of micro-batches, and any signal: one collective."""
         passes = [len(part.micro_batches) * (rank == self.backend.rank) for rank in range(self.backend.world_size)]
-        counts = [part.rows, part.tokens, *self.signals.pending, *part.weights.values(), *passes]
+        counts = [
+            part.rows,
+            part.tokens,
+            *self.signals.pending,
+            int(self.saver.failed),
+            *part.weights.values(),
+            *passes,
+        ]
         totals = self.backend.sum(torch.tensor(counts)).tolist()
         self.signals.agree(totals[2:4])
-        weights = dict(zip(part.weights, totals[4 : -len(passes)], strict=True))
+        if totals[4]:  # with a checkpoint that could not be written
+            self.saver.wait()
+        weights = dict(zip(part.weights, totals[5 : -len(passes)], strict=True))
         return weights, totals[0], totals[1], max(totals[-len(passes) :])
 
     def _measure(self, part: MicroBatch, means: dict, outputs: Any, sums: MetricSums, kept: Collector) -> None:
@@ -360,6 +348,9 @@ class TrainingLoop:
     def _finish(self) -> None:
         """End a run with the log line of the last part window, a validation and a checkpoint."""
         if not self.signals.agreed:
+            step, patience = self.state.step, self.state.patience
+            if 0 < self.args.early_stopping_patience <= patience:
+                self.say(f"early stopping at step {step}: no better validation for {patience} evaluations")
             if self.window.steps:
                 self.log_train()
                 self._saved_at = None  # what a checkpoint of this step holds has changed
@@ -367,6 +358,7 @@ class TrainingLoop:
                 self._validate_now()
                 self._saved_at = None
         self.save()
+        self.saver.wait()
         self.tracker.hparams(telling_settings(self.args))
 
     # ---- validation -------------------------------------------------------------------------------------------------
@@ -425,7 +417,7 @@ class TrainingLoop:
 
     def tracking(self) -> Tracker:
         """A context in which what is measured is also written to the run directory."""
-        path, begun = self.args.model_path or None, self._saved_at is not None
+        path, begun = None if self.args.validate_only else self.args.model_path or None, self._saved_at is not None
         start = self.state.step if begun else -1  # nothing logged here before is of this run
         self.tracker = Tracker(path, rank=self.backend.rank, start_step=start, total_steps=self.args.iters)
         return self.tracker
@@ -462,10 +454,15 @@ class TrainingLoop:
         elif values:
             self.say(f"{split}: " + ", ".join(f"{k} {v:.4f}" for k, v in values.items() if isinstance(v, float)))
 
-    def save(self, is_best: bool = False) -> None:
-        """Write a checkpoint of this very moment, unless there is one; every worker calls it."""
+    def save(self, is_best: bool = False, *, unless_last: bool = False) -> None:
+        """Begin a checkpoint of this very moment, unless there is one, or (`unless_last`) the run ends with one here.
+
+        Every worker calls it. Within `train` it is written while training goes on.
+        """
         here = (self.state.step, self.state.consumed_samples)
-        if self.writer is None or (self._saved_at == here and not is_best):
+        if is_best:
+            self._saved_at = None  # a checkpoint of this step does not know that it is
+        if self.saver.writer is None or self._saved_at == here or (unless_last and self._is_over()):
             return
         if self.learning_rate.plateau is not None:
             self.state.plateau = self.learning_rate.plateau.state_dict()
@@ -476,11 +473,12 @@ class TrainingLoop:
             "window": self.window.state_dict(),
             "kept": self.kept.data,
         }
-        save_checkpoint(self.backend, self.writer, self.state, own, is_best=is_best, tokenizer_dir=self.tokenizer_dir)
+        self.saver.save(self.state, own, is_best=is_best)
         self._saved_at = here
 
     def load(self, source: str | Path) -> None:
         """Put the weights of a checkpoint into the model, for example the best one before a last evaluation."""
+        self.saver.wait()
 
         def read() -> dict[str, Tensor]:
             model = self.backend.unwrap()

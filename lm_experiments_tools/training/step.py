@@ -44,8 +44,8 @@ class Loop(Protocol):
     def validate(self, dataloader: Iterable) -> dict[str, float] | None:
         """Metrics over all of `dataloader`, or None when a signal cut it short."""
 
-    def save(self, is_best: bool = False) -> None:
-        """Write a checkpoint, unless there is one of this very moment."""
+    def save(self, is_best: bool = False, *, unless_last: bool = False) -> None:
+        """Begin a checkpoint, unless there is one of this very moment, or this step is the last and saved later."""
 
     def log_train(self) -> None:
         """Log what has been added up since the last time."""

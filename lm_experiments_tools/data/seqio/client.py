@@ -242,7 +242,7 @@ class WorkerProcess:
     def close(self) -> None:
         """End the process and remove its folder."""
         self._worker.kill()
-        self._listener.join()
+        self._listener.join(_SECONDS_TO_END)  # a process that the worker forked may hold its end of the pipe
         self._worker.close()
         shutil.rmtree(self.job.folder, ignore_errors=True)
 

@@ -1,6 +1,7 @@
 """Workers: answers and errors of another process, its death, and who is killed when."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -76,6 +77,15 @@ def test_a_worker_that_hangs_up_and_goes_on_is_no_riddle(monkeypatch):
     monkeypatch.setattr("lm_experiments_tools.data.workers._SECONDS_TO_END", 0.1)
     with pytest.raises(WorkerEnded, match="exit code None"), Worker(work, 0) as worker:
         worker.ask("hang up")
+
+
+def test_a_stopped_worker_does_not_hang_the_end_of_a_run(monkeypatch):
+    monkeypatch.setattr("lm_experiments_tools.data.workers._SECONDS_TO_END", 0.2)
+    with Worker(work, 0) as worker:
+        assert worker.ask(1) == 1
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        started = time.monotonic()
+    assert time.monotonic() - started < 5 and worker.process.returncode == -signal.SIGKILL
 
 
 def test_a_pool_answers_in_order_and_takes_few_requests_ahead():

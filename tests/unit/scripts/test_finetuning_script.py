@@ -91,6 +91,22 @@ def test_the_best_checkpoint_is_evaluated_last(folder, tmp_path):
     assert len((run / "predictions" / "test.jsonl").read_text().splitlines()) == 5
 
 
+def test_validation_alone_leaves_a_run_as_it_is_and_free_to_go_on(folder, tmp_path):
+    """With other settings than the run's, of a step before its last, on validation and test data."""
+    run = tmp_path / "run"
+    start(folder, run, save_interval=3, valid_interval=3)
+    recorded = {path: path.read_bytes() for path in [run / "metrics.jsonl", *(run / "tokenizer").iterdir()]}
+    validated = start(
+        folder, run, validate_only=True, resume=run / "checkpoints" / "step_000003", batch_size=8, lr=None,
+        prefix="other ", test_data_path=folder / "test.jsonl",
+    )  # fmt: skip
+    assert validated.keys() >= {"valid", "test"}
+    assert {path: path.read_bytes() for path in recorded} == recorded
+    assert not (run / "metrics.superseded.jsonl").exists()
+    start(folder, run, save_interval=3, valid_interval=3, iters=7)
+    assert (run / "last").resolve().name == "step_000007"
+
+
 @pytest.mark.filterwarnings("ignore")  # scipy's, of a correlation with a constant
 def test_without_any_best_checkpoint_the_last_is_evaluated(folder, tmp_path, caplog):
     """A correlation with labels that are all alike is not a number, at every validation."""

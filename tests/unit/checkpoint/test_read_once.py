@@ -1,0 +1,115 @@
+"""A resume: who reads what of a checkpoint, and how often."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from lm_experiments_tools.backends.backend import DataParallelBackend, LocalBackend, saved_state
+from lm_experiments_tools.checkpoint import manifest, tree
+from lm_experiments_tools.config.training import TrainerArgs
+from lm_experiments_tools.optimizers import build_optimizer
+from lm_experiments_tools.training.trainer import TrainingLoop
+from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller
+
+
+class Meeting:
+    """Where two threads exchange values."""
+
+    def __init__(self):
+        self.slots, self.barrier = [None, None], threading.Barrier(2, timeout=30)
+
+
+class PairBackend(DataParallelBackend):
+    """One of two workers that are threads of this process."""
+
+    name, world_size = "pair", 2
+
+    def __init__(self, rank, meeting):
+        super().__init__()
+        self.rank, self.meeting = rank, meeting
+
+    def gather(self, value):
+        self.meeting.slots[self.rank] = value
+        self.meeting.barrier.wait()
+        values = list(self.meeting.slots)
+        self.meeting.barrier.wait()
+        return values
+
+    def broadcast(self, value):
+        return self.gather(value)[0]
+
+    def _broadcast_tensors(self, tensors):
+        with torch.no_grad():
+            for own, sent in zip(tensors, self.gather(tensors)[0], strict=True):
+                own.copy_(sent)
+        self.gather(None)
+
+
+def make_loop(path, backend, optimizer, scale=1.0, **args):
+    model = TinyLabeller()
+    for parameter in model.parameters():
+        parameter.data.mul_(scale)
+    made = build_optimizer(model, name=optimizer, lr=1e-2, weight_decay=0.0)
+    args = TrainerArgs(batch_size=4, log_interval=1, model_path=str(path), **args)
+    loader = SeekableBatches(RaggedPairs(24), 4, backend.rank, backend.world_size)
+    return TrainingLoop(args, backend, model, made, loader)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """[(thread, name of a safetensors file)] that were read, and names of files that were hashed."""
+    read, hashed = [], []
+    load_file, sha256_of = tree.load_file, manifest.sha256_of
+
+    def loaded(file):
+        read.append((threading.current_thread().name[-1], file.name))
+        return load_file(file)
+
+    def summed(path):
+        hashed.append(path.name)
+        return sha256_of(path)
+
+    monkeypatch.setattr(tree, "load_file", loaded)
+    monkeypatch.setattr(manifest, "sha256_of", summed)
+    return read, hashed
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "AdamWScale", "Adafactor", "SGD"])
+def test_a_resume_reads_weights_and_optimizer_once_and_hashes_each_file_once(tmp_path, reads, optimizer):
+    run = tmp_path / "run"
+    trained = make_loop(run, LocalBackend(), optimizer, iters=2)
+    trained.train()
+    read, hashed = reads
+    read.clear()
+    hashed.clear()
+    meeting = Meeting()
+    with ThreadPoolExecutor(2, thread_name_prefix="rank") as threads:
+        loops = threads.map(
+            lambda rank: make_loop(run, PairBackend(rank, meeting), optimizer, scale=1.0 + rank, iters=2), range(2)
+        )
+        loops = list(loops)
+    names = ["model.safetensors", "optimizer.safetensors", "trainer_state.safetensors"]
+    assert sorted(name for _, name in read) == names and len({thread for thread, _ in read}) == 1
+    listed = manifest.read_manifest((run / "last").resolve())["files"]
+    assert sorted(hashed) == sorted(listed)
+    for loop in loops:
+        for name, value in saved_state(trained.backend.unwrap()).items():
+            assert torch.equal(saved_state(loop.backend.unwrap())[name], value), name
+        states = [one.backend.optimizer.state_dict() for one in (loop, trained)]
+        assert states[0]["param_groups"] == states[1]["param_groups"]
+        torch.testing.assert_close(states[0]["state"], states[1]["state"], rtol=0, atol=0)
+
+
+def test_the_state_of_a_resumed_optimizer_outlives_its_checkpoint(tmp_path):
+    """It is a copy, not a view of a file that pruning removes and another save overwrites."""
+    trained = make_loop(tmp_path, LocalBackend(), "AdamW", iters=2)
+    trained.train()
+    loop = make_loop(tmp_path, LocalBackend(), "AdamW", iters=3)
+    file = (tmp_path / "last").resolve() / "optimizer.safetensors"
+    file.write_bytes(b"\0" * file.stat().st_size)
+    states = [one.backend.optimizer.state_dict()["state"] for one in (loop, trained)]
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)

@@ -1,0 +1,251 @@
+"""Checkpoints that are written while training goes on: what they hold, when they count, and what waits for them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import threading
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.checkpoint import saving, tensor_files, writer
+from lm_experiments_tools.checkpoint.manifest import read_manifest, verify
+from lm_experiments_tools.config.training import TrainerArgs
+from lm_experiments_tools.errors import RunError
+from lm_experiments_tools.training.trainer import TrainingLoop
+from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller, tiny_t5
+
+
+class At:
+    """A hook that calls `action` after one step."""
+
+    every = 1
+
+    def __init__(self, step, action):
+        self.step, self.action = step, action
+
+    def __call__(self, loop, info):
+        if info.step == self.step:
+            self.action()
+
+
+def train(path, hooks=(), model=None, **args):
+    settings = {"batch_size": 4, "iters": 6, "log_interval": 1, "save_interval": 2, "keep_checkpoints": None, **args}
+    torch.manual_seed(7)
+    model = model or tiny_t5(dropout=0.3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    valid = DataLoader(RaggedPairs(4), batch_size=4) if "save_best" in args else None
+    loader, arguments = SeekableBatches(RaggedPairs(24), 4), TrainerArgs(model_path=str(path), **settings)
+    loop = TrainingLoop(arguments, LocalBackend(), model, optimizer, loader, valid, hooks=hooks)
+    loop.train()
+    return loop
+
+
+def steps(path):
+    return [int(entry.name.removeprefix("step_")) for entry in sorted((path / "checkpoints").glob("step_*"))]
+
+
+def contents(path):
+    """sha256 of the files of each checkpoint, but for the state with its times."""
+    found = {entry.name: read_manifest(entry)["files"] for entry in (path / "checkpoints").glob("step_*")}
+    return {name: {n: f["sha256"] for n, f in files.items() if "_state" not in n} for name, files in found.items()}
+
+
+@pytest.fixture
+def held_writes(monkeypatch):
+    """Writing in the background waits for this event; it is set in the end, so that no test hangs."""
+    event, original = threading.Event(), tensor_files.PostponedFiles.write
+
+    def write(self):
+        assert threading.current_thread() is not threading.main_thread()
+        assert event.wait(30)
+        original(self)
+
+    monkeypatch.setattr(tensor_files.PostponedFiles, "write", write)
+    yield event
+    event.set()
+
+
+def test_training_goes_on_while_a_checkpoint_of_its_own_step_is_written(tmp_path, held_writes):
+    seen = []
+
+    def look():
+        seen.extend(steps(tmp_path / "held"))
+        held_writes.set()
+
+    train(tmp_path / "held", [At(3, look)])  # a step and an update after the save of step 2 began
+    assert seen == [] and steps(tmp_path / "held") == [2, 4, 6]
+    train(tmp_path / "waited", save_in_background=False)
+    assert contents(tmp_path / "held") == contents(tmp_path / "waited")
+    for entry in (tmp_path / "held" / "checkpoints").iterdir():
+        verify(entry)
+
+
+def test_without_the_flag_training_waits_for_the_files(tmp_path):
+    seen = []
+    train(tmp_path, [At(2, lambda: seen.extend(steps(tmp_path)))], save_in_background=False)
+    assert seen == [2]
+
+
+def test_a_second_checkpoint_waits_for_the_first(tmp_path, held_writes, monkeypatch):
+    complete = []
+    original = saving.CheckpointWriter.begin
+    monkeypatch.setattr(
+        saving.CheckpointWriter,
+        "begin",
+        lambda self, step: (complete.append(steps(tmp_path)), original(self, step))[1],
+    )
+    train(tmp_path, [At(1, lambda: threading.Timer(0.3, held_writes.set).start())], save_interval=1, iters=3)
+    assert complete == [[], [1], [1, 2]] and steps(tmp_path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "save_interval, valid_interval, best", [(2, 4, False), (3, 3, True), (6, 4, True), (6, 1, True)]
+)
+def test_the_last_step_is_saved_once_with_all_that_ends_a_run(
+    tmp_path, monkeypatch, save_interval, valid_interval, best
+):
+    saved = []
+    original = saving.Saver.save
+    monkeypatch.setattr(
+        saving.Saver, "save", lambda self, state, *a, **k: (saved.append(state.step), original(self, state, *a, **k))
+    )
+    settings = {"save_best": best, "log_interval": 4, "valid_interval": valid_interval}
+    loop = train(tmp_path, save_interval=save_interval, **settings)
+    assert saved.count(6) == 1 and len(saved) == len(set(saved)), saved
+    assert loop.state.last_validated_step == 6
+    last = (tmp_path / "last").resolve()
+    assert read_manifest(last)["step"] == 6
+    if best:
+        assert (tmp_path / "best").resolve().name == f"step_{loop.state.best_step:06d}"
+    count = len(saved)
+    train(tmp_path, save_interval=save_interval, **settings)
+    assert len(saved) == count, "a finished run has nothing to save"
+
+
+def test_a_run_that_stops_early_saves_its_last_step_once(tmp_path, monkeypatch):
+    saved = []
+    original = saving.Saver.save
+    monkeypatch.setattr(
+        saving.Saver, "save", lambda self, state, *a, **k: (saved.append(state.step), original(self, state, *a, **k))
+    )
+    torch.manual_seed(0)
+    options = {"iters": 40, "valid_interval": 1, "early_stopping_patience": 2, "save_best": True, "log_interval": 7}
+    model = TinyLabeller()
+
+    def worsen(module, _):
+        module.head.weight.data.mul_(1.5)
+
+    model.register_forward_pre_hook(worsen)
+    loop = train(tmp_path, model=model, save_interval=1, **options)
+    assert loop.state.step < 40 and saved.count(loop.state.step) == 1
+
+
+def test_a_full_disk_in_the_background_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
+    original, ended = tensor_files.save_file, []
+
+    def full(tensors, file, metadata=None):
+        if "step_000004" in str(file) and threading.current_thread() is not threading.main_thread():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+        original(tensors, file, metadata=metadata)
+
+    monkeypatch.setattr(tensor_files, "save_file", full)
+    wait = At(4, lambda: ended.append(waited[0]._writing.exception()))
+    waited = []
+
+    class Note:
+        every = 1
+
+        def __call__(self, loop, info):
+            waited[:] = [loop.saver]
+            wait(loop, info)
+
+    sentence = (
+        "the checkpoint of step 4 was not written to .*: No space left on device .*earlier checkpoints are untouched"
+    )
+    with pytest.raises(RunError, match=sentence) as failure:
+        train(tmp_path, [Note()], iters=1000, save_interval=2)
+    assert failure.value.step == 4, "the step that learns of it makes no update"
+    assert steps(tmp_path) == [2] and (tmp_path / "last").resolve().name == "step_000002"
+    verify((tmp_path / "last").resolve())
+    assert not list((tmp_path / "checkpoints").glob(".tmp-*"))
+
+
+def test_a_full_disk_at_the_last_checkpoint_is_no_success(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        tensor_files,
+        "save_file",
+        lambda *a, **k: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")),
+    )
+    with pytest.raises(RunError, match="the checkpoint of step 3 was not written"):
+        train(tmp_path, iters=3, save_interval=None)
+
+
+def test_older_checkpoints_and_links_stay_until_the_new_one_is_complete(tmp_path, held_writes):
+    held_writes.set()
+    train(tmp_path, iters=4, keep_checkpoints=1)
+    held_writes.clear()
+    seen = []
+
+    def look():
+        seen.append((steps(tmp_path), (tmp_path / "last").resolve().name))
+        held_writes.set()
+
+    train(tmp_path, [At(7, look)], iters=8, keep_checkpoints=1)
+    assert seen == [([4], "step_000004")]
+    assert steps(tmp_path) == [8] and (tmp_path / "last").resolve().name == "step_000008"
+
+
+@pytest.mark.parametrize("how", ["exception", "signal"])
+def test_whatever_ends_training_waits_for_the_checkpoint_in_hand(tmp_path, held_writes, how):
+    def end():
+        threading.Timer(0.3, held_writes.set).start()
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError if how == "exception" else SystemExit):
+        train(tmp_path, [At(3, end)])
+    assert steps(tmp_path) == ([2] if how == "exception" else [2, 3])
+    verify((tmp_path / "last").resolve())
+
+
+def end_of(folder):
+    """sha256 of the files of the last checkpoint, after a run there has gone on to step 7."""
+    train(folder, model=TinyLabeller(), iters=7, keep_checkpoints=1)
+    assert (folder / "last").resolve().name == "step_000007"
+    return contents(folder)["step_000007"]
+
+
+def test_a_kill_at_any_moment_of_writing_leaves_a_run_that_goes_on_bit_for_bit(tmp_path, monkeypatch):
+    """Copies of the run directory before each change of it by the writing thread: what a SIGKILL there would leave."""
+    run, copies = tmp_path / "run", []
+
+    def copied_before(module, name):
+        original = getattr(module, name)
+
+        def wrapped(*args, **options):
+            if threading.current_thread() is not threading.main_thread():
+                copies.append(tmp_path / f"before_{name}_{len(copies)}")
+                shutil.copytree(run, copies[-1], symlinks=True)
+            return original(*args, **options)
+
+        monkeypatch.setattr(module, name, wrapped)
+
+    whole = end_of(tmp_path / "whole")
+    train(run, model=TinyLabeller(), iters=3, keep_checkpoints=1)
+    for module, name in ((tensor_files, "save_file"), (writer, "write_atomic"), (os, "rename"), (os, "replace")):
+        copied_before(module, name)
+    train(run, model=TinyLabeller(), iters=4, keep_checkpoints=1)
+    monkeypatch.undo()
+    names = {path.name.rsplit("_", 1)[0] for path in copies}
+    assert names == {"before_save_file", "before_write_atomic", "before_rename", "before_replace"}
+    for path in copies:
+        assert steps(path), path
+        assert end_of(path) == whole, path
