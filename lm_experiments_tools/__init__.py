@@ -8,19 +8,23 @@ from lm_experiments_tools.names import lazy_names
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ACCELERATE_INSTALLED": "lm_experiments_tools.ancestor.installed",
     "Adafactor": "lm_experiments_tools.optimizers.adafactor",
     "AdamWScale": "lm_experiments_tools.optimizers.adamw_scale",
     "FineTuner": "lm_experiments_tools.recipes.finetuner",
     "IndexedDataset": "lm_experiments_tools.data.tokens.indexed",
     "IndexedDatasetWriter": "lm_experiments_tools.data.tokens.indexed",
-    "Trainer": "lm_experiments_tools.training.trainer",
-    "TrainerAccelerate": "lm_experiments_tools.training.trainer",
-    "TrainerArgs": "lm_experiments_tools.config.training",
+    "HVD_INSTALLED": "lm_experiments_tools.ancestor.installed",
+    "Trainer": "lm_experiments_tools.ancestor.trainer",
+    "TrainerAccelerate": "lm_experiments_tools.ancestor.trainer",
+    "TrainerAccelerateArgs": "lm_experiments_tools.ancestor.arguments",
+    "TrainerArgs": "lm_experiments_tools.ancestor.arguments",
     "UserError": "lm_experiments_tools.errors",
     "Vocabulary": "lm_experiments_tools.data.text.vocabulary",
-    "get_cls_by_name": "lm_experiments_tools.modules.user_classes",
+    "get_cls_by_name": "lm_experiments_tools.ancestor.utilities",
     "get_optimizer": "lm_experiments_tools.optimizers",
     "get_schedule": "lm_experiments_tools.training.schedules",
+    "prepare_run": "lm_experiments_tools.ancestor.utilities",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -29,6 +29,7 @@ from transformers.utils.output_capturing import capture_outputs
 from lm_experiments_tools.attention.positions import PositionScheme, RelativeBiasPosition
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.modules.user_classes import set_own_values
+from lm_experiments_tools.modules.variants import TakesBothConfigs
 from modeling_bert.configuration_bert import BertConfig
 from modeling_bert.layers import Allowed, BertEmbeddings, BertEncoder, BertLayer, BertSelfAttention
 from modeling_bert.positions import RelativeKeyPosition
@@ -39,7 +40,7 @@ TIED = {
 }
 
 
-class BertPreTrainedModel(PreTrainedModel):
+class BertPreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
     """Loading, saving, initial values and everything else that transformers gives a model."""
 
     config_class = BertConfig
@@ -55,8 +56,8 @@ class BertPreTrainedModel(PreTrainedModel):
     def __init__(self, config: BertConfig, *args: Any, **kwargs: Any) -> None:
         if not isinstance(config, BertConfig):
             raise ValueError(
-                f"{type(self).__name__} needs a modeling_bert.BertConfig, not {type(config).__module__}."
-                f"{type(config).__name__}: BertConfig(**config.to_dict()) makes one."
+                f"{type(self).__name__} needs a BertConfig, of modeling_bert or transformers, not "
+                f"{type(config).__module__}.{type(config).__name__}."
             )
         super().__init__(config, *args, **kwargs)
         if config.position_embedding_type != "absolute":  # and this table, whether it was used or not

@@ -16,6 +16,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from lm_experiments_tools.attention.positions import PositionScheme, RelativeBiasPosition
 from lm_experiments_tools.modules.user_classes import set_own_values
+from lm_experiments_tools.modules.variants import TakesBothConfigs
 from modeling_t5.configuration_t5 import T5Config
 from modeling_t5.layers import (
     FeedForward,
@@ -31,7 +32,7 @@ from modeling_t5.losses import IGNORED
 from modeling_t5.packing import shift_right_in_segments
 
 
-class T5PreTrainedModel(PreTrainedModel):
+class T5PreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
     """Loading, saving, initial values and everything else that transformers gives a model."""
 
     config_class = T5Config
@@ -52,8 +53,8 @@ class T5PreTrainedModel(PreTrainedModel):
     def __init__(self, config: T5Config, *args: Any, **kwargs: Any) -> None:
         if not isinstance(config, T5Config):
             raise ValueError(
-                f"{type(self).__name__} needs a modeling_t5.T5Config, not {type(config).__module__}."
-                f"{type(config).__name__}: T5Config(**config.to_dict()) makes one."
+                f"{type(self).__name__} needs a T5Config, of modeling_t5 or transformers, not "
+                f"{type(config).__module__}.{type(config).__name__}."
             )
         super().__init__(config, *args, **kwargs)
         self._keep_in_fp32_modules = list(config.keep_in_fp32)

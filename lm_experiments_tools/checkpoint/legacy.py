@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import replacing
 
 _SCALAR_DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _SCALAR_DTYPES += ("float16", "float32", "float64")
@@ -56,7 +57,7 @@ def read_pickle(path: Path, *, allow_pickle: bool = False) -> Any:
 
 
 def read_old_training_state(path: Path | str, *, allow_pickle: bool = False) -> dict[str, Any]:
-    """Where a t5-experiments `.pth` stopped.
+    """Where a t5-experiments `.pth`, or folder of its accelerate trainer, stopped.
 
     Returns:
         {"iteration": int, "epoch": int, "metrics": {name: number}, "optimizer_state": the optimizer's state_dict or
@@ -67,11 +68,16 @@ def read_old_training_state(path: Path | str, *, allow_pickle: bool = False) -> 
         UserError: as `read_pickle`.
     """
     path = Path(path)
-    if path.is_dir() or path.suffix == ".safetensors":
+    if path.is_dir() and (path / "trainer.pckl").is_file():  # of its accelerate trainer
+        content = read_pickle(path / "trainer.pckl", allow_pickle=allow_pickle)
+        if (optimizer := path / "accelerate_state" / "optimizer.bin").is_file():
+            content["optimizer_state_dict"] = read_pickle(optimizer, allow_pickle=allow_pickle)
+    elif path.is_dir() or path.suffix == ".safetensors":
         return {}
-    content = read_pickle(path, allow_pickle=allow_pickle)
-    if not isinstance(content, dict) or "model_state_dict" not in content:
-        return {}
+    else:
+        content = read_pickle(path, allow_pickle=allow_pickle)
+        if not isinstance(content, dict) or "model_state_dict" not in content:
+            return {}
     return {
         "iteration": int(content.get("iteration", -1)),  # -1: none was made
         "epoch": int(content.get("epoch", 0)),
@@ -80,21 +86,41 @@ def read_old_training_state(path: Path | str, *, allow_pickle: bool = False) -> 
     }
 
 
-def regrouped(optimizer_state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """A t5-experiments optimizer state, where all parameters are one group, for an optimizer with groups of its own.
+def write_old_checkpoint(
+    path: Path, weights: dict[str, torch.Tensor], optimizer_state: dict[str, Any], step: int, epoch: int, metrics: dict
+) -> None:
+    """Write a `model_N.pth` as t5-experiments did, which this module and its programs read: whole or not at all.
 
-    Both number parameters in the order of their groups, the ancestor's that of `model.parameters()`; only the numbers
-    change. Settings such as the learning rate are those of `optimizer`.
+    Args:
+        step: updates made.
+    """
+    content = {
+        "model_state_dict": {name: tensor.detach().cpu() for name, tensor in weights.items()},
+        "optimizer_state_dict": optimizer_state,
+        "iteration": step - 1,
+        "epoch": epoch,
+        "metrics": metrics,
+    }
+    with replacing(path) as file:
+        torch.save(content, file)
+
+
+def regrouped(optimizer_state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """A t5-experiments optimizer state for an optimizer with groups of its own.
+
+    Both number parameters in the order of their groups. Where the checkpoint has one group and `optimizer` others,
+    its order is that of `model.parameters()`. Settings such as the learning rate are those of `optimizer`.
 
     Raises:
         UserError: the state is of another number of parameters or groups.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = optimizer_state["param_groups"]
-    if len(groups) != 1 or len(groups[0]["params"]) != len(parameters):
-        count = sum(len(group["params"]) for group in groups)
+    groups, own = optimizer_state["param_groups"], [group["params"] for group in optimizer.param_groups]
+    sizes = [len(group["params"]) for group in groups]
+    alike = sizes == list(map(len, own))  # groups of the program's own, or one with frozen parameters
+    if not alike and sizes != [len(parameters)]:
         raise UserError(
-            f"the checkpoint's optimizer state has {count} parameters in {len(groups)} group(s), the model has "
+            f"the checkpoint's optimizer state has {sum(sizes)} parameters in {len(groups)} group(s), the model has "
             f"{len(parameters)} to train; start with --reset_optimizer to take the weights only"
         )
     if unknown := sorted(set(groups[0]) - {"params", "initial_lr"} - set(optimizer.param_groups[0])):
@@ -102,10 +128,12 @@ def regrouped(optimizer_state: dict[str, Any], model: nn.Module, optimizer: Opti
             f"the checkpoint's optimizer has settings ({', '.join(unknown)}) that {type(optimizer).__name__} does not "
             "know, so it was another one; choose the same --optimizer, or start with --reset_optimizer"
         )
+    settings, states = optimizer.state_dict()["param_groups"], optimizer_state["state"]
+    if alike:
+        return {"state": states, "param_groups": settings}
     place = {parameter: number for number, parameter in enumerate(parameters)}
-    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    states = {i: optimizer_state["state"][place[p]] for i, p in enumerate(own) if place[p] in optimizer_state["state"]}
-    return {"state": states, "param_groups": optimizer.state_dict()["param_groups"]}
+    numbers = [place[parameter] for group in own for parameter in group]
+    return {"state": {i: states[n] for i, n in enumerate(numbers) if n in states}, "param_groups": settings}
 
 
 def state_dict_of(content: Any, path: Path) -> dict[str, torch.Tensor]:

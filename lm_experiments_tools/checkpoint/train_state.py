@@ -73,6 +73,12 @@ class TrainState:
             )
         return cls(**values)
 
+    def go_on_from(self, loaded: TrainState, *, schedule: bool, step: bool) -> None:
+        """Take over the step of another run's state, and the place in its schedule; what is False starts afresh."""
+        self.step = loaded.step if step else self.step
+        into_schedule = loaded.step - loaded.schedule_start if schedule else 0
+        self.schedule_start = self.step - into_schedule  # negative where updates are counted from 0
+
 
 @contextmanager
 def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:

@@ -73,7 +73,8 @@ class DataArgs:
     valid_data_path: Annotated[str | None, HARMLESS] = None
     """Validation data, in any form --data_path takes."""
     vocab: str | None = None
-    """SentencePiece .model file. None: the one recorded beside a token prefix."""
+    """SentencePiece .model file. None: the one recorded beside a token prefix, else vocabs/sentencepiece.model if it
+    is there."""
     data_pipeline: Literal["auto", "native", "seqio"] = "auto"
     """native: token files, O(1) resume; seqio: Google's t5/seqio on text, in a process of its own;
     auto: seqio for raw text where seqio is installed, else native."""

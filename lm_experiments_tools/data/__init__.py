@@ -10,6 +10,7 @@ _HOMES = {
     "iter_documents": "lm_experiments_tools.data.text.documents",
     "IndexedDataset": "lm_experiments_tools.data.tokens.indexed",
     "IndexedDatasetWriter": "lm_experiments_tools.data.tokens.indexed",
+    "MixtureDataset": "lm_experiments_tools.ancestor.bert_data",
     "Vocabulary": "lm_experiments_tools.data.text.vocabulary",
     "tokenize_corpus": "lm_experiments_tools.data.tokens.tokenize",
     "ensure_tokenized": "lm_experiments_tools.data.tokens.tokenize",

@@ -45,6 +45,10 @@ GENERAL_KEYS = {
 SPARSE_KEYS = {"sparse_config_cls", "sparse_attention"}
 # Keys of the Hub's older files that transformers has given up, with the one value that changes nothing.
 INERT_VALUES = {"gradient_checkpointing": False, "position_embedding_type": "absolute"}
+# Where t5-experiments keeps its configurations, and those whose name is that of another model here.
+OLD_FOLDERS = ("t5configs", "bert_configs")
+_SPARSE_ROPE = "bert_base_uncased-4L_preln_sparse_rope"
+OLD_NAMES = {"t5-micro": "t5-small-4L", _SPARSE_ROPE: f"{_SPARSE_ROPE}16"}
 # Kinds of model of our own: importing their package makes transformers know them.
 OWN_PACKAGES = {"lm_experiments_t5": "modeling_t5", "lm_experiments_bert": "modeling_bert"}
 # Classes of our own, which vary what transformers' class of the same kind does not.
@@ -97,10 +101,7 @@ def load_model_config(path_or_preset: str | Path, config_cls: type | None = None
 
     from huggingface_hub.errors import StrictDataclassError
 
-    usual = config_cls()
-    for key, value in values.items():  # 1 for 1.0, as JSON may write it, which transformers' strict classes refuse
-        if type(value) is int and isinstance(getattr(usual, key, None), float):
-            values[key] = float(value)
+    values = _with_floats(values, config_cls)
     try:
         config = config_cls(**{key: value for key, value in values.items() if key != "model_type"})
     except (TypeError, ValueError, StrictDataclassError) as error:
@@ -108,6 +109,30 @@ def load_model_config(path_or_preset: str | Path, config_cls: type | None = None
     if "tie_word_embeddings" in values:
         config.tie_word_embeddings = values["tie_word_embeddings"]
     return config
+
+
+def pretrained_config(name: str, config_cls: type | None = None) -> PreTrainedConfig:
+    """The configuration of a Hugging Face name or folder; AutoConfig's class where `config_cls` is None.
+
+    Raises:
+        OSError, ValueError, StrictDataclassError: there is none, or a value that the class refuses.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig, PreTrainedConfig
+
+    try:
+        return (config_cls or AutoConfig).from_pretrained(name)
+    except StrictDataclassError:
+        values, _ = (config_cls or PreTrainedConfig).get_config_dict(name)
+        config_cls = config_cls or type(AutoConfig.for_model(values["model_type"]))
+        return config_cls.from_dict(_with_floats(values, config_cls))
+
+
+def _with_floats(values: dict, config_cls: type) -> dict:
+    """1.0 for a 1 that JSON may hold in place of it, which transformers' strict classes refuse."""
+    usual = config_cls()
+    whole = {key for key, value in values.items() if type(value) is int and isinstance(getattr(usual, key, 0), float)}
+    return {key: float(value) if key in whole else value for key, value in values.items()}
 
 
 def build_model(model_cls: type, config: PreTrainedConfig, *, seed: int) -> PreTrainedModel:
@@ -302,6 +327,8 @@ def _find_config(path_or_preset: str | Path) -> Path:
         return path
     presets = list_presets()
     name = str(path_or_preset)
+    if path.parent.name in OLD_FOLDERS:  # as its command lines say, where the folder was not taken along
+        name = OLD_NAMES.get(path.stem, path.stem)
     if name in presets:
         return presets[name]
     hint = nearest_names(path.stem, presets) or f"; presets are {', '.join(presets)}"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from lm_experiments_tools.checkpoint.adapter_files import check_base
@@ -33,6 +34,7 @@ from lm_experiments_tools.models.build import (
     enable_checkpointing,
     first_position,
     load_model_config,
+    pretrained_config,
     register_own_models,
     set_dropout,
     takes_our_attention,
@@ -262,11 +264,9 @@ def _config(args: FinetuningArgs, files: ModelFiles) -> PreTrainedConfig:
         return load_model_config(args.model_cfg, config_cls)
     source = files.configuration
     register_own_models(source)
-    from transformers import AutoConfig
-
     try:
-        return (config_cls or AutoConfig).from_pretrained(source.name)
-    except (OSError, ValueError, KeyError) as error:
+        return pretrained_config(source.name, config_cls)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(f"{source.name}: its configuration cannot be read ({first_line(error)}).") from error
 
 

@@ -39,6 +39,16 @@ class VariantConfig:
         return values, unused
 
 
+class TakesBothConfigs(type):
+    """Metaclass of models that also take the configuration of transformers, AutoConfig's, that theirs derives from."""
+
+    def __call__(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = cls.config_class
+        if type(config) in ours.__mro__ and not isinstance(config, VariantConfig):
+            config = ours(**config.to_dict())
+        return super().__call__(config, *args, **kwargs)
+
+
 def register_variants(
     config_cls: type[VariantConfig], models: Mapping[type, type], architectures: Sequence[str]
 ) -> None:

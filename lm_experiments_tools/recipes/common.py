@@ -25,6 +25,7 @@ from lm_experiments_tools.models.build import (
     enable_checkpointing,
     load_model_config,
     num_parameters,
+    pretrained_config,
     set_dropout,
 )
 from lm_experiments_tools.modules.inspection import forward_names_of
@@ -161,16 +162,17 @@ def _model_source(args: ExperimentArgs) -> ModelSource:
 
 
 def _config(args: ExperimentArgs, config_cls: type | None) -> PreTrainedConfig:
-    from transformers import AutoConfig
+    from huggingface_hub.errors import StrictDataclassError
 
     if args.model_cfg is not None:
         return load_model_config(args.model_cfg, config_cls)
     if args.base_model is not None:
         try:
-            return (config_cls or AutoConfig).from_pretrained(args.base_model)
-        except (OSError, ValueError) as error:
+            return pretrained_config(args.base_model, config_cls)
+        except (OSError, ValueError, StrictDataclassError) as error:
+            reason = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else first_line(error)
             raise UserError(
-                f"--base_model {args.base_model}: its configuration cannot be read ({first_line(error)}); give a "
+                f"--base_model {args.base_model}: its configuration cannot be read ({reason}); give a "
                 "folder with a config.json, or --model_cfg"
             ) from error
     path = Path(args.init_checkpoint) / "config.json"

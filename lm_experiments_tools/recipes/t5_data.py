@@ -139,7 +139,7 @@ def choose_pipeline(args: T5PretrainingArgs, sources: T5Sources) -> Literal["nat
         "reading raw text through seqio (--data_pipeline seqio); tokenized once by `lmtools tokenize --input %s "
         "--vocab %s --output PREFIX` it is read about 50 times faster and resumed at once",
         path,
-        args.vocab,
+        sources.vocabulary.path,
     )
     return "seqio"
 

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 CACHE = Path(".cache") / "tokens"  # below the working directory
 
+USUAL_VOCABULARY = "./vocabs/sentencepiece.model"  # the default of --vocab in t5-experiments
+
 
 class T5Sources:
     """The files that a run reads, handed on from its start to whatever needs them.
@@ -33,7 +35,7 @@ class T5Sources:
     Made before the run enters `--working_dir`, in which relative paths start.
 
     Attributes:
-        vocabulary: that of `--vocab`, or the one that the first data path records.
+        vocabulary: that of `--vocab`, or the one that the first data path records; of raw text `USUAL_VOCABULARY`.
 
     Raises:
         UserError: a vocabulary that is missing or not one, an incomplete token file, one whose record is damaged,
@@ -130,9 +132,11 @@ class T5Sources:
                 raise UserError(
                     f"--data_path {path}: there is neither a token prefix (.idx, .bin) nor text of this name"
                 )
+            if os.path.isfile(usual := self._from_anywhere(USUAL_VOCABULARY)):
+                return Path(usual)
             raise UserError(
                 f"--vocab is missing, and {path} is not a token prefix that records one; give a SentencePiece .model "
-                "file, for example one trained by `lmtools vocab`"
+                f"file, for example one trained by `lmtools vocab` (t5-experiments' {USUAL_VOCABULARY} is not here)"
             )
         record = Path(f"{self.prefix(path)}.json")
         made_with = self._records[path].get("vocab_file")

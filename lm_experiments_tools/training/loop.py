@@ -186,10 +186,7 @@ class TrainingLoop:
         loaded, own = load_initial(
             source, self.backend, with_optimizer=not args.reset_optimizer, allow_pickle=args.allow_pickle
         )
-        if not args.reset_iteration:
-            self.state.step = loaded.step
-        into_schedule = 0 if args.reset_lr else loaded.step - loaded.schedule_start
-        self.state.schedule_start = self.state.step - into_schedule  # negative where updates are counted from 0
+        self.state.go_on_from(loaded, schedule=not args.reset_lr, step=not args.reset_iteration)
         if not args.reset_lr:
             self.learning_rate.resume(loaded.plateau)
         if args.skip_used_data:
@@ -484,7 +481,10 @@ class TrainingLoop:
             model = self.backend.unwrap()
             if self.backend.shards_model:
                 return checkpoint.read_state(model, Path(source), self.args.allow_pickle)
-            checkpoint.load_weights(model, source, allow_pickle=self.args.allow_pickle)
+            args = self.args
+            checkpoint.load_weights(
+                model, source, allow_partial=args.allow_partial_checkpoint, allow_pickle=args.allow_pickle
+            )
             return saved_state(model)
 
         self.backend.load_model_state(on_all(self.backend, read, only_main=True))

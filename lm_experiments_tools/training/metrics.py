@@ -123,9 +123,7 @@ class KeptOutputs:
         if backend.is_main:
             names = sorted(set(chain.from_iterable(gathered)))
             values = self.metrics({n: _join(list(chain.from_iterable(d.get(n, ()) for d in gathered))) for n in names})
-            values = {
-                k: v.item() if hasattr(v, "item") and getattr(v, "size", 1) in (1,) else v for k, v in values.items()
-            }
+            values = {k: v.item() if hasattr(v, "item") and math.prod(v.shape) == 1 else v for k, v in values.items()}
         return backend.broadcast(values)
 
 

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from lm_experiments_tools.checkpoint.legacy import read_old_training_state, read_pickle
+from lm_experiments_tools.checkpoint.legacy import (
+    read_old_training_state,
+    read_pickle,
+    regrouped,
+    write_old_checkpoint,
+)
 from lm_experiments_tools.checkpoint.weights import load_weights
 from lm_experiments_tools.errors import UserError
 from tests.helpers.checkpoint_toys import logits, random_t5
@@ -161,3 +166,39 @@ def test_file_without_weights_is_told(tmp_path, content):
     torch.save(content, tmp_path / "m.pth")
     with pytest.raises(UserError, match="no model weights"):
         load_weights(random_t5(1), tmp_path / "m.pth")
+
+
+def test_what_is_written_as_the_ancestor_did_is_read_back(tmp_path):
+    model = random_t5()
+    optimizer = write_ancestor(tmp_path / "model_1000.pth", model)
+    weights, metrics = dict(model.state_dict()), {"valid": {"loss": 2.0}}
+    write_old_checkpoint(tmp_path / "model_best.pth", weights, optimizer.state_dict(), 1001, 3, metrics)
+    theirs, ours = (read_old_training_state(tmp_path / f"model_{name}.pth") for name in ("1000", "best"))
+    assert (ours["iteration"], ours["epoch"], ours["metrics"]) == (1000, 3, metrics)
+    for number, state in theirs["optimizer_state"]["state"].items():
+        assert torch.equal(state["exp_avg"], ours["optimizer_state"]["state"][number]["exp_avg"])
+    assert {path.name for path in tmp_path.iterdir()} == {"model_1000.pth", "model_best.pth"}
+
+
+def test_a_folder_of_its_accelerate_trainer_says_where_it_stopped(tmp_path):
+    optimizer = write_ancestor(tmp_path / "model.pth", random_t5())
+    torch.save({"iteration": 99, "epoch": 2, "metrics": {"loss": np.mean([1.0])}}, tmp_path / "trainer.pckl")
+    assert read_old_training_state(tmp_path)["iteration"] == 99
+    (tmp_path / "accelerate_state").mkdir()
+    torch.save(optimizer.state_dict(), tmp_path / "accelerate_state" / "optimizer.bin")
+    state = read_old_training_state(tmp_path)
+    assert state["epoch"] == 2 and state["optimizer_state"]["param_groups"][0]["lr"] == 1e-3
+
+
+def test_an_optimizer_state_with_the_same_groups_goes_into_them():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    model[0].bias.requires_grad_(False)  # and yet given to the optimizer, as programs do
+    groups = [{"params": list(part.parameters()), "lr": rate} for part, rate in zip(model, (1e-3, 1e-2), strict=True)]
+    for made in (groups, [{"params": list(model.parameters())}]):
+        optimizer = torch.optim.AdamW(made, lr=1e-3)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        state = optimizer.state_dict()
+        assert regrouped(state, model, optimizer)["state"] is state["state"]
+    with pytest.raises(UserError, match="has 4 parameters in 1 group"):
+        regrouped(state, model, torch.optim.AdamW(groups, lr=1e-3))

@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from lm_experiments_tools.attention import attend, block_sparse_attention
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import load_model_config
-from modeling_bert import BertConfig, BertForMaskedLM, BertModel
+from modeling_bert import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel
 
 SIZES = {
     "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 37,
@@ -144,10 +144,14 @@ def test_inputs_that_cannot_be_are_one_sentence(inputs, sentence):
     assert "\n" not in str(error.value)
 
 
-def test_a_configuration_of_transformers_is_refused_with_the_way_out():
-    with pytest.raises(ValueError, match=r"needs a modeling_bert.BertConfig, not .*BertConfig\(\*\*config.to_dict"):
-        BertModel(transformers.BertConfig(**SIZES))
-    BertModel(BertConfig(**transformers.BertConfig(**SIZES).to_dict()))
+def test_a_configuration_of_transformers_is_taken_and_of_another_kind_refused():
+    """Programs make it by AutoConfig."""
+    config = transformers.BertConfig(**SIZES, num_labels=3)
+    taken = BertForSequenceClassification(config=config)
+    assert type(taken.config) is BertConfig and taken.bert.config is taken.config
+    assert taken.classifier.out_features == 3 and taken.config.hidden_size == SIZES["hidden_size"]
+    with pytest.raises(ValueError, match="needs a BertConfig, of modeling_bert or transformers, not .*T5Config"):
+        BertModel(transformers.T5Config())
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """Classes by name, presets against the published sizes, and the output layer that transformers ties by force."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import (
     build_model,
@@ -13,8 +15,11 @@ from lm_experiments_tools.models.build import (
     list_presets,
     load_model_config,
     num_parameters,
+    pretrained_config,
 )
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
+from lm_experiments_tools.recipes.common import model_source
+from modeling_bert import BertConfig
 from modeling_t5 import T5Config
 
 transformers = pytest.importorskip("transformers")
@@ -82,6 +87,51 @@ def test_block_sparse_preset_is_its_base_with_a_layout():
 
 def test_every_published_preset_is_shipped():
     assert {*PUBLISHED, "t5-micro"} <= set(list_presets())
+
+
+# Facts of t5-experiments' configurations, by file: d_model, layers, rows of the vocabulary, memory tokens.
+ANCESTORS = {
+    "t5-micro": (512, 4, 32128, 0), "t5-small": (512, 6, 32128, 0), "t5-small-enc-mem_10": (512, 6, 32128, 10),
+    "t5-small-enc-mem_20": (512, 6, 32128, 20), "t5-small_voc_50359": (512, 6, 50359, 0),
+    "t5-small_voc_50359-mem_20": (512, 6, 50359, 20), "t5-base": (768, 12, 32128, 0),
+    "t5-base-cdQ": (768, 12, 32128, 0),
+    "t5-base-only-cdQ": (768, 12, 32128, 0), "t5-base_voc_50359": (768, 12, 50359, 0),
+    "t5-base_voc_50359-mem_20": (768, 12, 50359, 20), "t5-large": (1024, 24, 32128, 0),
+    "t5-large_voc_32102": (1024, 24, 32102, 0), "t5-large_voc_32102-mem_20": (1024, 24, 32102, 20),
+    "t5-large_voc_50359": (1024, 24, 50359, 0), "t5-large_voc_50359-mem_20": (1024, 24, 50359, 20),
+    "t5-3b": (1024, 24, 32128, 0), "t5-11b": (1024, 24, 32128, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ANCESTORS)
+def test_the_ancestors_command_lines_find_its_configurations(name):
+    """By its path, though its folder is not here; under our names too, but for those that are other models."""
+    config = load_model_config(f"./t5configs/{name}.json", T5Config)
+    facts = config.d_model, config.num_layers, config.vocab_size, config.num_memory_tokens
+    assert facts == ANCESTORS[name] and config.num_decoder_layers == config.num_layers and config.dropout_rate == 0.1
+    assert (load_model_config(name, T5Config).to_dict() == config.to_dict()) == (name != "t5-micro")
+
+
+def test_a_base_models_file_may_write_1_for_a_float(tmp_path):
+    write(tmp_path / "config.json", model_type="t5", **SMALL, vocab_size=50, initializer_factor=1, n_positions=512)
+    for config_cls in (None, transformers.T5Config, T5Config):
+        assert pretrained_config(str(tmp_path), config_cls).initializer_factor == 1.0
+    write(tmp_path / "config.json", model_type="t5", **{**SMALL, "d_kv": "four"}, vocab_size=50)
+    args = SimpleNamespace(
+        model_cls="transformers:T5ForConditionalGeneration", model_cfg=None, base_model=str(tmp_path)
+    )
+    with pytest.raises(
+        UserError, match="--base_model .* its configuration cannot be read .*'d_kv' expected int"
+    ) as error:
+        model_source(args, LocalBackend())
+    assert "\n" not in str(error.value)
+
+
+def test_the_ancestors_rotary_bert_is_not_ours_of_its_name():
+    config = load_model_config("bert_configs/bert_base_uncased-4L_preln_sparse_rope.json", BertConfig)
+    assert (config.rotary_dim, config.sparse_attention["num_sliding_window_blocks"]) == (16, 1)
+    with pytest.raises(UserError, match="neither a model configuration file nor a preset"):
+        load_model_config("elsewhere/t5-small.json")
 
 
 def write(path, **values):

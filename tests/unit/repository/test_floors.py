@@ -22,10 +22,10 @@ FLOORS = (
     ("checkpoint", "data.text"),
     ("data.tokens", "data.objectives", "data.examples"),
     ("data.seqio", "data.streaming", "evaluation", "megatron", "models", "training"),
-    ("recipes",),
+    ("recipes", "ancestor"),
     ("tools.attention_maps", "tools.demo_corpus"),
     ("tools", "scripts"),
-    ("trainer", PACKAGE),  # public names, imported on first use
+    ("trainer", "trainer_accelerate", "utils", "megatron.data", "megatron.tokenizer", PACKAGE),  # public names alone
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -134,7 +134,7 @@ def test_a_circle_is_found():
 
 
 def test_the_top_level_is_small_and_every_room_says_what_lives_there():
-    assert len(list((ROOT / PACKAGE).glob("*.py"))) <= 6
+    assert len(list((ROOT / PACKAGE).glob("*.py"))) <= 8  # three hold t5-experiments' names
     for folder in [PACKAGE, *(room.replace(".", "/") for room in FLOOR_OF)]:
         file = ROOT / PACKAGE / folder / "__init__.py"
         if folder != PACKAGE and file.exists():

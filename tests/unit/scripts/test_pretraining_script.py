@@ -90,7 +90,14 @@ def test_no_such_data(work, vocab):
 
 
 def test_no_vocabulary(work, vocab):
-    refused(None, "--vocab is missing")
+    refused(None, r"--vocab is missing.*t5-experiments' ./vocabs/sentencepiece.model is not here")
+
+
+def test_raw_text_takes_the_vocabulary_that_lies_where_the_ancestors_default_says(work, vocab):
+    (work / "vocabs").mkdir()
+    (work / "vocabs" / "sentencepiece.model").write_bytes(vocab.read_bytes())
+    start(None)
+    assert (work / "run" / "last").exists()
 
 
 def test_targets_that_do_not_fit(work, vocab):

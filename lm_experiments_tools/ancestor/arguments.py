@@ -1,0 +1,131 @@
+"""Arguments of t5-experiments' trainers, with its names and defaults, and what they are called today.
+
+`HfArgumentParser(TrainerArgs)` sees its fields alone, so that a program may add `--seed` and others of its own. A
+program of today calls the same name with settings of today and gets those: only parsers look at the fields, and only
+they give `lr`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from lm_experiments_tools.ancestor.notice import first_rank, notice
+from lm_experiments_tools.config import training as today
+
+logger = logging.getLogger(__name__)
+
+_TODAY = (
+    "TrainerArgs(batch_size=..., iters=...) with the flags of --help, or a dataclass of lm_experiments_tools.config"
+)
+_OF_MIXED_PRECISION = ("fp16", "fp16_allreduce", "apex_opt_lvl", "min_loss_scale", "max_loss_scale")
+# A setting -> those that mean nothing without it: t5-experiments read them in silence.
+_NEEDS = {
+    "init_checkpoint": ("reset_lr", "reset_iteration", "reset_optimizer", "skip_used_data"),
+    "model_path": ("save_interval", "save_best"),
+    "lr_scheduler": ("num_warmup_steps", "num_training_steps"),
+    "fp16": ("apex_opt_lvl", "min_loss_scale", "max_loss_scale"),
+}
+
+
+def _flag(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": f"{text} (default: {default})"})
+
+
+@dataclass
+class TrainerAccelerateArgs:
+    """Arguments of t5-experiments' `TrainerAccelerate`; number formats are the Accelerator's."""
+
+    model_path: str | None = _flag(None, "run directory; None saves nothing")
+    log_interval: int | None = _flag(None, "updates between two reports on training data; None: one at the end")
+    valid_interval: int | None = _flag(None, "updates between two validations; None: as log_interval")
+    save_interval: int | None = _flag(None, "updates between two checkpoints; None: the one at the end")
+    save_best: bool = _flag(False, "also keep the checkpoint with the best optimize_metric")
+    use_generate_on_valid: bool = _flag(False, "also generate on validation data")
+    init_checkpoint: str | None = _flag(None, "checkpoint to start from")
+    skip_used_data: bool = _flag(False, "go on reading data where init_checkpoint stopped")
+    reset_lr: bool = _flag(False, "start the learning-rate schedule afresh")
+    reset_iteration: bool = _flag(False, "count updates from 0")
+    reset_optimizer: bool = _flag(False, "take the weights of init_checkpoint, start the optimizer afresh")
+    lr: float | None = _flag(None, "learning rate, for the program's optimizer")
+    batch_size: int = _flag(1, "examples in one forward pass of one worker")
+    iters: int = _flag(1, "optimizer updates to make")
+    gradient_accumulation_steps: int = _flag(1, "forward passes of one worker in one update")
+    clip_grad_norm: float | None = _flag(None, "largest norm of the gradients; None or 0: no clipping")
+    clip_grad_value: float | None = _flag(None, "largest element of the gradients; None or 0: no clipping")
+    early_stopping_patience: int | None = _flag(None, "validations without improvement to bear; None: any number")
+    lr_scheduler: str | None = _flag(None, "schedule by its name in transformers; None: constant")
+    num_warmup_steps: int | None = _flag(None, "updates over which the learning rate rises")
+    num_training_steps: int | None = _flag(None, "updates after which the schedule has ended; None: iters")
+    use_lr_drop: bool = _flag(False, "reduce the learning rate when validation stops improving")
+    lr_drop_factor: float = _flag(0.1, "factor of a reduction")
+    lr_drop_patience: int = _flag(10, "validations to wait before a reduction")
+    lr_drop_threshold: float = _flag(1e-4, "least change that is an improvement")
+    lr_drop_threshold_mode: str = _flag("rel", "rel: of the best value, abs")
+    lr_drop_cooldown: int = _flag(0, "validations to ignore after a reduction")
+    lr_drop_min_lr: float = _flag(0.0, "lower bound of the learning rate")
+    lr_drop_eps: float = _flag(1e-8, "smallest reduction worth making")
+    optimize_metric: str = _flag("loss", "validation metric that decides the best checkpoint")
+    optimize_mode: str = _flag("min", "a lower (min) or a higher (max) metric is better")
+
+
+class _OfTwoAges(type):
+    """Calling the class with settings of today gives those."""
+
+    def __call__(cls, *values: Any, **settings: Any) -> Any:
+        if cls is TrainerArgs and not values and "lr" not in settings:
+            return today.TrainerArgs(**settings)
+        return super().__call__(*values, **settings)
+
+    def __instancecheck__(cls, thing: object) -> bool:
+        return super().__instancecheck__(thing) or (cls is TrainerArgs and isinstance(thing, today.TrainerArgs))
+
+
+@dataclass
+class TrainerArgs(TrainerAccelerateArgs, metaclass=_OfTwoAges):
+    """Arguments of t5-experiments' `Trainer` for parsers; called with settings of today, it makes those."""
+
+    fp16: bool = _flag(False, "mixed precision in float16")
+    fp16_allreduce: bool = _flag(False, "send gradients as float16")
+    apex_opt_lvl: str | None = _flag(None, "O0 to O3: use NVIDIA apex")
+    min_loss_scale: float | None = _flag(None, "the loss scale never falls below this")
+    max_loss_scale: float | None = _flag(2.0**24, "the loss scale never rises above this")
+
+
+def settings_of(args: Any, mixed_precision: str | None = None) -> today.TrainerArgs:
+    """Settings of today for arguments of t5-experiments: a parser's namespace, a dataclass, anything with attributes.
+
+    What means nothing beside the others is left out, with a line of log, as it was in silence. Checkpoints are loaded
+    as far as they fit. `early_stopping_patience` was passed, not reached, before it stopped a run.
+
+    Args:
+        mixed_precision: an Accelerator's, instead of `fp16`.
+
+    Raises:
+        UserError: a value out of range, or two in conflict.
+    """
+    notice("TrainerArgs for HfArgumentParser", _TODAY)
+    given = {f.name: getattr(args, f.name, None) for f in fields(TrainerArgs)}
+    given = {f.name: f.default if given[f.name] is None else given[f.name] for f in fields(TrainerArgs)}
+    if mixed_precision is not None:
+        given |= {name: None for name in _OF_MIXED_PRECISION}
+        given |= {"fp16": mixed_precision == "fp16", "bf16": mixed_precision == "bf16"}
+    unread = _unread(given)
+    if unread and first_rank():
+        logger.info("without effect, and left out: %s", "; ".join(f"{n} (no {why})" for n, why in unread.items()))
+    patience = given["early_stopping_patience"]
+    given["early_stopping_patience"] = -1 if patience is None or patience < 0 else patience + 1
+    given["log_interval"] = given["log_interval"] or given["iters"]
+    known = {f.name for f in fields(today.TrainerArgs)} - unread.keys()
+    chosen = {name: value for name, value in given.items() if name in known and value is not None}
+    return today.TrainerArgs(**chosen, keep_checkpoints=1, allow_partial_checkpoint=True)
+
+
+def _unread(given: Mapping[str, Any]) -> dict[str, str]:
+    """Settings that differ from their defaults without effect -> what they need."""
+    defaults = {f.name: f.default for f in fields(TrainerArgs)}
+    drop = tuple(name for name in defaults if name.startswith("lr_drop_"))
+    pairs = [(name, needed) for needed, names in {**_NEEDS, "use_lr_drop": drop}.items() for name in names]
+    return {name: needed for name, needed in pairs if not given[needed] and given[name] not in (None, defaults[name])}

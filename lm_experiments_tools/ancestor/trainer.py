@@ -1,0 +1,238 @@
+"""The trainers under their public names, for arguments of today and for those of t5-experiments.
+
+With today's arguments they are those of `training.trainer`. With t5-experiments' the same loop trains, and what such
+a program expects around it holds: each start begins anew, `model_N` and `model_best` lie in the run directory,
+`load` takes up optimizer and step, the last test is in TensorBoard.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lm_experiments_tools.ancestor.arguments import settings_of
+from lm_experiments_tools.backends.collective import on_main
+from lm_experiments_tools.checkpoint.legacy import write_old_checkpoint
+from lm_experiments_tools.checkpoint.manifest import step_directory_name
+from lm_experiments_tools.checkpoint.train_state import load_initial
+from lm_experiments_tools.config import training as today
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tracking.run_directory import RunDirectory
+from lm_experiments_tools.tracking.tracker import Tracker
+from lm_experiments_tools.training import trainer as trainers
+from lm_experiments_tools.training.loop import TrainingLoop
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from accelerate import Accelerator
+
+logger = logging.getLogger(__name__)
+
+
+class _OldVerbs(TrainingLoop):
+    """What a program of t5-experiments calls and reads; without effect for today's arguments."""
+
+    _old = False  # the arguments are t5-experiments'
+
+    def _set_up_model(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        self._written: tuple[str, int] | None = None
+        if self._old and self.args.model_path:
+            start = on_main(self.backend, lambda: _set_aside(Path(self.args.model_path), self.args.init_checkpoint))
+            self.args = replace(self.args, init_checkpoint=start)
+        super()._set_up_model(model, optimizer)
+
+    def save(self, save_path: str | Path | None = None, suffix: str = "", *, is_best: bool = False) -> None:
+        """Write a checkpoint; every worker calls it.
+
+        Args:
+            save_path: folder to write `model_{suffix}` or `model_{step}` to, as t5-experiments did; None: the run's.
+            is_best: it is the best so far.
+        """
+        if save_path is not None:
+            self._write_old(Path(save_path), suffix or str(self.state.step))
+            return
+        super().save(is_best)
+        if self._old and self.writer is not None:
+            every = self.args.save_interval
+            name = "best" if is_best else str(self.state.step) if every and self.state.step % every == 0 else None
+            if name is not None and self._written != (name, self.state.step):
+                self._write_old(Path(self.args.model_path), name)
+                self._written = name, self.state.step
+
+    def _write_old(self, folder: Path, name: str) -> None:
+        """`folder`/model_`name`.pth, as t5-experiments' Trainer wrote it."""
+        weights, tree, state = self.backend.model_state(), self.backend.optimizer_state(), self.state
+        epoch = 0 if self.stream is None else self.stream.epoch
+
+        def write() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"model_{name}.pth"
+            write_old_checkpoint(path, weights, tree["optimizer"], state.step, epoch, state.metrics)
+            logger.info("model was saved to %s", path)
+
+        on_main(self.backend, write)
+
+    def load(
+        self,
+        source: str | Path,
+        reset_optimizer: bool = False,
+        reset_lr: bool = False,
+        reset_iteration: bool = False,
+    ) -> None:
+        """Put a checkpoint into the model; t5-experiments' programs get optimizer, schedule and step of it too."""
+        super().load(source)
+        if self._old:
+            loaded, _ = load_initial(Path(source), self.backend, with_optimizer=not reset_optimizer)
+            self.state.go_on_from(loaded, schedule=not reset_lr, step=not reset_iteration)
+            if not reset_lr:
+                self.learning_rate.resume(loaded.plateau)
+
+    def validate(self, dataloader: Iterable, split: str = "valid", write_tb: bool = True) -> dict[str, float] | None:
+        """Metrics over all of `dataloader`; t5-experiments' programs find them in TensorBoard after training too."""
+        if not self._old or not write_tb or self.tracker is not None:
+            return super().validate(dataloader, split, write_tb)
+        last = max(self.args.iters, self.state.step)  # nothing that was recorded is of a later step
+        with Tracker(self.args.model_path, rank=self.backend.rank, start_step=last) as self.tracker:
+            try:
+                return super().validate(dataloader, split, write_tb)
+            finally:
+                self.tracker = None
+
+    # ---- names of t5-experiments' attributes
+    @property
+    def n_iter(self) -> int:
+        """Updates made."""
+        return self.state.step
+
+    @property
+    def n_epoch(self) -> int:
+        """Passes over the training data begun before this one."""
+        return 0 if self.stream is None else self.stream.epoch
+
+    @property
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """The last metrics of each split."""
+        return self.state.metrics
+
+    @property
+    def model(self) -> nn.Module:
+        """The model as it is wrapped for training."""
+        return self.backend.model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer as it is wrapped for training."""
+        return self.backend.optimizer
+
+    @property
+    def per_worker_batch_size(self) -> int:
+        """Examples that one worker reads for one update."""
+        return self.args.rows_per_worker()
+
+    @property
+    def global_batch_size(self) -> int:
+        """Examples of one update."""
+        return self.args.global_batch_size(self.backend.world_size)
+
+
+class Trainer(_OldVerbs, trainers.Trainer):
+    """The loop on Horovod: `Trainer(args, model, optimizer, train_dataloader, valid_dataloader, ...)`."""
+
+    def __new__(cls, args: Any, model: Any, *others: Any, **options: Any) -> Any:
+        """A `TrainerAccelerate` where an Accelerator comes second, as in forks whose one Trainer it was."""
+        if hasattr(model, "prepare_model"):
+            return TrainerAccelerate(args, model, *others, **options)
+        return super().__new__(cls)
+
+    def __init__(self, args: Any, model: nn.Module, optimizer: Optimizer | None, *others: Any, **options: Any) -> None:
+        self._old = not isinstance(args, today.TrainerArgs)
+        super().__init__(settings_of(args) if self._old else args, model, optimizer, *others, **options)
+
+
+class TrainerAccelerate(_OldVerbs, trainers.TrainerAccelerate):
+    """The loop on an `accelerate.Accelerator`: `TrainerAccelerate(args, accelerator, model, optimizer, ...)`."""
+
+    def __init__(
+        self, args: Any, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer | None, *others: Any,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        self._old = not isinstance(args, today.TrainerArgs)
+        if self._old:
+            args = settings_of(args, accelerator.mixed_precision)
+            model, optimizer = _unprepared(accelerator, model, optimizer)
+        super().__init__(args, accelerator, model, optimizer, *others, **options)
+
+    def _write_old(self, folder: Path, name: str) -> None:
+        """`folder`/model_`name`, a folder as t5-experiments' accelerate trainer wrote: a checkpoint of today."""
+        if self.writer is None or folder.resolve() != self.writer.links_in.resolve():
+            raise UserError(f"a trainer on Accelerate saves in its --model_path, not in {folder}: leave save_path out")
+        checkpoint = self.writer.root / step_directory_name(self.state.step)
+        on_main(self.backend, lambda: _copy_links(checkpoint, folder / f"model_{name}"))
+
+
+def _set_aside(run: Path, start: str | None) -> str | None:
+    """Move what an earlier start left in the run directory out of the way: t5-experiments began anew.
+
+    Returns the place of the checkpoint `start`, which may be among it.
+    """
+    RunDirectory(run, rank=0).claim()  # not the files of a run that is going on
+    source = Path(start).resolve() if start else run.resolve()
+    for name in ("last", "best"):
+        (run / name).unlink(missing_ok=True)
+    for old in (run / "checkpoints", run / "metrics.jsonl"):
+        if old.exists():
+            count = 1
+            while (aside := old.with_name(f"{old.stem}.{count}{old.suffix}")).exists():
+                count += 1
+            if old.resolve() in source.parents:
+                start = str(aside / source.relative_to(old.resolve()))
+            os.rename(old, aside)
+            logger.warning("%s is of an earlier start, and this one begins anew: kept as %s", old, aside.name)
+    return start
+
+
+def _copy_links(source: Path, target: Path) -> None:
+    """Give the files of a checkpoint a second folder, without copying where the disk knows hard links."""
+    new = target.with_name(f".{target.name}.new")
+    for folder in (new, target):
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    try:
+        shutil.copytree(source, new, copy_function=os.link)
+    except (OSError, shutil.Error):
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.copytree(source, new)
+    os.rename(new, target)
+    logger.info("model was saved to %s", target)
+
+
+def _unprepared(
+    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer | None
+) -> tuple[nn.Module, Optimizer | None]:
+    """What the program gave to `accelerator.prepare`, which the trainer does itself.
+
+    Raises:
+        UserError: sharded already, which cannot be taken back.
+    """
+    kind = accelerator.distributed_type.value
+    if not getattr(model, "_is_accelerate_prepared", False) and not hasattr(optimizer, "accelerator_state"):
+        return model, optimizer
+    if kind in ("FSDP", "DEEPSPEED"):
+        raise UserError(
+            f"accelerator.prepare has sharded the model ({kind}) before the trainer could: take the model and the "
+            "optimizer out of that call, the trainer prepares them"
+        )
+    plain = accelerator.unwrap_model(model)
+    accelerator.free_memory()
+    if plain is not model:
+        vars(model).pop("reducer", None)  # its hooks and buckets; the program still holds the wrapper
+    vars(plain).pop("_is_accelerate_prepared", None)
+    return plain, getattr(optimizer, "optimizer", optimizer)

@@ -1,0 +1,167 @@
+"""Helpers of t5-experiments' `lm_experiments_tools.utils`.
+
+Horovod and Accelerate are asked only where the program has imported them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lm_experiments_tools.ancestor.notice import notice
+from lm_experiments_tools.files import dump_json
+from lm_experiments_tools.names import resolve_name
+
+logger = logging.getLogger(__name__)
+
+LOG_FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
+_LOG_BYTES = 100 * 2**20
+
+
+def get_cls_by_name(name: str) -> type:
+    """The class named by `module:Class`, of whatever kind: a model, a configuration, a tokenizer.
+
+    Raises:
+        UserError: see `names.resolve_name`.
+    """
+    return resolve_name(name, object)
+
+
+def get_git_hash_commit() -> str:
+    """The commit of the current folder; empty outside a repository."""
+    return _git("rev-parse", "HEAD").strip()
+
+
+def get_git_diff() -> str:
+    """Uncommitted changes of the current folder; empty outside a repository."""
+    return _git("diff", "HEAD", "--binary")
+
+
+def _git(*words: str) -> str:
+    try:
+        done = subprocess.run(["git", *words], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.decode("utf-8", "replace")
+
+
+def get_fn_param_names(fn: Callable) -> list[str]:
+    """Names of a function's parameters, without *args and **kwargs."""
+    collecting = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in inspect.signature(fn).parameters.values() if p.kind not in collecting]
+
+
+def _horovod() -> Any:
+    """Horovod's torch module if the program has initialised it, else None."""
+    module = sys.modules.get("horovod.torch")
+    return module if module is not None and module.is_initialized() else None
+
+
+def _accelerate() -> Any:
+    """Accelerate's PartialState if the program has made an Accelerator, else None."""
+    module = sys.modules.get("accelerate.state")
+    return module.PartialState() if module is not None and module.PartialState._shared_state else None
+
+
+def _torch_job() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def get_distributed_rank() -> int:
+    """This process's number among the job's, 0 if it is alone."""
+    if (hvd := _horovod()) is not None:
+        return hvd.rank()
+    if (state := _accelerate()) is not None:
+        return state.process_index
+    return torch.distributed.get_rank() if _torch_job() else 0
+
+
+def rank_0(fn: Callable) -> Callable:
+    """Make a function do nothing on other ranks."""
+
+    @functools.wraps(fn)
+    def on_rank_0(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs) if get_distributed_rank() == 0 else None
+
+    return on_rank_0
+
+
+def wait_for_everyone() -> None:
+    """Return when every process of the job has arrived."""
+    if (hvd := _horovod()) is not None:
+        hvd.barrier()
+    elif (state := _accelerate()) is not None:
+        state.wait_for_everyone()
+    elif _torch_job():
+        torch.distributed.barrier()
+
+
+def collect_run_configuration(
+    args: Any, env_vars: Sequence[str] = ("CUDA_VISIBLE_DEVICES",), accelerator: Any = None
+) -> dict[str, Any]:
+    """The arguments with the environment, the machine and the commit, as t5-experiments' config.json has them."""
+    hvd, state = _horovod(), _accelerate()
+    config = {**vars(args), "ENV": {name: os.environ.get(name, "") for name in env_vars}}
+    config["HVD_INIT"] = hvd is not None
+    if hvd is not None:
+        config["HVD_SIZE"] = hvd.size()
+    if state is not None:
+        config["accelerate"] = {"num_processes": state.num_processes, "distributed_type": state.distributed_type.value}
+    if accelerator is not None:
+        config["accelerate"]["mixed_precision"] = str(accelerator.mixed_precision)
+    return {**config, "MACHINE": platform.node(), "COMMIT": get_git_hash_commit()}
+
+
+def prepare_run(
+    args: Any,
+    logger: Any = None,
+    logger_fmt: str = LOG_FORMAT,
+    add_file_logging: bool = True,
+    accelerator: Any = None,
+) -> None:
+    """Make the run directory `args.model_path` with config.json and git.diff, and log to a file there."""
+    notice("prepare_run", "the Trainer, which makes the run directory and logs/rankN.log itself")
+    if args.model_path is None:
+        if logger is not None and get_distributed_rank() == 0:
+            logger.warning("model_path is not set: config, logs and checkpoints will not be saved.")
+        return
+    run = Path(args.model_path)
+    if get_distributed_rank() == 0:
+        run.mkdir(parents=True, exist_ok=True)
+        config = collect_run_configuration(args, accelerator=accelerator)
+        (run / "config.json").write_text(dump_json(config, indent=4), encoding="utf-8")
+        (run / "git.diff").write_text(get_git_diff(), encoding="utf-8")
+    wait_for_everyone()
+    if logger is not None and add_file_logging:
+        name = f"{time.strftime('%Y.%m.%d_%H:%M:%S')}_rank_{get_distributed_rank()}.log"
+        file = RotatingFileHandler(run / name, mode="w", maxBytes=_LOG_BYTES, backupCount=2, encoding="utf-8")
+        target = getattr(logger, "logger", logger)  # under an adapter, as Accelerate's
+        file.setLevel(target.level)
+        file.setFormatter(logging.Formatter(logger_fmt))
+        target.addHandler(file)
+
+
+def let_cpus_train() -> None:
+    """Have `torch.cuda.set_device`, with which these programs begin, pass on machines without a GPU."""
+    set_device = torch.cuda.set_device
+
+    @functools.wraps(set_device)
+    def set_device_if_any(device: Any) -> None:
+        if torch.cuda.is_available():
+            set_device(device)
+        else:
+            logger.info("torch.cuda.set_device(%s) has no effect: there is no GPU, training is on CPUs", device)
+
+    torch.cuda.set_device = set_device_if_any
