@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = common.start_run(args, backend)
     model_source = common.model_source(args, backend)
-    check_model(args, model_source)  # before hours of tokenizing
+    check_model(args, model_source, sources.vocabulary.size)  # before hours of tokenizing
     data = pretraining_data(args, backend, sources, model_source.kind)
     model = common.model_from_args(args, model_source, data.vocabulary.size)
     check_causality(args, model)

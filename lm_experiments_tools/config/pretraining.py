@@ -28,8 +28,9 @@ class DataArgs:
     """proportional: weight 2 takes each sample of a source twice an epoch; megatron: weights are shares of it."""
     valid_data_path: Annotated[str | None, HARMLESS] = None
     """Validation data, in any form --data_path takes."""
-    vocab: str | None = None
-    """SentencePiece .model file. None: the one recorded beside a token prefix."""
+    vocab: Annotated[str | None, HARMLESS] = None
+    """SentencePiece .model file, folder of a Hugging Face tokenizer, tokenizer.json, or bytes (as ByT5). None: the one
+    recorded beside a token prefix."""
     data_pipeline: Literal["auto", "native", "seqio"] = "auto"
     """native: token files, O(1) resume; seqio: Google's t5/seqio on text, in a process of its own;
     auto: seqio for raw text where seqio is installed, else native."""
@@ -113,7 +114,7 @@ class T5PretrainingArgs(ExperimentArgs, ObjectiveArgs, DataArgs):
             if getattr(self, flag):
                 raise UserError(f"--{flag} is not read by --task {self.task}, which has its own data: leave it out.")
         if self.vocab is None:
-            raise UserError(f"--task {self.task} needs --vocab: the SentencePiece .model file of its features.")
+            raise UserError(f"--task {self.task} needs --vocab: the vocabulary of its features.")
 
     def of_native_pipeline(self) -> list[str]:
         """Names of the flags in use that seqio's reading of text knows nothing of."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.flags import is_given
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.vocabulary import BYTES, Vocabulary
 from lm_experiments_tools.data.tokens.files import read_meta, recorded_vocabulary, token_prefix, warn_unrecorded
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, ensure_tokenized
@@ -50,7 +50,7 @@ class T5Sources:
         self._prefixes: dict[str, str | None] = {}
         self._records = {path: read_meta(prefix) for path in paths if (prefix := self.prefix(path)) is not None}
         self._opened: dict[str, IndexedDataset] = {}
-        self.vocabulary = Vocabulary.load(self._from_anywhere(args.vocab) if args.vocab else self._recorded())
+        self.vocabulary = Vocabulary.load(self._named() if args.vocab else self._recorded())
         if is_given(args, "append_eos") and len(self._records) == len(set(paths)):
             raise UserError(
                 f"--no_append_eos is about raw text, and {', '.join(paths)} is tokenized, by `lmtools tokenize` with "
@@ -119,10 +119,13 @@ class T5Sources:
         """The same file for a process that has entered `--working_dir` and for one that has not."""
         return os.path.join(self._folder, path)
 
+    def _named(self) -> str:
+        return self._args.vocab if self._args.vocab == BYTES else self._from_anywhere(self._args.vocab)
+
     def _recorded(self) -> Path:
         """The vocabulary that made the token file of the first data path."""
         if not self._args.data_path:
-            raise UserError(f"--task {self._args.task} needs --vocab: the SentencePiece .model file of its features")
+            raise UserError(f"--task {self._args.task} needs --vocab: the vocabulary of its features")
         path = self._args.data_path[0]
         if path not in self._records:
             if not os.path.exists(self._from_anywhere(path)):
@@ -131,13 +134,13 @@ class T5Sources:
                 )
             raise UserError(
                 f"--vocab is missing, and {path} is not a token prefix that records one; give a SentencePiece .model "
-                "file, for example one trained by `lmtools vocab`"
+                "file (`lmtools vocab` trains one), the folder of a tokenizer, or bytes"
             )
         record = Path(f"{self.prefix(path)}.json")
         made_with = self._records[path].get("vocab_file")
         if made_with is None:
             raise UserError(
-                f"--vocab is missing, and {record} does not exist or names none: give the SentencePiece .model file "
+                f"--vocab is missing, and {record} does not exist or names none: give the vocabulary "
                 f"that made the tokens {path}"
             )
         found = recorded_vocabulary(self.prefix(path), self._records[path])

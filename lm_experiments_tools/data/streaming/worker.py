@@ -53,6 +53,7 @@ class ChunkSettings:
 
     plan: StreamPlan
     folder: str
+    vocabulary: Vocabulary
     encoding: Encoding
     max_bad_lines: int
 
@@ -62,7 +63,6 @@ class ChunkMaker:
 
     def __init__(self, settings: ChunkSettings):
         self.settings = settings
-        self.vocabulary = Vocabulary.load(settings.encoding.vocab_path)
         self._streams: dict[int, StreamTokens] = {}
 
     def make(self, request: ChunkRequest) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class ChunkMaker:
         num_documents = num_bytes = 0
         whole = False
         try:
-            with IndexedDatasetWriter(prefix, token_dtype(self.vocabulary.size)) as writer:
+            with IndexedDatasetWriter(prefix, token_dtype(self.settings.vocabulary.size)) as writer:
                 while writer.num_tokens < chunk_tokens(request.number):
                     ids, size = tokens.next_document()
                     writer.add_sequence(ids)
@@ -111,7 +111,7 @@ class ChunkMaker:
                 settings.max_bad_lines,
                 bad_lines_path(settings.folder),
             )
-            stream = StreamTokens(text, self.vocabulary, settings.encoding)
+            stream = StreamTokens(text, settings.vocabulary, settings.encoding)
             self._streams[request.stream] = stream
         return stream
 

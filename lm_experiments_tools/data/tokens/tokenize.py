@@ -30,7 +30,7 @@ from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.files import (
     check_replaceable,
     dataset_exists,
-    recorded_vocabulary,
+    recorded_identity,
     remove_unfinished,
 )
 from lm_experiments_tools.data.tokens.indexed import (
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 1  # raise when the ids of the same text would change: pieces and caches of another format are not reused
 _PIECES_PER_SHARD = 4  # at least, so that shards come out of about equal size
 _SMALLEST_PIECE = 1 << 16
-_BATCH_BYTES = 1 << 18  # text per call into sentencepiece: below this the call itself costs more than 1 %
+_BATCH_BYTES = 1 << 18  # text per call into the vocabulary: below this the call itself costs more than 1 %
 
 
 def tokenize_corpus(
@@ -69,7 +69,7 @@ def tokenize_corpus(
 
     Args:
         inputs: files, folders and Hugging Face dataset names (see documents.py).
-        vocab_path: a SentencePiece .model file, or what has been read of it.
+        vocab_path: a vocabulary (see vocabulary.py), or what has been read of it.
         workers: processes; None: one for each CPU this process may use.
         append_eos: end each document with EOS (t5 does not; nanoT5 does).
         max_bad_lines: lines to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error (None: any number).
@@ -99,7 +99,7 @@ def tokenize_corpus(
     folder = Path(f"{prefix}.pieces")
     with locked(Path(f"{prefix}.lock")):
         if not overwrite:
-            check_replaceable(prefix, origin["input"], vocabulary.path, vocabulary.sha256)
+            check_replaceable(prefix, origin["input"], vocabulary.recorded_as, vocabulary.sha256, vocabulary.identity)
         remove_unfinished(prefix)
         fingerprint = _prepare_folder(folder, _plan_fingerprint(pieces, encoding))
         with _kept_if_resumable(folder, len(pieces)):
@@ -149,9 +149,7 @@ def check_vocabulary(prefix: str, meta: Mapping[str, Any], vocabulary: Vocabular
     made_with = meta.get("vocab_sha256")
     if made_with in (None, vocabulary.sha256):  # None: written by another program, the ids are all there is
         return
-    theirs = recorded_vocabulary(prefix, meta)
-    theirs = None if theirs is None else Vocabulary.load(theirs)
-    if theirs is None or (theirs.sha256, theirs.identity) != (made_with, vocabulary.identity):
+    if recorded_identity(prefix, meta) != vocabulary.identity:
         raise UserError(
             f"the tokens {prefix} were made with the vocabulary {meta.get('vocab_file')} (sha256 {made_with[:12]}, "
             f"{meta.get('vocab_size')} pieces), not with {vocabulary.path} (sha256 {vocabulary.sha256[:12]}, "
@@ -329,7 +327,7 @@ def _run(
         if workers <= 1:
             counts = ((piece, tokenize_piece(piece, prefix, vocabulary, encoding, limit)) for piece, prefix in jobs)
         else:
-            pool = stack.enter_context(WorkerPool(work, (encoding, limit), workers))
+            pool = stack.enter_context(WorkerPool(work, (vocabulary, encoding, limit), workers))
             piece_of = {pool.submit(job): job[0] for job in jobs}
             counts = ((piece_of[done], done.result()) for done in as_completed(piece_of))
         try:
@@ -346,12 +344,10 @@ def _run(
 
 
 def work(caller: Caller) -> None:
-    """A worker process: told the encoding and the limit, it answers (piece, prefix) with a number of bad lines."""
+    """A worker process: told vocabulary, encoding and limit, it answers (piece, prefix) with a number of bad lines."""
 
-    def prepare(settings: tuple[Encoding, int | None]) -> Callable[[tuple[Piece, str]], int]:
-        encoding, limit = settings
-        vocabulary = Vocabulary.load(encoding.vocab_path)
-        return lambda job: tokenize_piece(*job, vocabulary, encoding, limit)
+    def prepare(settings: tuple[Vocabulary, Encoding, int | None]) -> Callable[[tuple[Piece, str]], int]:
+        return lambda job: tokenize_piece(*job, *settings)
 
     caller.serve(prepare)
 

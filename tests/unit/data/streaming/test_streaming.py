@@ -27,6 +27,7 @@ from lm_experiments_tools.data.text.documents import read_piece
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.training.micro_batches import BatchStream
 from tests.helpers.token_toys import make_texts, write_jsonl, write_tokens
 
 TEXTS = make_texts(4000)
@@ -86,7 +87,7 @@ def start(data, tmp_path, monkeypatch):
         }  # fmt: skip
         args = T5PretrainingArgs(**(settings | changes))
         backend = OneOfMany(rank, world_size)
-        loader, _ = streaming_data(args, backend, Vocabulary.load(args.vocab), args.vocab, "encoder-decoder")
+        loader, _ = streaming_data(args, backend, Vocabulary.load(args.vocab), "encoder-decoder")
         loaders.append(loader)
         return loader
 
@@ -419,6 +420,21 @@ def test_edited_text_of_the_same_size_is_other_text(start, in_process, tmp_path)
     first = start(data_path=(path,)).fingerprint
     write_jsonl(tmp_path / "d.jsonl", ["one word after one other"] * 300)
     assert start(data_path=(path,)).fingerprint != first
+
+
+def test_a_copy_of_the_vocabulary_with_its_ids_goes_on_where_the_original_stopped(start, in_process, data, tmp_path):
+    Vocabulary.load(data / "v.model").save_tokenizer(tmp_path / "copy")
+    first = start()
+    copied = start(vocab=str(tmp_path / "copy"), cache="copy")
+    assert copied.fingerprint == first.fingerprint
+    assert_equal(take(copied, 5), take(first, 5))
+    # Checkpoints of earlier versions name the vocabulary's file.
+    (earlier,) = first.earlier_fingerprints
+    assert earlier != first.fingerprint and earlier not in copied.earlier_fingerprints
+    source = BatchStream(first)
+    source.seek(8, earlier, None)
+    with pytest.raises(UserError, match="are not those of the checkpoint"):
+        source.seek(8, "0" * 64, None)
 
 
 def test_the_fingerprint_names_text_objective_and_seed_but_not_where_it_lies(start, in_process, data, tmp_path):
