@@ -41,9 +41,10 @@ class DataArgs:
     divide them, read disjoint parts."""
     text_key: str = "text"
     """Key of a .jsonl line that holds the text."""
-    max_bad_lines: Annotated[int, HARMLESS, NOT_NEGATIVE] = 100
+    max_bad_lines: Annotated[int | None, HARMLESS, NOT_NEGATIVE] = None
     """Unreadable lines of raw text to set aside (file and line are reported) before the run refuses to go on. With
-    --streaming: in what each worker reads, counted the first time it is read."""
+    --streaming: in what each worker reads, counted the first time it is read. None: 100, or 0.1 % of
+    the lines read so far where that is more."""
     data_n_workers: Annotated[int | None, HARMLESS, COUNT] = None
     """Processes that tokenize raw text. None: one per core."""
     valid_samples: Annotated[int | None, HARMLESS, COUNT] = None

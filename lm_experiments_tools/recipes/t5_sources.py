@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.flags import is_given
+from lm_experiments_tools.data.text.bad_lines import allowed
 from lm_experiments_tools.data.text.vocabulary import BYTES, Vocabulary
 from lm_experiments_tools.data.tokens.files import read_meta, recorded_vocabulary, token_prefix, warn_unrecorded
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
@@ -108,10 +109,10 @@ class T5Sources:
         )
         tokens = IndexedDataset(prefix)
         bad_lines = tokens.meta.get("bad_lines", 0)
-        if bad_lines > args.max_bad_lines:  # tokenized earlier, with more patience
+        if bad_lines > (limit := allowed(args.max_bad_lines, tokens.num_documents + bad_lines)):  # tokenized earlier
             raise UserError(
-                f"{path} has {bad_lines} bad lines, listed in {prefix}.bad_lines.jsonl, more than --max_bad_lines "
-                f"{args.max_bad_lines} allows; mend them, or raise the limit"
+                f"{path} has {bad_lines} bad lines, listed in {prefix}.bad_lines.jsonl, more than the {limit} that "
+                "--max_bad_lines allows; mend them, or raise the limit"
             )
         return tokens
 

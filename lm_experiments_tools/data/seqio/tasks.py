@@ -420,6 +420,7 @@ class TextSource:
                 elif isinstance(item, BadLine):
                     self._set_aside(piece, item)
                 else:
+                    self._bad_lines.read()
                     yield {"text": item.text}
         except UserError as error:  # would reach the reader as an error of TensorFlow's
             self.failure = error

@@ -55,7 +55,7 @@ class ChunkSettings:
     folder: str
     vocabulary: Vocabulary
     encoding: Encoding
-    max_bad_lines: int
+    max_bad_lines: int | None
 
 
 class ChunkMaker:

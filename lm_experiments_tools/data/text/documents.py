@@ -323,8 +323,8 @@ def iter_documents(
     """All documents of all inputs, in order.
 
     Bad lines are written to the file `quarantine` and counted, empty texts only counted. UserError is raised by more
-    than `max_bad_lines` of the former (None: any number), by an input that cannot be read, and by inputs without a
-    single document.
+    than `max_bad_lines` of the former (None: see bad_lines.py), by an input that cannot be read, and by inputs without
+    a single document.
     """
     found, num_empty = False, 0
     with closing(Quarantine(quarantine, max_bad_lines)) as bad_lines:
@@ -336,6 +336,7 @@ def iter_documents(
                     bad_lines.list_line(piece.path, item)
                 else:
                     found = True
+                    bad_lines.read()
                     yield item
     if bad_lines.count:
         logger.warning("%s", bad_lines)

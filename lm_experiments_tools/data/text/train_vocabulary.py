@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm_experiments_tools.data.text.bad_lines import BadLines, EmptyText, no_documents
+from lm_experiments_tools.data.text.bad_lines import ANY_NUMBER, BadLines, EmptyText, no_documents
 from lm_experiments_tools.data.text.documents import Document, Piece, lines_before, plan_pieces, read_piece
 from lm_experiments_tools.data.text.vocabulary import DEFAULT_EXTRA_IDS, Vocabulary, sentinel_piece
 from lm_experiments_tools.errors import UserError
@@ -144,7 +144,7 @@ class _Sampler:
 
     def __init__(self, inputs: Sequence[str], text_key: str, limit: int):
         self._inputs, self._text_key, self._limit = inputs, text_key, limit
-        self.num_bytes, self._bad_lines = 0, BadLines(None)
+        self.num_bytes, self._bad_lines = 0, BadLines(ANY_NUMBER)
 
     def __iter__(self) -> Iterator[str]:
         pieces = plan_pieces(self._inputs, piece_bytes=1 << 18)

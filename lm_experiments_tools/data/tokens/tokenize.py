@@ -23,7 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from lm_experiments_tools.data.text import hf_datasets
-from lm_experiments_tools.data.text.bad_lines import BadLine, EmptyText, Quarantine, no_documents
+from lm_experiments_tools.data.text.bad_lines import (
+    ANY_NUMBER,
+    BadLine,
+    EmptyText,
+    Quarantine,
+    is_hopeless,
+    no_documents,
+)
 from lm_experiments_tools.data.text.documents import Piece, count_lines, plan_pieces, read_piece
 from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
@@ -59,7 +66,7 @@ def tokenize_corpus(
     workers: int | None = None,
     append_eos: bool = False,
     text_key: str = "text",
-    max_bad_lines: int | None = 100,
+    max_bad_lines: int | None = None,
     encode_by: str | None = None,
     show_progress: bool | None = None,
     shard: tuple[int, int] | None = None,
@@ -72,7 +79,8 @@ def tokenize_corpus(
         vocab_path: a vocabulary (see vocabulary.py), or what has been read of it.
         workers: processes; None: one for each CPU this process may use.
         append_eos: end each document with EOS (t5 does not; nanoT5 does).
-        max_bad_lines: lines to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error (None: any number).
+        max_bad_lines: lines to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error. None: the
+            larger of 100 and 0.1 % of those read so far, piece by piece in their order.
         encode_by: "line" encodes the lines of a document apart, so that ids do not depend on the document's length and
             equal those of Hugging Face tokenizers; "document" encodes it whole, as seqio does (25 % faster; a few near
             ties come out differently, because SentencePiece sums scores in float32). None: "line" unless the
@@ -268,10 +276,13 @@ def _piece_prefix(folder: Path, number: int) -> str:
 # ---- one piece ----
 
 
-def tokenize_piece(piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: Encoding, limit: int | None) -> int:
-    """Encode one piece into the token file `prefix`; returns its number of bad lines.
+def tokenize_piece(
+    piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: Encoding, limit: int | None
+) -> tuple[int, bool]:
+    """Encode one piece into the token file `prefix`; returns its number of bad lines, and if it is whole.
 
-    They go to `prefix`.bad.jsonl, counted from the start of the piece. Above `limit` the piece is left unfinished.
+    They go to `prefix`.bad.jsonl, counted from the start of the piece. Where they are hopelessly many the piece is
+    left unfinished.
     """
     num_documents = num_empty = total_bytes = batch_bytes = 0
     batch: list[str] = []
@@ -282,7 +293,7 @@ def tokenize_piece(piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: 
             writer.end_document()
         batch.clear()
 
-    quarantine = Quarantine(f"{prefix}.bad.jsonl", None)
+    quarantine = Quarantine(f"{prefix}.bad.jsonl", ANY_NUMBER)
     writer = IndexedDatasetWriter(prefix, token_dtype(vocabulary.size))
     with writer, closing(quarantine):
         for item in read_piece(piece, encoding.text_key):
@@ -291,9 +302,9 @@ def tokenize_piece(piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: 
                 continue
             if isinstance(item, BadLine):
                 quarantine.list_line(piece.path, item)
-                if limit is not None and quarantine.count > limit:
+                if is_hopeless(limit, quarantine.count, quarantine.count + num_documents):
                     writer.abort()
-                    return quarantine.count
+                    return quarantine.count, False
                 continue
             size = num_bytes(item.text)
             batch.append(item.text)
@@ -307,7 +318,7 @@ def tokenize_piece(piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: 
         quarantine.close()
         counts = {"num_documents": num_documents, "empty_documents": num_empty, "num_bytes": total_bytes}
         writer.finalize(counts | {"bad_lines": quarantine.count})
-    return quarantine.count
+    return quarantine.count, True
 
 
 # ---- all pieces ----
@@ -321,7 +332,7 @@ def _run(
     workers: int,
     advance: Callable[[Piece], None],
 ) -> None:
-    """Tokenize (piece, prefix) jobs; returns early where the bad lines of all together pass `limit`."""
+    """Tokenize (piece, prefix) jobs; returns early where it is clear that bad lines are too many."""
     num_bad, workers = 0, min(workers, len(jobs))
     with ExitStack() as stack:
         if workers <= 1:
@@ -331,9 +342,9 @@ def _run(
             piece_of = {pool.submit(job): job[0] for job in jobs}
             counts = ((piece_of[done], done.result()) for done in as_completed(piece_of))
         try:
-            for piece, count in counts:
+            for piece, (count, whole) in counts:
                 num_bad += count
-                if limit is not None and num_bad > limit:
+                if not whole or (limit is not None and num_bad > limit):
                     return
                 advance(piece)
         except WorkerEnded as end:
@@ -344,9 +355,9 @@ def _run(
 
 
 def work(caller: Caller) -> None:
-    """A worker process: told vocabulary, encoding and limit, it answers (piece, prefix) with a number of bad lines."""
+    """A worker process: told vocabulary, encoding and limit, it answers (piece, prefix) as tokenize_piece."""
 
-    def prepare(settings: tuple[Vocabulary, Encoding, int | None]) -> Callable[[tuple[Piece, str]], int]:
+    def prepare(settings: tuple[Vocabulary, Encoding, int | None]) -> Callable[[tuple[Piece, str]], tuple[int, bool]]:
         return lambda job: tokenize_piece(*job, *settings)
 
     caller.serve(prepare)
@@ -377,12 +388,15 @@ def _progress(
 
 
 def _collect_bad_lines(pieces: list[Piece], folder: Path, path: str, limit: int | None) -> Quarantine:
-    """One quarantine file of all pieces, with lines counted from the start of their file; UserError above `limit`."""
+    """One quarantine file of all pieces, with lines counted from the start of their file; UserError for too many."""
     quarantine = Quarantine(path, limit)
     where, position, lines = "", 0, 0
     with closing(quarantine):
         for number, piece in enumerate(pieces):
-            bad = Path(_piece_prefix(folder, number) + ".bad.jsonl")
+            prefix = _piece_prefix(folder, number)
+            record = finished_record(prefix, "num_documents")
+            quarantine.read(record["num_documents"] if record else 0)
+            bad = Path(f"{prefix}.bad.jsonl")
             if not bad.is_file():
                 continue
             if piece.path != where:
@@ -391,8 +405,10 @@ def _collect_bad_lines(pieces: list[Piece], folder: Path, path: str, limit: int 
                 lines += count_lines(piece.path, position, piece.start)
                 position = piece.start
             for line in bad.read_text(encoding="utf-8").splitlines():
-                record = json.loads(line)
-                quarantine.list_line(piece.path, BadLine(lines + record["line"], record["reason"], record["content"]))
+                found = json.loads(line)
+                quarantine.list_line(piece.path, BadLine(lines + found["line"], found["reason"], found["content"]))
+            if record is None:
+                raise UserError(f"most of the lines read of {piece.path} are bad: {quarantine}; give another --input")
     if quarantine.count:
         logger.warning("%s", quarantine)
     return quarantine

@@ -23,6 +23,7 @@ from lm_experiments_tools.data.streaming import worker as streaming_worker
 from lm_experiments_tools.data.streaming.chunks import ExampleStream
 from lm_experiments_tools.data.streaming.stream import streaming_data, streams_of
 from lm_experiments_tools.data.streaming.worker import ChunkMaker
+from lm_experiments_tools.data.text import bad_lines
 from lm_experiments_tools.data.text.documents import read_piece
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
@@ -435,6 +436,23 @@ def test_a_copy_of_the_vocabulary_with_its_ids_goes_on_where_the_original_stoppe
     source.seek(8, earlier, None)
     with pytest.raises(UserError, match="are not those of the checkpoint"):
         source.seek(8, "0" * 64, None)
+
+
+def test_the_limit_of_bad_lines_is_a_rate_where_no_number_is_given(start, in_process, tmp_path):
+    lines = [json.dumps({"text": text}) for text in make_texts(1500)]
+    for number in range(0, 1500, 150):
+        lines[number] = '{"text": 5}'
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines) + "\n")
+    settings = {"data_path": (str(tmp_path / "bad.jsonl"),), "streams": 1, "data_n_workers": 1, "max_bad_lines": None}
+    in_process.setattr(bad_lines, "_LEAST", 2)
+    in_process.setattr(bad_lines, "_RATE", 100)
+    loader = start(**settings)
+    take(loader, 150)
+    stream = loader.dataset.feed.streams[0]
+    assert (stream.bad_lines, stream.lines) == (10, 1500)
+    in_process.setattr(bad_lines, "_RATE", 10_000)
+    with pytest.raises(UserError, match=r"more than 2 bad lines, and than 0.1 % of the .*--max_bad_lines"):
+        take(start(cache="again", **settings), 150)
 
 
 def test_the_fingerprint_names_text_objective_and_seed_but_not_where_it_lies(start, in_process, data, tmp_path):
