@@ -25,6 +25,7 @@ from lm_experiments_tools.data.streaming.stream import streaming_data, streams_o
 from lm_experiments_tools.data.streaming.worker import ChunkMaker
 from lm_experiments_tools.data.text import bad_lines
 from lm_experiments_tools.data.text.documents import read_piece
+from lm_experiments_tools.data.text.sentencepiece_vocabulary import SentencePieceVocabulary
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import RunError, UserError
@@ -143,7 +144,7 @@ def test_a_chunk_whose_empty_texts_were_once_counted_as_bad_lines_is_the_same_te
 
 def test_a_stream_encodes_as_suits_the_vocabulary(start, in_process, monkeypatch):
     by_line = start(cache="line")
-    monkeypatch.setattr(Vocabulary, "encode_by", "document")
+    monkeypatch.setattr(SentencePieceVocabulary, "encode_by", "document")
     whole = start(cache="document")
     ways = [loader.dataset.feed._settings.encoding.encode_by for loader in (by_line, whole)]
     assert ways == ["line", "document"] and by_line.dataset.fingerprint != whole.dataset.fingerprint
@@ -355,10 +356,14 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
         ({"data_path": ("./nothing.jsonl",)}, r"\./nothing\.jsonl does not exist"),
         ({"data_path": ("BLANK",)}, r"no document in .*blank\.jsonl"),
         (
-            {"data_path": ("NUMBERS",)},
+            {"data_path": ("NUMBERS",), "max_bad_lines": 100},
             r"stream \d has more than 100 bad lines, the first is .*numbers.jsonl:\d+: .*not a string; they are",
         ),
-        ({"data_path": ("NUMBERS",), "text_key": "id"}, r"stream \d has more than 100 bad lines.*no key 'id'"),
+        (
+            {"data_path": ("NUMBERS",), "text_key": "id", "max_bad_lines": 100},
+            r"stream \d has more than 100 bad lines.*no key 'id'",
+        ),
+        ({"data_path": ("NUMBERS",)}, r"no document in .*numbers\.jsonl: .*not a string; all are listed in"),
         (
             {"data_path": ("NUMBERS",), "text_key": "id", "max_bad_lines": 1000},
             r"no document in .*numbers\.jsonl: \d+ bad lines and nothing else \(the first: .*numbers\.jsonl:\d+: "
