@@ -79,8 +79,7 @@ def tokenize_corpus(
         vocab_path: a vocabulary (see vocabulary.py), or what has been read of it.
         workers: processes; None: one for each CPU this process may use.
         append_eos: end each document with EOS (t5 does not; nanoT5 does).
-        max_bad_lines: lines to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error. None: the
-            larger of 100 and 0.1 % of those read so far, piece by piece in their order.
+        max_bad_lines: lines to leave out, listed in PREFIX.bad_lines.jsonl (None: a rate, see bad_lines.py).
         encode_by: "line" encodes the lines of a document apart, so that ids do not depend on the document's length and
             equal those of Hugging Face tokenizers; "document" encodes it whole, as seqio does (25 % faster; a few near
             ties come out differently, because SentencePiece sums scores in float32). None: "line" unless the

@@ -50,5 +50,5 @@ def test_a_vocabulary_of_a_terabyte_is_trained_on_what_is_found(tmp_path, monkey
         file.write("".join(json.dumps({"text": text}) + "\n" for text in make_texts(2000)))
         assert file.tell() > 1 << 16
         file.truncate(10**12)
-    summary = train_vocab([str(path)], 120, tmp_path / "v.model", extra_ids=10, sample_bytes=30_000)
-    assert summary.size == 120 and summary.sample_bytes >= 30_000
+    summary = train_vocab([str(path)], 70, tmp_path / "v.model", extra_ids=10, sample_bytes=30_000)
+    assert summary.size == 70 and summary.sample_bytes >= 30_000
