@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = common.start_run(args, backend)
     sources = on_all(backend, sources)
     model_source = common.model_source(args, backend)
-    check_model(args, model_source)  # before hours of tokenizing
+    check_model(args, model_source, sources.vocabulary.size)  # before hours of tokenizing
     data = pretraining_data(args, backend, sources, model_source.kind)
     model = common.model_from_args(args, model_source, data.vocabulary.size)
     check_causality(args, model)

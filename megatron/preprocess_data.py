@@ -32,7 +32,7 @@ if __name__ == "__main__" and not __package__:
 
 from lm_experiments_tools.config.cli import parse, run_main
 from lm_experiments_tools.config.flags import check_minimum
-from lm_experiments_tools.data.text.bad_lines import NO_KEY, BadLine, EmptyText, Quarantine, no_documents
+from lm_experiments_tools.data.text.bad_lines import NO_KEY, BadLine, EmptyText, Quarantine, allowed, no_documents
 from lm_experiments_tools.data.text.documents import (
     Piece,
     plan_pieces,
@@ -71,8 +71,9 @@ class InputArgs:
     """Leave the line breaks after a sentence in it; a tokenizer that knows them encodes them."""
     sentence_splitter: str = "nupunkt"
     """nupunkt, sentencex (or sentencex:de for German), newline, or module:callable."""
-    max_bad_lines: int = 100
-    """Lines that cannot be used to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error."""
+    max_bad_lines: int | None = None
+    """Lines that cannot be used to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error. None: 100, or
+    0.1 % of the lines read so far where that is more."""
     max_document_mb: int = 256
     """A longer line is a bad line; a worker needs 6 times the memory, 24 times without --split_sentences."""
 
@@ -213,8 +214,9 @@ def _check_and_add(
         num_lines += batch.num_lines
         num_lacking += sum(bad.reason.startswith(NO_KEY) for bad in batch.bad_lines)
         first = first or next((f"{batch.path}:{bad.line}: {bad.reason}" for bad in batch.bad_lines), "")
-        if num_lacking == num_lines > args.max_bad_lines:
+        if num_lacking == num_lines > allowed(args.max_bad_lines, num_lines):
             break
+        bad_lines.read(batch.num_lines - len(batch.bad_lines))
         for bad in batch.bad_lines:
             bad_lines.list_line(batch.path, bad)
         for writer, part in zip(writers, batch.keys, strict=True):

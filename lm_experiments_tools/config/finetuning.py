@@ -116,8 +116,9 @@ class TaskArgs:
     sorted."""
     label_words: Annotated[tuple[str, ...], only("task", "classification"), only("model_type", "encoder-decoder")] = ()
     """classification by an encoder-decoder: the word it generates for each label. Empty: the labels themselves."""
-    max_bad_lines: Annotated[int, HARMLESS, NOT_NEGATIVE] = 0
-    """Unreadable rows to leave out (file and line are reported) before the data is refused."""
+    max_bad_lines: Annotated[int | None, HARMLESS, NOT_NEGATIVE] = 0
+    """Unreadable rows to leave out (file and line are reported) before the data is refused. None: 100, or 0.1 % of the
+    rows read so far where that is more."""
     max_train_samples: Annotated[int | None, COUNT] = None
     """Training examples to use, a fixed random choice (of causal_lm the first blocks). None: all."""
     valid_samples: Annotated[int | None, HARMLESS, COUNT, needs("valid_data_path")] = None

@@ -72,9 +72,9 @@ class DataArgs:
     (name[:config][:split]); several are mixed. Needed unless --task module:name brings data of its own."""
     valid_data_path: Annotated[str | None, HARMLESS] = None
     """Validation data, in any form --data_path takes."""
-    vocab: str | None = None
-    """SentencePiece .model file. None: the one recorded beside a token prefix, else vocabs/sentencepiece.model if it
-    is there."""
+    vocab: Annotated[str | None, HARMLESS] = None
+    """SentencePiece .model file, folder of a Hugging Face tokenizer, tokenizer.json, or bytes (as ByT5). None: the one
+    recorded beside a token prefix, else vocabs/sentencepiece.model if it is there."""
     data_pipeline: Literal["auto", "native", "seqio"] = "auto"
     """native: token files, O(1) resume; seqio: Google's t5/seqio on text, in a process of its own;
     auto: seqio for raw text where seqio is installed, else native."""
@@ -85,9 +85,10 @@ class DataArgs:
     divide them, read disjoint parts."""
     text_key: str = "text"
     """Key of a .jsonl line that holds the text."""
-    max_bad_lines: Annotated[int, HARMLESS, NOT_NEGATIVE] = 100
+    max_bad_lines: Annotated[int | None, HARMLESS, NOT_NEGATIVE] = None
     """Unreadable lines of raw text to set aside (file and line are reported) before the run refuses to go on. With
-    --streaming: in what each worker reads, counted the first time it is read."""
+    --streaming: in what each worker reads, counted the first time it is read. None: 100, or 0.1 % of
+    the lines read so far where that is more."""
     data_n_workers: Annotated[int | None, HARMLESS, COUNT] = None
     """Processes that tokenize raw text. None: one per core."""
     valid_samples: Annotated[int | None, HARMLESS, COUNT] = None
@@ -146,7 +147,7 @@ class T5PretrainingArgs(ExperimentArgs, ObjectiveArgs, MixtureArgs, DataArgs):
             if getattr(self, flag):
                 raise UserError(f"--{flag} is not read by --task {self.task}, which has its own data: leave it out.")
         if self.vocab is None:
-            raise UserError(f"--task {self.task} needs --vocab: the SentencePiece .model file of its features.")
+            raise UserError(f"--task {self.task} needs --vocab: the vocabulary of its features.")
 
     def of_native_pipeline(self) -> list[str]:
         """Names of the flags in use that seqio's reading of text knows nothing of."""

@@ -29,6 +29,7 @@ from lm_experiments_tools.errors import UserError
 _GRACE = 5.0  # seconds that a worker has left for the work in hand when its caller is gone
 _SECONDS_TO_END = 10.0  # from a closed connection to the end of the process
 _GONE = object()  # the last message
+_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}  # there is a process for each core
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -86,7 +87,7 @@ class Worker:
                 stdout=log or 2,
                 stderr=log,
                 pass_fds=[descriptor],
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, **_ENVIRONMENT, **(environment or {})},
             )
         self._send(settings)
 

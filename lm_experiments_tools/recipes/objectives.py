@@ -9,6 +9,7 @@ from torch import nn
 
 from lm_experiments_tools.config.objectives import OBJECTIVES
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models.build import check_vocabulary
 
 if TYPE_CHECKING:
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
@@ -21,11 +22,11 @@ _EXAMPLE_OF = {
 }
 
 
-def check_model(args: T5PretrainingArgs, model: ModelSource) -> None:
+def check_model(args: T5PretrainingArgs, model: ModelSource, vocabulary_size: int) -> None:
     """Refuse a model that cannot learn the objective.
 
     Raises:
-        UserError: another kind of model is needed, or one with more positions.
+        UserError: another kind of model is needed, or one with more positions or a larger embedding.
     """
     kind, kinds = model.kind, args.objective().models
     if args.task in OBJECTIVES and kind not in kinds:
@@ -34,6 +35,7 @@ def check_model(args: T5PretrainingArgs, model: ModelSource) -> None:
             f"{args.model_cls} is {'a' if kind == 'decoder' else 'an'} {kind}: choose a class such as "
             f"{_EXAMPLE_OF[kinds[0]]}, or another --task."
         )
+    check_vocabulary(model.config, vocabulary_size)
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and args.input_seq_len > positions:
         raise UserError(

@@ -193,7 +193,7 @@ def hide_words(window: np.ndarray, vocabulary: Vocabulary) -> tuple[np.ndarray, 
 
 def _is_word(text: str) -> bool:
     """Letters only: nobody learns much from a model that guesses a comma."""
-    return text.isalpha() and len(text) > 1
+    return text.strip().isalpha() and len(text.strip()) > 1
 
 
 def read_guesses(ids: list[int], scores: Sequence[Tensor], vocabulary: Vocabulary) -> dict[int, str]:

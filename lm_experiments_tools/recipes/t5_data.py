@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
 from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
-from lm_experiments_tools.data.objectives.registry import ObjectiveContext, mixed_dataset, objective_dataset
+from lm_experiments_tools.data.objectives.registry import (
+    ObjectiveContext,
+    check_objective,
+    mixed_dataset,
+    objective_dataset,
+)
+from lm_experiments_tools.data.text.sentencepiece_vocabulary import SentencePieceVocabulary
 from lm_experiments_tools.data.tokens.cold import read_at_random
 from lm_experiments_tools.modules.labelled_head import spread_labels
 from lm_experiments_tools.recipes.common import labels_alone, save_tokenizer
@@ -95,9 +101,11 @@ def pretraining_data(
     if pipeline == "seqio":
         from lm_experiments_tools.data.seqio.client import check_module, check_possible, seqio_data
 
-        on_all(backend, lambda: check_possible(args))  # before validation text is tokenized
+        on_all(backend, lambda: check_possible(args, vocabulary))  # before validation text is tokenized
         if args.is_registered_task():
             on_all(backend, lambda: check_module(args.task))
+    else:
+        on_all(backend, lambda: check_objective(context))  # before hours of tokenizing
     valid: ValidSource | None = None
     valid_tokens = None
     if args.valid_data_path is not None:
@@ -106,11 +114,11 @@ def pretraining_data(
     if args.validate_only and valid_tokens is not None:
         objective = f"{args.task}, validation only"
     elif pipeline == "seqio":
-        train, valid, objective = seqio_data(args, backend, vocabulary, vocabulary.path)
+        train, valid, objective = seqio_data(args, backend, vocabulary)
     elif args.streaming:
         from lm_experiments_tools.data.streaming.stream import streaming_data
 
-        train, objective = streaming_data(args, backend, vocabulary, vocabulary.path, model_kind)
+        train, objective = streaming_data(args, backend, vocabulary, model_kind)
     else:
         train = on_all(backend, lambda: _train_loader(context, backend, sources), takes_long=True)
         objective = train.dataset.describe()
@@ -128,6 +136,8 @@ def choose_pipeline(args: T5PretrainingArgs, sources: T5Sources) -> Literal["nat
     if args.is_registered_task():
         return "seqio"
     if args.of_native_pipeline() or len(args.data_path) > 1 or not args.objective().in_seqio:
+        return "native"
+    if not isinstance(sources.vocabulary, SentencePieceVocabulary):
         return "native"
     path = args.data_path[0]
     if sources.prefix(path) is not None or not os.path.exists(path):

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.flags import is_given
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.bad_lines import allowed
+from lm_experiments_tools.data.text.vocabulary import BYTES, Vocabulary
 from lm_experiments_tools.data.tokens.checked import open_checked
 from lm_experiments_tools.data.tokens.files import read_meta, recorded_vocabulary, token_prefix, warn_unrecorded
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
@@ -53,7 +54,7 @@ class T5Sources:
         self._prefixes: dict[str, str | None] = {}
         self._records = {path: read_meta(prefix) for path in paths if (prefix := self.prefix(path)) is not None}
         self._opened: dict[str, IndexedDataset] = {}
-        self.vocabulary = Vocabulary.load(self._from_anywhere(args.vocab) if args.vocab else self._recorded())
+        self.vocabulary = Vocabulary.load(self._named() if args.vocab else self._recorded())
         if is_given(args, "append_eos") and len(self._records) == len(set(paths)):
             raise UserError(
                 f"--no_append_eos is about raw text, and {', '.join(paths)} is tokenized, by `lmtools tokenize` with "
@@ -111,10 +112,10 @@ class T5Sources:
         )
         tokens = IndexedDataset(prefix)
         bad_lines = tokens.meta.get("bad_lines", 0)
-        if bad_lines > args.max_bad_lines:  # tokenized earlier, with more patience
+        if bad_lines > (limit := allowed(args.max_bad_lines, tokens.num_documents + bad_lines)):  # tokenized earlier
             raise UserError(
-                f"{path} has {bad_lines} bad lines, listed in {prefix}.bad_lines.jsonl, more than --max_bad_lines "
-                f"{args.max_bad_lines} allows; mend them, or raise the limit"
+                f"{path} has {bad_lines} bad lines, listed in {prefix}.bad_lines.jsonl, more than the {limit} that "
+                "--max_bad_lines allows; mend them, or raise the limit"
             )
         return tokens
 
@@ -122,10 +123,13 @@ class T5Sources:
         """The same file for a process that has entered `--working_dir` and for one that has not."""
         return os.path.join(self._folder, path)
 
+    def _named(self) -> str:
+        return self._args.vocab if self._args.vocab == BYTES else self._from_anywhere(self._args.vocab)
+
     def _recorded(self) -> Path:
         """The vocabulary that made the token file of the first data path."""
         if not self._args.data_path:
-            raise UserError(f"--task {self._args.task} needs --vocab: the SentencePiece .model file of its features")
+            raise UserError(f"--task {self._args.task} needs --vocab: the vocabulary of its features")
         path = self._args.data_path[0]
         if path not in self._records:
             if not os.path.exists(self._from_anywhere(path)):
@@ -136,13 +140,14 @@ class T5Sources:
                 return Path(usual)
             raise UserError(
                 f"--vocab is missing, and {path} is not a token prefix that records one; give a SentencePiece .model "
-                f"file, for example one trained by `lmtools vocab` (t5-experiments' {USUAL_VOCABULARY} is not here)"
+                f"file (`lmtools vocab` trains one; t5-experiments' {USUAL_VOCABULARY} is not here), the folder of a "
+                "tokenizer, or bytes"
             )
         record = Path(f"{self.prefix(path)}.json")
         made_with = self._records[path].get("vocab_file")
         if made_with is None:
             raise UserError(
-                f"--vocab is missing, and {record} does not exist or names none: give the SentencePiece .model file "
+                f"--vocab is missing, and {record} does not exist or names none: give the vocabulary "
                 f"that made the tokens {path}"
             )
         found = recorded_vocabulary(self.prefix(path), self._records[path])

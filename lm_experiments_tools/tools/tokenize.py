@@ -17,7 +17,7 @@ class TokenizeArgs:
     input: tuple[str, ...]
     """Text: .jsonl and .txt files, also compressed, folders of them, Hugging Face datasets (name:config:split)."""
     vocab: str
-    """SentencePiece .model file."""
+    """SentencePiece .model file, folder of a Hugging Face tokenizer, tokenizer.json, or bytes (as ByT5)."""
     output: str
     """Prefix: PREFIX.bin, PREFIX.idx and PREFIX.json are written."""
     text_key: str = "text"
@@ -25,10 +25,11 @@ class TokenizeArgs:
     append_eos: bool = False
     """End each document with the end-of-sequence id (t5 does not, nanoT5 does)."""
     encode_by: Literal["line", "document"] | None = None
-    """line: ids do not depend on a document's length, as with Hugging Face; document: as seqio, 25 % faster. None:
-    line, unless the vocabulary knows newlines (Gemma's, Llama's), which line would leave out."""
-    max_bad_lines: int = 100
-    """Unusable lines to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error."""
+    """line: ids of SentencePiece do not depend on a document's length, as with Hugging Face; document: as seqio, 25 %
+    faster. None: line for SentencePiece, unless it knows newlines (Gemma's, Llama's), which line would leave out."""
+    max_bad_lines: int | None = None
+    """Unusable lines to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error. None: 100, or 0.1 % of the
+    lines read so far where that is more."""
     workers: int | None = None
     """Processes. None: one per core."""
     shard: str | None = None

@@ -79,7 +79,7 @@ class BatchStream:
         Raises:
             UserError: the data is not the checkpoint's, or the position cannot be found without `state`.
         """
-        if fingerprint != self.fingerprint:
+        if fingerprint not in (self.fingerprint, *getattr(self.loader, "earlier_fingerprints", ())):
             raise UserError(position_lost(fingerprint, self.fingerprint))
         if state is None and fingerprint is None:
             raise UserError(

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from lm_experiments_tools.data.examples.python_rows import PythonRows
 from lm_experiments_tools.data.text import hf_datasets
-from lm_experiments_tools.data.text.bad_lines import BadLines
+from lm_experiments_tools.data.text.bad_lines import BadLines, allowed
 from lm_experiments_tools.data.text.compression import COMPRESSIONS, check_readable, endings
 from lm_experiments_tools.data.text.documents import (
     MAX_DOCUMENT_BYTES,
@@ -71,11 +71,11 @@ class BadRows(BadLines):
     """Bad rows, named in the log.
 
     Args:
-        limit: rows that may be left out.
+        limit: rows that may be left out; None: as `BadLines`.
         quiet: do not log them, for data that is read again.
     """
 
-    def __init__(self, limit: int, *, quiet: bool = False) -> None:
+    def __init__(self, limit: int | None, *, quiet: bool = False) -> None:
         super().__init__(limit)
         self.quiet = quiet
 
@@ -85,7 +85,7 @@ class BadRows(BadLines):
             logger.warning("left out %s: %s", where, reason)
 
     def error(self) -> UserError:
-        more = f"more than {self.limit} bad rows, the first is " if self.limit else ""
+        more = "" if self.limit == 0 else f"more than {allowed(self.limit, self.lines)} bad rows, the first is "
         return UserError(f"{more}{self.first}; mend it, or let rows be left out by a higher --max_bad_lines.")
 
     def report(self) -> None:
@@ -98,9 +98,12 @@ def converted(rows: Iterable[Row], convert: Callable[[Row], T], bad: BadRows) ->
     """Results of `convert` for each row; the rows for which it raises `BadRow` are counted in `bad`."""
     for row in rows:
         try:
-            yield convert(row)
+            result = convert(row)
         except BadRow as error:
             bad.add(row.where, str(error))
+        else:
+            bad.read()
+            yield result
 
 
 def resolve(path: str, split: str) -> str:

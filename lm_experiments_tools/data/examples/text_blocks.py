@@ -67,4 +67,5 @@ def _texts(inputs: Sequence[str], bad: BadRows) -> Iterator[str]:
             if isinstance(item, BadLine):
                 bad.add(f"{piece.path}:{item.line}", item.reason)
             else:
+                bad.read()
                 yield item.text

@@ -25,6 +25,7 @@ import numpy as np
 
 from lm_experiments_tools.data.objectives.tape import BLOCK, TapeDataset, TokenSource
 from lm_experiments_tools.data.order import sample_words, stream_key
+from lm_experiments_tools.data.text.vocabulary import MASK_PIECES
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 
@@ -34,36 +35,35 @@ if TYPE_CHECKING:
 
 _32 = np.uint64(32)
 MASKED, RANDOM = 0.8, 0.1  # of the chosen tokens
-MASK_PIECES = ("[MASK]", "<mask>")
 
 
 def build(context: ObjectiveContext, tokens: TokenSource | Sequence[TokenSource]) -> MaskedLMDataset:
-    """`--task mlm`; padding, EOS, unknown and sentinels are never chosen."""
+    """`--task mlm`; padding, EOS, unknown, sentinels and all else that is no text are never chosen."""
     vocabulary = context.vocabulary
-    special_ids = [vocabulary.pad_id, vocabulary.eos_id, vocabulary.unk_id, *vocabulary.sentinel_ids.tolist()]
     return MaskedLMDataset(
         tokens,
         context.args.input_seq_len,
         mask_id=mask_id(vocabulary),
-        special_ids=special_ids,
+        special_ids=vocabulary.special_ids,
         probability=context.args.mlm_probability,
         **context.for_tape(),
     )
 
 
 def mask_id(vocabulary: Vocabulary) -> int:
-    """The id that hides a token: the piece [MASK] or <mask>, else sentinel 0.
+    """The id that hides a token: the vocabulary's mask token, else sentinel 0.
 
     Raises:
         UserError: a vocabulary with none of them.
     """
-    found = [index for piece in MASK_PIECES if (index := vocabulary.find(piece)) is not None]
-    if not found and vocabulary.num_sentinels == 0:
+    if vocabulary.mask_id is not None:
+        return vocabulary.mask_id
+    if vocabulary.num_sentinels == 0:
         raise UserError(
             f"--task mlm needs a token that hides others, but {vocabulary.path} has neither "
-            f"{' nor '.join(MASK_PIECES)} nor a sentinel: train one with `lmtools vocab`."
+            f"{' nor '.join(MASK_PIECES)} nor a sentinel: give another vocabulary, or train one by `lmtools vocab`."
         )
-    return found[0] if found else int(vocabulary.sentinel_ids[0])
+    return int(vocabulary.sentinel_ids[0])
 
 
 def mask_tokens(

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from lm_experiments_tools.data.buckets import BucketedDataset, MixedSteps
 from lm_experiments_tools.data.loader import SampleDataset
 from lm_experiments_tools.data.mixture import MixtureDataset
@@ -47,6 +49,23 @@ def example_dataset(context: ObjectiveContext, tokens: TokenSource | Sequence[To
         UserError: settings that the objective refuses, or tokens of another vocabulary.
     """
     return resolve_name(context.args.objective().builder)(context, tokens)
+
+
+class _AnyTokens:
+    """Tokens of no text, to build an objective with."""
+
+    tokens = np.broadcast_to(np.uint16(0), 1 << 20)
+    fingerprint = ""
+
+
+def check_objective(context: ObjectiveContext) -> None:
+    """Refuse settings and vocabularies that an objective of ours refuses, before there are any tokens.
+
+    Raises:
+        UserError: settings that the objective refuses, or a vocabulary without what it needs.
+    """
+    if context.args.objective().builder.startswith(f"{__package__}."):
+        example_dataset(replace(context, quiet=True), _AnyTokens())
 
 
 def objective_dataset(

@@ -136,7 +136,8 @@ def plan_spans(
         raise UserError(
             f"{inputs_length} inputs hold {counts.num_spans} noise spans (noise_density {noise_density}, "
             f"mean_noise_span_length {mean_noise_span_length}) but the vocabulary has {num_sentinels} sentinels: "
-            f"train a vocabulary with at least {counts.num_spans} extra ids, shorten the inputs or lengthen the spans."
+            f"give a vocabulary with at least {counts.num_spans} (`lmtools vocab --extra_ids`, a tokenizer's "
+            f"additional special tokens), shorten the inputs or lengthen the spans."
         )
     return counts
 

@@ -31,6 +31,7 @@ from lm_experiments_tools.data.objectives.span_corruption import plan_spans, ran
 from lm_experiments_tools.data.seqio.job import FRAME, PADDING, SOCKET, VALIDATION, Job
 from lm_experiments_tools.data.seqio.worker import work
 from lm_experiments_tools.data.text.inputs import find_files
+from lm_experiments_tools.data.text.sentencepiece_vocabulary import SentencePieceVocabulary
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.files import token_prefix
 from lm_experiments_tools.data.workers import Worker, WorkerEnded, available_cores
@@ -54,7 +55,7 @@ _ENVIRONMENT = {  # of the worker: no GPU, and TensorFlow quiet
 
 
 def seqio_data(
-    args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, vocab_path: Path
+    args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary
 ) -> tuple[SeqioLoader, ValidSource | None, str]:
     """This process's training batches of `--task` through seqio, the task's own validation data, and what it is.
 
@@ -64,7 +65,7 @@ def seqio_data(
     Raises:
         UserError: a package that is missing, settings that t5 would treat wrongly, or a task that gives no examples.
     """
-    check_possible(args)
+    check_possible(args, vocabulary)
     targets_length = _targets_length(args, vocabulary)
     folder = tempfile.gettempdir()
     machine = (socket.gethostname(), os.stat(folder).st_dev, os.stat(folder).st_ino)  # containers share only the first
@@ -75,7 +76,7 @@ def seqio_data(
         if backend.rank != ranks[0]:
             return None
         logs = Path(args.model_path, "logs") if args.model_path else Path(".cache", "seqio")
-        job = _job(args, vocab_path, targets_length, logs / f"bad_lines.rank{backend.rank}.jsonl", len(ranks))
+        job = _job(args, vocabulary, targets_length, logs / f"bad_lines.rank{backend.rank}.jsonl", len(ranks))
         return WorkerProcess(job, logs / f"seqio.rank{backend.rank}.log")
 
     worker = on_all(backend, start)
@@ -85,6 +86,7 @@ def seqio_data(
     train = SeqioLoader(
         folder, fingerprint, lengths, vocabulary.pad_id, rows, backend.rank, backend.world_size, worker=worker
     )
+    train.earlier_fingerprints = answer["earlier"]
     valid = None
     if answer["validation"] is not None:
         examples = WrittenExamples(Path(folder) / VALIDATION, fingerprint, lengths, vocabulary.pad_id)
@@ -92,12 +94,18 @@ def seqio_data(
     return train, valid, f"{answer['title']}, {lengths[0]} inputs + {lengths[1]} targets"
 
 
-def check_possible(args: T5PretrainingArgs) -> None:
+def check_possible(args: T5PretrainingArgs, vocabulary: Vocabulary) -> None:
     """Refuse what can be seen to fail without TensorFlow, whose start takes long.
 
     Raises:
-        UserError: tokens instead of text, text that is not there, a package that is missing.
+        UserError: tokens instead of text, text that is not there, a package that is missing, a vocabulary that is not
+            SentencePiece's.
     """
+    if ":" not in args.task and not isinstance(vocabulary, SentencePieceVocabulary):
+        raise UserError(
+            f"--data_pipeline seqio reads text by a SentencePiece .model file, and --vocab {vocabulary.path} is none: "
+            "choose --data_pipeline native."
+        )
     for path in args.data_path:
         if token_prefix(path) is not None:
             raise UserError(f"--data_path {path} holds tokens, and seqio reads text: choose --data_pipeline native.")
@@ -150,7 +158,7 @@ def _targets_length(args: T5PretrainingArgs, vocabulary: Vocabulary) -> int:
     return needed
 
 
-def _job(args: T5PretrainingArgs, vocab_path: Path, targets_length: int, quarantine: Path, clients: int) -> Job:
+def _job(args: T5PretrainingArgs, vocabulary: Vocabulary, targets_length: int, quarantine: Path, clients: int) -> Job:
     registered = ":" in args.task
     base = tempfile.gettempdir()
     if len(os.path.join(base, "seqio_12345678", SOCKET)) > _LONGEST_SOCKET_NAME:
@@ -161,7 +169,7 @@ def _job(args: T5PretrainingArgs, vocab_path: Path, targets_length: int, quarant
         text_key=args.text_key,
         max_bad_lines=args.max_bad_lines,
         quarantine=str(quarantine),
-        vocab_path=str(vocab_path),
+        vocab_path=vocabulary.recorded_as,
         inputs_length=args.input_seq_len,
         targets_length=targets_length,
         noise_density=args.noise_density,
@@ -183,7 +191,8 @@ class WorkerProcess:
         log_file: takes what TensorFlow and the user's module print; kept, so that a traceback can be read.
 
     Attributes:
-        answer: what the worker said when it was ready: `fingerprint`, `title`, `validation` (rows written, or None).
+        answer: what the worker said when it was ready: `fingerprint`, `earlier` ones, `title`, `validation` (rows
+            written, or None).
 
     Raises:
         UserError: the job cannot be done.

@@ -27,7 +27,7 @@ class Job:
     task: str
     data_path: list[str]
     text_key: str
-    max_bad_lines: int
+    max_bad_lines: int | None
     quarantine: str
     vocab_path: str
     inputs_length: int

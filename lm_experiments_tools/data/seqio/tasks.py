@@ -123,6 +123,13 @@ class TaskExamples:
 
         Of the user's module it knows the structure of the task and the settings bound to its steps, not their code.
         """
+        return self._fingerprint(self.vocabulary.identity)
+
+    def earlier_fingerprint(self) -> str:
+        """`fingerprint` as of versions that hashed the vocabulary's file."""
+        return self._fingerprint(self.vocabulary.sha256)
+
+    def _fingerprint(self, vocabulary: str) -> str:
         job = self.job
         parts = {
             "version": [_VERSION, tf.__version__, seqio.__version__, version("t5") if self._text else None],
@@ -130,7 +137,7 @@ class TaskExamples:
             "data": [job.text_key, self._text.stamps()] if self._text else None,
             "lengths": [job.inputs_length, job.targets_length],
             "noise": [job.noise_density, job.mean_noise_span_length] if self._text else None,
-            "vocabulary": self.vocabulary.sha256,
+            "vocabulary": vocabulary,
             "seed": job.seed,
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -210,7 +217,8 @@ class TaskExamples:
             theirs = self.task.output_features[name].vocabulary
             path = getattr(theirs, "sentencepiece_model_file", None)
             if self._text is None and path is not None and os.path.isfile(path):
-                if hashlib.sha256(Path(path).read_bytes()).hexdigest() != self.vocabulary.sha256:
+                same_file = hashlib.sha256(Path(path).read_bytes()).hexdigest() == self.vocabulary.sha256
+                if not same_file and Vocabulary.load(path, theirs.extra_ids).identity != self.vocabulary.identity:
                     raise UserError(
                         f"--task {self.job.task} has the vocabulary {path} for its {name}: give it as --vocab"
                     )
@@ -412,6 +420,7 @@ class TextSource:
                 elif isinstance(item, BadLine):
                     self._set_aside(piece, item)
                 else:
+                    self._bad_lines.read()
                     yield {"text": item.text}
         except UserError as error:  # would reach the reader as an error of TensorFlow's
             self.failure = error

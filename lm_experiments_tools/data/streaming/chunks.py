@@ -29,6 +29,7 @@ from lm_experiments_tools.data.streaming.worker import (
     chunk_prefix,
     work,
 )
+from lm_experiments_tools.data.text.bad_lines import allowed, too_many
 from lm_experiments_tools.data.tokens.files import dataset_exists, dataset_paths
 from lm_experiments_tools.data.workers import Worker, WorkerEnded
 from lm_experiments_tools.errors import UserError
@@ -51,8 +52,8 @@ class ChunkRecord:
     end: dict[str, Any]
 
     def text(self) -> tuple[int, int, dict[str, Any]]:
-        """What the text alone decides; earlier versions counted empty texts among the bad lines of `end`."""
-        return self.num_samples, self.num_tokens, {**self.end, "bad_lines": 0}
+        """What the text alone decides: earlier versions counted empty texts as bad lines, and no others."""
+        return self.num_samples, self.num_tokens, {**self.end, "bad_lines": 0, "lines": 0}
 
 
 class ExampleStream:
@@ -103,6 +104,11 @@ class ExampleStream:
     def bad_lines(self) -> int:
         """Bad lines of the text read so far."""
         return self._records[-1].end["bad_lines"] if self._records else 0
+
+    @property
+    def lines(self) -> int:
+        """Lines of the text read so far, the bad ones among them, each once."""
+        return self._records[-1].end.get("lines", 0) if self._records else 0
 
     def want(self, low: int, high: int) -> None:
         """From now on examples `low` to `high` are needed, and soon those that follow."""
@@ -249,9 +255,10 @@ class ChunkFeed:
 
     def _check_bad_lines(self) -> None:
         limit = self._settings.max_bad_lines
-        if (found := sum(stream.bad_lines for stream in self.streams.values())) > limit:
+        found, lines = (sum(getattr(s, name) for s in self.streams.values()) for name in ("bad_lines", "lines"))
+        if found > allowed(limit, lines):
             raise UserError(
-                f"more than {limit} bad lines: {found} so far, listed in {bad_lines_path(self._settings.folder)}: "
+                f"{too_many(limit, lines)}: {found} so far, listed in {bad_lines_path(self._settings.folder)}: "
                 f"mend them or allow more with --max_bad_lines"
             )
 

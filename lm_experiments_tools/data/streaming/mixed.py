@@ -39,10 +39,11 @@ class TextPosition:
 
 @dataclass(frozen=True)
 class MixedPosition:
-    """A place in a stream of several texts; `bad_lines` as those of `Position`."""
+    """A place in a stream of several texts; `bad_lines` and `lines` as those of `Position`."""
 
     texts: tuple[TextPosition, ...]
     bad_lines: int = 0
+    lines: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ class MixedPlan:
         """The text of a stream from a `MixedPosition` on ({}: from the start)."""
         texts = begin.get("texts", [{}] * len(self.plans))
         places = [TextPosition(**{**text, "place": Position(**text.get("place", {}))}) for text in texts]
-        return MixedText(self, stream, MixedPosition(tuple(places), begin.get("bad_lines", 0)), **reading)
+        position = MixedPosition(tuple(places), begin.get("bad_lines", 0), begin.get("lines", 0))
+        return MixedText(self, stream, position, **reading)
 
     def identity(self) -> list[Any]:
         """What `StreamPlan.identity` gives for each text, how it is dealt, and the shares."""
@@ -149,5 +151,6 @@ class MixedText:
         self.bad_lines += new
         places = list(self.position.texts)
         places[number] = TextPosition(text.position, seen, before.given + num_bytes(document.text))
-        self.position = MixedPosition(tuple(places), self.position.bad_lines + len(new))
+        lines = self.position.lines + (0 if own else text.position.lines - before.place.lines)
+        self.position = MixedPosition(tuple(places), self.position.bad_lines + len(new), lines)
         return document

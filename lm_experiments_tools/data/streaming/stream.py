@@ -22,7 +22,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -86,15 +85,16 @@ class StreamedDataset:
 
     Args:
         feed: its chunks.
-        fingerprint: of data, objective and seed.
+        fingerprints: of data, objective and seed; the first is written down, the others are known again.
         num_streams: V.
         arrange: puts the examples of a stream, which it gets with the stream's number, in order by length; None where
             all are of one length. All streams have the same arrangement of short and long, so that a micro-batch,
             which takes rows of all, is of similar length too.
     """
 
-    def __init__(self, feed: ChunkFeed, fingerprint: str, num_streams: int, arrange: Arrange | None) -> None:
-        self.feed, self.fingerprint, self.num_streams = feed, fingerprint, num_streams
+    def __init__(self, feed: ChunkFeed, fingerprints: list[str], num_streams: int, arrange: Arrange | None) -> None:
+        self.feed, self.num_streams = feed, num_streams
+        self.fingerprint, *self.earlier_fingerprints = fingerprints
         self._buckets = {
             number: arrange(StreamedExamples(stream), number)
             for number, stream in (feed.streams.items() if arrange else ())
@@ -141,6 +141,10 @@ class StreamLoader(TrainLoader):
 
     samples_per_epoch = None
 
+    @property
+    def earlier_fingerprints(self) -> list[str]:
+        return self.dataset.earlier_fingerprints
+
     def _next_batch(self) -> dict[str, np.ndarray]:
         """The rows at `consumed_samples`.
 
@@ -162,7 +166,7 @@ class StreamLoader(TrainLoader):
 
 
 def streaming_data(
-    args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, vocab_path: Path, model_kind: ModelKind
+    args: T5PretrainingArgs, backend: Backend, vocabulary: Vocabulary, model_kind: ModelKind
 ) -> tuple[StreamLoader, str]:
     """The loader of `--streaming`, with the first text of this worker read and tokenized; and the objective, to log.
 
@@ -171,7 +175,7 @@ def streaming_data(
     Raises:
         UserError: an input that does not exist, cannot be read or holds no text, or settings the objective refuses.
     """
-    plan, fingerprint = on_main(backend, lambda: _plan(args, vocabulary, backend.world_size), takes_long=True)
+    plan, fingerprints = on_main(backend, lambda: _plan(args, vocabulary, backend.world_size), takes_long=True)
     streams = streams_of(backend.rank, backend.world_size, plan.num_streams)
     if backend.is_main and plan.num_streams % backend.world_size:
         logger.info(
@@ -182,7 +186,7 @@ def streaming_data(
             len(plan.pieces),
         )
     context = ObjectiveContext(args, vocabulary, model_kind, args.seed)
-    loader = on_all(backend, lambda: _open(context, backend, vocab_path, plan, fingerprint, streams), takes_long=True)
+    loader = on_all(backend, lambda: _open(context, backend, plan, fingerprints, streams), takes_long=True)
     return loader, f"{args.task} from a stream: {', '.join(args.data_path)}, {plan.describe()}"
 
 
@@ -192,7 +196,10 @@ def streams_of(rank: int, world_size: int, num_streams: int) -> range:
     return range(rank % step, num_streams, step)
 
 
-def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> tuple[StreamPlan | MixedPlan, str]:
+def _plan(
+    args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int
+) -> tuple[StreamPlan | MixedPlan, list[str]]:
+    """What is read, and its fingerprint; with it the one of earlier versions, which hashed the vocabulary's file."""
     for path in args.data_path:
         if token_prefix(path) is not None:
             raise UserError(f"--data_path {path} is tokenized already: leave out --streaming, which tokenizes text")
@@ -205,7 +212,6 @@ def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> t
         "version": _VERSION,
         "text": plan.identity(),
         "text_key": args.text_key,
-        "vocabulary": vocabulary.sha256,
         "objective": args.settings_of_examples(),
         "streams": plan.num_streams,
         "seed": args.seed,
@@ -214,11 +220,13 @@ def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> t
         parts["encode_by"] = vocabulary.encode_by
     if args.ends_documents():  # no word where they do not, as before this could be chosen
         parts["append_eos"] = True
-    fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    arrangement = ""
     if args.objective().varies_in_length:
         rows = args.bucket_rows
-        fingerprint += f"/bucket_rows={rows}" if rows else f"/mix_rows={_mixed_rows(args, world_size)}"
-    return plan, fingerprint
+        arrangement = f"/bucket_rows={rows}" if rows else f"/mix_rows={_mixed_rows(args, world_size)}"
+    hashes = vocabulary.identity, vocabulary.sha256
+    described = (json.dumps(parts | {"vocabulary": value}, sort_keys=True) for value in hashes)
+    return plan, [hashlib.sha256(text.encode()).hexdigest() + arrangement for text in described]
 
 
 def _mixed_rows(args: T5PretrainingArgs, world_size: int) -> int:
@@ -239,14 +247,14 @@ def _arrangement(args: T5PretrainingArgs, num_streams: int, world_size: int) -> 
 def _open(
     context: ObjectiveContext,
     backend: Backend,
-    vocab_path: Path,
     plan: StreamPlan | MixedPlan,
-    fingerprint: str,
+    fingerprints: list[str],
     streams: range,
 ) -> StreamLoader:
     """Start the workers and wait for the first example of the first stream, which shows most of what can be wrong."""
     args, vocabulary = context.args, context.vocabulary
-    folder = (CACHE / fingerprint[:16]).absolute()
+    folders = [(CACHE / fingerprint[:16]).absolute() for fingerprint in fingerprints]
+    folder = next((folder for folder in reversed(folders) if folder.exists()), folders[0])
     folder.mkdir(parents=True, exist_ok=True)
     unsaid = threading.Lock()  # the first chunk to take it logs the lengths, the same for all
 
@@ -256,12 +264,11 @@ def _open(
         return example_dataset(replace(context, seed=seed, quiet=quiet), IndexedDataset(prefix))
 
     encoding = Encoding.of(vocabulary, args.text_key, args.ends_documents())
-    encoding = replace(encoding, vocab_path=os.path.abspath(vocab_path))
-    settings = ChunkSettings(plan.on_this_machine(), str(folder), encoding, args.max_bad_lines)
+    settings = ChunkSettings(plan.on_this_machine(), str(folder), vocabulary, encoding, args.max_bad_lines)
     num_workers = args.data_n_workers or min(_WORKERS, available_cores())
     feed = ChunkFeed([ExampleStream(folder, number) for number in streams], settings, build, num_workers)
     arrange = _arrangement(args, plan.num_streams, backend.world_size)
-    dataset = StreamedDataset(feed, fingerprint, plan.num_streams, arrange)
+    dataset = StreamedDataset(feed, fingerprints, plan.num_streams, arrange)
     if not feed.streams[streams[0]].known_samples:
         try:
             feed.wait_for({streams[0]: (0, 0)})

@@ -27,7 +27,7 @@ import numpy as np
 
 from lm_experiments_tools.data.order import permute, stream_key
 from lm_experiments_tools.data.text import hf_datasets
-from lm_experiments_tools.data.text.bad_lines import BadLine, EmptyText, no_documents
+from lm_experiments_tools.data.text.bad_lines import BadLine, EmptyText, is_hopeless, no_documents, too_many
 from lm_experiments_tools.data.text.documents import Document, Piece, file_stamp, lines_before, plan_pieces, read_piece
 from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
@@ -51,13 +51,14 @@ _WAITS = (1.0, 4.0, 15.0, 60.0)  # seconds before another try, after those of th
 class Position:
     """A place in a stream: behind it are `items` documents and bad lines of piece `piece` of pass `passes`.
 
-    `bad_lines` counts those of pass 0, in which each line of the text is met once.
+    `bad_lines` and `lines` (bad ones and documents) count those of pass 0, in which each line of the text is met once.
     """
 
     passes: int = 0
     piece: int = 0
     items: int = 0
     bad_lines: int = 0
+    lines: int = 0
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,8 @@ class StreamText:
         listed_in: the file where the caller lists `bad_lines`, for messages.
 
     Raises:
-        UserError: more than `max_bad_lines` in pass 0; no document in as many pieces in a row as there are.
+        UserError: hopelessly many bad lines in pass 0, where `max_bad_lines` is for all streams; no document in as
+            many pieces in a row as there are.
         OSError: a source that cannot be read, after some tries.
     """
 
@@ -186,7 +188,7 @@ class StreamText:
         stream: int,
         position: Position,
         text_key: str,
-        max_bad_lines: int,
+        max_bad_lines: int | None,
         listed_in: str | os.PathLike = "",
     ):
         self.plan, self.stream, self.position = plan, stream, position
@@ -217,7 +219,7 @@ class StreamText:
             self.position = replace(self.position, passes=self.position.passes + 1, piece=0)
 
     def _advance(self, piece: Piece, item: Document | BadLine) -> None:
-        bad_lines = self.position.bad_lines
+        bad_lines, lines = self.position.bad_lines, self.position.lines
         is_bad = isinstance(item, BadLine) and not isinstance(item, EmptyText)
         self._num_empty += isinstance(item, EmptyText)
         if is_bad and not self._first_bad_line:
@@ -225,10 +227,11 @@ class StreamText:
         if is_bad and self.position.passes == 0:
             self.bad_lines.append((piece, item))
             bad_lines += 1
-        self.position = replace(self.position, items=self.position.items + 1, bad_lines=bad_lines)
-        if bad_lines > self._max_bad_lines:
+        lines += self.position.passes == 0 and not isinstance(item, EmptyText)
+        self.position = replace(self.position, items=self.position.items + 1, bad_lines=bad_lines, lines=lines)
+        if is_hopeless(self._max_bad_lines, bad_lines, lines):
             raise UserError(
-                f"stream {self.stream} has more than {self._max_bad_lines} bad lines, the first is "
+                f"stream {self.stream} has {too_many(self._max_bad_lines, lines)}, the first is "
                 f"{self._first_bad_line}; they are listed in {self._listed_in}: mend them or allow more with "
                 f"--max_bad_lines"
             )

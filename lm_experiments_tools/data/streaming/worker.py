@@ -54,8 +54,9 @@ class ChunkSettings:
 
     plan: StreamPlan | MixedPlan
     folder: str
+    vocabulary: Vocabulary
     encoding: Encoding
-    max_bad_lines: int
+    max_bad_lines: int | None
 
 
 class ChunkMaker:
@@ -63,7 +64,6 @@ class ChunkMaker:
 
     def __init__(self, settings: ChunkSettings):
         self.settings = settings
-        self.vocabulary = Vocabulary.load(settings.encoding.vocab_path)
         self._streams: dict[int, StreamTokens] = {}
 
     def make(self, request: ChunkRequest) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class ChunkMaker:
         num_documents = num_bytes = 0
         whole = False
         try:
-            with IndexedDatasetWriter(prefix, token_dtype(self.vocabulary.size)) as writer:
+            with IndexedDatasetWriter(prefix, token_dtype(self.settings.vocabulary.size)) as writer:
                 while writer.num_tokens < chunk_tokens(request.number):
                     ids, size = tokens.next_document()
                     writer.add_sequence(ids)
@@ -109,7 +109,7 @@ class ChunkMaker:
             listed_in=bad_lines_path(settings.folder),
         )
         if stream is None or stream.position != text.position:
-            stream = StreamTokens(text, self.vocabulary, settings.encoding)
+            stream = StreamTokens(text, settings.vocabulary, settings.encoding)
             self._streams[request.stream] = stream
         return stream
 

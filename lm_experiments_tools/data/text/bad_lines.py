@@ -1,7 +1,12 @@
-"""Lines that cannot be used: counted, listed with file and line, and an error when they are too many."""
+"""Lines that cannot be used: counted, listed with file and line, and an error when they are too many.
+
+Too many are more than a number that was asked for; where none was, more than 100 that are also more than 0.1 % of what
+was read so far, so that a corpus of any size has the patience of a small one. Empty texts never count.
+"""
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +14,9 @@ from typing import Any, TextIO
 
 from lm_experiments_tools.errors import UserError
 
+ANY_NUMBER = sys.maxsize  # a limit that is none
+_LEAST, _RATE = 100, 1000  # bad lines without a limit: this many, or one in so many lines
+_VERY_MANY = 10_000
 NO_KEY = "no key"  # begins the reason why a record without the key is bad
 
 
@@ -25,29 +33,51 @@ class EmptyText(BadLine):
     """A line whose text is empty: left out like a bad one, but no sign of damage, so that no limit counts it."""
 
 
+def allowed(limit: int | None, lines: int) -> int:
+    """The bad lines that may be among so many: `limit`, or where it is None the larger of 100 and 0.1 % of `lines`."""
+    return max(_LEAST, lines // _RATE) if limit is None else limit
+
+
+def is_hopeless(limit: int | None, bad: int, lines: int) -> bool:
+    """True where a part of a text has so many that the rest need not be read: above `limit`, or most of very many."""
+    return bad > (max(_VERY_MANY, lines // 2) if limit is None else limit)
+
+
+def too_many(limit: int | None, lines: int) -> str:
+    """The beginning of the sentence."""
+    rate = f", and than 0.1 % of the {lines:,} lines read" if limit is None else ""
+    return f"more than {allowed(limit, lines)} bad lines{rate}"
+
+
 class BadLines:
-    """Counts what is left out, remembers the first with its place and reason, and stops above `limit`.
+    """Counts what is left out, remembers the first with its place and reason, and stops above what is `allowed`.
 
     Args:
-        limit: how many may be left out; None: any number.
+        limit: how many may be left out; None: the larger of 100 and 0.1 % of the lines read so far.
 
     Attributes:
         count, first: how many there were, and `place: reason` of the first ("" without one).
+        lines: those read so far, the bad ones among them; the others are told by `read`.
     """
 
     def __init__(self, limit: int | None):
-        self.limit, self.count, self.first = limit, 0, ""
+        self.limit, self.count, self.lines, self.first = limit, 0, 0, ""
+
+    def read(self, number: int = 1) -> None:
+        """Count lines that can be used."""
+        self.lines += number
 
     def add(self, where: str, reason: str) -> None:
         """Record one; UserError (see `error`) where it is one too many."""
         self.count += 1
+        self.lines += 1
         self.first = self.first or f"{where}: {reason}"
-        if self.limit is not None and self.count > self.limit:
+        if self.count > allowed(self.limit, self.lines):
             raise self.error()
 
     def error(self) -> UserError:
         """The sentence for "too many bad lines"."""
-        return UserError(f"more than {self.limit} bad lines: {self.count} so far, the first is {self.first}")
+        return UserError(f"{too_many(self.limit, self.lines)}: {self.count} so far, the first is {self.first}")
 
 
 class Quarantine(BadLines):

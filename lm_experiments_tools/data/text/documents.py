@@ -19,13 +19,15 @@ Large plain files are cut into byte ranges (`Piece`) at document boundaries, so 
 import json
 import logging
 import os
+import random
 import re
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any, BinaryIO
 
 from lm_experiments_tools.data.text import hf_datasets
@@ -131,6 +133,50 @@ def _boundaries(path: str, kind: str, size: int, piece_bytes: int) -> list[int]:
                 break
             bounds.append(file.tell())
     return [*bounds, size] if size else []
+
+
+def sample_places(inputs: Sequence[str], piece_bytes: int, most: int) -> list[Piece]:
+    """Pieces of about `piece_bytes` from all over the inputs: all there are, or of plain files no more than `most`.
+
+    Where there are more, one place is drawn in each of `most` equal parts of the files' bytes (the same ones each
+    time), and nothing is read: `whole_lines` finds the lines of a place. Raises UserError as `plan_pieces`.
+    """
+    files = find_files(inputs)
+    plain = {path: (kind, file_stamp(path)) for path, kind in files if kind != "dataset" and not endings(path)[1]}
+    ends = list(accumulate(size for _, (size, _) in plain.values()))
+    if not ends or ends[-1] // piece_bytes <= most:
+        return plan_pieces(inputs, piece_bytes)
+    others = [path for path, _ in files if path not in plain]
+    places = plan_pieces(others, piece_bytes) if others else []
+    names, draw, part = list(plain), random.Random(0), ends[-1] / most
+    for number in range(most):
+        position = int(part * number + draw.random() * (part - piece_bytes)) if number else 0
+        path = names[bisect_right(ends, position)]
+        kind, stamp = plain[path]
+        start = position - (ends[bisect_right(ends, position)] - stamp[0])
+        places.append(Piece(path, kind, start, min(start + piece_bytes, stamp[0]), stamp))
+    return places
+
+
+def whole_lines(place: Piece) -> Piece | None:
+    """The lines that begin in a part of a plain file; None where they are too long to be found in it, other pieces as
+    they are."""
+    if place.end is None or place.kind == "dataset":
+        return place
+    size = place.stamp[0]
+    with open(place.path, "rb") as file:
+        start = _line_begin(file, place.start, place.num_bytes, size)
+        end = None if start is None else _line_begin(file, place.end, place.num_bytes, size)
+    return None if end is None or end <= start else replace(place, start=start, end=end)
+
+
+def _line_begin(file: BinaryIO, position: int, within: int, size: int) -> int | None:
+    """The first beginning of a line from `position` on, looked for in `within` bytes."""
+    if position in (0, size):
+        return position
+    file.seek(position - 1)
+    found = file.read(within).find(b"\n")
+    return position + found if found >= 0 else None
 
 
 def _skip_line(file: BinaryIO) -> bool:
@@ -323,8 +369,8 @@ def iter_documents(
     """All documents of all inputs, in order.
 
     Bad lines are written to the file `quarantine` and counted, empty texts only counted. UserError is raised by more
-    than `max_bad_lines` of the former (None: any number), by an input that cannot be read, and by inputs without a
-    single document.
+    than `max_bad_lines` of the former (None: see bad_lines.py), by an input that cannot be read, and by inputs without
+    a single document.
     """
     found, num_empty = False, 0
     with closing(Quarantine(quarantine, max_bad_lines)) as bad_lines:
@@ -336,6 +382,7 @@ def iter_documents(
                     bad_lines.list_line(piece.path, item)
                 else:
                     found = True
+                    bad_lines.read()
                     yield item
     if bad_lines.count:
         logger.warning("%s", bad_lines)

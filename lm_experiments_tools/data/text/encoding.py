@@ -1,6 +1,5 @@
 """Text -> ids as the token files hold them: what decides the ids, and the encoding of many documents at a time."""
 
-import os
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -24,8 +23,7 @@ class Encoding:
         cls, vocabulary: Vocabulary, text_key: str = "text", append_eos: bool = False, encode_by: str | None = None
     ) -> "Encoding":
         """The encoding by a vocabulary; `encode_by` None: as suits it (`Vocabulary.encode_by`)."""
-        path = os.path.abspath(vocabulary.path)
-        return cls(path, vocabulary.sha256, text_key, append_eos, encode_by or vocabulary.encode_by)
+        return cls(vocabulary.recorded_as, vocabulary.sha256, text_key, append_eos, encode_by or vocabulary.encode_by)
 
     def identity(self) -> dict[str, Any]:
         """The settings without the place of the vocabulary."""
@@ -33,7 +31,7 @@ class Encoding:
 
 
 def encode_documents(texts: Sequence[str], vocabulary: Vocabulary, encoding: Encoding) -> Iterator[array]:
-    """The ids of each text, as `array("i")`; one call into SentencePiece for all of them."""
+    """The ids of each text, as `array("i")`; one call into the vocabulary for all of them."""
     eos = [vocabulary.eos_id] if encoding.append_eos else []
     if encoding.encode_by == "document":
         encoded = iter(vocabulary.encode_batch(texts))

@@ -1,26 +1,35 @@
-"""A SentencePiece vocabulary with T5's conventions: `<pad>` 0, `</s>` 1, `<unk>` 2, sentinels down from the last id.
+"""Vocabularies: text to ids and back, and the special ids, whatever made them.
 
-Two kinds of `.model` file exist and both give the same ids:
+| `--vocab` | is | in |
+|---|---|---|
+| a `.model` file, a folder with `spiece.model` | SentencePiece | sentencepiece_vocabulary.py |
+| `tokenizer.json`, a folder of a Hugging Face tokenizer | what AutoTokenizer makes of it | tokenizers_vocabulary.py |
+| `bytes`, a folder of a ByT5 tokenizer | the bytes of UTF-8, as ByT5 | byte_vocabulary.py |
 
-    Google's (t5_32k)     32,000 pieces, none of them a sentinel; 100 extra ids go on top, <extra_id_k> = 32099 - k
-    `lmtools vocab`       the sentinels are user-defined pieces inside the model, <extra_id_k> = size - 1 - k
+Text cannot forge a special token: a literal "<extra_id_0>", "[MASK]" or "</s>" in it is encoded as ordinary text (in
+transformers this is `split_special_tokens=True`). Apart from that, ids equal AutoTokenizer's without special tokens.
 """
 
-import hashlib
+from __future__ import annotations
+
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 
 import numpy as np
-import sentencepiece
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.names import resolve_name
 
 DEFAULT_EXTRA_IDS = 100
-_UNKNOWN, _UNUSED = 2, 5  # ModelProto.SentencePiece.Type
+BYTES = "bytes"  # the --vocab that is no file
+MASK_PIECES = ("[MASK]", "<mask>")
+MODEL_NAMES = ("spiece.model", "sentencepiece.model")  # of SentencePiece, in a folder
+_ROOM = "lm_experiments_tools.data.text"
+_HF_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model")
 
 
 def sentinel_piece(index: int) -> str:
@@ -28,87 +37,94 @@ def sentinel_piece(index: int) -> str:
     return f"<extra_id_{index}>"
 
 
-class Vocabulary:
-    """Encode, decode and the special ids. Make one with `Vocabulary.load`.
+class Vocabulary(ABC):
+    """Encode, decode and the special ids. Make one with `Vocabulary.load`; it can be pickled.
 
     Attributes:
-        size: number of ids, pieces and added extra ids together: the least number of embedding rows.
-        num_pieces: pieces in the model file; ids from here to `size` are the extra ids we add.
+        path: the file or folder that it came from.
+        size: number of ids, the least number of embedding rows.
+        num_pieces: of them, those that stand in the file.
         num_sentinels, sentinel_ids: int64[num_sentinels], sentinel k at index k.
-        pad_id, eos_id, unk_id: ids of the special pieces.
-        path, sha256: the model file and the hash of its content; `identity` is that of the ids it gives.
+        pad_id, eos_id: ids of the special pieces.
+        unk_id: id of what no piece stands for; -1 where every text has pieces.
+        mask_id: id of the piece that hides others; None without one.
+        special_ids: ids that are no text.
+        sha256: hash of the file, or `identity` where it is several files or none.
     """
 
-    def __init__(self, path: Path, content: bytes, extra_ids: int):
-        self.path = path
-        self.sha256 = hashlib.sha256(content).hexdigest()
-        self._content = content
-        self._extra_ids = extra_ids
-        model = _parse_model(path, content)
-        self.num_pieces = len(model.pieces)
-        id_of = {piece.piece: index for index, piece in enumerate(model.pieces)}
-        inside = next(k for k in count() if sentinel_piece(k) not in id_of)
-        self.num_sentinels = inside or extra_ids
-        self.size = self.num_pieces + (0 if inside else extra_ids)
-        if inside:
-            self.sentinel_ids = np.array([id_of[sentinel_piece(k)] for k in range(inside)], np.int64)
-        else:
-            self.sentinel_ids = self.size - 1 - np.arange(extra_ids, dtype=np.int64)
-        self.pad_id = self._special_id(id_of, model.trainer_spec.pad_piece or "<pad>", "padding")
-        self.eos_id = self._special_id(id_of, model.trainer_spec.eos_piece or "</s>", "end-of-sequence")
-        # By type, not by trainer_spec.unk_id: edited models keep a stale number there.
-        self.unk_id = next((i for i, piece in enumerate(model.pieces) if piece.type == _UNKNOWN), -1)
-        if self.unk_id < 0:
-            raise UserError(f"vocabulary {path} has no unknown-token piece; train one with `lmtools vocab`")
-        if inside:
-            # An unused piece keeps its id but is never produced by encoding: text cannot forge a sentinel.
-            for index in self.sentinel_ids:
-                model.pieces[int(index)].type = _UNUSED
-        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+    path: Path
+    size: int
+    num_pieces: int
+    num_sentinels: int
+    sentinel_ids: np.ndarray
+    pad_id: int
+    eos_id: int
+    unk_id: int
+    mask_id: int | None
+    special_ids: Sequence[int]
+    sha256: str
+    encode_by = "document"
+    """The way to encode documents that loses nothing this vocabulary can hold: "line", or whole by "document".
 
-    @classmethod
-    def load(cls, path: str | os.PathLike, extra_ids: int = DEFAULT_EXTRA_IDS) -> "Vocabulary":
-        """Read a `.model` file, or a folder that holds `spiece.model` or `sentencepiece.model`.
+    Lines are joined without what stood between them, so a vocabulary that gives a newline back has to see documents
+    whole.
+    """
 
-        `extra_ids` sentinels are added where the model has none of its own. Raises UserError where the file is
-        missing, is not a SentencePiece model, or lacks a padding, end-of-sequence or unknown piece.
+    @staticmethod
+    def load(path: str | os.PathLike, extra_ids: int | None = None) -> Vocabulary:
+        """Read a vocabulary, of the kind that the file or folder is (see the table above).
+
+        `extra_ids` sentinels are added where a SentencePiece model has none of its own; None: as many as the T5
+        tokenizer has in whose folder it lies, else 100. Raises UserError where there is nothing of this name, it is of
+        no known kind or damaged, or lacks a special token that training needs.
         """
-        path = Path(path)
-        if path.is_dir():
-            candidates = [path / name for name in ("spiece.model", "sentencepiece.model") if (path / name).is_file()]
-            if not candidates:
-                raise UserError(f"vocabulary folder {path} holds neither spiece.model nor sentencepiece.model")
-            path = candidates[0]
-        if not path.is_file():
-            raise UserError(f"vocabulary {path} does not exist; `lmtools vocab --output {path}` trains one from text")
-        return cls(path, path.read_bytes(), extra_ids)
+        if os.fspath(path) == BYTES:
+            return _kind("byte_vocabulary:ByteVocabulary")()
+        kind, path = _kind_of(Path(path)), Path(path)
+        if kind is None:
+            return _kind("sentencepiece_vocabulary:SentencePieceVocabulary").read(path, extra_ids)
+        pretrained = _kind("tokenizers_vocabulary:read_pretrained")(path)
+        if pretrained.__class__.__name__ == "ByT5Tokenizer":
+            return _kind("byte_vocabulary:ByteVocabulary").of(pretrained, path)
+        return _kind("tokenizers_vocabulary:TokenizersVocabulary").of(pretrained, path)
 
-    def _special_id(self, id_of: dict[str, int], piece: str, role: str) -> int:
-        if piece not in id_of:
-            raise UserError(
-                f"vocabulary {self.path} has no {role} piece {piece!r}, which T5 needs; train one with `lmtools vocab`"
-            )
-        return id_of[piece]
+    @property
+    def recorded_as(self) -> str:
+        """The name under which `load` finds it from any folder of this machine."""
+        return os.path.abspath(self.path)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without EOS, by the model without its sentinels: a literal "<extra_id_0>" is ordinary text.
+    @abstractmethod
+    def encode(self, text: str) -> Sequence[int]:
+        """Ids of `text`, without special tokens; a literal "<extra_id_0>" is ordinary text."""
 
-        Newlines are spaces to a T5 model (nmt_nfkc), so lines may be encoded apart and joined; see `encode_by`.
-        """
-        return self._processor.encode(text)
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        """`encode` for many texts in one call."""
 
-    @cached_property
-    def encode_by(self) -> str:
-        """The way to encode documents that loses nothing this vocabulary can hold: "line", or whole by "document".
+    @abstractmethod
+    def find(self, piece: str) -> int | None:
+        """The id of a piece, or None where the vocabulary has no such piece."""
 
-        Lines are joined without what stood between them, so a vocabulary that gives a newline back, by a piece of its
-        own or by bytes (Gemma's, Llama's), has to see documents whole.
-        """
-        return "document" if "\n" in self._processor.decode(self._processor.encode("a\nb")) else "line"
+    @abstractmethod
+    def starts_word(self, index: int) -> bool:
+        """True if a piece begins a word: it carries the space before it."""
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` for many texts in one call into C++, on the calling thread."""
-        return self._processor.encode(list(texts), num_threads=1)
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """Hash of what decides ids: vocabularies of one identity are the same, whatever their files."""
+
+    @abstractmethod
+    def save_tokenizer(self, directory: str | os.PathLike) -> None:
+        """Write Hugging Face tokenizer files, from which `AutoTokenizer.from_pretrained(directory)` gives our ids."""
+
+    @abstractmethod
+    def _decode_chunk(self, ids: list[int], leading_space: bool) -> str:
+        """Text of ids among which is no sentinel; with `leading_space` begun by it where a word begins."""
+
+    @abstractmethod
+    def _piece(self, index: int) -> str:
+        """The piece of an id that is no sentinel."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; sentinels are shown as <extra_id_k>, padding and EOS are dropped, unknown is " ⁇ ".
@@ -126,92 +142,54 @@ class Vocabulary:
                 text += (" " if text else "") + sentinel_piece(self._sentinel_number[index])
         return text
 
-    def _decode_chunk(self, ids: list[int], leading_space: bool) -> str:
-        if not ids:
-            return ""
-        starts_word = self._processor.id_to_piece(ids[0]).startswith("\u2581")  # decode() drops that space
-        return (" " if starts_word and leading_space else "") + self._processor.decode(ids)
-
     def piece(self, index: int) -> str:
-        """The piece of an id as the vocabulary writes it, the space before a word as \u2581."""
+        """The piece of an id as the vocabulary writes it, the space before a word as its mark for one."""
         if index in self._sentinel_number:
             return sentinel_piece(self._sentinel_number[index])
-        return self._processor.id_to_piece(index)
-
-    def find(self, piece: str) -> int | None:
-        """The id of a piece, or None where the vocabulary has no such piece."""
-        index = self._processor.piece_to_id(piece)
-        return index if self._processor.id_to_piece(index) == piece else None
-
-    def starts_word(self, index: int) -> bool:
-        """True if a piece begins a word: it carries the space before it."""
-        return index < self.num_pieces and self._processor.id_to_piece(index).startswith("\u2581")
-
-    @cached_property
-    def identity(self) -> str:
-        """Hash of what decides ids; `save_tokenizer` writes another file of the same identity."""
-        model = _parse_model(self.path, self._content)
-        sentinels = dict.fromkeys(self.sentinel_ids.tolist())
-        pieces = [(index, p.piece, p.score, p.type) for index, p in enumerate(model.pieces) if index not in sentinels]
-        how = model.trainer_spec
-        parts = [pieces, list(sentinels), self.size, how.model_type, how.byte_fallback, how.treat_whitespace_as_suffix]
-        return hashlib.sha256(json.dumps(parts).encode() + model.normalizer_spec.SerializeToString()).hexdigest()
+        return self._piece(index)
 
     @cached_property
     def _sentinel_number(self) -> dict[int, int]:
         return {int(index): k for k, index in enumerate(self.sentinel_ids)}
 
-    def save_tokenizer(self, directory: str | os.PathLike) -> None:
-        """Write Hugging Face tokenizer files, from which `AutoTokenizer.from_pretrained(directory)` gives our ids.
-
-        That includes sentinels and EOS. The model is saved without its sentinels, as Google's is, because T5Tokenizer
-        puts `extra_ids` of its own on top. Raises UserError where the sentinels are not the last ids in descending
-        order (T5Tokenizer has no other place for them), or transformers is not installed.
-        """
-        try:
-            from transformers import T5Tokenizer
-        except ImportError as error:
-            raise UserError(f"saving a tokenizer needs transformers, which cannot be imported ({error})") from None
-        if not np.array_equal(self.sentinel_ids, self.size - 1 - np.arange(self.num_sentinels)):
-            raise UserError(
-                f"vocabulary {self.path} has its sentinels elsewhere than at its last {self.num_sentinels} ids, "
-                f"where a Hugging Face T5 tokenizer has to have them; train one with `lmtools vocab`"
-            )
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        model = _parse_model(self.path, self._content)
-        del model.pieces[self.size - self.num_sentinels :]
-        (directory / "spiece.model").write_bytes(model.SerializeToString())
-        config = {
-            "tokenizer_class": "T5Tokenizer",
-            "extra_ids": self.num_sentinels,
-            "pad_token": "<pad>",
-            "eos_token": "</s>",
-            "unk_token": "<unk>",
-        }
-        (directory / "tokenizer_config.json").write_text(json.dumps(config))
-        (directory / "tokenizer.json").unlink(missing_ok=True)  # from_pretrained would prefer an old one
-        # From the folder: T5Tokenizer(vocab_file=...) ignores the file and builds a vocabulary of 104 tokens.
-        tokenizer = T5Tokenizer.from_pretrained(str(directory))
-        if len(tokenizer) != self.size or tokenizer.eos_token_id != self.eos_id:
-            raise RuntimeError(f"transformers built {len(tokenizer)} tokens from {directory}, not {self.size}")
-        tokenizer.save_pretrained(str(directory))
-
     def __len__(self) -> int:
         return self.size
 
-    def __reduce__(self) -> tuple:
-        return Vocabulary, (self.path, self._content, self._extra_ids)
+
+def _kind(name: str):
+    return resolve_name(f"{_ROOM}.{name}")
 
 
-def _parse_model(path: Path, content: bytes):
-    from google.protobuf.message import DecodeError
-    from sentencepiece import sentencepiece_model_pb2
+def _kind_of(path: Path) -> str | None:
+    """ "pretrained" for what AutoTokenizer reads, None for SentencePiece; UserError for what is neither."""
+    if path.is_dir():
+        class_name = str(read_config(path).get("tokenizer_class") or "T5Tokenizer")
+        if class_name.startswith("T5Tokenizer") and any((path / name).is_file() for name in MODEL_NAMES):
+            return None
+        if any((path / name).is_file() for name in _HF_FILES):
+            return "pretrained"
+        raise UserError(
+            f"vocabulary folder {path} holds neither {' nor '.join(MODEL_NAMES)} nor the files of a Hugging Face "
+            f"tokenizer ({', '.join(_HF_FILES)})"
+        )
+    if not path.is_file():
+        raise UserError(f"vocabulary {path} does not exist; `lmtools vocab --output {path}` trains one from text")
+    return "pretrained" if path.suffix == ".json" else None
 
+
+def read_config(folder: Path) -> dict:
+    """The tokenizer_config.json of a folder; {} where there is none.
+
+    Raises:
+        UserError: it is no JSON object.
+    """
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
     try:
-        model = sentencepiece_model_pb2.ModelProto.FromString(content)
-    except DecodeError:
-        model = None
-    if model is None or not model.pieces:
-        raise UserError(f"{path} is not a SentencePiece model ({len(content)} bytes); give the .model file")
-    return model
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); copy it again") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds {type(config).__name__}, not an object; copy it again")
+    return config

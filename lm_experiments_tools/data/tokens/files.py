@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lm_experiments_tools.data.text.vocabulary import BYTES, Vocabulary
 from lm_experiments_tools.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -52,15 +53,23 @@ def read_meta(prefix: str | os.PathLike) -> dict[str, Any]:
     return meta
 
 
-def check_replaceable(prefix: str, inputs: list[str], vocab_file: str, vocab_sha256: str) -> None:
-    """Refuse to write over tokens that nothing says to be of the same inputs and vocabulary."""
+def check_replaceable(
+    prefix: str, inputs: list[str], vocab_file: str, vocab_sha256: str, identity: str | None
+) -> None:
+    """Refuse to write over tokens that nothing says to be of the same inputs and vocabulary.
+
+    The vocabulary is the same by the hash of its file, or by its `identity`.
+    """
     if not dataset_exists(prefix):
         return
     try:
         meta = read_meta(prefix)
     except UserError:  # damaged: as good as none
         meta = {}
-    if inputs and (meta.get("input"), meta.get("vocab_sha256")) == (inputs, vocab_sha256):
+    same_text = inputs and meta.get("input") == inputs
+    if same_text and (
+        meta.get("vocab_sha256") == vocab_sha256 or identity and recorded_identity(prefix, meta) == identity
+    ):
         return
     made_of = ", ".join(map(str, meta.get("input") or ())) or "unknown text"
     raise UserError(
@@ -93,7 +102,19 @@ def recorded_vocabulary(prefix: str | os.PathLike, meta: dict[str, Any]) -> Path
     if meta.get("vocab_file") is None:
         return None
     named = Path(meta["vocab_file"])
-    return next((path for path in (named, Path(prefix).parent / named.name) if path.is_file()), None)
+    if meta["vocab_file"] == BYTES:
+        return named
+    return next((path for path in (named, Path(prefix).parent / named.name) if path.exists()), None)
+
+
+def recorded_identity(prefix: str | os.PathLike, meta: dict[str, Any]) -> str | None:
+    """`Vocabulary.identity` of the one that PREFIX.json (`meta`) names; None where it is gone or is another now."""
+    path = recorded_vocabulary(prefix, meta)
+    try:
+        vocabulary = None if path is None else Vocabulary.load(path)
+    except UserError:  # no vocabulary of these: a BERT tokenizer's
+        return None
+    return vocabulary.identity if vocabulary and vocabulary.sha256 == meta.get("vocab_sha256") else None
 
 
 def token_prefix(path: str | os.PathLike) -> str | None:

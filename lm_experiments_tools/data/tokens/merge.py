@@ -13,7 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_experiments_tools.data.tokens.files import check_replaceable, remove_unfinished, token_prefix
+from lm_experiments_tools.data.tokens.files import (
+    check_replaceable,
+    recorded_identity,
+    remove_unfinished,
+    token_prefix,
+)
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
@@ -22,6 +27,7 @@ _SUFFIX = re.compile(r"\.(bin|idx|json|bad_lines\.jsonl)$")
 _SHARD = "-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].idx"
 _SUMMED = ("num_documents", "num_sequences", "num_tokens", "num_bytes", "bad_lines", "empty_documents")
 _OWN = (*_SUMMED, "bin_sha256", "shard", "vocab_file", "input")  # what may differ between files that belong together
+_OF_FILE = ("vocab_sha256", "vocab_size")  # these too, where the ids are the same: extra ids stand in the file or not
 
 
 def merge_datasets(
@@ -53,7 +59,8 @@ def merge_datasets(
         if not overwrite:
             meta = datasets[0].meta
             vocab_file, vocab_sha256 = (meta.get(name) or "unknown" for name in ("vocab_file", "vocab_sha256"))
-            check_replaceable(output, _texts(datasets), vocab_file, vocab_sha256)
+            identity = recorded_identity(datasets[0].prefix, meta)
+            check_replaceable(output, _texts(datasets), vocab_file, vocab_sha256, identity)
         remove_unfinished(output)
         return _write(datasets, output)
 
@@ -113,9 +120,10 @@ def _in_order(datasets: list[IndexedDataset]) -> list[IndexedDataset]:
 
 def _check_same_kind(datasets: list[IndexedDataset]) -> None:
     first = datasets[0]
-    expected = {name: value for name, value in first.meta.items() if name not in _OWN}
     for dataset in datasets[1:]:
-        found = {name: value for name, value in dataset.meta.items() if name not in _OWN}
+        own = (*_OWN, *_OF_FILE) if _same_vocabulary(first, dataset) else _OWN
+        expected = {name: value for name, value in first.meta.items() if name not in own}
+        found = {name: value for name, value in dataset.meta.items() if name not in own}
         names = sorted(expected.keys() | found.keys(), key=lambda name: (not name.startswith("vocab"), name))
         if dataset.dtype != first.dtype and found.get("vocab_sha256") == expected.get("vocab_sha256"):
             raise UserError(f"{dataset.prefix} holds {dataset.dtype} and {first.prefix} {first.dtype} tokens")
@@ -127,6 +135,12 @@ def _check_same_kind(datasets: list[IndexedDataset]) -> None:
                     f"{dataset.prefix} and {first.prefix} differ in {what} ({name} {str(ours)[:12]} and "
                     f"{str(theirs)[:12]}), so their tokens do not belong into one file; tokenize one of them again"
                 )
+
+
+def _same_vocabulary(one: IndexedDataset, other: IndexedDataset) -> bool:
+    """True where two files record vocabularies of the same ids, as a copy of one by another program is."""
+    identities = [recorded_identity(dataset.prefix, dataset.meta) for dataset in (one, other)]
+    return identities[0] is not None and identities[0] == identities[1]
 
 
 def _write(datasets: list[IndexedDataset], output: str) -> dict[str, Any]:

@@ -23,14 +23,21 @@ from pathlib import Path
 from typing import Any
 
 from lm_experiments_tools.data.text import hf_datasets
-from lm_experiments_tools.data.text.bad_lines import BadLine, EmptyText, Quarantine, no_documents
+from lm_experiments_tools.data.text.bad_lines import (
+    ANY_NUMBER,
+    BadLine,
+    EmptyText,
+    Quarantine,
+    is_hopeless,
+    no_documents,
+)
 from lm_experiments_tools.data.text.documents import Piece, count_lines, plan_pieces, read_piece
 from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.files import (
     check_replaceable,
     dataset_exists,
-    recorded_vocabulary,
+    recorded_identity,
     remove_unfinished,
 )
 from lm_experiments_tools.data.tokens.indexed import (
@@ -48,7 +55,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 1  # raise when the ids of the same text would change: pieces and caches of another format are not reused
 _PIECES_PER_SHARD = 4  # at least, so that shards come out of about equal size
 _SMALLEST_PIECE = 1 << 16
-_BATCH_BYTES = 1 << 18  # text per call into sentencepiece: below this the call itself costs more than 1 %
+_BATCH_BYTES = 1 << 18  # text per call into the vocabulary: below this the call itself costs more than 1 %
 
 
 def tokenize_corpus(
@@ -59,7 +66,7 @@ def tokenize_corpus(
     workers: int | None = None,
     append_eos: bool = False,
     text_key: str = "text",
-    max_bad_lines: int | None = 100,
+    max_bad_lines: int | None = None,
     encode_by: str | None = None,
     show_progress: bool | None = None,
     shard: tuple[int, int] | None = None,
@@ -69,10 +76,10 @@ def tokenize_corpus(
 
     Args:
         inputs: files, folders and Hugging Face dataset names (see documents.py).
-        vocab_path: a SentencePiece .model file, or what has been read of it.
+        vocab_path: a vocabulary (see vocabulary.py), or what has been read of it.
         workers: processes; None: one for each CPU this process may use.
         append_eos: end each document with EOS (t5 does not; nanoT5 does).
-        max_bad_lines: lines to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error (None: any number).
+        max_bad_lines: lines to leave out, listed in PREFIX.bad_lines.jsonl (None: a rate, see bad_lines.py).
         encode_by: "line" encodes the lines of a document apart, so that ids do not depend on the document's length and
             equal those of Hugging Face tokenizers; "document" encodes it whole, as seqio does (25 % faster; a few near
             ties come out differently, because SentencePiece sums scores in float32). None: "line" unless the
@@ -99,7 +106,7 @@ def tokenize_corpus(
     folder = Path(f"{prefix}.pieces")
     with locked(Path(f"{prefix}.lock")):
         if not overwrite:
-            check_replaceable(prefix, origin["input"], vocabulary.path, vocabulary.sha256)
+            check_replaceable(prefix, origin["input"], vocabulary.recorded_as, vocabulary.sha256, vocabulary.identity)
         remove_unfinished(prefix)
         fingerprint = _prepare_folder(folder, _plan_fingerprint(pieces, encoding))
         with _kept_if_resumable(folder, len(pieces)):
@@ -149,9 +156,7 @@ def check_vocabulary(prefix: str, meta: Mapping[str, Any], vocabulary: Vocabular
     made_with = meta.get("vocab_sha256")
     if made_with in (None, vocabulary.sha256):  # None: written by another program, the ids are all there is
         return
-    theirs = recorded_vocabulary(prefix, meta)
-    theirs = None if theirs is None else Vocabulary.load(theirs)
-    if theirs is None or (theirs.sha256, theirs.identity) != (made_with, vocabulary.identity):
+    if recorded_identity(prefix, meta) != vocabulary.identity:
         raise UserError(
             f"the tokens {prefix} were made with the vocabulary {meta.get('vocab_file')} (sha256 {made_with[:12]}, "
             f"{meta.get('vocab_size')} pieces), not with {vocabulary.path} (sha256 {vocabulary.sha256[:12]}, "
@@ -270,10 +275,13 @@ def _piece_prefix(folder: Path, number: int) -> str:
 # ---- one piece ----
 
 
-def tokenize_piece(piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: Encoding, limit: int | None) -> int:
-    """Encode one piece into the token file `prefix`; returns its number of bad lines.
+def tokenize_piece(
+    piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: Encoding, limit: int | None
+) -> tuple[int, bool]:
+    """Encode one piece into the token file `prefix`; returns its number of bad lines, and if it is whole.
 
-    They go to `prefix`.bad.jsonl, counted from the start of the piece. Above `limit` the piece is left unfinished.
+    They go to `prefix`.bad.jsonl, counted from the start of the piece. Where they are hopelessly many the piece is
+    left unfinished.
     """
     num_documents = num_empty = total_bytes = batch_bytes = 0
     batch: list[str] = []
@@ -284,7 +292,7 @@ def tokenize_piece(piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: 
             writer.end_document()
         batch.clear()
 
-    quarantine = Quarantine(f"{prefix}.bad.jsonl", None)
+    quarantine = Quarantine(f"{prefix}.bad.jsonl", ANY_NUMBER)
     writer = IndexedDatasetWriter(prefix, token_dtype(vocabulary.size))
     with writer, closing(quarantine):
         for item in read_piece(piece, encoding.text_key):
@@ -293,9 +301,9 @@ def tokenize_piece(piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: 
                 continue
             if isinstance(item, BadLine):
                 quarantine.list_line(piece.path, item)
-                if limit is not None and quarantine.count > limit:
+                if is_hopeless(limit, quarantine.count, quarantine.count + num_documents):
                     writer.abort()
-                    return quarantine.count
+                    return quarantine.count, False
                 continue
             size = num_bytes(item.text)
             batch.append(item.text)
@@ -309,7 +317,7 @@ def tokenize_piece(piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: 
         quarantine.close()
         counts = {"num_documents": num_documents, "empty_documents": num_empty, "num_bytes": total_bytes}
         writer.finalize(counts | {"bad_lines": quarantine.count})
-    return quarantine.count
+    return quarantine.count, True
 
 
 # ---- all pieces ----
@@ -323,19 +331,19 @@ def _run(
     workers: int,
     advance: Callable[[Piece], None],
 ) -> None:
-    """Tokenize (piece, prefix) jobs; returns early where the bad lines of all together pass `limit`."""
+    """Tokenize (piece, prefix) jobs; returns early where it is clear that bad lines are too many."""
     num_bad, workers = 0, min(workers, len(jobs))
     with ExitStack() as stack:
         if workers <= 1:
             counts = ((piece, tokenize_piece(piece, prefix, vocabulary, encoding, limit)) for piece, prefix in jobs)
         else:
-            pool = stack.enter_context(WorkerPool(work, (encoding, limit), workers))
+            pool = stack.enter_context(WorkerPool(work, (vocabulary, encoding, limit), workers))
             piece_of = {pool.submit(job): job[0] for job in jobs}
             counts = ((piece_of[done], done.result()) for done in as_completed(piece_of))
         try:
-            for piece, count in counts:
+            for piece, (count, whole) in counts:
                 num_bad += count
-                if limit is not None and num_bad > limit:
+                if not whole or (limit is not None and num_bad > limit):
                     return
                 advance(piece)
         except WorkerEnded as end:
@@ -346,12 +354,10 @@ def _run(
 
 
 def work(caller: Caller) -> None:
-    """A worker process: told the encoding and the limit, it answers (piece, prefix) with a number of bad lines."""
+    """A worker process: told vocabulary, encoding and limit, it answers (piece, prefix) as tokenize_piece."""
 
-    def prepare(settings: tuple[Encoding, int | None]) -> Callable[[tuple[Piece, str]], int]:
-        encoding, limit = settings
-        vocabulary = Vocabulary.load(encoding.vocab_path)
-        return lambda job: tokenize_piece(*job, vocabulary, encoding, limit)
+    def prepare(settings: tuple[Vocabulary, Encoding, int | None]) -> Callable[[tuple[Piece, str]], tuple[int, bool]]:
+        return lambda job: tokenize_piece(*job, *settings)
 
     caller.serve(prepare)
 
@@ -381,12 +387,15 @@ def _progress(
 
 
 def _collect_bad_lines(pieces: list[Piece], folder: Path, path: str, limit: int | None) -> Quarantine:
-    """One quarantine file of all pieces, with lines counted from the start of their file; UserError above `limit`."""
+    """One quarantine file of all pieces, with lines counted from the start of their file; UserError for too many."""
     quarantine = Quarantine(path, limit)
     where, position, lines = "", 0, 0
     with closing(quarantine):
         for number, piece in enumerate(pieces):
-            bad = Path(_piece_prefix(folder, number) + ".bad.jsonl")
+            prefix = _piece_prefix(folder, number)
+            record = finished_record(prefix, "num_documents")
+            quarantine.read(record["num_documents"] if record else 0)
+            bad = Path(f"{prefix}.bad.jsonl")
             if not bad.is_file():
                 continue
             if piece.path != where:
@@ -395,8 +404,10 @@ def _collect_bad_lines(pieces: list[Piece], folder: Path, path: str, limit: int 
                 lines += count_lines(piece.path, position, piece.start)
                 position = piece.start
             for line in bad.read_text(encoding="utf-8").splitlines():
-                record = json.loads(line)
-                quarantine.list_line(piece.path, BadLine(lines + record["line"], record["reason"], record["content"]))
+                found = json.loads(line)
+                quarantine.list_line(piece.path, BadLine(lines + found["line"], found["reason"], found["content"]))
+            if record is None:
+                raise UserError(f"most of the lines read of {piece.path} are bad: {quarantine}; give another --input")
     if quarantine.count:
         logger.warning("%s", quarantine)
     return quarantine

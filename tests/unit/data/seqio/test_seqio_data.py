@@ -204,7 +204,7 @@ def arguments(vocabulary, **changed):
 
 
 def sources_of(args, vocab):
-    return seqio_data(args, get_backend(args), Vocabulary.load(vocab), Path(vocab))
+    return seqio_data(args, get_backend(args), Vocabulary.load(vocab))
 
 
 def test_a_run_gets_its_loaders_and_is_told_the_memory(start, vocab, tmp_path, monkeypatch, caplog):

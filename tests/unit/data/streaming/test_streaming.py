@@ -24,10 +24,13 @@ from lm_experiments_tools.data.streaming import worker as streaming_worker
 from lm_experiments_tools.data.streaming.chunks import ExampleStream
 from lm_experiments_tools.data.streaming.stream import streaming_data, streams_of
 from lm_experiments_tools.data.streaming.worker import ChunkMaker
+from lm_experiments_tools.data.text import bad_lines
 from lm_experiments_tools.data.text.documents import read_piece
+from lm_experiments_tools.data.text.sentencepiece_vocabulary import SentencePieceVocabulary
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.training.micro_batches import BatchStream
 from tests.helpers.token_toys import make_texts, write_jsonl, write_tokens
 
 TEXTS = make_texts(4000)
@@ -87,7 +90,7 @@ def start(data, tmp_path, monkeypatch):
         }  # fmt: skip
         args = T5PretrainingArgs(**(settings | changes))
         backend = OneOfMany(rank, world_size)
-        loader, _ = streaming_data(args, backend, Vocabulary.load(args.vocab), args.vocab, "encoder-decoder")
+        loader, _ = streaming_data(args, backend, Vocabulary.load(args.vocab), "encoder-decoder")
         loaders.append(loader)
         return loader
 
@@ -142,7 +145,7 @@ def test_a_chunk_whose_empty_texts_were_once_counted_as_bad_lines_is_the_same_te
 
 def test_a_stream_encodes_as_suits_the_vocabulary(start, in_process, monkeypatch):
     by_line = start(cache="line")
-    monkeypatch.setattr(Vocabulary, "encode_by", "document")
+    monkeypatch.setattr(SentencePieceVocabulary, "encode_by", "document")
     whole = start(cache="document")
     ways = [loader.dataset.feed._settings.encoding.encode_by for loader in (by_line, whole)]
     assert ways == ["line", "document"] and by_line.dataset.fingerprint != whole.dataset.fingerprint
@@ -374,10 +377,14 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
         ({"data_path": ("./nothing.jsonl",)}, r"\./nothing\.jsonl does not exist"),
         ({"data_path": ("BLANK",)}, r"no document in .*blank\.jsonl"),
         (
-            {"data_path": ("NUMBERS",)},
+            {"data_path": ("NUMBERS",), "max_bad_lines": 100},
             r"stream \d has more than 100 bad lines, the first is .*numbers.jsonl:\d+: .*not a string; they are",
         ),
-        ({"data_path": ("NUMBERS",), "text_key": "id"}, r"stream \d has more than 100 bad lines.*no key 'id'"),
+        (
+            {"data_path": ("NUMBERS",), "text_key": "id", "max_bad_lines": 100},
+            r"stream \d has more than 100 bad lines.*no key 'id'",
+        ),
+        ({"data_path": ("NUMBERS",)}, r"no document in .*numbers\.jsonl: .*not a string; all are listed in"),
         (
             {"data_path": ("NUMBERS",), "text_key": "id", "max_bad_lines": 1000},
             r"no document in .*numbers\.jsonl: \d+ bad lines and nothing else \(the first: .*numbers\.jsonl:\d+: "
@@ -445,6 +452,38 @@ def test_edited_text_of_the_same_size_is_other_text(start, in_process, tmp_path)
     first = start(data_path=(path,)).fingerprint
     write_jsonl(tmp_path / "d.jsonl", ["one word after one other"] * 300)
     assert start(data_path=(path,)).fingerprint != first
+
+
+def test_a_copy_of_the_vocabulary_with_its_ids_goes_on_where_the_original_stopped(start, in_process, data, tmp_path):
+    Vocabulary.load(data / "v.model").save_tokenizer(tmp_path / "copy")
+    first = start()
+    copied = start(vocab=str(tmp_path / "copy"), cache="copy")
+    assert copied.fingerprint == first.fingerprint
+    assert_equal(take(copied, 5), take(first, 5))
+    # Checkpoints of earlier versions name the vocabulary's file.
+    (earlier,) = first.earlier_fingerprints
+    assert earlier != first.fingerprint and earlier not in copied.earlier_fingerprints
+    source = BatchStream(first)
+    source.seek(8, earlier, None)
+    with pytest.raises(UserError, match="are not those of the checkpoint"):
+        source.seek(8, "0" * 64, None)
+
+
+def test_the_limit_of_bad_lines_is_a_rate_where_no_number_is_given(start, in_process, tmp_path):
+    lines = [json.dumps({"text": text}) for text in make_texts(1500)]
+    for number in range(0, 1500, 150):
+        lines[number] = '{"text": 5}'
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines) + "\n")
+    settings = {"data_path": (str(tmp_path / "bad.jsonl"),), "streams": 1, "data_n_workers": 1, "max_bad_lines": None}
+    in_process.setattr(bad_lines, "_LEAST", 2)
+    in_process.setattr(bad_lines, "_RATE", 100)
+    loader = start(**settings)
+    take(loader, 150)
+    stream = loader.dataset.feed.streams[0]
+    assert (stream.bad_lines, stream.lines) == (10, 1500)
+    in_process.setattr(bad_lines, "_RATE", 10_000)
+    with pytest.raises(UserError, match=r"more than 2 bad lines, and than 0.1 % of the .*--max_bad_lines"):
+        take(start(cache="again", **settings), 150)
 
 
 def test_the_fingerprint_names_text_objective_and_seed_but_not_where_it_lies(start, in_process, data, tmp_path):

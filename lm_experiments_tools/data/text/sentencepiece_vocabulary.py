@@ -1,0 +1,188 @@
+"""A SentencePiece vocabulary with T5's conventions: `<pad>` 0, `</s>` 1, `<unk>` 2, sentinels down from the last id.
+
+Two kinds of `.model` file exist and both give the same ids:
+
+    Google's (t5_32k)     32,000 pieces, none of them a sentinel; 100 extra ids go on top, <extra_id_k> = 32099 - k
+    `lmtools vocab`       the sentinels are user-defined pieces inside the model, <extra_id_k> = size - 1 - k
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+
+from lm_experiments_tools.data.text.vocabulary import (
+    DEFAULT_EXTRA_IDS,
+    MASK_PIECES,
+    MODEL_NAMES,
+    Vocabulary,
+    read_config,
+    sentinel_piece,
+)
+from lm_experiments_tools.errors import UserError
+
+_UNKNOWN, _UNUSED = 2, 5  # ModelProto.SentencePiece.Type
+
+
+class SentencePieceVocabulary(Vocabulary):
+    """A `.model` file.
+
+    Attributes:
+        num_pieces: pieces in the model file; ids from here to `size` are the extra ids we add.
+        sha256: hash of the file's content; `identity` is that of the ids it gives.
+    """
+
+    def __init__(self, path: Path, content: bytes, extra_ids: int):
+        self.path = path
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        self._content = content
+        self._extra_ids = extra_ids
+        model = _parse_model(path, content)
+        self.num_pieces = len(model.pieces)
+        id_of = {piece.piece: index for index, piece in enumerate(model.pieces)}
+        inside = next(k for k in count() if sentinel_piece(k) not in id_of)
+        self.num_sentinels = inside or extra_ids
+        self.size = self.num_pieces + (0 if inside else extra_ids)
+        if inside:
+            self.sentinel_ids = np.array([id_of[sentinel_piece(k)] for k in range(inside)], np.int64)
+        else:
+            self.sentinel_ids = self.size - 1 - np.arange(extra_ids, dtype=np.int64)
+        self.pad_id = self._special_id(id_of, model.trainer_spec.pad_piece or "<pad>", "padding")
+        self.eos_id = self._special_id(id_of, model.trainer_spec.eos_piece or "</s>", "end-of-sequence")
+        # By type, not by trainer_spec.unk_id: edited models keep a stale number there.
+        self.unk_id = next((i for i, piece in enumerate(model.pieces) if piece.type == _UNKNOWN), -1)
+        if self.unk_id < 0:
+            raise UserError(f"vocabulary {path} has no unknown-token piece; train one with `lmtools vocab`")
+        self.special_ids = [self.pad_id, self.eos_id, self.unk_id, *self.sentinel_ids.tolist()]
+        if inside:
+            # An unused piece keeps its id but is never produced by encoding: text cannot forge a sentinel.
+            for index in self.sentinel_ids:
+                model.pieces[int(index)].type = _UNUSED
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+        self.mask_id = next((index for piece in MASK_PIECES if (index := self.find(piece)) is not None), None)
+
+    @classmethod
+    def read(cls, path: Path, extra_ids: int | None = None) -> SentencePieceVocabulary:
+        """Read a `.model` file, or one of `MODEL_NAMES` in a folder; see `Vocabulary.load`."""
+        if path.is_dir():
+            path = next(path / name for name in MODEL_NAMES if (path / name).is_file())
+        extra_ids = _extra_ids_beside(path) if extra_ids is None else extra_ids
+        return cls(path, path.read_bytes(), extra_ids)
+
+    def _special_id(self, id_of: dict[str, int], piece: str, role: str) -> int:
+        if piece not in id_of:
+            raise UserError(
+                f"vocabulary {self.path} has no {role} piece {piece!r}, which T5 needs; train one with `lmtools vocab`"
+            )
+        return id_of[piece]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text` by the model without its sentinels; see `Vocabulary.encode`.
+
+        Newlines are spaces to a T5 model (nmt_nfkc), so lines may be encoded apart and joined; see `encode_by`.
+        """
+        return self._processor.encode(text)
+
+    @cached_property
+    def encode_by(self) -> str:
+        """ "line", unless the vocabulary gives a newline back, by a piece or by bytes (as Gemma's, Llama's)."""
+        return "document" if "\n" in self._processor.decode(self._processor.encode("a\nb")) else "line"
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` for many texts in one call into C++, on the calling thread."""
+        return self._processor.encode(list(texts), num_threads=1)
+
+    def _decode_chunk(self, ids: list[int], leading_space: bool) -> str:
+        if not ids:
+            return ""
+        starts_word = self._processor.id_to_piece(ids[0]).startswith("\u2581")  # decode() drops that space
+        return (" " if starts_word and leading_space else "") + self._processor.decode(ids)
+
+    def _piece(self, index: int) -> str:
+        return self._processor.id_to_piece(index)
+
+    def find(self, piece: str) -> int | None:
+        index = self._processor.piece_to_id(piece)
+        return index if self._processor.id_to_piece(index) == piece else None
+
+    def starts_word(self, index: int) -> bool:
+        return index < self.num_pieces and self._processor.id_to_piece(index).startswith("\u2581")
+
+    @cached_property
+    def identity(self) -> str:
+        model = _parse_model(self.path, self._content)
+        sentinels = dict.fromkeys(self.sentinel_ids.tolist())
+        pieces = [(index, p.piece, p.score, p.type) for index, p in enumerate(model.pieces) if index not in sentinels]
+        how = model.trainer_spec
+        parts = [pieces, list(sentinels), self.size, how.model_type, how.byte_fallback, how.treat_whitespace_as_suffix]
+        return hashlib.sha256(json.dumps(parts).encode() + model.normalizer_spec.SerializeToString()).hexdigest()
+
+    def save_tokenizer(self, directory: str | os.PathLike) -> None:
+        """Write Hugging Face tokenizer files, from which `AutoTokenizer.from_pretrained(directory)` gives our ids.
+
+        That includes sentinels and EOS. The model is saved without its sentinels, as Google's is, because T5Tokenizer
+        puts `extra_ids` of its own on top. Raises UserError where the sentinels are not the last ids in descending
+        order (T5Tokenizer has no other place for them), or transformers is not installed.
+        """
+        try:
+            from transformers import T5Tokenizer
+        except ImportError as error:
+            raise UserError(f"saving a tokenizer needs transformers, which cannot be imported ({error})") from None
+        if not np.array_equal(self.sentinel_ids, self.size - 1 - np.arange(self.num_sentinels)):
+            raise UserError(
+                f"vocabulary {self.path} has its sentinels elsewhere than at its last {self.num_sentinels} ids, "
+                f"where a Hugging Face T5 tokenizer has to have them; train one with `lmtools vocab`"
+            )
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        model = _parse_model(self.path, self._content)
+        del model.pieces[self.size - self.num_sentinels :]
+        (directory / "spiece.model").write_bytes(model.SerializeToString())
+        config = {
+            "tokenizer_class": "T5Tokenizer",
+            "extra_ids": self.num_sentinels,
+            "pad_token": "<pad>",
+            "eos_token": "</s>",
+            "unk_token": "<unk>",
+        }
+        (directory / "tokenizer_config.json").write_text(json.dumps(config))
+        (directory / "tokenizer.json").unlink(missing_ok=True)  # from_pretrained would prefer an old one
+        # From the folder: T5Tokenizer(vocab_file=...) ignores the file and builds a vocabulary of 104 tokens.
+        tokenizer = T5Tokenizer.from_pretrained(str(directory))
+        if len(tokenizer) != self.size or tokenizer.eos_token_id != self.eos_id:
+            raise RuntimeError(f"transformers built {len(tokenizer)} tokens from {directory}, not {self.size}")
+        tokenizer.save_pretrained(str(directory))
+
+    def __reduce__(self) -> tuple:
+        return SentencePieceVocabulary, (self.path, self._content, self._extra_ids)
+
+
+def _extra_ids_beside(path: Path) -> int:
+    """Sentinels that the T5 tokenizer in whose folder a model lies puts on top of it; else as many as T5's."""
+    config = read_config(path.parent)
+    if not str(config.get("tokenizer_class", "")).startswith("T5Tokenizer"):
+        return DEFAULT_EXTRA_IDS
+    named = [*(config.get("extra_special_tokens") or ()), *(config.get("additional_special_tokens") or ())]
+    listed = {str(name) for name in named if str(name).startswith("<extra_id_")}
+    return config.get("extra_ids") or len(listed) or DEFAULT_EXTRA_IDS
+
+
+def _parse_model(path: Path, content: bytes):
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
+    try:
+        model = sentencepiece_model_pb2.ModelProto.FromString(content)
+    except DecodeError:
+        model = None
+    if model is None or not model.pieces:
+        raise UserError(f"{path} is not a SentencePiece model ({len(content)} bytes); give the .model file")
+    return model

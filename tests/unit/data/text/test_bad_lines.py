@@ -1,0 +1,89 @@
+"""How many bad lines are too many: a number that was asked for, else a rate of what was read."""
+
+import json
+
+import pytest
+
+from lm_experiments_tools.data.examples.rows import BadRow, BadRows, Row, converted
+from lm_experiments_tools.data.text import bad_lines as module
+from lm_experiments_tools.data.text.bad_lines import BadLines, allowed, is_hopeless
+from lm_experiments_tools.data.tokens.files import dataset_exists
+from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
+from lm_experiments_tools.errors import UserError
+from tests.helpers.token_toys import make_texts
+from tests.helpers.vocabulary_toys import numbered_words_vocabulary
+
+
+@pytest.mark.parametrize(
+    ("limit", "lines", "number"),
+    [(None, 5, 100), (None, 100_000, 100), (None, 365_000_000, 365_000), (7, 365_000_000, 7), (0, 5, 0)],
+)
+def test_the_limit_is_a_rate_unless_a_number_was_asked_for(limit, lines, number):
+    assert allowed(limit, lines) == number
+
+
+def test_lines_are_allowed_by_what_was_read_before_them():
+    bad = BadLines(None)
+    for number in range(100):
+        bad.add(f"a:{number}", "broken")
+    with pytest.raises(UserError, match=r"more than 100 bad lines, and than 0.1 % of the 101 lines read: 101 so far"):
+        bad.add("a:100", "broken")
+    bad.read(1_000_000)
+    for number in range(899):
+        bad.add(f"b:{number}", "broken")
+    with pytest.raises(UserError, match=r"more than 1001 bad lines, and than 0.1 % of the 1,001,"):
+        for number in range(200):
+            bad.add(f"c:{number}", "broken")
+
+
+def test_a_part_is_given_up_only_where_most_of_very_many_lines_are_bad():
+    assert not is_hopeless(None, 9_000, 9_000) and not is_hopeless(None, 20_000, 50_000)
+    assert is_hopeless(None, 10_001, 20_001) and is_hopeless(3, 4, 1_000_000)
+
+
+@pytest.fixture
+def strict(monkeypatch):
+    """The same rule for small texts: 2 bad lines, or one in 100."""
+    monkeypatch.setattr(module, "_LEAST", 2)
+    monkeypatch.setattr(module, "_RATE", 100)
+
+
+def corpus(path, bad, count=1500):
+    lines = [json.dumps({"text": text}) for text in make_texts(count)]
+    for number in bad:
+        lines[number] = '{"text": 5}'
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def test_tokenizing_a_large_text_goes_on_over_a_small_share_of_bad_lines(tmp_path, strict):
+    vocab = numbered_words_vocabulary(tmp_path)
+    spread = corpus(tmp_path / "spread.jsonl", range(100, 1500, 140))
+    assert tokenize_corpus([spread], vocab, tmp_path / "a", workers=1)["bad_lines"] == 10
+    many = corpus(tmp_path / "many.jsonl", range(100, 1500, 70))
+    with pytest.raises(UserError, match=r"more than 14 bad lines, and than 0.1 % .* lines read: 15 so far"):
+        tokenize_corpus([many], vocab, tmp_path / "b", workers=1)
+    assert not dataset_exists(tmp_path / "b") and (tmp_path / "b.bad_lines.jsonl").is_file()
+    with pytest.raises(UserError, match="more than 9 bad lines: 10 so far"):
+        tokenize_corpus([spread], vocab, tmp_path / "c", workers=1, max_bad_lines=9)
+
+
+def test_a_piece_of_nothing_but_bad_lines_ends_the_work_before_it_is_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_VERY_MANY", 50)
+    path = corpus(tmp_path / "d.jsonl", range(1500))
+    with pytest.raises(UserError, match=r"most of the lines read of .*d\.jsonl are bad: 51 bad lines left out"):
+        tokenize_corpus([path], numbered_words_vocabulary(tmp_path), tmp_path / "t", workers=1)
+
+
+def test_rows_of_fine_tuning_know_the_same_rate(strict):
+    def convert(row):
+        if row.fields["bad"]:
+            raise BadRow("broken")
+        return row.where
+
+    rows = [Row(f"x:{number}", {"bad": number % 150 == 149}) for number in range(900)]
+    assert len(list(converted(rows, convert, BadRows(None)))) == 894
+    with pytest.raises(UserError, match=r"more than 2 bad rows, the first is x:0: broken"):
+        list(converted([Row(f"x:{number}", {"bad": True}) for number in range(9)], convert, BadRows(None)))
+    with pytest.raises(UserError, match=r"^x:149: broken; mend it"):
+        list(converted(rows, convert, BadRows(0)))
