@@ -49,18 +49,26 @@ class _OldVerbs(TrainingLoop):
             self.args = replace(self.args, init_checkpoint=start)
         super()._set_up_model(model, optimizer)
 
-    def save(self, save_path: str | Path | None = None, suffix: str = "", *, is_best: bool = False) -> None:
+    def save(
+        self,
+        save_path: str | Path | None = None,
+        suffix: str = "",
+        *,
+        is_best: bool = False,
+        unless_last: bool = False,
+    ) -> None:
         """Write a checkpoint; every worker calls it.
 
         Args:
             save_path: folder to write `model_{suffix}` or `model_{step}` to, as t5-experiments did; None: the run's.
             is_best: it is the best so far.
+            unless_last: leave it to the end of the run, where that is here.
         """
         if save_path is not None:
             self._write_old(Path(save_path), suffix or str(self.state.step))
             return
-        super().save(is_best)
-        if self._old and self.writer is not None:
+        super().save(is_best, unless_last=unless_last and not self._old)  # the old files are made of each
+        if self._old and self.saver.writer is not None:
             every = self.args.save_interval
             name = "best" if is_best else str(self.state.step) if every and self.state.step % every == 0 else None
             if name is not None and self._written != (name, self.state.step):
@@ -172,9 +180,11 @@ class TrainerAccelerate(_OldVerbs, trainers.TrainerAccelerate):
 
     def _write_old(self, folder: Path, name: str) -> None:
         """`folder`/model_`name`, a folder as t5-experiments' accelerate trainer wrote: a checkpoint of today."""
-        if self.writer is None or folder.resolve() != self.writer.links_in.resolve():
+        writer = self.saver.writer
+        if writer is None or folder.resolve() != writer.links_in.resolve():
             raise UserError(f"a trainer on Accelerate saves in its --model_path, not in {folder}: leave save_path out")
-        checkpoint = self.writer.root / step_directory_name(self.state.step)
+        checkpoint = writer.root / step_directory_name(self.state.step)
+        self.saver.wait()
         on_main(self.backend, lambda: _copy_links(checkpoint, folder / f"model_{name}"))
 
 
