@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import lru_cache
 from types import ModuleType
 
 import torch
@@ -28,6 +29,7 @@ _DENSE = 0.5  # from this density on, skipping blocks gains less than SDPA's fus
 _SHORT_DENSE = 768
 _NEARLY_DENSE = 0.75
 _MATRIX_BYTES = 1 << 30  # of masks, biases and scores that SDPA may write out
+_OF_MEMORY = 8  # a GPU's memory over what SDPA may write out for a bias that is a matrix; gather is thousands of calls
 
 
 def block_sparse_attention(
@@ -247,6 +249,12 @@ def shares_matrix(
     return is_dense and bias.num_heads * query_length * key_length * 4 <= _MATRIX_BYTES // 8
 
 
+@lru_cache(maxsize=64)
+def _memory_of(device: torch.device) -> int:
+    """Bytes of a GPU."""
+    return torch.cuda.get_device_properties(device).total_memory
+
+
 def _choose_on_gpu(request: Request) -> tuple[ModuleType, str]:
     if request.is_dense and not sdpa.needs_matrix(request):
         return sdpa, "a dense call without masks or bias has a fused kernel in PyTorch"
@@ -254,6 +262,9 @@ def _choose_on_gpu(request: Request) -> tuple[ModuleType, str]:
     refused = triton.refusal(request)
     if refused is None:
         return triton, "its kernels skip blocks and train the bias without atomics"
+    size = sdpa.cost(request)[1]
+    if isinstance(request.bias, Tensor) and size <= _memory_of(request.q.device) // _OF_MEMORY:
+        return sdpa, f"the bias is a matrix already, and a dense call takes {size / 2**30:.1f} GiB at most beside it"
     if max(request.scores_shape[2:]) <= _SHORT and sdpa.cost(request)[1] <= _MATRIX_BYTES:
         return sdpa, f"few tokens (at most {_SHORT}), and Triton's kernels cannot: {refused}"
     return gather, f"Triton's kernels cannot: {refused}"

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from lm_experiments_tools.attention import AlibiBias, Layout, T5Bias, block_sparse_attention, explain
+from lm_experiments_tools.attention.kernels import dispatch
+from lm_experiments_tools.attention.kernels.request import Request, check
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig, LocalSlidingWindowSparsityConfig
 from lm_experiments_tools.errors import UserError
 
@@ -28,6 +30,17 @@ def test_auto_takes_what_is_fast_and_says_why():
     backend, sentence = taken(4096, bigbird, learned)
     assert "the bias is trained" in sentence and "density 0.090" in sentence and "MiB" in sentence
     assert taken(512, backend="reference")[1].startswith("reference: asked for; density 1.000")
+
+
+def test_a_bias_given_as_a_matrix_is_dense_on_a_gpu_that_has_the_memory(monkeypatch):
+    """Not gathered, which are thousands of calls a layer."""
+    q = torch.empty(8, 12, 512, 64, dtype=torch.bfloat16)
+    request = check(Request(q, q, q, BigBirdSparsityConfig(12, block=64), torch.empty(1, 12, 512, 512)))
+    monkeypatch.setattr(dispatch, "_memory_of", lambda device: 80 << 30)
+    module, reason = dispatch._choose_on_gpu(request)
+    assert module.__name__.endswith("sdpa") and "the bias is a matrix already" in reason
+    monkeypatch.setattr(dispatch, "_memory_of", lambda device: 16 << 20)
+    assert dispatch._choose_on_gpu(request)[0].__name__.endswith("gather")
 
 
 def test_memory_that_explain_estimates_grows_linearly_with_the_length():
