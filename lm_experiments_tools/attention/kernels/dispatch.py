@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -17,6 +18,8 @@ from lm_experiments_tools.attention.kernels.compiled import attend_in_graph
 from lm_experiments_tools.attention.kernels.plan import AnyLayout
 from lm_experiments_tools.attention.kernels.request import Kept, Request, Segments, check
 from lm_experiments_tools.errors import UserError
+
+_logger = logging.getLogger(__name__)
 
 # Each is a module with refusal(request), cost(request) and attend(request, seed); imported when it is first needed.
 # One that in a compiled model computes its backward pass alone has attend_kept(request, seed, kept) as well.
@@ -250,6 +253,11 @@ def shares_matrix(
 
 
 @lru_cache(maxsize=64)
+def _say_once(sentence: str) -> None:
+    _logger.warning(sentence)
+
+
+@lru_cache(maxsize=64)
 def _memory_of(device: torch.device) -> int:
     """Bytes of a GPU."""
     return torch.cuda.get_device_properties(device).total_memory
@@ -262,9 +270,12 @@ def _choose_on_gpu(request: Request) -> tuple[ModuleType, str]:
     refused = triton.refusal(request)
     if refused is None:
         return triton, "its kernels skip blocks and train the bias without atomics"
-    size = sdpa.cost(request)[1]
-    if isinstance(request.bias, Tensor) and size <= _memory_of(request.q.device) // _OF_MEMORY:
-        return sdpa, f"the bias is a matrix already, and a dense call takes {size / 2**30:.1f} GiB at most beside it"
-    if max(request.scores_shape[2:]) <= _SHORT and sdpa.cost(request)[1] <= _MATRIX_BYTES:
+    size, of_device = sdpa.cost(request)[1], triton.refusal_of_device(request) == refused
+    if of_device:
+        _say_once(f"attention takes SDPA or gather in place of Triton's kernels, at a cost in time: {refused}.")
+    if (of_device or isinstance(request.bias, Tensor)) and size <= _memory_of(request.q.device) // _OF_MEMORY:
+        why = refused if of_device else "the bias is a matrix already"
+        return sdpa, f"{why}, and a dense call takes {size / 2**30:.1f} GiB at most"
+    if max(request.scores_shape[2:]) <= _SHORT and size <= _MATRIX_BYTES:
         return sdpa, f"few tokens (at most {_SHORT}), and Triton's kernels cannot: {refused}"
     return gather, f"Triton's kernels cannot: {refused}"

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import ModuleType
 from typing import NamedTuple
 
@@ -51,6 +52,8 @@ TILES: dict[tuple[str, int], Tile] = {
     ("bias_gradient", 128): Tile(64, 64, 4, 2),
     ("bias_gradient", 256): Tile(32, 32, 4, 1),
 }
+_MASKS = 2560  # bytes of shared memory, at most, for masks and sums of rows
+_OLDEST = 8, 0  # compute capability that Triton supports from on
 _MERGED = 64  # layouts of smaller blocks are computed in tiles of this many tokens, with the rest masked
 
 
@@ -63,6 +66,25 @@ def tile_of(kernel: str, head_dim: int, block: int | None, itemsize: int) -> Til
     if block is not None:
         queries, keys = (min(size, max(block, _MERGED)) for size in (queries, keys))
     return Tile(queries, keys, num_warps, num_stages)
+
+
+def shared_memory(kernel: str, head_dim: int, block: int | None, itemsize: int) -> int:
+    """Bytes of shared memory that a kernel takes at most: for rows that it holds, those on their way, and scores."""
+    tile, size = _tile(kernel, head_dim, block, itemsize), _power_of_two(head_dim) * itemsize
+    queries, keys = tile.queries * size, tile.keys * size
+    scores = tile.queries * tile.keys * itemsize  # given from one product to the next
+    if kernel == "bias_gradient":
+        return 2 * queries + 2 * keys + 2 * scores + _MASKS
+    held, streamed = {
+        "forward": (queries, 2 * keys),
+        "query_gradient": (2 * queries, 2 * keys),
+        "key_gradient": (2 * keys, 2 * queries),
+    }[kernel]
+    if kernel == "forward" and tile.queries >= 16 * tile.num_warps:  # each warp has whole rows of scores
+        scores = 0
+    if kernel == "key_gradient" and tile.num_stages == 1:
+        streamed += queries  # turned
+    return held + max(1, tile.num_stages - 1) * streamed + scores + _MASKS
 
 
 class TileLists(NamedTuple):
@@ -299,8 +321,16 @@ def _power_of_two(size: int) -> int:
 
 
 def _tile_for(request: Request, kernel: str) -> Tile:
+    return _tile(kernel, *_sizes(request))
+
+
+def _sizes(request: Request) -> tuple[int, int | None, int]:
+    """The larger head dimension, the layout's block (None: dense), bytes of a number."""
     head_dim = max(request.q.shape[3], request.v.shape[3])
-    block, itemsize = None if request.is_dense else request.layout.block, request.q.dtype.itemsize
+    return head_dim, None if request.is_dense else request.layout.block, request.q.dtype.itemsize
+
+
+def _tile(kernel: str, head_dim: int, block: int | None, itemsize: int) -> Tile:
     tile = tile_of(kernel, head_dim, block, itemsize)
     if kernel != "bias_gradient":
         return tile
@@ -400,7 +430,36 @@ def refusal(request: Request) -> str | None:
         return "the bias is a matrix, not a T5Bias or AlibiBias"
     if not request.is_dense and (block < 16 or block & (block - 1)):
         return f"the layout's block {block} is not a power of two from 16 up"
-    return None
+    return refusal_of_device(request)
+
+
+@lru_cache(maxsize=64)
+def _device(device: torch.device) -> tuple[str, tuple[int, int], int]:
+    """Name, compute capability, and bytes of shared memory that a program may have."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.name, (properties.major, properties.minor), properties.shared_memory_per_block_optin
+
+
+def refusal_of_device(request: Request) -> str | None:
+    """Why the GPU of a request cannot run these kernels; None if it can, or is none of NVIDIA's."""
+    if request.q.device.type != "cuda" or torch.version.hip is not None:
+        return None
+    name, capability, available = _device(request.q.device)
+    if capability < _OLDEST:
+        return (
+            f"{name} has compute capability {capability[0]}.{capability[1]}, and Triton needs "
+            f"{_OLDEST[0]}.{_OLDEST[1]}"
+        )
+    trained = any(x.requires_grad for x in (request.q, request.k, request.v)) and torch.is_grad_enabled()
+    kernels = ["forward", *(("query_gradient", "key_gradient") if trained or request.trains_bias else ())]
+    kernels += ["bias_gradient"] if request.trains_bias and not isinstance(request.bias, AlibiBias) else []
+    needed, kernel = max((shared_memory(kernel, *_sizes(request)), kernel) for kernel in kernels)
+    if needed <= available:
+        return None
+    return (
+        f"its kernel {kernel} takes up to {needed / 1024:.0f} KiB of shared memory at head_dim "
+        f"{_sizes(request)[0]} in {str(request.q.dtype).removeprefix('torch.')}, and {name} has {available / 1024:.0f}"
+    )
 
 
 def cost(request: Request) -> tuple[float, int]:
