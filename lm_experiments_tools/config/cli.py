@@ -9,11 +9,11 @@ can say where the value came from. Anything a user can mend raises UserError wit
 import ast
 import contextlib
 import dataclasses
-import difflib
 import inspect
 import io
 import logging
 import os
+import platform
 import shutil
 import signal
 import sys
@@ -28,47 +28,14 @@ import tyro
 import yaml
 
 from lm_experiments_tools.config.flags import help_groups
+from lm_experiments_tools.config.launchers import launcher_rank, on_several_machines
+from lm_experiments_tools.config.suggestions import suggestion
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
 
 Args = TypeVar("Args")
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
-
-# What other programs of the field call these things.
-SYNONYMS = {
-    "learning_rate": "lr",
-    "max_steps": "iters",
-    "num_steps": "iters",
-    "train_steps": "iters",
-    "output_dir": "model_path",
-    "train_file": "data_path",
-    "validation_file": "valid_data_path",
-    "per_device_train_batch_size": "batch_size",
-    "micro_batch_size": "batch_size",
-    "max_grad_norm": "clip_grad_norm",
-    "grad_clip": "clip_grad_norm",
-    "warmup_steps": "num_warmup_steps",
-    "lr_scheduler_type": "lr_scheduler",
-    "eval_steps": "valid_interval",
-    "save_steps": "save_interval",
-    "logging_steps": "log_interval",
-    "save_total_limit": "keep_checkpoints",
-    "resume_from_checkpoint": "resume",
-    "optim": "optimizer",
-    "max_seq_length": "input_seq_len",
-    "max_source_length": "input_seq_len",
-    "max_target_length": "target_seq_len",
-    "torch_compile": "compile",
-    "tokenizer_path": "vocab",
-    "input_prefix": "prefix",
-    "source_prefix": "prefix",
-}
-# Flags of t5-experiments without a namesake, where they are not flags still.
-GONE = {
-    "task_name": "--data_path names the data and --task its kind",
-    "data_n_workers": "leave it out, batches need no processes of their own",
-}
 
 TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0")
@@ -174,7 +141,7 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
     try:
         code = main()
     except UserError as error:
-        _say(f"error: {error}")
+        _say(f"error: {_machine(error)}{error}")
         sys.exit(2)
     except RunError as error:
         _say(f"error: {_where(error)}: {error}")
@@ -190,12 +157,9 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
     sys.exit(code or 0)
 
 
-def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """This process's rank as its launcher (Horovod, torchrun, MPI, Slurm) put it in the environment; 0 without one."""
-    for name in ("HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
-        if environ.get(name, "").isdigit():
-            return int(environ[name])
-    return 0
+def _machine(error: UserError) -> str:
+    """The beginning of a sentence about a file that may be missing on this machine alone."""
+    return f"on {platform.node()}: " if on_several_machines() and not getattr(error, "agreed", False) else ""
 
 
 def _report_crash(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -413,26 +377,6 @@ def _resolve(written: str, names: Mapping[str, Any]) -> tuple[str | None, bool]:
     return None, False
 
 
-def suggestion(written: str, names: Mapping[str, Any], prefix: str = "") -> str:
-    """The end of a sentence about an unknown name, with the nearest one that exists."""
-    wanted = written.strip("-").replace("-", "_").lower()
-    if SYNONYMS.get(wanted) in names:
-        return f": here it is called {prefix}{SYNONYMS[wanted]}."
-    if wanted in GONE:
-        return f": {GONE[wanted]}."
-    abbreviated = [name for name in names if _abbreviates(wanted, name)]
-    known = {name: name for name in names} | {word: name for word, name in SYNONYMS.items() if name in names}
-    nearest = [known[word] for word in difflib.get_close_matches(wanted, known, n=1, cutoff=0.8)] or abbreviated
-    nearest = nearest or difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
-    return f": did you mean {prefix}{nearest[0]}?" if nearest else ": --help lists what exists."
-
-
-def _abbreviates(short: str, name: str) -> bool:
-    """True if each word of `short` begins a word of `name`, in order: grad_acc, gradient_accumulation_steps."""
-    words = iter(name.split("_"))
-    return all(part and any(word.startswith(part) for word in words) for part in short.split("_"))
-
-
 def _with_origins(sentence: str, settings: Mapping[str, Setting]) -> str:
     """Add where the flags a conflict names were written, unless all stand on the command line."""
     words = {word.strip(",.:;()").removeprefix("--") for word in sentence.split() if word.startswith("--")}
@@ -458,6 +402,8 @@ def _convert(name: str, setting: Setting, annotation: Any) -> Any:
         return setting.values == ("True",)
     words = ["--value", *setting.values] if _is_list(annotation) else [f"--value={setting.values[0]}"]
     try:
+        if "--" in words:  # argparse drops it: a list of it alone would be empty
+            raise SystemExit
         with contextlib.redirect_stderr(io.StringIO()):
             return tyro.cli(dataclasses.make_dataclass("Single", [("value", annotation)]), args=words).value
     except SystemExit:

@@ -9,6 +9,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
+from lm_experiments_tools.config.finetuning_notes import (
+    BEAM_SEARCH,
+    BESIDE_ADAPTER,
+    BEST,
+    EVALUATION,
+    EVALUATION_PROMPTS,
+    GENERATION,
+    LABEL_TASKS,
+    NO_BLOCKS,
+    OF_BLEU,
+    OF_EXAMPLES,
+    OF_INSTRUCTIONS,
+    OF_LENGTHS,
+    OF_PRETRAINING,
+    OF_SENTENCES,
+    OF_SOURCES,
+    PREDICTION,
+    RUN_DIRECTORY,
+    SENTENCE_TASKS,
+    TO_BE_WRITTEN,
+    WEIGHTS_READ,
+    WITH_TARGETS,
+)
 from lm_experiments_tools.config.flags import (
     COUNT,
     DROPOUT,
@@ -29,7 +52,7 @@ from lm_experiments_tools.metrics import is_own, lower_is_better, metrics_of, us
 
 DEFAULT_ORIGIN, COMMAND_LINE = "default", "command line"  # those of cli.py, without its imports
 TASKS_OF = {
-    "encoder": ("classification", "regression"),
+    "encoder": ("classification", "multi_label", "regression"),
     "encoder-decoder": ("text_to_text", "classification", "regression", "instructions"),
     "decoder": ("causal_lm", "text_to_text", "instructions"),
 }
@@ -48,77 +71,7 @@ ADAMW = ("AdamW", "Adam", "FusedAdam")  # also as torch.optim:AdamW
 OTHER_RATES = {("Adafactor", "encoder-decoder"): 1e-3, ("AdamWScale", "encoder-decoder"): 1e-2}
 # Saved beside the weights, and the defaults of what is done with them (see models/inherited.py).
 PROMPT = ("add_task_name", "add_task_definition", "num_pos_examples", "num_neg_examples", "add_explanation")
-SAVED = ("model_type", "task", "prefix", "suffix", "input_seq_len", "target_seq_len", *PROMPT)
-
-# Flags that have no effect beside others, and why.
-_OF_SENTENCES = only("task", "classification", "regression")
-_OF_SOURCES = only("task", "text_to_text", "classification", "regression")
-_OF_INSTRUCTIONS = only("task", "instructions")
-_TO_BE_WRITTEN = Unread(
-    lambda args: args.model_type == "encoder",
-    "is about a text to be written, and an encoder writes none: leave it out",
-)
-_WITH_TARGETS = Unread(
-    lambda args: args.task not in ("text_to_text", "instructions"),
-    "puts texts together with their targets, which --task {task} has none of",
-)
-_BESIDE_ADAPTER = needs(
-    "peft",
-    "{quantize} holds weights that cannot be trained: add --peft lora (or another kind), which trains a few beside "
-    "them",
-)
-_NO_BLOCKS = Unread(
-    lambda args: args.task == "causal_lm",
-    "is not read by --task {task}, whose blocks have --input_seq_len tokens: leave it out",
-)
-_OF_LENGTHS = Unread(
-    lambda args: args.packing or args.task == "causal_lm",
-    "puts rows of similar length together, and with --packing and with --task causal_lm all are: leave it out",
-)
-_OF_EXAMPLES = Unread(
-    lambda args: args.num_pos_examples == args.num_neg_examples == 0,
-    "is about examples in the prompt, and --num_pos_examples and --num_neg_examples are 0: leave it out",
-)
-_BEAM_SEARCH = Unread(lambda args: args.num_beams == 1, "compares texts of a beam search: give --num_beams too")
-_OF_BLEU = Unread(
-    lambda args: "bleu" not in args.metric_names(), "is of --metrics bleu: add it, or leave --{flag} out"
-)
-_GENERATION = Unread(
-    lambda args: not args.needs_generation(), "is about generated text, and no metric looks at any: leave it out"
-)
-_PREDICTION = Unread(
-    lambda args: args.task == "causal_lm" or not args.metric_names(),
-    "shows predictions, and --task causal_lm and --metrics none make none: drop one",
-)
-_OF_PRETRAINING = Unread(
-    lambda args: True, "is of pre-training: predictions/ in --model_path holds what this run predicts"
-)
-# What only a run does not read: `FineTuner` may evaluate, or load weights, later.
-_EVALUATION = Unread(
-    lambda args: args.measures_nothing(),
-    "is about evaluation: add --valid_data_path or --test_data_path, or leave --{flag} out",
-    in_run=True,
-)
-_EVALUATION_PROMPTS = Unread(
-    lambda args: args.tk_instruct and args.measures_nothing(),
-    "is of evaluation's prompts where --tk_instruct draws those of training: add data for it, or drop one",
-    in_run=True,
-)
-_BEST = Unread(
-    lambda args: args.lacks_validation(),
-    "is about validation: give --valid_data_path, or leave --{flag} out",
-    in_run=True,
-)
-_WEIGHTS_READ = Unread(
-    lambda args: not args.names_weights() and not args.may_resume(),
-    "is about weights to start from, and none are named: leave it out",
-    in_run=True,
-)
-_RUN_DIRECTORY = Unread(
-    lambda args: args.model_path is None and args.resume_path() is None,
-    "is about the checkpoints in --model_path, which is not given: add it, or leave --{flag} out",
-    in_run=True,
-)
+SAVED = ("model_type", "task", "prefix", "suffix", "input_seq_len", "target_seq_len", "thresholds", *PROMPT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,13 +80,15 @@ class TaskArgs:
 
     model_type: Literal["encoder", "encoder-decoder", "decoder"] = "encoder-decoder"
     """Kind of model: BERT is an encoder, T5 an encoder-decoder, GPT a decoder. Not given: as the weights are."""
-    task: Literal["text_to_text", "classification", "regression", "instructions", "causal_lm"] = "text_to_text"
-    """text_to_text, classification and regression of sentences or pairs, instructions (Super-Natural-Instructions),
-    causal_lm (any text, in blocks). Not given: what --from_pretrained was fine-tuned for, with its prefix, lengths and
-    prompt, where it says so."""
+    task: Literal["text_to_text", "classification", "multi_label", "regression", "instructions", "causal_lm"] = (
+        "text_to_text"
+    )
+    """text_to_text, classification and regression of sentences or pairs, multi_label (any number of labels for each),
+    instructions (Super-Natural-Instructions), causal_lm (any text, in blocks). Not given: what --from_pretrained was
+    fine-tuned for, with its prefix, lengths and prompt, where it says so."""
     data_path: tuple[str, ...] = ()
-    """Training data: .jsonl, .json, .csv or .tsv files, a GLUE folder, a Super-Natural-Instructions folder; text for
-    causal_lm."""
+    """Training data: .jsonl, .json, .csv, .tsv or .parquet files, a GLUE folder, a Super-Natural-Instructions folder;
+    text for causal_lm."""
     valid_data_path: Annotated[str | None, HARMLESS] = None
     """Validation data, in any form --data_path takes."""
     test_data_path: Annotated[str | None, HARMLESS] = None
@@ -143,16 +98,22 @@ class TaskArgs:
     """Field of the source text. None: s, source, input, text or article, whichever there is."""
     target_id: Annotated[str | None, only("task", "text_to_text")] = None
     """Field of the target text, or of a list of references. None: t, target, targets, output or summary."""
-    prefix: Annotated[str, _OF_SOURCES] = ""
+    id_field: Annotated[str | None, HARMLESS, OF_SOURCES] = None
+    """Field of the id that predictions carry. None: id or, for text_to_text, pid, where there is one, else the number
+    of the row. For evaluation of text_to_text, rows of one id are one example with several references."""
+    prefix: Annotated[str, OF_SOURCES] = ""
     """Text put before every source, for example "summarize: "."""
-    suffix: Annotated[str, _OF_SOURCES, _TO_BE_WRITTEN] = ""
+    suffix: Annotated[str, OF_SOURCES, TO_BE_WRITTEN] = ""
     """Text put after every source and never cut off, for example " Summary:" for a decoder."""
-    text_fields: Annotated[tuple[str, ...], _OF_SENTENCES] = ()
-    """classification, regression: fields of the sentence or of the two sentences. Empty: by GLUE's names."""
-    label_field: Annotated[str | None, _OF_SENTENCES] = None
-    """classification, regression: field of the label. None: label, gold_label, score, is_duplicate or Quality."""
-    label_names: Annotated[tuple[str, ...], only("task", "classification")] = ()
-    """classification: all labels, in the order of their numbers. Empty: those of the training data, sorted."""
+    text_fields: Annotated[tuple[str, ...], OF_SENTENCES] = ()
+    """classification, multi_label, regression: fields of the sentence or of the two sentences, in the order in which
+    they are read. Empty: by GLUE's names."""
+    label_field: Annotated[str | None, OF_SENTENCES] = None
+    """classification, multi_label, regression: field of the label or the labels. None: label, gold_label, score,
+    is_duplicate or Quality; for multi_label first of all labels."""
+    label_names: Annotated[tuple[str, ...], only("task", *LABEL_TASKS)] = ()
+    """classification, multi_label: all labels, in the order of their numbers. Empty: those of the training data,
+    sorted."""
     label_words: Annotated[tuple[str, ...], only("task", "classification"), only("model_type", "encoder-decoder")] = ()
     """classification by an encoder-decoder: the word it generates for each label. Empty: the labels themselves."""
     max_bad_lines: Annotated[int, HARMLESS, NOT_NEGATIVE] = 0
@@ -187,11 +148,11 @@ class LengthArgs:
     input_seq_len: Annotated[int, at_least(2)] = 512
     """Most tokens of a source (of source and target together for a decoder; of a block of causal_lm). What is cut off
     is counted and reported."""
-    target_seq_len: Annotated[int, at_least(2), _NO_BLOCKS, _TO_BE_WRITTEN] = 128
+    target_seq_len: Annotated[int, at_least(2), NO_BLOCKS, TO_BE_WRITTEN] = 128
     """Most tokens of a target, end of sequence included."""
-    bucket_rows: Annotated[int | None, COUNT, _OF_LENGTHS] = None
+    bucket_rows: Annotated[int | None, COUNT, OF_LENGTHS] = None
     """Rows of similar length to put together. None: all rows of a step, over all workers; 1: none."""
-    packing: Annotated[bool, _WITH_TARGETS] = False
+    packing: Annotated[bool, WITH_TARGETS] = False
     """Several examples in one row, which do not see each other. Not for every model: see docs/finetuning.md."""
 
 
@@ -199,23 +160,23 @@ class LengthArgs:
 class InstructionArgs:
     """Super-Natural-Instructions: the prompt, and how much of each task."""
 
-    sni_split: Annotated[str, _OF_INSTRUCTIONS] = "default"
+    sni_split: Annotated[str, OF_INSTRUCTIONS] = "default"
     """Folder below splits/ with train_tasks.txt and test_tasks.txt."""
-    add_task_name: Annotated[bool, _OF_INSTRUCTIONS, _EVALUATION_PROMPTS] = False
+    add_task_name: Annotated[bool, OF_INSTRUCTIONS, EVALUATION_PROMPTS] = False
     """Begin the prompt with the name of the task."""
-    add_task_definition: Annotated[bool, _OF_INSTRUCTIONS, _EVALUATION_PROMPTS] = True
+    add_task_definition: Annotated[bool, OF_INSTRUCTIONS, EVALUATION_PROMPTS] = True
     """Put the definition of the task into the prompt."""
-    num_pos_examples: Annotated[int, NOT_NEGATIVE, _OF_INSTRUCTIONS, _EVALUATION_PROMPTS] = 2
+    num_pos_examples: Annotated[int, NOT_NEGATIVE, OF_INSTRUCTIONS, EVALUATION_PROMPTS] = 2
     """Positive examples in the prompt."""
-    num_neg_examples: Annotated[int, NOT_NEGATIVE, _OF_INSTRUCTIONS, _EVALUATION_PROMPTS] = 0
+    num_neg_examples: Annotated[int, NOT_NEGATIVE, OF_INSTRUCTIONS, EVALUATION_PROMPTS] = 0
     """Negative examples in the prompt."""
-    add_explanation: Annotated[bool, _OF_INSTRUCTIONS, _OF_EXAMPLES, _EVALUATION_PROMPTS] = False
+    add_explanation: Annotated[bool, OF_INSTRUCTIONS, OF_EXAMPLES, EVALUATION_PROMPTS] = False
     """Add their explanations to the examples."""
-    tk_instruct: Annotated[bool, _OF_INSTRUCTIONS] = False
+    tk_instruct: Annotated[bool, OF_INSTRUCTIONS] = False
     """Choose for each training example at random what stands in the prompt, as Tk-Instruct did."""
-    max_instances_per_task: Annotated[int | None, COUNT, _OF_INSTRUCTIONS] = None
+    max_instances_per_task: Annotated[int | None, COUNT, OF_INSTRUCTIONS] = None
     """Training instances of each task, the first ones. None: all."""
-    max_instances_per_eval_task: Annotated[int | None, HARMLESS, COUNT, _OF_INSTRUCTIONS, _EVALUATION] = 100
+    max_instances_per_eval_task: Annotated[int | None, HARMLESS, COUNT, OF_INSTRUCTIONS, EVALUATION] = 100
     """Validation and test instances of each task, the first ones. None: all."""
 
 
@@ -257,7 +218,7 @@ class MemoryArgs:
     """prompt_tuning: text whose embeddings the prompt starts from. None: those of random words."""
     num_prompts: Annotated[int, COUNT, only("peft", "prompt_tuning")] = 1
     """prompt_tuning: prompts trained side by side on one frozen model, which vote on the prediction."""
-    quantize: Annotated[Literal["int8", "nf4", "fp4"] | None, _BESIDE_ADAPTER] = None
+    quantize: Annotated[Literal["int8", "nf4", "fp4"] | None, BESIDE_ADAPTER] = None
     """Hold the frozen base model in 8 or 4 bits (bitsandbytes); needs --peft."""
     device_map: str | None = None
     """Place layers on several devices: auto, balanced, sequential, or a JSON file {module: device}."""
@@ -269,6 +230,8 @@ class MemoryArgs:
             raise UserError(f"--peft new_tokens begins sources with them, which --task {self.task} has none of.")
         if self.packing and self.peft in ("prompt_tuning", "prefix_tuning"):
             raise UserError(f"--packing puts several examples behind the prompt of --peft {self.peft}: choose one.")
+        if self.task == "multi_label" and self.num_prompts > 1:
+            raise UserError("--num_prompts: the prompts vote for one label, and --task multi_label may have several.")
         check_conflict(self, "peft", "freeze", "--peft freezes the whole base model already")
 
 
@@ -276,20 +239,22 @@ class MemoryArgs:
 class EvaluationArgs:
     """Metrics, and how text is generated for them."""
 
-    metrics: Annotated[tuple[str, ...], HARMLESS, _EVALUATION] = ()
+    thresholds: Annotated[tuple[float, ...], HARMLESS, only("task", "multi_label")] = (0.5,)
+    """multi_label: a label is predicted from this probability on; one for all, or one for each, in their order."""
+    metrics: Annotated[tuple[str, ...], HARMLESS, EVALUATION] = ()
     """Metrics besides the loss, by the names in docs/finetuning.md (an unknown name is answered with those of the
     task), or functions of your own as module:function (docs/new_metric.md). Empty: the usual ones of the task; none:
     the loss alone."""
     bleu_tokenize: Annotated[
-        Literal["13a", "intl", "zh", "char", "none", "ja-mecab", "ko-mecab"], HARMLESS, _OF_BLEU
+        Literal["13a", "intl", "zh", "char", "none", "ja-mecab", "ko-mecab"], HARMLESS, OF_BLEU
     ] = "13a"
     """bleu: sacreBLEU's tokenizer. zh for Chinese, char for any text without spaces; ja-mecab and ko-mecab need
     sacrebleu[ja] and sacrebleu[ko]."""
-    show_valid_examples: Annotated[int, HARMLESS, NOT_NEGATIVE, _PREDICTION, _EVALUATION] = 0
+    show_valid_examples: Annotated[int, HARMLESS, NOT_NEGATIVE, PREDICTION, EVALUATION] = 0
     """Examples, with their predictions, to print at every validation."""
-    num_beams: Annotated[int, HARMLESS, COUNT, _GENERATION, _EVALUATION] = 1
+    num_beams: Annotated[int, HARMLESS, COUNT, GENERATION, EVALUATION] = 1
     """Beams of a beam search; 1 decodes greedily."""
-    do_sample: Annotated[bool, HARMLESS, _GENERATION, _EVALUATION] = False
+    do_sample: Annotated[bool, HARMLESS, GENERATION, EVALUATION] = False
     """Draw tokens at random instead of taking the most likely."""
     temperature: Annotated[float, HARMLESS, POSITIVE, needs("do_sample")] = 1.0
     """--do_sample: divides the logits."""
@@ -302,15 +267,15 @@ class EvaluationArgs:
         needs("do_sample"),
     ] = 1.0
     """--do_sample: among the most likely tokens that have this probability together."""
-    length_penalty: Annotated[float | None, HARMLESS, _BEAM_SEARCH, _GENERATION, _EVALUATION] = None
+    length_penalty: Annotated[float | None, HARMLESS, BEAM_SEARCH, GENERATION, EVALUATION] = None
     """Beam search: above 0 favours longer texts. None: as the model's generation_config.json says, or 1."""
-    no_repeat_ngram_size: Annotated[int | None, HARMLESS, NOT_NEGATIVE, _GENERATION, _EVALUATION] = None
+    no_repeat_ngram_size: Annotated[int | None, HARMLESS, NOT_NEGATIVE, GENERATION, EVALUATION] = None
     """No n-gram of this size occurs twice; 0: no such rule. None: as the model says, or 0."""
-    repetition_penalty: Annotated[float | None, HARMLESS, POSITIVE, _GENERATION, _EVALUATION] = None
+    repetition_penalty: Annotated[float | None, HARMLESS, POSITIVE, GENERATION, EVALUATION] = None
     """Divides the logits of tokens that have occurred; 1 does nothing. None: as the model says, or 1."""
-    min_new_tokens: Annotated[int | None, HARMLESS, NOT_NEGATIVE, _GENERATION, _EVALUATION] = None
+    min_new_tokens: Annotated[int | None, HARMLESS, NOT_NEGATIVE, GENERATION, EVALUATION] = None
     """Least tokens to generate. None: as the model says, or 0."""
-    max_new_tokens: Annotated[int | None, HARMLESS, COUNT, _GENERATION, _EVALUATION] = None
+    max_new_tokens: Annotated[int | None, HARMLESS, COUNT, GENERATION, EVALUATION] = None
     """Most tokens to generate. None: --target_seq_len."""
 
     def check(self) -> None:
@@ -318,6 +283,9 @@ class EvaluationArgs:
         if self.min_new_tokens is not None and self.min_new_tokens > most:
             longest = "--max_new_tokens" if self.max_new_tokens else "--target_seq_len"
             raise UserError(f"--min_new_tokens {self.min_new_tokens} is more than {longest} {most}: raise that.")
+        wrong = [value for value in self.thresholds if not 0 < value < 1]
+        if wrong or not self.thresholds:
+            raise UserError(f"--thresholds {' '.join(map(str, wrong))}: each is a probability between 0 and 1.")
         self._check_metrics()
 
     def _check_metrics(self) -> None:
@@ -359,7 +327,7 @@ class EvaluationArgs:
     def metric_values(self) -> tuple[str, ...]:
         """Names of the values that validation gives, without those of a user's own metrics."""
         values = [value for name in self.metric_names() if not is_own(name) for value in values_of(name)]
-        if self.needs_generation() and self.task in ("classification", "regression"):
+        if self.needs_generation() and self.task in SENTENCE_TASKS:
             values.append("unknown_answers")
         return tuple(dict.fromkeys(["loss", *values]))
 
@@ -399,17 +367,17 @@ class FinetuningArgs(
 
     model_cls: str | None = None
     """Model class, as module:Class. None: transformers' class for --model_type and --task."""
-    optimize_mode: Annotated[Literal["min", "max"] | None, _BEST] = None
+    optimize_mode: Annotated[Literal["min", "max"] | None, BEST] = None
     """A lower (min) or a higher (max) --optimize_metric is better. None: as the metric is."""
     pad_to_multiple_of: int | None = 8
-    use_generate_on_valid: Annotated[bool, _GENERATION, _EVALUATION] = False
-    report: Annotated[bool, _OF_PRETRAINING] = False
-    eval_batch_size: Annotated[int | None, _EVALUATION] = None
-    optimize_metric: Annotated[str, _BEST] = "loss"
-    allow_partial_checkpoint: Annotated[bool, _WEIGHTS_READ] = False
-    allow_pickle: Annotated[bool, _WEIGHTS_READ] = False
-    keep_checkpoints: Annotated[int | None, _RUN_DIRECTORY] = 3
-    resume: Annotated[str, _RUN_DIRECTORY] = "auto"
+    use_generate_on_valid: Annotated[bool, GENERATION, EVALUATION] = False
+    report: Annotated[bool, OF_PRETRAINING] = False
+    eval_batch_size: Annotated[int | None, EVALUATION] = None
+    optimize_metric: Annotated[str, BEST] = "loss"
+    allow_partial_checkpoint: Annotated[bool, WEIGHTS_READ] = False
+    allow_pickle: Annotated[bool, WEIGHTS_READ] = False
+    keep_checkpoints: Annotated[int | None, RUN_DIRECTORY] = 3
+    resume: Annotated[str, RUN_DIRECTORY] = "auto"
 
     def lacks_validation(self) -> bool:
         return self.valid_data_path is None

@@ -22,6 +22,7 @@ from lm_experiments_tools.config.flags import (
     POSITIVE,
     Range,
     Unread,
+    at_least,
     check_conflict,
     check_groups,
     given_flags,
@@ -89,7 +90,7 @@ class OptimizerArgs:
     """The optimizer."""
 
     optimizer: str = "AdamW"
-    """Adafactor, AdamWScale, the name of one in torch.optim, transformers or apex, or module:Class."""
+    """Adafactor, AdamWScale, Muon, the name of one in torch.optim, transformers or apex, or module:Class."""
     lr: Annotated[float | None, Range(POSITIVE.holds, f"{POSITIVE.reason}, for example 1e-3")] = None
     """Learning rate; the peak where there is a schedule. None only for --relative_step."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
@@ -122,6 +123,8 @@ class RunArgs:
     """Seed of weights, dropout and data order."""
     backend: Annotated[Literal["auto", "horovod", "accelerate", "local"], HARMLESS] = "auto"
     """What joins the processes; auto reads the launcher's environment."""
+    stall_timeout: Annotated[int | None, HARMLESS, at_least(2)] = None
+    """Seconds that workers wait for one that is late or lost, before the job ends. None: 1800 (Horovod, lost: 30)."""
     resume: Annotated[str, HARMLESS] = "auto"
     """auto: from the newest valid checkpoint in --model_path, if any; never: afresh; PATH: from that checkpoint."""
     validate_only: Annotated[bool, HARMLESS, EVALUATION] = False

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.metrics import METRICS, is_own, values_of
-from lm_experiments_tools.metrics.metric import Metric
+from lm_experiments_tools.metrics.metric import GivenFunction, Metric
 from lm_experiments_tools.names import resolve_name
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _check_package(name: str, metric: Metric) -> None:
 
 def _own(name: str) -> Metric:
     """A user's function as a metric."""
-    function = resolve_name(name, said=f"--metrics {name}")
+    function = name.function if isinstance(name, GivenFunction) else resolve_name(name, said=f"--metrics {name}")
     try:
         signature = inspect.signature(function)
     except ValueError:  # of some builtins; calling them will show

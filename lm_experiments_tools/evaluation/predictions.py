@@ -1,8 +1,8 @@
 """Predictions of one evaluation: streamed to disk, each example counted once, metrics over all workers' lines.
 
-A worker keeps of a batch what fits in a line of JSON (a text, a label's number or a number), in a file without a name
-that vanishes with the process. At the end rank 0 is told all lines in pieces (workers need no folder in common), keeps
-them in another such file, reads them in the order of the examples and writes, beside the references, to
+A worker keeps of a batch what fits in a line of JSON (a text, a number, a label's or those of labels), in a file
+without a name that vanishes with the process. At the end rank 0 is told all lines in pieces (workers need no folder in
+common), keeps them in another such file, reads them in the order of the examples and writes, beside the references, to
 `folder`/{split}.jsonl::
 
     {"id": "SJ1Xmf-Rb", "source": "Incremental class ...", "prediction": "We present ...", "references": ["..."]}
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from lm_experiments_tools.backends.collective import on_main
+from lm_experiments_tools.config.finetuning_notes import SENTENCE_TASKS
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.answers import INVALID_NUMBER, LabelWords, number_in
 from lm_experiments_tools.evaluation.measuring import chosen_metrics, measured
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 20  # of lines that a worker sends at once
 SHOWN_CHARACTERS = 300  # of a text in the log
-Value = str | int | float
+Value = str | int | float | list[int]  # a text, a label's number, a number, the numbers of all labels that apply
 
 
 class TextDecoder:
@@ -125,6 +126,7 @@ class Predictions:
         self.generates, self.task = args.needs_generation(), args.task
         self.metrics = chosen_metrics(args)
         self.measurable = self._measurable()
+        self.thresholds = thresholds_of(args, self.label_names)
         words = tuple(args.label_words) or self.label_names
         self.label_of = LabelWords(words) if self.task == "classification" and self.generates else None
         if folder is not None:
@@ -157,6 +159,8 @@ class Predictions:
             token_ids = outputs["generation_outputs"].cpu()
             return self.decode(token_ids), self.decode.lengths(token_ids)
         logits = outputs["logits"].detach()
+        if self.task == "multi_label":
+            return labels_above(logits, self.thresholds), [0] * len(logits)
         values = logits.argmax(-1) if self.task == "classification" else logits.to(torch.float64).squeeze(-1)
         return values.tolist(), [0] * len(values)
 
@@ -192,7 +196,7 @@ class Predictions:
             numbers = [number_in(answer) for answer in answers]
             values["unknown_answers"] = numbers.count(None) / len(numbers)
             predictions = [INVALID_NUMBER if number is None else number for number in numbers]
-        elif self.task in ("classification", "regression"):
+        elif self.task in SENTENCE_TASKS:
             predictions = list(answers)
         self._write(answers, predictions)
         self._show(answers, predictions)
@@ -205,7 +209,7 @@ class Predictions:
             "num_tokens": num_tokens,
             "bleu_tokenize": self.args.bleu_tokenize,
         }
-        writes_text = self.task not in ("classification", "regression")
+        writes_text = self.task not in SENTENCE_TASKS
         references = [example.targets if writes_text else example.label for example in self.examples]
         values: dict[str, float] = {}
         for name, metric in self.metrics.items():
@@ -219,14 +223,16 @@ class Predictions:
         return values
 
     def _references(self, example: Example) -> list[Value]:
-        if self.task not in ("classification", "regression"):
+        if self.task not in SENTENCE_TASKS:
             return list(example.targets)
         if example.label is None:
             return []
         return [self._readable(example.label)]
 
-    def _readable(self, prediction: Value) -> Value | None:
-        """A label's name (None: unknown), a number or a text."""
+    def _readable(self, prediction: Value) -> Value | list[str] | None:
+        """A label's name (None: unknown), the names of several, a number or a text."""
+        if self.task == "multi_label":
+            return [self.label_names[number] for number in prediction]
         if self.task != "classification":
             return prediction
         return None if prediction == UNKNOWN else self.label_names[prediction]
@@ -238,7 +244,7 @@ class Predictions:
             if example.pair is not None:
                 record["pair"] = example.pair
             record |= {"prediction": self._readable(prediction), "references": self._references(example)}
-            if self.generates and self.task in ("classification", "regression"):
+            if self.generates and self.task in SENTENCE_TASKS:
                 record["text"] = answer
             if example.group:
                 record["group"] = example.group
@@ -267,6 +273,22 @@ class Predictions:
                 values = value if name == "references" else [value]
                 lines += [f"  {name.removesuffix('s'):<11}{_shortened(v)}" for v in values]
             logger.info("\n".join(lines))
+
+
+def thresholds_of(args: FinetuningArgs, label_names: Sequence[str]) -> tuple[float, ...]:
+    """`--thresholds`, one for each label. Raises UserError where there are others."""
+    if args.task == "multi_label" and len(args.thresholds) not in (1, len(label_names)):
+        raise UserError(
+            f"--thresholds has {len(args.thresholds)} values, and there are {len(label_names)} labels "
+            f"({', '.join(label_names)}): give one for all, or one for each, in this order."
+        )
+    return args.thresholds * (len(label_names) if len(args.thresholds) == 1 else 1)
+
+
+def labels_above(logits: Tensor, thresholds: Sequence[float]) -> list[list[int]]:
+    """Numbers of the labels whose probability reaches the threshold, of logits [rows, labels]."""
+    reached = logits.float().sigmoid() >= torch.tensor(thresholds, device=logits.device)
+    return [row.nonzero().flatten().tolist() for row in reached]
 
 
 def _shortened(value: Any) -> str:

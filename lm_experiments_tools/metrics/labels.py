@@ -1,4 +1,6 @@
-"""Metrics of predicted labels, from the table of how often each label was taken for each other one.
+"""Metrics of predicted labels, one or any number of them for each example.
+
+Those of one are from the table of how often each label was taken for each other one.
 
 Of two labels f1, precision and recall are those of the last one (GLUE's positive class), of more the mean over labels
 that occur (macro).
@@ -10,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lm_experiments_tools.metrics.metric import LABELS, Metric
+from lm_experiments_tools.metrics.metric import LABELS, SEVERAL_LABELS, Metric
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,10 +64,37 @@ def _mcc(counts: np.ndarray) -> float:
     return covariance / math.sqrt(spread) if spread else 0.0
 
 
+def several_label_metrics(
+    predictions: Sequence[Sequence[int]], references: Sequence[Sequence[int]], *, num_labels: int
+) -> dict[str, float]:
+    """f1_micro, f1_macro and subset_accuracy, 0 to 1, as scikit-learn's f1_score (zero_division=0) and accuracy_score.
+
+    Args:
+        predictions, references: of each example the numbers of the labels that apply, in ascending order.
+    """
+    import numpy as np
+
+    counts = np.zeros((3, num_labels))  # of each label: rightly given, given, right
+    for given, right in zip(predictions, references, strict=True):
+        for row, labels in zip(counts, (set(given) & set(right), given, right), strict=True):
+            row[list(labels)] += 1
+    hits, both = counts[0], counts[1] + counts[2]
+    equal = sum(tuple(given) == tuple(right) for given, right in zip(predictions, references, strict=True))
+    return {
+        "f1_micro": float(2 * hits.sum() / both.sum()) if both.any() else 0.0,
+        "f1_macro": float(np.divide(2 * hits, both, out=np.zeros(num_labels), where=both > 0).mean()),
+        "subset_accuracy": equal / len(predictions),
+    }
+
+
+_OF_SEVERAL = Metric(function=several_label_metrics, tasks=SEVERAL_LABELS, scale="0-1", usual_for=SEVERAL_LABELS)
 METRICS = {
     "accuracy": Metric(function=label_metrics, tasks=LABELS, scale="0-1", usual_for=LABELS),
     "f1": Metric(function=label_metrics, tasks=LABELS, scale="0-1", usual_for=LABELS),
     "precision": Metric(function=label_metrics, tasks=LABELS, scale="0-1"),
     "recall": Metric(function=label_metrics, tasks=LABELS, scale="0-1"),
     "mcc": Metric(function=label_metrics, tasks=LABELS, scale="-1 to 1"),
+    "f1_micro": _OF_SEVERAL,
+    "f1_macro": _OF_SEVERAL,
+    "subset_accuracy": _OF_SEVERAL,
 }

@@ -7,6 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 TEXT, LABELS, NUMBERS = ("text_to_text", "instructions"), ("classification",), ("regression",)  # kinds of task
+SEVERAL_LABELS = ("multi_label",)
+
+
+class GivenFunction(str):
+    """A user's function as the name module:function, where a program gives the function itself."""
+
+    function: Callable[..., Any]
+
+    def __new__(cls, function: Callable[..., Any]) -> GivenFunction:
+        """The name that the function was defined by, which need not lead back to it (a lambda)."""
+        where = getattr(function, "__module__", None) or "__main__"
+        made = super().__new__(cls, f"{where}:{getattr(function, '__qualname__', type(function).__name__)}")
+        made.function = function
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GivenFunction:
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from torch import nn
 from lm_experiments_tools.checkpoint.adapter_files import check_base
 from lm_experiments_tools.checkpoint.source import ModelFiles, Source, find_base, holds_adapter, real_names
 from lm_experiments_tools.checkpoint.weights import load_weights, without_progress_bars
+from lm_experiments_tools.config.finetuning_notes import LABEL_TASKS
 from lm_experiments_tools.data.examples.text_encoder import end_id
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.models.adapters import add_adapter, check_peft, load_adapted, new_token_prefix
@@ -166,7 +167,7 @@ def _base_model(
     """The model without adapter, and the names of its weights that are new."""
     source, config = files.base, _config(args, files)
     model_cls = _model_class(args, config)
-    saved_labels = real_names(config.id2label) if args.task == "classification" else ()
+    saved_labels = real_names(config.id2label) if args.task in LABEL_TASKS else ()
     _set_up_config(config, args, label_names)
     new_weights: list[str] = []
     if source is None and args.init_checkpoint:
@@ -311,11 +312,11 @@ def _set_up_config(config: PreTrainedConfig, args: FinetuningArgs, label_names: 
         return
     if len(label_names) < 2:
         raise UserError(
-            f"classification needs at least 2 labels, the data has {len(label_names)}: check --label_field."
+            f"--task {args.task} needs at least 2 labels, the data has {len(label_names)}: check --label_field."
         )
     config.id2label = dict(enumerate(label_names))
     config.label2id = {name: number for number, name in enumerate(label_names)}
-    config.problem_type = "single_label_classification"
+    config.problem_type = f"{'multi' if args.task == 'multi_label' else 'single'}_label_classification"
 
 
 # ---- weights --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ Its settings are the flags of run_finetuning.py, under the same names, and what 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from math import ceil
@@ -28,7 +28,6 @@ from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.backends.collective import on_main
 from lm_experiments_tools.checkpoint import writer as checkpoint
 from lm_experiments_tools.checkpoint.source import ModelFiles, Source
-from lm_experiments_tools.config.cli import suggestion
 from lm_experiments_tools.config.finetuning import (
     FinetuningArgs,
     InstructionArgs,
@@ -37,12 +36,16 @@ from lm_experiments_tools.config.finetuning import (
     PretrainedArgs,
     TaskArgs,
 )
+from lm_experiments_tools.config.finetuning_notes import LABEL_TASKS, SENTENCE_TASKS
+from lm_experiments_tools.config.suggestions import suggestion
 from lm_experiments_tools.config.training import ModelArgs, PrecisionArgs
 from lm_experiments_tools.data.examples.dataset import encode_examples
 from lm_experiments_tools.data.examples.examples import Example, LabelFields, t5_text
+from lm_experiments_tools.data.examples.python_rows import as_source, as_sources
 from lm_experiments_tools.data.examples.rows import BadRows, converted, read_rows, resolve
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.evaluation.predictions import TextDecoder
+from lm_experiments_tools.evaluation.predictions import TextDecoder, labels_above, thresholds_of
+from lm_experiments_tools.metrics.metric import GivenFunction
 from lm_experiments_tools.models.freezing import ModelSummary, freeze, summary
 from lm_experiments_tools.models.inherited import inherited_settings
 from lm_experiments_tools.models.pretrained import pretrained_model
@@ -120,7 +123,7 @@ class FineTuner:
         self.files = ModelFiles(self.args, found)
         self.tokenizer = load_tokenizer(self.args, self.files)
         self.label_names: tuple[str, ...] = ()
-        if self.args.task == "classification":
+        if self.args.task in LABEL_TASKS:
             self.label_names = self.args.label_names or self._known_labels()
         self.model: nn.Module = pretrained_model(self.args, self.tokenizer, self.label_names, self.files)
         self._run_folders: set[Path] = set()  # that this object has trained in
@@ -266,8 +269,8 @@ class FineTuner:
                 break
         return list(found)[:num_texts]
 
-    def predict(self, texts: str | Sequence[Text], batch_size: int = 8, **options: Any) -> list[str]:
-        """The text that the model writes for each text; for an encoder, the label (or number) that it gives.
+    def predict(self, texts: str | Sequence[Text], batch_size: int = 8, **options: Any) -> list[str] | list[list[str]]:
+        """The text that the model writes for each text; for an encoder, the label, the labels or the number it gives.
 
         The model reads what it would read of such a row of data: with the prefix, and for classification by an
         encoder-decoder with the names of the sentences. There the answer is what it wrote, be it a label or not.
@@ -313,7 +316,7 @@ class FineTuner:
 
     def _saved_task(self) -> dict[str, Any]:
         """For `write_task`: by the data of this object; without any, as the weights have it that it began from."""
-        of_sentences = self.args.task in ("classification", "regression")
+        of_sentences = self.args.task in SENTENCE_TASKS
         if "data" in self.__dict__ or (self.args.data_path and of_sentences):
             return saved_task(self.args, self.data)
         return {**self.files.task, **self.args.task_settings()}
@@ -325,7 +328,7 @@ class FineTuner:
         for number, row in enumerate(rows):
             if not all(text.strip() for text in row):
                 raise UserError(f"text {number} of those to predict for is empty.")
-        classifies = args.task in ("classification", "regression")
+        classifies = args.task in SENTENCE_TASKS
         names: Sequence[str] = ("text",)
         if classifies and (args.model_type == "encoder-decoder" or self._knows_sentences()):
             names = self._sentence_names
@@ -350,9 +353,10 @@ class FineTuner:
         if not args.data_path and "sentence_names" in self.files.task:
             return tuple(self.files.task["sentence_names"])
         bad = BadRows(args.max_bad_lines, quiet=True)
+        named = LabelFields(as_text=args.model_type == "encoder-decoder")
         for path in args.data_path:
             rows = read_rows(resolve(path, "train"), bad)
-            for names in converted(rows, lambda row: LabelFields().texts_of(row.fields), bad):
+            for names in converted(rows, lambda row: named.texts_of(row.fields), bad):
                 return names
         raise UserError(
             "an encoder-decoder reads sentences after the names of their fields: give text_fields, or the data_path "
@@ -370,7 +374,10 @@ class FineTuner:
         part, options = MicroBatch(inputs, batch, {}), {**self.args.generation_options(), **options}
         return TextDecoder(self.tokenizer)(generate(self.model, part, options, synced=synced))
 
-    def _labels(self, logits: Tensor) -> list[str]:
+    def _labels(self, logits: Tensor) -> list[str] | list[list[str]]:
+        if self.args.task == "multi_label":
+            chosen = labels_above(logits, thresholds_of(self.args, self.label_names))
+            return [[self.label_names[number] for number in numbers] for numbers in chosen]
         if self.args.task == "regression":
             return [f"{value:g}" for value in logits.flatten().tolist()]
         return [self.label_names[number] for number in logits.argmax(-1).tolist()]
@@ -389,7 +396,7 @@ class FineTuner:
         if _OF_DATA.isdisjoint(changed):
             return
         self._forget_data()
-        if args.task != "classification":
+        if args.task not in LABEL_TASKS:
             return
         self.label_names = self.label_names or self.data.label_names
         if self.data.label_names != self.label_names:
@@ -433,13 +440,20 @@ def _changed(args: FinetuningArgs | None, settings: dict[str, Any]) -> Finetunin
             raise UserError(f"FineTuner does not take {name}: {instead}.")
     if settings.get("iters") is not None and settings.get("epochs") is not None:
         raise UserError("iters and epochs exclude each other: both say how long to train.")
-    several = {name for name, field in known.items() if isinstance(field.default, tuple)}
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
-    values = {name: _as_tuple(value) if name in several else value for name, value in settings.items()}
+    values = {name: _as_flag(name, value, known[name].default) for name, value in settings.items()}
     if "iters" in values:
         values.setdefault("epochs", None)
     return FinetuningArgs(**values) if args is None else replace(args, **values)
 
 
-def _as_tuple(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(map(str, value))
+def _as_flag(name: str, value: Any, default: Any) -> Any:
+    """A setting as its flag has it: data as paths or `PythonRows`, paths as text, lists and single names as tuples."""
+    if name == "data_path":
+        return as_sources(value, name)
+    if name in ("valid_data_path", "test_data_path"):
+        return None if value is None else as_source(value, name)
+    if isinstance(default, tuple):
+        values = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+        values = tuple(GivenFunction(item) if name == "metrics" and callable(item) else item for item in values)
+        return tuple(str(item) if isinstance(item, Path) else item for item in values)
+    return str(value) if isinstance(value, Path) else value

@@ -21,6 +21,7 @@ import numpy as np
 
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.checkpoint.source import ModelFiles
+from lm_experiments_tools.config.finetuning_notes import LABEL_TASKS
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
 from lm_experiments_tools.data.examples.dataset import EncodedExamples, ExampleDataset, encode_examples
 from lm_experiments_tools.data.examples.examples import (
@@ -110,7 +111,9 @@ def finetuning_data(
         UserError: data that is missing, empty, or has more bad rows than `--max_bad_lines`; labels that are not
             those of the training data; lengths that leave no room.
     """
-    return on_all(backend, lambda: _Reader(args, backend, tokenizer, files or ModelFiles(args)).read())
+    return on_all(
+        backend, lambda: _Reader(args, backend, tokenizer, files or ModelFiles(args)).read(), takes_long=True
+    )
 
 
 class _Reader:
@@ -152,7 +155,7 @@ class _Reader:
     def _labels(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Names of the labels, and the words for them."""
         args = self.args
-        if args.task != "classification":
+        if args.task not in LABEL_TASKS:
             return (), ()
         names = args.label_names or self._found_labels()
         words = args.label_words or self._saved_words(names) or names
@@ -165,8 +168,8 @@ class _Reader:
             raise UserError(f"--label_names {', '.join(names)} names a label twice: name each once.")
         for group in alike(names) if self.backend.is_main and args.model_type == "encoder" else ():
             logger.warning(
-                "the labels %s differ by case or white space alone and are %d classes: make them one in the data, "
-                "if they are", ", ".join(map(repr, group)), len(group),
+                "the labels %s differ by case, white space or encoding alone and are %d classes: make them one in the "
+                "data, if they are", ", ".join(map(repr, group)), len(group),
             )  # fmt: skip
         if len({word.strip().lower() for word in words}) < len(words) and args.model_type == "encoder-decoder":
             raise UserError(f"the label words {', '.join(words)} do not differ: give --label_words that do.")
@@ -218,7 +221,16 @@ class _Reader:
         return saved
 
     def _label_fields(self) -> LabelFields:
-        return LabelFields(self.args.text_fields, self.args.label_field, self.args.prefix)
+        args = self.args
+        return LabelFields(
+            args.text_fields,
+            args.label_field,
+            args.prefix,
+            args.id_field,
+            known=self.sentences.names if not args.data_path else (),
+            as_text=args.model_type == "encoder-decoder",
+            several=args.task == "multi_label",
+        )
 
     def _examples(self, paths: Sequence[str], read: Callable[[str, BadRows], Iterator[Example]]) -> Iterator[Example]:
         """All examples that `read` finds in files, in their order.
@@ -245,7 +257,7 @@ class _Reader:
             return instruction_examples(data, names_file, bad, encoder.num_tokens, encoder.sources.limit)
         path = resolve(path, split)
         if args.task == "text_to_text":
-            named = TextFields(args.source_id, args.target_id, args.prefix)
+            named = TextFields(args.source_id, args.target_id, args.prefix, args.id_field)
             what = f"target ({args.target_id or ', '.join(TARGET_FIELDS)})"
             there = split != "test" or self._is_labelled(path, named.has_target, what)
             return text_examples(path, named, bad, merge=not training, with_targets=there)
@@ -316,7 +328,11 @@ class _Reader:
         counts: dict[int, int] = {}
         examples = counted(examples, counts) if self.label_names else examples
         encoded = encode_examples(
-            examples, encoder, args.model_type, all_targets=training and args.task == "instructions"
+            examples,
+            encoder,
+            args.model_type,
+            all_targets=training and args.task == "instructions",
+            num_labels=len(self.label_names) if args.task == "multi_label" else 0,
         )
         self._report(split, encoder)
         for line in glance(encoded, self.tokenizer, self.label_names, counts) if training else ():

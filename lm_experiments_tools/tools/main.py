@@ -6,7 +6,9 @@ lmtools tokenize --input FILES --vocab FILE.model --output PREFIX
 lmtools merge --input PREFIXES --output PREFIX
 lmtools inspect --config RUN.yaml
 lmtools inspect_bert --config RUN.yaml
+lmtools inspect_finetuning --config RUN.yaml
 lmtools attention --model DIR --text TEXT --output maps.html
+lmtools evaluate --checkpoints RUNS --valid_data_path FILE
 lmtools export --from_pretrained DIR --output DIR.onnx
 lmtools settings --output .
 lmtools pretrain-t5 | pretrain-bert | finetune: the scripts, with their flags
@@ -19,11 +21,14 @@ import logging
 import runpy
 import sys
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 
 from lm_experiments_tools.errors import UserError, os_sentence
 
-# Module NAME of this folder has a frozen dataclass NameArgs and a function run(args); of two_words, TwoWordsArgs.
+# Module NAME of this folder has a frozen dataclass NameArgs and a function run(args); of two_words, TwoWordsArgs. A
+# `run` that tells given flags from defaults takes `origins` too, and a module whose settings may follow from others
+# has a function `inherit`, both as of `parse`.
 COMMANDS = {
     "corpus": "build a text corpus from the documentation of this Python installation",
     "vocab": "train a SentencePiece vocabulary (T5) or a WordPiece one (BERT) on text",
@@ -31,7 +36,9 @@ COMMANDS = {
     "merge": "join the token files of a job array, or others of one vocabulary",
     "inspect": "look before you train: counts, lengths, padding, steps, samples as the model gets them",
     "inspect_bert": "the same for the sentences of run_bert_pretraining.py",
+    "inspect_finetuning": "the same for the examples of run_finetuning.py: labels, lengths, what is cut off",
     "attention": "attention maps of a model on a text, and pictures of block-sparse layouts",
+    "evaluate": "measure several fine-tuned models, or checkpoints of a run, on the same data: one table",
     "export": "write a fine-tuned model as ONNX and check it against torch",
     "settings": "write the settings that accelerate launch takes, accelerate_configs/, to a folder",
 }
@@ -76,8 +83,10 @@ def _run(name: str, argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     command = importlib.import_module(f"lm_experiments_tools.tools.{name}")
     args_class = "".join(word.capitalize() for word in name.split("_")) + "Args"
-    args, _ = parse(getattr(command, args_class), argv, description=command.__doc__)
-    command.run(args)
+    inherit = getattr(command, "inherit", None)
+    args, origins = parse(getattr(command, args_class), argv, description=command.__doc__, inherit=inherit)
+    more = {"origins": origins} if "origins" in signature(command.run).parameters else {}
+    command.run(args, **more)
     return 0
 
 
@@ -92,7 +101,7 @@ def _run_script(file: str, argv: list[str]) -> int:
 
 def _usage() -> str:
     summaries = COMMANDS | {name: summary for name, (_, summary) in SCRIPTS.items()}
-    lines = [f"  {name:<14} {summary}" for name, summary in summaries.items()]
+    lines = [f"  {name:<18} {summary}" for name, summary in summaries.items()]
     return "\n".join(["usage: lmtools COMMAND [--flags]", "", *lines, "", "lmtools COMMAND --help lists its flags."])
 
 

@@ -24,7 +24,7 @@ from lm_experiments_tools.evaluation.answers import LabelWords
 from lm_experiments_tools.evaluation.predictions import Predictions
 from lm_experiments_tools.metrics import text
 from lm_experiments_tools.metrics.instructions import instructions
-from lm_experiments_tools.metrics.labels import UNKNOWN, label_metrics
+from lm_experiments_tools.metrics.labels import UNKNOWN, label_metrics, several_label_metrics
 from lm_experiments_tools.metrics.numbers import mse, pearson, spearman
 from tests.helpers.real_data import DATA, lacking
 
@@ -254,6 +254,20 @@ def test_class_metrics_are_scikit_learns(case):
     predictions, references = [row[0] for row in rows], [row[1] for row in rows]
     expected = class_metrics_by_scikit_learn(predictions, references, number)
     assert label_metrics(predictions, references, num_labels=number) == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+@settings(max_examples=60, deadline=None)
+@given(strategies.lists(strategies.tuples(*[strategies.sets(strategies.integers(0, 3))] * 2), min_size=1))
+def test_metrics_of_several_labels_are_scikit_learns(pairs):
+    metrics = pytest.importorskip("sklearn.metrics")
+    predictions, references = ([tuple(sorted(side)) for side in sides] for sides in zip(*pairs, strict=True))
+    theirs = [[[float(label in row) for label in range(4)] for row in side] for side in (references, predictions)]
+    expected = {
+        "f1_micro": metrics.f1_score(*theirs, average="micro", zero_division=0),
+        "f1_macro": metrics.f1_score(*theirs, average="macro", zero_division=0),
+        "subset_accuracy": metrics.accuracy_score(*theirs),
+    }
+    assert several_label_metrics(predictions, references, num_labels=4) == pytest.approx(expected, rel=1e-12)
 
 
 def test_mcc_of_a_large_split_does_not_overflow():

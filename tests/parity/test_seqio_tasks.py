@@ -13,9 +13,13 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from lm_experiments_tools.data.examples.examples import LabelFields, label_examples
+from lm_experiments_tools.data.examples.rows import BadRows
+from lm_experiments_tools.data.mixture import mixing_rates
 from lm_experiments_tools.data.objectives.span_corruption import corrupt
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from tests.distributed.launch import environment, missing
+from tests.helpers.finetuning_toys import write_json
 
 pytestmark = pytest.mark.skipif(
     missing("t5", "seqio", "tensorflow", "tensorflow_datasets") is not None,
@@ -93,6 +97,20 @@ def train_vocabulary(folder, name, size, text):
     )  # fmt: skip
 
 
+SENTENCES = {"sentence1": "One text.", "sentence2": "Another."}
+GLUE = {
+    "cola": {"sentence": "One text.", "label": 1},
+    "sst2": {"sentence": "One text.", "label": 0},
+    "mrpc": {**SENTENCES, "label": 1},
+    "qqp": {"question1": "Who?", "question2": "What?", "label": 0},
+    "stsb": {**SENTENCES, "label": 2.7},
+    "mnli": {"premise": "One text.", "hypothesis": "Another.", "label": 0},
+    "qnli": {"question": "Who?", "sentence": "He.", "label": 1},
+    "rte": {**SENTENCES, "label": 0},
+    "wnli": {**SENTENCES, "label": 1},
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Documents as text lines and as JSON lines with some that are broken; a vocabulary; the user's tasks.py."""
@@ -121,6 +139,7 @@ def folder(tmp_path_factory):
         if part == 7:
             encoded[3:3] = BAD_LINES
         (folder / "json" / f"part_{part:02}.jsonl").write_text("\n".join(encoded) + "\n")
+    (folder / "glue.json").write_text(json.dumps(GLUE))
     (folder / "broken.jsonl").write_text("\n".join(BAD_LINES) + "\n")
     (folder / "forged.jsonl").write_text(100 * (json.dumps({"text": documents[5]}) + "\n"))
     return folder
@@ -148,6 +167,15 @@ def test_examples_are_those_of_get_dataset_token_for_token(oracle, name):
     ours, theirs = made[f"ours_{name}"], made[f"theirs_{name}"]
     np.testing.assert_array_equal(zero_padded(ours), theirs)
     assert len(np.unique(theirs, axis=0)) > (1.5 if name == "span_corruption" else 0.3) * len(theirs) // 2
+
+
+@pytest.mark.parametrize("task", GLUE)
+def test_the_text_of_a_row_of_glue_is_t5s(oracle, folder, task):
+    fields = LabelFields(prefix=f"{task} ", as_text=True)
+    labels = {} if task == "stsb" else {"names": ("0", "1"), "words": ("no", "yes")}
+    path = write_json(folder / f"{task}.jsonl", [GLUE[task]])
+    example = next(label_examples(path, fields, BadRows(0), **{"words": (), **labels}))
+    assert [example.source, *example.targets] == oracle[1]["glue"][task]
 
 
 def test_any_position_is_found_again_whatever_the_batch_and_the_threads(oracle):
@@ -253,6 +281,14 @@ def test_each_fingerprint_is_its_own(oracle):
 )
 def test_what_cannot_be_read_is_a_sentence(oracle, case, sentence):
     assert re.search(sentence, oracle[1][case]) and "\n" not in oracle[1][case], oracle[1][case]
+
+
+def test_rates_of_a_mixture_are_seqios(oracle):
+    sizes, cases = oracle[1]["mixing_rates"]
+    for options, expected in cases:
+        weights = [options["scale"]] * len(sizes)
+        rates = mixing_rates(sizes, weights, options["maximum"], options["temperature"])
+        np.testing.assert_allclose(rates / rates.sum(), np.divide(expected, sum(expected)), rtol=1e-13)
 
 
 def test_validation_takes_its_first_examples(oracle):

@@ -6,6 +6,7 @@ One worked example, source ids 5 6 1 and target ids 7 1, padding 0, beside a lon
     decoder              input_ids  5 6 1 7 1    labels  -100 -100 -100 7 1     (the model shifts them itself)
       to evaluate also   prompt_ids 0 5 6 1      prompt_mask 0 1 1 1            (generation goes on at the right)
     encoder              input_ids  5 6 1 0      labels     2                   (the number of the class, or a value)
+      several labels                             labels   0. 1. 1.              (1 for each class that applies)
 
 Where an example has no target or label (test data), labels are -100 alone.
 
@@ -45,7 +46,7 @@ class EncodedExamples:
         sources, first_source: example n has sources first_source[n] to first_source[n + 1] - 1.
         targets, first_target: likewise; None for an encoder.
         types: `token_type_ids` of each source, where the tokenizer gives them.
-        labels: int64[n] classes or float32[n] values, for an encoder.
+        labels: int64[n] classes, float32[n] values or float32[n, labels] of 0 and 1, for an encoder.
     """
 
     sources: Ragged
@@ -60,17 +61,18 @@ class EncodedExamples:
 
 
 def encode_examples(
-    examples: Iterable[Example], encoder: TextEncoder, kind: Kind, *, all_targets: bool = False
+    examples: Iterable[Example], encoder: TextEncoder, kind: Kind, *, all_targets: bool = False, num_labels: int = 0
 ) -> EncodedExamples:
     """Tokenize examples, which are not kept.
 
     Args:
         all_targets: encode all targets, of which one is drawn each time; else the first.
+        num_labels: of examples that have any number of these; 0: they have one.
     """
     sources, targets, types = RaggedBuilder(), RaggedBuilder(), RaggedBuilder(np.uint8)
     num_sources: list[int] = []
     num_targets: list[int] = []
-    labels: list[int | float] = []
+    labels: list[int | float | tuple[int, ...]] = []
     for some in _in_chunks(examples):
         texts = [example.variants or (example.source,) for example in some]
         pairs = [example.pair for example in some] if some[0].pair is not None else None
@@ -91,10 +93,25 @@ def encode_examples(
     if kind == "encoder":
         types_of = types.build()
         encoded.types = types_of if len(types_of) else None
-        encoded.labels = np.array(labels, np.int64 if all(isinstance(v, int) for v in labels) else np.float32)
+        encoded.labels = _label_rows(labels, num_labels) if num_labels else _label_values(labels)
     else:
         encoded.targets, encoded.first_target = targets.build(), _firsts(num_targets)
     return encoded
+
+
+def _label_values(labels: list[int | float]) -> np.ndarray:
+    return np.array(labels, np.int64 if all(isinstance(label, int) for label in labels) else np.float32)
+
+
+def _label_rows(labels: list[int | tuple[int, ...]], num_labels: int) -> np.ndarray:
+    """float32[n, num_labels]: 1 for those that apply, 0 for others; IGNORED_LABEL alone where none is given."""
+    rows = np.zeros((len(labels), num_labels), np.float32)
+    for row, chosen in zip(rows, labels, strict=True):
+        if chosen == IGNORED_LABEL:
+            row[:] = IGNORED_LABEL
+        else:
+            row[list(chosen)] = 1.0
+    return rows
 
 
 def _in_chunks(examples: Iterable[Example]) -> Iterator[list[Example]]:

@@ -28,12 +28,13 @@ logger = logging.getLogger(__name__)
 
 SOURCE_FIELDS = ("s", "source", "input", "text", "article")
 TARGET_FIELDS = ("t", "target", "targets", "output", "summary")
+MRPC_FIELDS, MNLI_FIELDS = ("#1 String", "#2 String"), ("premise", "hypothesis")
 PAIR_FIELDS = (
-    ("#1 String", "#2 String"),  # MRPC
+    MNLI_FIELDS,  # before the names of its tables, whose rows have both
+    MRPC_FIELDS,
     ("question1", "question2"),  # QQP
-    ("sentence1", "sentence2"),  # STS-B, MNLI, RTE, WNLI
+    ("sentence1", "sentence2"),  # STS-B, RTE, WNLI
     ("question", "sentence"),  # QNLI
-    ("premise", "hypothesis"),
 )
 SENTENCE_FIELDS = ("sentence", "text")  # SST-2, CoLA
 LABEL_FIELDS = ("label", "gold_label", "score", "is_duplicate", "Quality")
@@ -48,7 +49,8 @@ class Example:
         source: the text, with the prefix.
         targets: references; the first is trained on; none in test data without them.
         pair: the second sentence, for an encoder.
-        label: its number in the names of labels, or the value to predict; None in test data without labels.
+        label: its number in the names of labels, the numbers of all that apply (none, too), or the value to predict;
+            None in test data without labels.
         name: its id in predictions; the number of its row where it has none.
         group: its task, where one set has many.
         variants: other forms of the source, of which training draws one; empty: the source alone.
@@ -57,7 +59,7 @@ class Example:
     source: str
     targets: tuple[str, ...] = ()
     pair: str | None = None
-    label: int | float | None = None
+    label: int | float | tuple[int, ...] | None = None
     name: str = ""
     group: str = ""
     variants: tuple[str, ...] = ()
@@ -65,11 +67,12 @@ class Example:
 
 @dataclass(frozen=True)
 class TextFields:
-    """Which fields of a row are source and target, None: by the usual names; and what stands before a source."""
+    """Which fields of a row are source, target and id, None: by the usual names; and what stands before a source."""
 
     source: str | None = None
     target: str | None = None
     prefix: str = ""
+    id: str | None = None
 
     def target_of(self, record: dict[str, Any]) -> tuple[str, Any]:
         """The field of the target in this record, and what stands there."""
@@ -105,12 +108,16 @@ def _text_example(row: Row, fields: TextFields, with_targets: bool) -> tuple[str
     record = _texts_of(row)
     source = _text(record, fields.source or _found(record, SOURCE_FIELDS, "--source_id"))
     targets = _targets(*fields.target_of(record)) if with_targets else ()
-    return row.where, Example(fields.prefix + source, targets, name=_name(row.fields, "id", "pid"))
+    return row.where, Example(fields.prefix + source, targets, name=_name(row.fields, fields.id, "id", "pid"))
 
 
-def _name(record: dict[str, Any], *keys: str) -> str:
-    """Content of the first of these fields that has one; null is no name."""
-    return next((str(record[key]) for key in keys if record.get(key) is not None), "")
+def _name(record: dict[str, Any], field: str | None, *usual: str) -> str:
+    """Content of this field; None: of the first of the usual ones that has one, if any has. Null is no name."""
+    if field is None:
+        return next((str(record[key]) for key in usual if record.get(key) is not None), "")
+    if _value(record, field) is None or not str(record[field]).strip():
+        raise BadRow(f"{field!r} is empty, and is to be the id")
+    return str(record[field])
 
 
 def _texts_of(row: Row) -> dict[str, Any]:
@@ -172,24 +179,46 @@ def _text(record: dict[str, Any], key: str) -> str:
 
 @dataclass(frozen=True)
 class LabelFields:
-    """Which fields of a row are its one or two sentences and its label; empty, None: by the names of GLUE."""
+    """Which fields of a row are its one or two sentences, its label and its id; empty, None: by the names of GLUE.
+
+    Attributes:
+        known: sentences that the weights were trained on, which are taken where a row has them.
+        as_text: they are put into one text, by their names.
+        several: any number of labels applies to a row.
+    """
 
     texts: tuple[str, ...] = ()
     label: str | None = None
     prefix: str = ""
+    id: str | None = None
+    known: tuple[str, ...] = ()
+    as_text: bool = False
+    several: bool = False
 
     def texts_of(self, record: dict[str, Any]) -> tuple[str, ...]:
-        """The names of the sentences in this record."""
+        """The names of the sentences in this record, in the order in which they are read."""
         if self.texts:
             return self.texts
-        for pair in PAIR_FIELDS:
-            if pair[0] in record and pair[1] in record:
-                return pair
+        for names in (self.known, *PAIR_FIELDS):
+            if names and all(name in record for name in names):
+                return names[::-1] if self.as_text and names is MNLI_FIELDS else names  # T5 sorts them by name
         return (_found(record, SENTENCE_FIELDS, "--text_fields"),)
 
     def label_of(self, record: dict[str, Any]) -> Any:
-        """The label in this record, as it stands there."""
-        return _value(record, self.label or _found(record, LABEL_FIELDS, "--label_field"))
+        """The label in this record, or the list of labels, as it stands there."""
+        usual = ("labels", *LABEL_FIELDS) if self.several else LABEL_FIELDS
+        return _value(record, self.label or _found(record, usual, "--label_field"))
+
+    def names_in(self, record: dict[str, Any]) -> tuple[str, ...]:
+        """The names of all labels of this record; a table has them in one column, with commas between them."""
+        value = self.label_of(record)
+        if not self.several:
+            return (_label_name(value),)
+        if isinstance(value, str):
+            value = [part for part in value.split(",") if part.strip()]
+        if not isinstance(value, list | tuple):
+            raise BadRow(f"the labels {value!r} are no list, nor text with commas between them")
+        return tuple(map(_label_name, value))
 
     def has_label(self, row: Row, names: Sequence[str]) -> bool:
         """False where there is no such field, or null in it, or -1, unless that is one of the labels' names."""
@@ -291,19 +320,14 @@ def label_examples(
     numbers = {name: number for number, name in enumerate(names)}
     sentences, rounded = sentences or SentenceNames(in_text=words is not None), 0
 
-    def label_of(row: Row) -> int | float | None:
-        if not with_labels:
-            return None
-        value = fields.label_of(row.fields)
-        if found is not None:
-            return found.setdefault(_label_name(value), len(found))
-        return _class_number(value, numbers) if numbers else _number(value)
+    def label_of(row: Row) -> int | float | tuple[int, ...] | None:
+        return _label(row.fields, fields, numbers, found) if with_labels else None
 
     def convert(row: Row) -> Example:
         nonlocal rounded
         keys = sentences.checked(fields.texts_of(row.fields), row, path)
         texts = [_text(row.fields, key) for key in keys]
-        label, name = label_of(row), _name(row.fields, "id")
+        label, name = label_of(row), _name(row.fields, fields.id, "id")
         if words is None:
             return Example(fields.prefix + texts[0], pair=texts[1] if len(texts) > 1 else None, label=label, name=name)
         source = fields.prefix + t5_text(keys, texts)
@@ -322,18 +346,34 @@ def label_examples(
         )  # fmt: skip
 
 
+def _label(
+    record: dict[str, Any], fields: LabelFields, numbers: dict[str, int], found: dict[str, int] | None
+) -> int | float | tuple[int, ...]:
+    """The label of a row, or its labels: by `numbers`, or by `found`, which they are added to; else a value."""
+    if found is None and not numbers:
+        return _number(fields.label_of(record))
+    names = fields.names_in(record)
+    if found is None:
+        chosen = {_class_number(name, numbers) for name in names}
+    else:
+        chosen = {found.setdefault(name, len(found)) for name in names}
+    return tuple(sorted(chosen)) if fields.several else chosen.pop()
+
+
 def numbered(
     examples: Iterable[Example], found: Iterable[str], names: Sequence[str], words: Sequence[str] | None
 ) -> Iterator[Example]:
     """Examples of `label_examples(..., found=found)` with the numbers that labels have in `names`, and their words."""
     numbers = [names.index(name) for name in found]
     for example in examples:
+        if isinstance(example.label, tuple):
+            yield replace(example, label=tuple(sorted(numbers[label] for label in example.label)))
+            continue
         label = numbers[example.label]
         yield replace(example, label=label, targets=() if words is None else (words[label],))
 
 
-def _class_number(value: Any, numbers: dict[str, int]) -> int:
-    name = _label_name(value)
+def _class_number(name: str, numbers: dict[str, int]) -> int:
     if name not in numbers:
         raise BadRow(f"the label {name!r} is none of {', '.join(list(numbers)[:20])}")
     return numbers[name]
@@ -357,6 +397,9 @@ def number_text(number: float) -> str:
 
 
 def t5_text(keys: Sequence[str], texts: Sequence[str]) -> str:
-    """ "question: Who? sentence: He." for the fields question and sentence; MRPC's are called sentence1, sentence2."""
-    names = ("sentence1", "sentence2") if tuple(keys) == PAIR_FIELDS[0] else keys
+    """ "question: Who? sentence: He." for the fields question and sentence; MRPC's are called sentence1, sentence2.
+
+    As t5's preprocessor of GLUE; the names of its tasks, which stand before that, are for --prefix.
+    """
+    names = ("sentence1", "sentence2") if tuple(keys) == MRPC_FIELDS else keys
     return " ".join(f"{name}: {text}" for name, text in zip(names, texts, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 
@@ -29,25 +30,32 @@ def glance(
     sides = {"sources": encoded.sources, "targets": encoded.targets}
     parts = [f"{side} {_lengths(ragged.lengths)}" for side, ragged in sides.items() if ragged is not None]
     yield f"tokens at {' / '.join(map(str, _PERCENTILES))} %: {', '.join(parts)}"
-    label = "" if encoded.labels is None else f"{encoded.labels[0]:g}"
-    if label_names and label:
-        label = label_names[int(label)]
-    target = label or _first(encoded.targets, tokenizer)
+    target = (
+        _first(encoded.targets, tokenizer) if encoded.labels is None else label_text(encoded.labels[0], label_names)
+    )
     yield f"the first example: {_first(encoded.sources, tokenizer)} -> {target}"
 
 
 def counted(examples: Iterable[Example], counts: dict[int, int]) -> Iterator[Example]:
     """The examples, whose labels are counted on their way."""
     for example in examples:
-        counts[example.label] = counts.get(example.label, 0) + 1
+        for label in example.label if isinstance(example.label, tuple) else (example.label,):
+            counts[label] = counts.get(label, 0) + 1
         yield example
 
 
+def label_text(label: Any, names: Sequence[str]) -> str:
+    """A value of `EncodedExamples.labels` for people: the names of the labels that apply, or a number."""
+    if np.ndim(label):
+        return ", ".join(names[number] for number in np.flatnonzero(label > 0)) or "none"
+    return names[int(label)] if names else f"{label:g}"
+
+
 def alike(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Groups of labels that differ by nothing but case and white space."""
+    """Groups of labels that differ by nothing but case, white space and the encoding of equal characters (NFKC)."""
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(" ".join(name.split()).casefold(), []).append(name)
+        groups.setdefault(" ".join(normalize("NFKC", name).split()).casefold(), []).append(name)
     return [tuple(group) for group in groups.values() if len(group) > 1]
 
 

@@ -3,23 +3,28 @@
 | input | a row is |
 |---|---|
 | `.jsonl`, `.json`, `.ndjson` | one line: an object |
+| `.json` with one list, or with an object that has a list called data | an object of the list |
 | `.csv` | a record by RFC 4180: quotation marks may hold commas and line ends; the first one names columns |
 | `.tsv` | one line, cut at tabs, no quotation (as GLUE's files are); the first one names columns |
-| `name[:config][:split]` | a row of a Hugging Face dataset, of the hub or of a folder of Parquet files |
+| `.parquet`, `.arrow`, `name[:config][:split]` | a row of a Hugging Face dataset, of files or of the hub |
+| rows of a program (`PythonRows`) | a dict |
 
 Each file may be compressed (`.gz`, `.bz2`, `.xz`, `.zst`). CoLA's files of GLUE name no columns; their shape gives
-them away.
+them away. Those of MNLI call premise and hypothesis sentence1 and sentence2; their rows have both names.
 """
 
 from __future__ import annotations
 
 import csv
+import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from lm_experiments_tools.data.examples.python_rows import PythonRows
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.bad_lines import BadLines
 from lm_experiments_tools.data.text.compression import COMPRESSIONS, check_readable, endings
@@ -46,6 +51,7 @@ FILES_OF = {
     "test": ("test", "test_matched"),
 }
 _COLA = ("source", "label", "mark", "sentence")
+_MNLI = {"promptID", "pairID", "sentence1", "sentence2"}  # of its table, and of SNLI's in the same form
 _LOGGED = 10  # bad rows that are named one by one
 
 
@@ -103,28 +109,52 @@ def resolve(path: str, split: str) -> str:
     Raises:
         UserError: it does not exist, is of no kind that can be read, or has no file of the split.
     """
+    if isinstance(path, PythonRows):
+        return _split_of_rows(path, split)
     if os.path.isdir(path):
-        stems = [stem + suffix for stem in FILES_OF[split] for suffix in SUFFIXES]
-        names = [stem + compression for stem in stems for compression in ("", *COMPRESSIONS)]
-        for name in names:
-            if os.path.isfile(os.path.join(path, name)):
-                return os.path.join(path, name)
-        if any(name.endswith((".parquet", ".arrow")) for name in os.listdir(path)):
-            return path
-        raise UserError(
-            f"folder {path} has none of the {split} files {', '.join(f'{stem}.tsv' for stem in FILES_OF[split])} "
-            f"(or .csv, .jsonl, .json): it has {', '.join(sorted(os.listdir(path))[:8]) or 'nothing'}."
-        )
+        return _file_in(path, split)
     if os.path.exists(path):
-        if not _is_file_of_rows(path):
-            packed = ", ".join(COMPRESSIONS)
-            raise UserError(f"{path} is none of {', '.join(SUFFIXES)} (also with {packed}): rename or convert it.")
+        if not _is_file_of_rows(path) and not hf_datasets.is_data_file(path):
+            packed, readable = ", ".join(COMPRESSIONS), ", ".join((*SUFFIXES, *hf_datasets.DATA_SUFFIXES))
+            raise UserError(f"{path} is none of {readable} (also with {packed}): rename or convert it.")
         check_readable(path)
-    elif _is_file_of_rows(path):
+    elif _is_file_of_rows(path) or hf_datasets.is_data_file(path):
         raise UserError(f"{path} does not exist.")
     else:
         find_files([path])  # refuses what cannot be the name of a dataset
     return path
+
+
+def _split_of_rows(rows: PythonRows, split: str) -> PythonRows:
+    """The rows of a split, where there are several of them."""
+    if rows.splits is None:
+        return rows
+    for name in FILES_OF[split]:
+        if name in rows.splits:
+            return rows.of_split(name)
+    raise UserError(
+        f"{rows} has no split {' or '.join(FILES_OF[split])}, only {', '.join(map(str, rows.splits)) or 'nothing'}: "
+        "give the rows of one, as dicts."
+    )
+
+
+def _file_in(folder: str, split: str) -> str:
+    names = sorted(os.listdir(folder))
+    for stem in (stem + suffix for stem in FILES_OF[split] for suffix in SUFFIXES):
+        for name in (stem + compression for compression in ("", *COMPRESSIONS)):
+            if os.path.isfile(os.path.join(folder, name)):
+                return os.path.join(folder, name)
+    data_files = [name for name in names if hf_datasets.is_data_file(name)]
+    for stem in FILES_OF[split]:  # of several files too: train-00000-of-00002.parquet
+        if any(re.match(rf"{stem}[-_.]", name) for name in data_files):
+            return f"{folder}::{'validation' if split == 'valid' else split}"
+    others = [stem for other, stems in FILES_OF.items() if other != "train" for stem in stems]
+    if data_files and not any(re.match(rf"{stem}[-_.]", name) for stem in others for name in data_files):
+        return folder  # of one split, or of none by their names
+    raise UserError(
+        f"folder {folder} has none of the {split} files {', '.join(f'{stem}.tsv' for stem in FILES_OF[split])} "
+        f"(or .csv, .jsonl, .json, .parquet): it has {', '.join(names[:8]) or 'nothing'}."
+    )
 
 
 def read_rows(path: str, bad: BadRows) -> Iterator[Row]:
@@ -133,7 +163,9 @@ def read_rows(path: str, bad: BadRows) -> Iterator[Row]:
     Raises:
         UserError: too many bad rows, a table without usable names of columns, a damaged file.
     """
-    if not _is_file_of_rows(path):
+    if isinstance(path, PythonRows):
+        yield from (Row(f"{path}, row {number}", fields) for number, fields in enumerate(path.dicts()))
+    elif not _is_file_of_rows(path):
         yield from _read_dataset(path)
     elif endings(path)[0] in JSON_SUFFIXES:
         yield from _read_json(path, bad)
@@ -150,6 +182,13 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _read_json(path: str, bad: BadRows) -> Iterator[Row]:
+    if endings(path)[0] == ".json" and (whole := _whole_json(path)) is not None:
+        for number, record in enumerate(whole):
+            if isinstance(record, dict):
+                yield Row(f"{path}, element {number}", record)
+            else:
+                bad.add(f"{path}, element {number}", f"a JSON {type(record).__name__}, not an object")
+        return
     for number, line in _lines(path):
         if not line.strip():
             continue
@@ -159,8 +198,37 @@ def _read_json(path: str, bad: BadRows) -> Iterator[Row]:
         else:
             reason = record[0]
             if number == 1 and line.lstrip()[:1] == b"[":
-                reason += " (one object on each line is read, not a list of them)"
+                reason += " (one object on each line is read; a file with one list of them is called .json)"
             bad.add(f"{path}:{number}", reason)
+
+
+def _whole_json(path: str) -> list[Any] | None:
+    """The list that a file is, or has as "data"; None for one with an object on each line.
+
+    Raises:
+        UserError: it begins as such a file does and is none.
+    """
+    first = next((line for _, line in _lines(path) if line.strip()), b"").strip()
+    record = parse_json_object(first)
+    if isinstance(record, dict):
+        is_whole = isinstance(record.get("data"), list)
+    else:
+        is_whole = first[:1] == b"[" or first == b"{" or (first[:1] == b"{" and b'"data"' in first)
+    if not is_whole:
+        return None
+    lines = [line for _, line in _lines(path)]
+    try:
+        found = json.loads(b"".join(lines))
+    except (ValueError, RecursionError) as error:
+        reason = too_long(max(map(len, lines))) or error
+        raise UserError(
+            f"{path} is neither an object on each line nor one JSON value, a list of objects or an object with a list "
+            f'called "data" ({reason}): mend it.'
+        ) from None
+    found = found.get("data") if isinstance(found, dict) else found
+    if not isinstance(found, list):
+        raise UserError(f'{path} is one JSON object without a list called "data": give a list, or an object a line.')
+    return found
 
 
 def _read_table(path: str, bad: BadRows) -> Iterator[Row]:
@@ -174,7 +242,10 @@ def _read_table(path: str, bad: BadRows) -> Iterator[Row]:
                 columns = _column_names(path, values)
                 continue
         if len(values) == len(columns):
-            yield Row(f"{path}:{number}", dict(zip(columns, values, strict=True)))
+            fields = dict(zip(columns, values, strict=True))
+            if _MNLI <= fields.keys():
+                fields |= {"premise": fields["sentence1"], "hypothesis": fields["sentence2"]}
+            yield Row(f"{path}:{number}", fields)
         else:
             bad.add(f"{path}:{number}", f"{len(values)} columns, where the first line has {len(columns)}")
 

@@ -1,0 +1,168 @@
+"""Rows of Parquet, of JSON lists and of programs are those of JSON lines; ids, pairs and several labels of a row."""
+
+import gzip
+import json
+
+import pytest
+
+from lm_experiments_tools.data.examples.examples import LabelFields, TextFields, label_examples, text_examples
+from lm_experiments_tools.data.examples.python_rows import PythonRows, as_source, as_sources
+from lm_experiments_tools.data.examples.rows import BadRows, read_rows, resolve
+from lm_experiments_tools.errors import UserError
+from tests.helpers.finetuning_toys import pairs, read, word_tokenizer, write_json
+
+ROWS = pairs(5)
+
+
+def rows_of(path, split="train"):
+    return [row.fields for row in read_rows(resolve(str(path), split), BadRows(0))]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(ROWS),
+        json.dumps(ROWS, indent=1),
+        json.dumps({"version": "1", "data": ROWS}),
+        json.dumps({"data": ROWS, "version": "1"}, indent=1),
+        "\n" + json.dumps({"data": ROWS}, indent=1).replace("{\n", "{", 1),
+        "".join(json.dumps(row) + "\n" for row in ROWS),
+        "\ufeff" + json.dumps(ROWS),
+    ],
+)
+def test_a_json_file_is_a_list_or_has_one_or_has_a_row_a_line(text, tmp_path):
+    (tmp_path / "a.json").write_text(text, encoding="utf-8")
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(text.encode()))
+    assert rows_of(tmp_path / "a.json") == ROWS == rows_of(tmp_path / "b.json.gz")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('[{"source": "w1"},\n {"source"', "neither an object on each line nor one JSON value"),
+        ('{\n "rows": []\n}', 'without a list called "data"'),
+        ('[1, {"source": "w1"}]', "element 0: a JSON int, not an object"),
+    ],
+)
+def test_a_damaged_json_list_is_refused(text, sentence, tmp_path):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        rows_of(tmp_path / "a.json")
+
+
+def test_parquet_is_read_and_a_folder_of_it_by_splits(tmp_path):
+    """A folder given as validation data was its training split before."""
+    table = pytest.importorskip("pyarrow").Table
+    pytest.importorskip("datasets")
+    from pyarrow import parquet
+
+    parquet.write_table(table.from_pylist(ROWS), tmp_path / "one.parquet")
+    assert rows_of(tmp_path / "one.parquet") == ROWS
+    splits = tmp_path / "splits"
+    splits.mkdir()
+    for name, some in (("train-00000-of-00002", ROWS[:1]), ("train-00001-of-00002", ROWS[1:3]), ("valid", ROWS[3:])):
+        parquet.write_table(table.from_pylist(some), splits / f"{name}.parquet")
+    assert rows_of(splits) == ROWS[:3] and rows_of(splits, "valid") == ROWS[3:]
+    with pytest.raises(UserError, match="has none of the test files"):
+        rows_of(splits, "test")
+
+
+class Again:
+    """Gives its rows as often as it is asked."""
+
+    def __iter__(self):
+        return iter(ROWS)
+
+
+def test_rows_of_a_program_are_read_as_those_of_a_file(tmp_path):
+    flags = {"input_seq_len": 32, "target_seq_len": 16, "batch_size": 2}
+    path = write_json(tmp_path / "a.jsonl", ROWS)
+    of_file = read(word_tokenizer(), data_path=(path,), valid_data_path=path, **flags)
+    for given in (ROWS, tuple(ROWS), (row for row in ROWS), Again(), {"train": ROWS, "validation": ROWS}):
+        source = as_source(given, "data_path")
+        data = read(word_tokenizer(), data_path=(source,), valid_data_path=source, **flags)
+        assert data.train.dataset.fingerprint == of_file.train.dataset.fingerprint
+        assert data.splits["valid"].examples == of_file.splits["valid"].examples
+
+
+def test_data_sets_of_hugging_face_are_rows():
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list(ROWS)
+    several = datasets.DatasetDict(train=table, test=table.select([0]))
+    streamed = table.to_iterable_dataset()
+    assert [row.fields for row in read_rows(as_source(table, "x"), BadRows(0))] == ROWS
+    assert [row.fields for row in read_rows(as_source(streamed, "x"), BadRows(0))] == ROWS
+    assert rows_of_source(several, "train") == ROWS and rows_of_source(several, "test") == ROWS[:1]
+    assert as_sources([table, "b.jsonl"], "data_path") == (as_source(table, "data_path[0]"), "b.jsonl")
+    assert len(as_sources(ROWS, "data_path")) == 1
+
+
+def rows_of_source(value, split):
+    return [row.fields for row in read_rows(resolve(as_source(value, "x"), split), BadRows(0))]
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (5, "x is of type int: give a path, or rows as dicts"),
+        ([["w1", "w2"]], "rows given as x, row 0 is of type list, not a dict"),
+        ({"source": ["w1"]}, "rows given as x has no split train, only source"),
+    ],
+)
+def test_what_is_no_row_is_refused(value, sentence):
+    with pytest.raises(UserError, match=sentence):
+        rows_of_source(value, "train")
+
+
+def test_equal_names_of_other_rows_are_other_data():
+    one, other = PythonRows("rows", ROWS), PythonRows("rows", [*ROWS])
+    assert one != other and one == PythonRows("rows", one.rows) and (one,) != (other,) and one != "rows"
+
+
+def test_an_id_is_taken_from_the_field_that_is_named(tmp_path):
+    path = write_json(
+        tmp_path / "a.jsonl", [{**row, "id": "x", "key": number // 2} for number, row in enumerate(ROWS)]
+    )
+    found = text_examples(path, TextFields(id="key"), BadRows(9), merge=False)
+    assert [example.name for example in found] == ["0", "0", "1", "1", "2"]
+    path = write_json(tmp_path / "b.jsonl", [{"text": "w1", "label": 1, "idx": 7}, {"text": "w1", "label": 1}])
+    bad = BadRows(1)
+    found = list(label_examples(path, LabelFields(id="idx"), bad, names=("0", "1")))
+    assert [example.name for example in found] == ["7"] and "no field 'idx'" in bad.first
+
+
+def test_labels_of_a_row_are_a_list_or_text_with_commas(tmp_path):
+    rows = [["b", "a", "b"], [], [2, "a"], "a, c", "", None, [None]]
+    path = write_json(tmp_path / "a.jsonl", [{"text": "w1", "labels": labels} for labels in rows])
+    bad, names = BadRows(2), ("2", "a", "b", "c")
+    found = [e.label for e in label_examples(path, LabelFields(several=True), bad, names=names)]
+    assert found == [(1, 2), (), (0, 1), (1, 3), ()] and bad.count == 2
+    flags = {"model_type": "encoder", "task": "multi_label", "max_bad_lines": 2, "batch_size": 5, "bucket_rows": 1}
+    data = read(word_tokenizer(), data_path=(path,), **flags)
+    assert data.label_names == ("2", "a", "b", "c")
+    labels = data.train.dataset.dataset.encoded.labels
+    assert labels.tolist() == [[0, 1, 1, 0], [0] * 4, [1, 1, 0, 0], [0, 1, 0, 1], [0] * 4]
+
+
+def test_labels_that_only_the_encoding_tells_apart_are_named(tmp_path, caplog):
+    rows = [{"text": "w1", "label": label} for label in ("caf\u00e9", "cafe\u0301", "tea")]
+    read(
+        word_tokenizer(),
+        data_path=(write_json(tmp_path / "a.jsonl", rows),),
+        model_type="encoder",
+        task="classification",
+    )
+    assert "differ by case, white space or encoding alone" in caplog.text
+
+
+def test_the_table_of_mnli_has_premise_and_hypothesis(tmp_path):
+    columns = ["index", "promptID", "pairID", "genre", "sentence1", "sentence2", "gold_label"]
+    (tmp_path / "train.tsv").write_text("\t".join(columns) + "\n0\t1\t1e\tx\tw1 w2\tw3\tneutral\n")
+    path = resolve(str(tmp_path), "train")
+    by_text = label_examples(path, LabelFields(as_text=True), BadRows(0), names=("neutral",), words=("maybe",))
+    assert [example.source for example in by_text] == ["hypothesis: w3 premise: w1 w2"]
+    of_encoder = next(label_examples(path, LabelFields(), BadRows(0), names=("neutral",)))
+    assert (of_encoder.source, of_encoder.pair) == ("w1 w2", "w3")
+    was = LabelFields(known=("premise", "hypothesis"), as_text=True)  # of weights saved before the order was T5's
+    before = next(label_examples(path, was, BadRows(0), names=("neutral",), words=("maybe",)))
+    assert before.source == "premise: w1 w2 hypothesis: w3"
