@@ -46,8 +46,7 @@ def attend(
         layout: the blocks of self-attention, for "block_sparse" alone; None for all.
         bias: a distance bias, or a matrix [1 or batch, 1 or heads, query_length, key_length]. Added after scaling.
         key_padding_mask: bool [batch, key_length], True where keys are attended to.
-        segment_ids: of queries and keys, integers [batch, length]: attention stays within equal ones. "block_sparse"
-            alone needs no matrix for it.
+        segment_ids: of queries and keys, integers [batch, length]: attention stays within equal ones.
         mask: bool [1 or batch, 1 or heads, query_length, key_length], True where allowed: of a cache, or a user's.
         causal: query i attends to keys 0..i; not with a cache, whose mask says it.
         scale: head_dim ** -0.5 if None; T5 takes 1.0.
@@ -72,8 +71,7 @@ def attend(
     request = Request(q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p)
     if output_attentions or implementation == "eager":
         return _eager(request, _allowed(request, mask), output_attentions)
-    masks = key_padding_mask, segment_ids, mask, layout
-    only_causal = causal and bias is None and all(x is None for x in masks)
+    only_causal = causal and all(x is None for x in (bias, key_padding_mask, segment_ids, mask, layout))
     allowed = None if only_causal else _allowed(request, mask)
     if allowed is not None:
         return masked(q, k, v, bias, allowed, scale, dropout_p), None

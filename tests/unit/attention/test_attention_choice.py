@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lm_experiments_tools.attention import AlibiBias, Layout, T5Bias, block_sparse_attention, explain
-from lm_experiments_tools.attention.kernels import dispatch, plan, triton
+from lm_experiments_tools.attention.kernels import dispatch, plan, tiles, triton
 from lm_experiments_tools.attention.kernels.request import Request, check
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig, LocalSlidingWindowSparsityConfig
 from lm_experiments_tools.errors import UserError
@@ -58,7 +58,7 @@ def test_kernels_take_no_more_shared_memory_than_is_reckoned(sizes):
     for kernel, taken in zip(
         ("forward", "query_gradient", "key_gradient", "bias_gradient"), COMPILED[sizes], strict=True
     ):
-        assert taken <= triton.shared_memory(kernel, *sizes), kernel
+        assert taken <= tiles.shared_memory(kernel, *sizes), kernel
 
 
 CARDS = {
