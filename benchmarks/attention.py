@@ -9,7 +9,7 @@ ratios are medians of the ratios within a turn. Times are process CPU time (CUDA
 pass; peak memory is what a pass adds to a process of its own that holds inputs and gradients already (CUDA: of the
 allocator). A contender that takes longer than --slowest gets one pass at that length and none at longer ones; one
 whose score matrices would not fit into --limit is not run, and the table says so. --tune times tiles for the Triton
-kernels and prints triton_backend.TILES anew. Short inputs: benchmarks/attention_short.py.
+kernels and prints tiles.TILES anew. Short inputs: benchmarks/attention_short.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from lm_experiments_tools.attention import T5Bias, block_sparse_attention
-from lm_experiments_tools.attention.kernels import triton as triton_backend
+from lm_experiments_tools.attention.kernels import tiles
 from lm_experiments_tools.attention.kernels.bias import t5_bucket
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig, BSLongformerSparsityConfig
 
@@ -339,9 +339,9 @@ def verdicts(rows: Rows) -> list[str]:
     return found
 
 
-def candidates(kernel: str) -> list[triton_backend.Tile]:
+def candidates(kernel: str) -> list[tiles.Tile]:
     sizes = [(64, 64)] if kernel == "bias_gradient" else itertools.product([64, 128], [32, 64, 128])
-    return [triton_backend.Tile(*size, warps, stages) for size in sizes for warps in (4, 8) for stages in (1, 2, 3, 4)]
+    return [tiles.Tile(*size, warps, stages) for size in sizes for warps in (4, 8) for stages in (1, 2, 3, 4)]
 
 
 def tune(args: argparse.Namespace) -> None:
@@ -353,7 +353,7 @@ def tune(args: argparse.Namespace) -> None:
     for kernel in ("forward", "query_gradient", "key_gradient", "bias_gradient"):
         found = {}
         for tile in candidates(kernel):
-            triton_backend.TILES[kernel, bound] = tile
+            tiles.TILES[kernel, bound] = tile
             try:
                 one_pass(call, x, grad)
             except Exception as error:  # too much shared memory, or a compiler that gives up: not a candidate
@@ -361,8 +361,8 @@ def tune(args: argparse.Namespace) -> None:
                 continue
             found[tile] = statistics.median(timed(lambda: one_pass(call, x, grad), args.device) for _ in range(9))
             print(f"{kernel} {tuple(tile)}: {found[tile]:.3f} ms", flush=True)
-        triton_backend.TILES[kernel, bound] = min(found, key=found.get)
-        print(f'    ("{kernel}", {bound}): {triton_backend.TILES[kernel, bound]},', flush=True)
+        tiles.TILES[kernel, bound] = min(found, key=found.get)
+        print(f'    ("{kernel}", {bound}): {tiles.TILES[kernel, bound]},', flush=True)
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ from lm_experiments_tools.attention.positions import (
 )
 from lm_experiments_tools.names import resolve_name
 from modeling_t5.configuration_t5 import T5Config
+from modeling_t5.packing import Segments
 
 ENCODER_SELF = "encoder_self_attention"
 DECODER_SELF = "decoder_self_attention"
@@ -45,14 +46,17 @@ class Allowed(NamedTuple):
     key_padding_mask: Tensor | None = None  # bool [B, K], True for real tokens
     mask: Tensor | None = None  # bool [1 or B, 1 or H, Q, K], True where allowed
     causal: bool = False  # query i sees keys 0..i
+    segments: Segments | None = None  # queries see keys of their own example
     added: Tensor | None = None  # [1 or B, 1 or H, Q, K], added to scores: a user's mask of floats
 
 
-def allowed_by(attention_mask: Tensor | None, causal: bool = False) -> Allowed:
+def allowed_by(attention_mask: Tensor | Segments | None, causal: bool = False) -> Allowed:
     """From a mask as in transformers: 1 and 0 [B, K] or, of bool or integers, [B, Q, K] or [B, 1 or heads, Q, K].
 
     A mask of floats [B, 1 or heads, Q, K] is added to scores, and the lowest number of its type says "never".
     """
+    if isinstance(attention_mask, Segments):
+        return Allowed(segments=attention_mask, causal=causal)
     if attention_mask is None or attention_mask.dim() == 2:
         return Allowed(None if attention_mask is None else attention_mask != 0, causal=causal)
     if not attention_mask.is_floating_point():
@@ -222,6 +226,12 @@ class T5Attention(nn.Module):
     def implementation(self) -> str:
         return "block_sparse" if self.layout is not None else self.config._attn_implementation
 
+    @property
+    def takes_segments(self) -> bool:
+        """True if packed rows need no mask here: the kernels know segments, and no variant of yours is in between."""
+        is_plain = type(self).forward is T5Attention.forward and type(self).attend is T5Attention.attend
+        return is_plain and self.implementation == "block_sparse"
+
     def forward(
         self,
         x: Tensor,
@@ -274,6 +284,7 @@ class T5Attention(nn.Module):
             layout=self.layout,
             bias=bias,
             key_padding_mask=allowed.key_padding_mask,
+            segment_ids=allowed.segments,
             mask=allowed.mask,
             causal=allowed.causal,
             scale=1.0,

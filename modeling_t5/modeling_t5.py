@@ -28,7 +28,7 @@ from modeling_t5.configuration_t5 import T5Config
 from modeling_t5.layers import T5Attention as T5Attention
 from modeling_t5.layers import T5ClassificationHead
 from modeling_t5.losses import IGNORED, chunked_token_loss, classification_loss, token_loss
-from modeling_t5.packing import segment_masks
+from modeling_t5.packing import Segments
 from modeling_t5.stack import T5PreTrainedModel, T5Stack
 
 
@@ -114,7 +114,9 @@ class T5Model(T5PreTrainedModel):
         if segment_ids is not None:
             if self.config.num_cdq_heads:
                 raise ValueError("num_cdq_heads: these queries know the whole row, so segment_ids cannot part it.")
-            attention_mask, decoder_attention_mask, cross_mask = segment_masks(segment_ids, decoder_segment_ids)
+            attention_mask = self.encoder.mask_of(Segments(segment_ids, segment_ids))
+            decoder_attention_mask = self.decoder.mask_of(Segments(decoder_segment_ids, decoder_segment_ids))
+            cross_mask = self.decoder.mask_of(Segments(decoder_segment_ids, segment_ids), is_cross=True)
         if encoder_outputs is None:
             encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         elif not isinstance(encoder_outputs, ModelOutput):

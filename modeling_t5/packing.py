@@ -10,25 +10,28 @@ One worked example, two pairs in a row of 5 and 4; 0 is padding::
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from modeling_t5.losses import IGNORED
 
 
-def segment_masks(segment_ids: Tensor, decoder_segment_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Masks, True where allowed: bool [B, 1, L, L] of the encoder, [B, 1, T, T] of the decoder, [B, 1, T, L] across.
+class Segments(NamedTuple):
+    """The examples of queries int64[B, Q] and keys [B, K], from 1 on, 0 for padding: attention stays within each.
 
-    Padding sees padding, so that no row of a mask is empty. A decoder's padding has no source padding to look at where
-    the row is full; it then sees all of the source, which nothing learns from.
-
-    Args:
-        segment_ids, decoder_segment_ids: int64[B, L] and [B, T], the number of the example from 1 on, 0 for padding.
+    Padding sees padding. A decoder's padding has no source padding to look at where the row is full; in a mask it then
+    sees all of the source, without one nothing, and nothing learns from either.
     """
-    encoder = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-    decoder = (decoder_segment_ids[:, None, :, None] == decoder_segment_ids[:, None, None, :]).tril()
-    cross = decoder_segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-    return encoder, decoder, cross | ~cross.any(-1, keepdim=True)
+
+    queries: Tensor
+    keys: Tensor
+
+    def mask(self, causal: bool = False) -> Tensor:
+        """True where allowed, bool [B, 1, Q, K], with no empty row."""
+        same = self.queries[:, None, :, None] == self.keys[:, None, None, :]
+        return same.tril() if causal else same | ~same.any(-1, keepdim=True)
 
 
 def shift_right_in_segments(labels: Tensor, decoder_segment_ids: Tensor, start: int, padding: int) -> Tensor:

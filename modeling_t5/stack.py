@@ -29,7 +29,7 @@ from modeling_t5.layers import (
     allowed_by,
 )
 from modeling_t5.losses import IGNORED
-from modeling_t5.packing import shift_right_in_segments
+from modeling_t5.packing import Segments, shift_right_in_segments
 
 
 class T5PreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
@@ -197,6 +197,13 @@ class T5Stack(T5PreTrainedModel):
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=self.dropout(self.final_layer_norm(x)), past_key_values=past_key_values
         )
+
+    def mask_of(self, segments: Segments, is_cross: bool = False) -> Tensor | Segments:
+        """What layers are given of packed rows: the segments if all can do with them, else one mask for all."""
+        layers = [block.layer[1].EncDecAttention if is_cross else block.layer[0].SelfAttention for block in self.block]
+        if self.memory_tokens is None and all(layer.takes_segments for layer in layers):
+            return segments
+        return segments.mask(causal=self.is_decoder and not is_cross)
 
     def with_memory(self, attention_mask: Tensor | None) -> Tensor | None:
         """The encoder's mask [B, L] or [B, heads, Q, L] with its memory tokens, which all may look at, before it."""

@@ -28,6 +28,7 @@ def attend(
     layout: AnyLayout = None,
     bias: Bias | None = None,
     key_padding_mask: Tensor | None = None,
+    segment_ids: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
@@ -45,6 +46,7 @@ def attend(
         layout: the blocks of self-attention, for "block_sparse" alone; None for all.
         bias: a distance bias, or a matrix [1 or batch, 1 or heads, query_length, key_length]. Added after scaling.
         key_padding_mask: bool [batch, key_length], True where keys are attended to.
+        segment_ids: of queries and keys, integers [batch, length]: attention stays within equal ones.
         mask: bool [1 or batch, 1 or heads, query_length, key_length], True where allowed: of a cache, or a user's.
         causal: query i attends to keys 0..i; not with a cache, whose mask says it.
         scale: head_dim ** -0.5 if None; T5 takes 1.0.
@@ -62,16 +64,14 @@ def attend(
     if layout is not None and implementation != "block_sparse":
         raise UserError(f'a sparse layout needs attn_implementation="block_sparse", not {implementation!r}.')
     if implementation == "block_sparse" and mask is None and not output_attentions:
-        output = block_sparse_attention(
-            q, k, v, layout, bias, key_padding_mask, causal=causal, scale=scale, dropout_p=dropout_p
-        )
+        output = block_sparse_attention(q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p)
         return output, None
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     bias = shared_bias(bias, q.shape[2], k.shape[2], "eager")
-    request = Request(q, k, v, layout, bias, key_padding_mask, None, causal, scale, dropout_p)
+    request = Request(q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p)
     if output_attentions or implementation == "eager":
         return _eager(request, _allowed(request, mask), output_attentions)
-    only_causal = causal and bias is None and key_padding_mask is None and mask is None and layout is None
+    only_causal = causal and all(x is None for x in (bias, key_padding_mask, segment_ids, mask, layout))
     allowed = None if only_causal else _allowed(request, mask)
     if allowed is not None:
         return masked(q, k, v, bias, allowed, scale, dropout_p), None
@@ -126,6 +126,8 @@ def _allowed(request: Request, mask: Tensor | None) -> Tensor | None:
         masks.append(torch.ones(query_length, key_length, dtype=torch.bool, device=device).tril()[None, None])
     if request.key_padding_mask is not None:
         masks.append(request.key_padding_mask[:, None, None, :])
+    if request.segment_ids is not None:
+        masks.append(request.same_segments)
     return functools.reduce(operator.and_, masks) if masks else None
 
 

@@ -7,6 +7,7 @@ import torch
 from transformers import T5Config as HFConfig
 from transformers import T5ForConditionalGeneration as HFT5
 
+from lm_experiments_tools.attention import attend, block_sparse_attention
 from modeling_t5 import T5Config, T5ForConditionalGeneration
 
 SIZES = dict(
@@ -45,10 +46,20 @@ def models(**changes):
     return theirs, ours
 
 
-def test_each_example_is_as_alone(packed):
+@pytest.mark.parametrize("implementation", ["sdpa", "block_sparse"])
+def test_each_example_is_as_alone(packed, implementation, monkeypatch):
     rows, examples = packed
     theirs, ours = models()
+    ours.set_attn_implementation(implementation)
+    segments = []
+
+    def attention(*arguments):
+        segments.append(arguments[6])
+        return block_sparse_attention(*arguments)
+
+    monkeypatch.setattr(attend, "block_sparse_attention", attention)
     outputs = ours(**rows)
+    assert len(segments) == (6 if implementation == "block_sparse" else 0) and None not in segments
     outputs.loss.backward()
     num_tokens = sum(target.numel() for *_, target in examples)
     for row, there, source, target in examples:

@@ -116,7 +116,8 @@ def _attend(
 ) -> tuple[Tensor, list[Tensor]]:
     """The output, and those of q, k, v and the bias of which gradients are wanted."""
     *trainable, key_padding_mask, queries, keys, blocks, seed = tensors
-    leaves = [x if x is None else x.detach().requires_grad_(y) for x, y in zip(trainable, wanted, strict=True)]
+    trained = settings.trained  # as in the forward pass, so that the same backend is chosen
+    leaves = [x if x is None else x.detach().requires_grad_(y) for x, y in zip(trainable, trained, strict=True)]
     q, k, v, values = leaves
     kind, bidirectional, num_buckets, max_distance = settings.bias
     bias = {
@@ -129,7 +130,7 @@ def _attend(
     request = Request(
         q, k, v, layout, bias, key_padding_mask, segments, settings.causal, settings.scale, settings.dropout_p
     )
-    with _autograd(), torch.set_grad_enabled(any(wanted)):
+    with _autograd(), torch.set_grad_enabled(any(trained)):
         output = settings.run(request, settings.backend, None if seed is None else int(seed), kept)
     return output, [x for x, is_wanted in zip(leaves, wanted, strict=True) if is_wanted]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from dataclasses import dataclass
+from functools import lru_cache
 from types import ModuleType
 
 import torch
@@ -17,6 +19,8 @@ from lm_experiments_tools.attention.kernels.plan import AnyLayout
 from lm_experiments_tools.attention.kernels.request import Kept, Request, Segments, check
 from lm_experiments_tools.errors import UserError
 
+_logger = logging.getLogger(__name__)
+
 # Each is a module with refusal(request), cost(request) and attend(request, seed); imported when it is first needed.
 # One that in a compiled model computes its backward pass alone has attend_kept(request, seed, kept) as well.
 _BACKENDS = "reference", "gather", "sdpa", "flex", "triton"
@@ -28,6 +32,7 @@ _DENSE = 0.5  # from this density on, skipping blocks gains less than SDPA's fus
 _SHORT_DENSE = 768
 _NEARLY_DENSE = 0.75
 _MATRIX_BYTES = 1 << 30  # of masks, biases and scores that SDPA may write out
+_OF_MEMORY = 8  # a GPU's memory over what SDPA may write out for a bias that is a matrix; gather is thousands of calls
 
 
 def block_sparse_attention(
@@ -247,6 +252,17 @@ def shares_matrix(
     return is_dense and bias.num_heads * query_length * key_length * 4 <= _MATRIX_BYTES // 8
 
 
+@lru_cache(maxsize=64)
+def _say_once(sentence: str) -> None:
+    _logger.warning(sentence)
+
+
+@lru_cache(maxsize=64)
+def _memory_of(device: torch.device) -> int:
+    """Bytes of a GPU."""
+    return torch.cuda.get_device_properties(device).total_memory
+
+
 def _choose_on_gpu(request: Request) -> tuple[ModuleType, str]:
     if request.is_dense and not sdpa.needs_matrix(request):
         return sdpa, "a dense call without masks or bias has a fused kernel in PyTorch"
@@ -254,6 +270,12 @@ def _choose_on_gpu(request: Request) -> tuple[ModuleType, str]:
     refused = triton.refusal(request)
     if refused is None:
         return triton, "its kernels skip blocks and train the bias without atomics"
-    if max(request.scores_shape[2:]) <= _SHORT and sdpa.cost(request)[1] <= _MATRIX_BYTES:
+    size, of_device = sdpa.cost(request)[1], triton.refusal_of_device(request) == refused
+    if of_device:
+        _say_once(f"attention takes SDPA or gather in place of Triton's kernels, at a cost in time: {refused}.")
+    if (of_device or isinstance(request.bias, Tensor)) and size <= _memory_of(request.q.device) // _OF_MEMORY:
+        why = refused if of_device else "the bias is a matrix already"
+        return sdpa, f"{why}, and a dense call takes {size / 2**30:.1f} GiB at most"
+    if max(request.scores_shape[2:]) <= _SHORT and size <= _MATRIX_BYTES:
         return sdpa, f"few tokens (at most {_SHORT}), and Triton's kernels cannot: {refused}"
     return gather, f"Triton's kernels cannot: {refused}"

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import ModuleType
 from typing import NamedTuple
 
@@ -20,49 +21,13 @@ from torch import Tensor
 from lm_experiments_tools.attention.kernels.bias import AlibiBias, sum_diagonals
 from lm_experiments_tools.attention.kernels.plan import cached, num_blocks
 from lm_experiments_tools.attention.kernels.request import Kept, Request
+from lm_experiments_tools.attention.kernels.tiles import Tile, fitting_tile, power_of_two, shared_memory
 
 _LOG2_E = math.log2(math.e)
 _NO_BIAS, _T5, _ALIBI = 0, 1, 2
 _PROGRAMS = 512  # of the bias gradient: about four for each multiprocessor of a large GPU
+_OLDEST = 8, 0  # compute capability that Triton supports from on
 _UNEVEN = 4  # lists this much longer than the average are started first
-
-
-class Tile(NamedTuple):
-    """How a kernel cuts the score matrix, and how Triton is to build it."""
-
-    queries: int
-    keys: int
-    num_warps: int
-    num_stages: int
-
-
-# By kernel and by the larger head dimension, up to. For 16-bit inputs; float32 takes half the tile (`tile_of`).
-TILES: dict[tuple[str, int], Tile] = {
-    ("forward", 64): Tile(128, 64, 4, 3),
-    ("forward", 128): Tile(128, 64, 8, 3),
-    ("forward", 256): Tile(64, 64, 8, 2),
-    ("query_gradient", 64): Tile(128, 64, 8, 3),
-    ("query_gradient", 128): Tile(64, 64, 4, 2),
-    ("query_gradient", 256): Tile(64, 32, 8, 1),
-    ("key_gradient", 64): Tile(64, 128, 8, 3),
-    ("key_gradient", 128): Tile(64, 64, 4, 2),
-    ("key_gradient", 256): Tile(32, 64, 8, 1),
-    ("bias_gradient", 64): Tile(64, 64, 4, 2),
-    ("bias_gradient", 128): Tile(64, 64, 4, 2),
-    ("bias_gradient", 256): Tile(32, 32, 4, 1),
-}
-_MERGED = 64  # layouts of smaller blocks are computed in tiles of this many tokens, with the rest masked
-
-
-def tile_of(kernel: str, head_dim: int, block: int | None, itemsize: int) -> Tile:
-    """The tile for a kernel; not larger than the layout's block (None: dense) unless that is small."""
-    bound = next(limit for limit in (64, 128, 256) if head_dim <= limit)
-    queries, keys, num_warps, num_stages = TILES[kernel, bound]
-    if itemsize == 4:
-        queries, keys, num_stages = max(16, queries // 2), max(16, keys // 2), 1
-    if block is not None:
-        queries, keys = (min(size, max(block, _MERGED)) for size in (queries, keys))
-    return Tile(queries, keys, num_warps, num_stages)
 
 
 class TileLists(NamedTuple):
@@ -275,9 +240,9 @@ class Call:
         ieee = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
         return {
             "HEAD_DIM": q.shape[3],
-            "BLOCK_D": _power_of_two(q.shape[3]),
+            "BLOCK_D": power_of_two(q.shape[3]),
             "VALUE_DIM": v.shape[3],
-            "BLOCK_V": _power_of_two(v.shape[3]),
+            "BLOCK_V": power_of_two(v.shape[3]),
             "BLOCK_M": parts.tile.queries,
             "SUB_M": parts.sub_queries,
             "SATURATION": self.saturation,
@@ -294,20 +259,14 @@ class Call:
         }
 
 
-def _power_of_two(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())
-
-
 def _tile_for(request: Request, kernel: str) -> Tile:
+    return fitting_tile(kernel, *_sizes(request))
+
+
+def _sizes(request: Request) -> tuple[int, int | None, int]:
+    """The larger head dimension, the layout's block (None: dense), bytes of a number."""
     head_dim = max(request.q.shape[3], request.v.shape[3])
-    block, itemsize = None if request.is_dense else request.layout.block, request.q.dtype.itemsize
-    tile = tile_of(kernel, head_dim, block, itemsize)
-    if kernel != "bias_gradient":
-        return tile
-    # It computes what the kernel of q's gradient leaves out, so its tiles have to fit into those.
-    within = tile_of("query_gradient", head_dim, block, itemsize)
-    size = min(tile.queries, within.queries, within.keys)
-    return tile._replace(queries=size, keys=size)
+    return head_dim, None if request.is_dense else request.layout.block, request.q.dtype.itemsize
 
 
 class _TritonAttention(torch.autograd.Function):
@@ -400,7 +359,36 @@ def refusal(request: Request) -> str | None:
         return "the bias is a matrix, not a T5Bias or AlibiBias"
     if not request.is_dense and (block < 16 or block & (block - 1)):
         return f"the layout's block {block} is not a power of two from 16 up"
-    return None
+    return refusal_of_device(request)
+
+
+@lru_cache(maxsize=64)
+def _device(device: torch.device) -> tuple[str, tuple[int, int], int]:
+    """Name, compute capability, and bytes of shared memory that a program may have."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.name, (properties.major, properties.minor), properties.shared_memory_per_block_optin
+
+
+def refusal_of_device(request: Request) -> str | None:
+    """Why the GPU of a request cannot run these kernels; None if it can, or is none of NVIDIA's."""
+    if request.q.device.type != "cuda" or torch.version.hip is not None:
+        return None
+    name, capability, available = _device(request.q.device)
+    if capability < _OLDEST:
+        return (
+            f"{name} has compute capability {capability[0]}.{capability[1]}, and Triton needs "
+            f"{_OLDEST[0]}.{_OLDEST[1]}"
+        )
+    trained = any(x.requires_grad for x in (request.q, request.k, request.v)) and torch.is_grad_enabled()
+    kernels = ["forward", *(("query_gradient", "key_gradient") if trained or request.trains_bias else ())]
+    kernels += ["bias_gradient"] if request.trains_bias and not isinstance(request.bias, AlibiBias) else []
+    needed, kernel = max((shared_memory(kernel, *_sizes(request)), kernel) for kernel in kernels)
+    if needed <= available:
+        return None
+    return (
+        f"its kernel {kernel} takes up to {needed / 1024:.0f} KiB of shared memory at head_dim "
+        f"{_sizes(request)[0]} in {str(request.q.dtype).removeprefix('torch.')}, and {name} has {available / 1024:.0f}"
+    )
 
 
 def cost(request: Request) -> tuple[float, int]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lm_experiments_tools.attention import AlibiBias, Layout, T5Bias, block_sparse_attention, explain
+from lm_experiments_tools.attention.kernels import dispatch, plan, tiles, triton
+from lm_experiments_tools.attention.kernels.request import Request, check
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig, LocalSlidingWindowSparsityConfig
 from lm_experiments_tools.errors import UserError
 
@@ -28,6 +31,71 @@ def test_auto_takes_what_is_fast_and_says_why():
     backend, sentence = taken(4096, bigbird, learned)
     assert "the bias is trained" in sentence and "density 0.090" in sentence and "MiB" in sentence
     assert taken(512, backend="reference")[1].startswith("reference: asked for; density 1.000")
+
+
+def test_a_bias_given_as_a_matrix_is_dense_on_a_gpu_that_has_the_memory(monkeypatch):
+    """Not gathered, which are thousands of calls a layer."""
+    q = torch.empty(8, 12, 512, 64, dtype=torch.bfloat16)
+    request = check(Request(q, q, q, BigBirdSparsityConfig(12, block=64), torch.empty(1, 12, 512, 512)))
+    monkeypatch.setattr(dispatch, "_memory_of", lambda device: 80 << 30)
+    module, reason = dispatch._choose_on_gpu(request)
+    assert module.__name__.endswith("sdpa") and "the bias is a matrix already" in reason
+    monkeypatch.setattr(dispatch, "_memory_of", lambda device: 16 << 20)
+    assert dispatch._choose_on_gpu(request)[0].__name__.endswith("gather")
+
+
+# Of kernels compiled for compute capability 8.6 with masks and dropout, by triton 3.9: bytes of shared memory.
+COMPILED = {
+    (64, None, 2): (49152, 65536, 66560, 40960), (64, 16, 2): (41992, 50184, 51208, 40960),
+    (128, None, 2): (98304, 73728, 74240, 81920), (128, 16, 2): (91144, 74244, 74756, 81920),
+    (128, 16, 4): (57344, 65536, 81920, 32768),
+    (256, 16, 2): (107012, 98304, 114688, 32768), (256, 16, 4): (69632, 98304, 114688, 32768),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", COMPILED)
+def test_kernels_take_no_more_shared_memory_than_is_reckoned(sizes):
+    for kernel, taken in zip(
+        ("forward", "query_gradient", "key_gradient", "bias_gradient"), COMPILED[sizes], strict=True
+    ):
+        assert taken <= tiles.shared_memory(kernel, *sizes), kernel
+
+
+CARDS = {
+    "Tesla T4": ((7, 5), 64 << 10), "NVIDIA L4": ((8, 9), 99 << 10), "NVIDIA H100": ((9, 0), 227 << 10),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("card", "head_dim", "dtype", "sentence"),
+    [
+        ("Tesla T4", 64, torch.float16, "Tesla T4 has compute capability 7.5, and Triton needs 8.0"),
+        ("NVIDIA L4", 256, torch.bfloat16, "KiB of shared memory at head_dim 256 in bfloat16, and NVIDIA L4 has 99"),
+        ("NVIDIA L4", 128, torch.bfloat16, None),
+        ("NVIDIA H100", 256, torch.bfloat16, None),
+    ],
+)
+def test_a_card_that_cannot_run_the_kernels_is_told_once_and_served(
+    card, head_dim, dtype, sentence, monkeypatch, caplog
+):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(triton, "_device", lambda device: (card, *CARDS[card]))
+    monkeypatch.setattr(dispatch, "_memory_of", lambda device: 16 << 30)
+    dispatch._say_once.cache_clear()
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 512, head_dim, dtype=dtype, device="cuda", requires_grad=True)
+        weight = torch.empty(32, 4, device="cuda", requires_grad=True)
+    layout = plan.resolve_layout(BigBirdSparsityConfig(4, block=64), 4, 512, 512)
+    request = Request(q, q, q, layout, T5Bias(weight), scale=1.0)
+    for _ in range(2):
+        module, reason = dispatch._choose(request, "auto")
+    if sentence is None:
+        assert module is triton and not caplog.records
+        return
+    assert module is dispatch.sdpa and sentence in reason and len(caplog.records) == 1
+    assert sentence in caplog.text
+    with pytest.raises(UserError, match=f'backend "triton" cannot do this: .*{sentence}'):
+        dispatch._choose(request, "triton")
 
 
 def test_memory_that_explain_estimates_grows_linearly_with_the_length():

@@ -78,7 +78,7 @@ import json, sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from lm_experiments_tools.attention.kernels import triton as triton_backend
+from lm_experiments_tools.attention.kernels import tiles
 from lm_experiments_tools.attention.kernels import triton_kernels
 
 capability, masked = json.loads(sys.argv[1])
@@ -88,7 +88,7 @@ types.update(dict.fromkeys(["lse", "delta", "table", "sums", "far_sums"], "*fp32
 types.update(dict.fromkeys(["query_segments", "key_segments"], "*i64"))
 types.update(dict.fromkeys(["ranges", "order", "tiles", "tile_bits", "starts"], "*i32"))
 for name in ("forward", "query_gradient", "key_gradient", "bias_gradient"):
-    tile = triton_backend.tile_of(name, 64, 64 if masked else None, 2)
+    tile = tiles.tile_of(name, 64, 64 if masked else None, 2)
     constants = dict(
         HEAD_DIM=56 if masked else 64, BLOCK_D=64, VALUE_DIM=64, BLOCK_V=64, BLOCK_M=tile.queries, BLOCK_N=tile.keys,
         SUB_M=16 if masked else tile.queries, SUB_N=16 if masked else tile.keys, SATURATION=91, BIAS=1, CAUSAL=masked,
