@@ -18,6 +18,7 @@ from lm_experiments_tools.config.finetuning_notes import (
     GENERATION,
     LABEL_TASKS,
     NO_BLOCKS,
+    NOTHING_TRAINED,
     OF_BLEU,
     OF_EXAMPLES,
     OF_INSTRUCTIONS,
@@ -219,7 +220,10 @@ class MemoryArgs:
     num_prompts: Annotated[int, COUNT, only("peft", "prompt_tuning")] = 1
     """prompt_tuning: prompts trained side by side on one frozen model, which vote on the prediction."""
     quantize: Annotated[Literal["int8", "nf4", "fp4"] | None, BESIDE_ADAPTER] = None
-    """Hold the frozen base model in 8 or 4 bits (bitsandbytes); needs --peft."""
+    """Hold weights that nothing trains in 8 or 4 bits (bitsandbytes): the base model under --peft, or the whole one
+    with --validate_only."""
+    inference_dtype: Annotated[Literal["bf16", "fp16"] | None, HARMLESS, NOTHING_TRAINED] = None
+    """--validate_only: hold all weights (with --quantize what is not in fewer bits) in 16 bits. None: in 32."""
     device_map: str | None = None
     """Place layers on several devices: auto, balanced, sequential, or a JSON file {module: device}."""
     embeddings_on_cpu: bool = False
@@ -378,6 +382,11 @@ class FinetuningArgs(
     allow_pickle: Annotated[bool, WEIGHTS_READ] = False
     keep_checkpoints: Annotated[int | None, RUN_DIRECTORY] = 3
     resume: Annotated[str, RUN_DIRECTORY] = "auto"
+
+    def precision_options(self) -> dict[str, Any]:
+        """As every script's; weights in bf16 are computed with under autocast, whose losses are of 32 bits."""
+        options = super().precision_options()
+        return {**options, "bf16": options["bf16"] or self.inference_dtype == "bf16"}
 
     def lacks_validation(self) -> bool:
         return self.valid_data_path is None
