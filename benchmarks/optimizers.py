@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lm_experiments_tools.models.build import build_model, load_model_config, num_parameters
-from lm_experiments_tools.optimizers import Adafactor, AdamWScale
+from lm_experiments_tools.optimizers import Adafactor, AdamWScale, Muon
 
 BASELINE = "torch AdamW fused"
 
@@ -54,10 +54,19 @@ def contenders() -> dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]]:
         BASELINE: lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
         "AdamWScale (ours)": lambda p: AdamWScale(p, lr=1e-3),
         "AdamWScale, plain loop": lambda p: LoopAdamWScale(p, lr=1e-3),
+        "Muon (ours), AdamWScale for the rest": lambda p: Muon(hidden_and_others(p), lr=1e-3),
         "torch AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
         "Adafactor (ours)": lambda p: Adafactor(p, lr=1e-3, **options),
         "Adafactor, transformers": lambda p: TransformersAdafactor(p, lr=1e-3, **options),
     }
+
+
+def hidden_and_others(parameters: list[Tensor]) -> list[dict]:
+    """Groups for Muon by shape: embeddings and output layers have more rows than the widest layer, biases fewer."""
+    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    for p in parameters:
+        groups[p.ndim == 2 and 100 < p.shape[0] < 10_000].append(p)
+    return [{"params": members, "is_hidden": is_hidden} for is_hidden, members in groups.items()]
 
 
 def timed_step(optimizer: torch.optim.Optimizer, device: torch.device) -> float:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lm_experiments_tools.labels import IGNORED_LABEL as IGNORED
 from modeling_t5.configuration_t5 import T5Config
+from modeling_t5.linear_loss import is_plain, linear_token_loss
 
 
 def token_loss(logits: Tensor, labels: Tensor, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Tensor:
@@ -41,14 +42,19 @@ def chunked_token_loss(
 ) -> Tensor:
     """`token_loss(head(hidden_states), labels)` with the logits of at most `chunk_size` tokens in memory.
 
-    The backward pass computes each chunk's logits once more: one product with the vocabulary's matrix, about a third
-    of the head's cost, instead of 4 to 10 bytes for each token and word.
+    For a head that is a linear layer, gradients are made in the forward pass (linear_loss.py). For others (adapters,
+    sharded or quantized weights), under torch.compile and in float16 the backward pass computes each chunk's logits
+    once more: one product with the vocabulary's matrix, about a third of the head's cost, instead of 4 to 10 bytes for
+    each token and word.
 
     Args:
         hidden_states: [tokens, features].
         head: [tokens, features] -> [tokens, vocabulary].
         labels: [tokens], -100 where there is none.
     """
+
+    if is_plain(head, hidden_states):
+        return linear_token_loss(hidden_states, head.weight, labels, chunk_size, z_loss, label_smoothing)
 
     def chunk_loss(states: Tensor, targets: Tensor) -> Tensor:
         return token_loss(head(states), targets, z_loss, label_smoothing)

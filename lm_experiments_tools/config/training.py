@@ -89,7 +89,7 @@ class OptimizerArgs:
     """The optimizer."""
 
     optimizer: str = "AdamW"
-    """Adafactor, AdamWScale, the name of one in torch.optim, transformers or apex, or module:Class."""
+    """Adafactor, AdamWScale, Muon, the name of one in torch.optim, transformers or apex, or module:Class."""
     lr: Annotated[float | None, Range(POSITIVE.holds, f"{POSITIVE.reason}, for example 1e-3")] = None
     """Learning rate; the peak where there is a schedule. None only for --relative_step."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0

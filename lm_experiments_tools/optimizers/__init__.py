@@ -16,10 +16,11 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.names import resolve_name
 from lm_experiments_tools.optimizers.adafactor import Adafactor
 from lm_experiments_tools.optimizers.adamw_scale import AdamWScale
+from lm_experiments_tools.optimizers.muon import Muon, hidden_matrices_first
 
-__all__ = ["Adafactor", "AdamWScale", "build_optimizer", "get_optimizer", "parameter_groups"]
+__all__ = ["Adafactor", "AdamWScale", "Muon", "build_optimizer", "get_optimizer", "parameter_groups"]
 
-OWN = {"Adafactor": Adafactor, "AdamWScale": AdamWScale}
+OWN = {"Adafactor": Adafactor, "AdamWScale": AdamWScale, "Muon": Muon}
 APEX = ("FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD")
 # Arguments of constructors that flags give, and the model the first.
 FLAGS = {name: name for name in ("lr", "weight_decay", "scale_parameter", "relative_step", "warmup_init")}
@@ -149,10 +150,8 @@ def build_optimizer(
             )
 
     named = model_or_named_parameters
-    groups = parameter_groups(named.named_parameters() if isinstance(named, nn.Module) else named, weight_decay)
-    if taken is not None and "weight_decay" not in taken:
-        for group in groups:
-            del group["weight_decay"]
+    named = list(named.named_parameters() if isinstance(named, nn.Module) else named)
+    groups = _groups_for(cls, named, weight_decay, taken)
     options: dict = {"lr": lr}
     options.update({key: value for key, value in adafactor.items() if taken is not None and key in taken})
     if cls.__module__.startswith("torch.optim") and "fused" in (taken or ()) and not extra.get("foreach"):
@@ -167,6 +166,19 @@ def build_optimizer(
         for group in optimizer.param_groups:
             group[CHOSEN] = sorted(extra)
     return optimizer
+
+
+def _groups_for(
+    cls: type[Optimizer], named: list[tuple[str, Tensor]], weight_decay: float, taken: dict | None
+) -> list[dict]:
+    """The groups of `parameter_groups` as this class wants them; `taken` are its keyword arguments, None for any."""
+    groups = parameter_groups(named, weight_decay)
+    if issubclass(cls, Muon):
+        groups = hidden_matrices_first(groups, named)
+    if taken is not None and "weight_decay" not in taken:
+        for group in groups:
+            del group["weight_decay"]
+    return groups
 
 
 def _keyword_arguments(cls: type[Optimizer]) -> dict[str, inspect.Parameter] | None:

@@ -69,12 +69,17 @@ class AdamWScale(Float32StateOptimizer):
                 scale = sharded[parameter] if parameter in sharded else root_mean_square(parameter)
                 self._update(parameter, group, scale, device_steps)
 
-    def _update(self, parameter: Tensor, group: dict, scale: Tensor, device_steps: dict) -> None:
+    def _init_moments(self, parameter: Tensor) -> dict:
+        """The parameter's state, made at its first step."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+        return state
+
+    def _update(self, parameter: Tensor, group: dict, scale: Tensor, device_steps: dict) -> None:
+        state = self._init_moments(parameter)
         state["step"] += 1
 
         shard = local(parameter)

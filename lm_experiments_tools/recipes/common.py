@@ -65,7 +65,7 @@ def _check_optimization(args: ExperimentArgs) -> None:
         return
     if getattr(args, "epochs", None) is not None:  # so the number of updates is not known yet: as many as you like
         args = replace(args, iters=10**9)
-    LearningRate(args, _optimizer(args, [("toy.weight", nn.Parameter(torch.zeros(2, 2)))]))
+    LearningRate(args, _optimizer(args, [("layer.0.weight", nn.Parameter(torch.zeros(2, 2)))]))
 
 
 class RunData(Protocol):

@@ -1,4 +1,4 @@
-"""Adafactor and AdamWScale look at whole matrices: on FSDP2's shards they must step as on the unsharded model."""
+"""Adafactor, AdamWScale and Muon look at whole matrices: on FSDP2's shards they step as on the unsharded model."""
 
 import copy
 import sys
@@ -19,7 +19,10 @@ CASES = [
     ("Adafactor", {}),
     ("Adafactor", {"lr": 0.05, "relative_step": False, "beta1": 0.9, "weight_decay": 0.1}),
     ("Adafactor", {"lr": 0.05, "relative_step": False, "scale_parameter": False}),
+    ("Muon", {"lr": 0.05, "weight_decay": 0.1}),
+    ("Muon", {"lr": 0.05, "weight_decay": 0.1, "others": "AdamW"}),
 ]
+COLLECTIVES = {"AdamWScale": 1, "Adafactor": 2, "Muon": 1}  # at most; each scaling by RMS adds one
 
 
 class Toy(nn.Module):
@@ -31,6 +34,11 @@ class Toy(nn.Module):
 
     def forward(self, inputs):
         return self.last(self.norm(torch.relu(self.first(inputs))))
+
+
+def groups_of(model):
+    hidden, *others = model.parameters()
+    return [{"params": [hidden], "is_hidden": True}, {"params": others}]
 
 
 def step(model, optimizer, number):
@@ -65,9 +73,8 @@ def worker():
         fully_shard(sharded, mesh=mesh)
         fully_shard(resumed, mesh=mesh)
         build = getattr(optimizers, name)
-        groups = [{"params": list(part.parameters())} for part in (sharded.first, sharded.norm, sharded.last)]
-        ours, reference = build(groups, **options), build(plain.parameters(), **options)
-        other = build(resumed.parameters(), **options)
+        ours, reference = build(groups_of(sharded), **options), build(groups_of(plain), **options)
+        other = build(groups_of(resumed), **options)
         for number in range(20):
             step(sharded, ours, number)
             step(plain, reference, number)
@@ -77,7 +84,7 @@ def worker():
                     for key, value in tree["state"][index].items():
                         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
                         tree["state"][index][key] = shard_like(parameter, whole)
-                other = build(resumed.parameters(), **options)
+                other = build(groups_of(resumed), **options)
                 other.load_state_dict(tree)
             step(resumed, other, number)
         triples = list(zip(plain.parameters(), sharded.parameters(), resumed.parameters(), strict=True))
@@ -87,11 +94,12 @@ def worker():
             assert shard.to_local().shape[0] != whole.shape[0] or whole.shape[0] == 1
         if name == "Adafactor":
             sizes = [sum(float(g["scaled_lr"]) for g in o.param_groups) for o in (ours, reference)]
-            assert abs(sizes[0] / len(ours.param_groups) - sizes[1]) < 1e-7
+            assert abs(sizes[0] - sizes[1]) < 1e-7
         counter = CommDebugMode()
         with counter:
             ours.step()
-        at_most = 1 if name == "AdamWScale" else 2 + ours.defaults["scale_parameter"]
+        scales = options.get("others") != "AdamW" if name == "Muon" else ours.defaults.get("scale_parameter", False)
+        at_most = COLLECTIVES[name] + scales
         assert counter.get_total_counts() == at_most, (name, options, counter.get_comm_counts())
     if dist.get_rank() == 0:
         print("all equal")

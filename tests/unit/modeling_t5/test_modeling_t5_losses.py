@@ -10,6 +10,7 @@ from modeling_t5 import (
     T5EncoderForSequenceClassification,
     T5ForConditionalGeneration,
     T5ForSequenceClassification,
+    linear_loss,
 )
 from modeling_t5.losses import chunked_token_loss, token_loss
 
@@ -116,7 +117,40 @@ def test_chunked_loss_and_its_gradients_are_those_of_the_whole(chunk_size):
     assert chunked(**inputs, decoder_input_ids=inputs["input_ids"]).logits.shape == (2, 9, 50)
 
 
-def test_chunked_loss_never_holds_more_than_a_chunk_of_logits():
+@pytest.mark.parametrize("extras", [{}, {"z_loss": 1e-2}, {"z_loss": 1e-3, "label_smoothing": 0.1}])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradient_made_in_the_forward_pass_is_autograds(dtype, extras, monkeypatch):
+    monkeypatch.setattr(linear_loss, "BLOCK", 3000)  # three rows at a time
+    head = torch.nn.Linear(16, 1000, bias=False).to(torch.promote_types(dtype, torch.float32))
+    torch.nn.init.normal_(head.weight)
+    states = torch.randn(50, 16, dtype=head.weight.dtype, requires_grad=True)
+    labels = torch.randint(0, 1000, (50,)).masked_fill(torch.arange(50) % 7 == 0, -100)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        assert linear_loss.is_plain(head, states)
+        loss = chunked_token_loss(states, head, labels, 16, **extras)
+        wanted = token_loss(head(states), labels, **extras)
+    got = torch.autograd.grad(loss / 3, (states, head.weight))
+    gradients = torch.autograd.grad(wanted / 3, (states, head.weight))
+    if dtype == torch.bfloat16:
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
+        for one, other in zip(got, gradients, strict=True):
+            assert F.cosine_similarity(one.flatten(), other.flatten(), dim=0) > 0.9999
+    else:
+        tolerance = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close((loss, *got), (wanted, *gradients), **tolerance)
+
+
+def test_frozen_and_wrapped_heads_keep_their_way():
+    head = torch.nn.Linear(8, 20, bias=False).requires_grad_(False)
+    states, labels = torch.randn(5, 8, requires_grad=True), torch.arange(5)
+    chunked_token_loss(states, head, labels, 2).backward()
+    assert states.grad.abs().sum() > 0 and head.weight.grad is None
+    wrapped = torch.nn.Sequential(torch.nn.Linear(8, 20), torch.nn.Tanh())
+    torch.testing.assert_close(chunked_token_loss(states, wrapped, labels, 2), token_loss(wrapped(states), labels))
+
+
+def test_chunked_loss_of_any_head_never_holds_more_than_a_chunk_of_logits():
     head = torch.nn.Linear(8, 1000, bias=False)
     seen = []
     head.register_forward_hook(lambda _, __, logits: seen.append(logits.shape[0]))

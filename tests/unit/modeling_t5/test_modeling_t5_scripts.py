@@ -12,7 +12,7 @@ import transformers
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import build_model, list_presets, load_model_config
-from modeling_t5 import T5Config, T5ForConditionalGeneration
+from modeling_t5 import T5Config, T5ForConditionalGeneration, linear_loss, losses
 from run_t5_pretraining import main
 from tests.distributed.launch import ROOT
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
@@ -80,7 +80,18 @@ def test_chunks_bound_the_logits_of_training_and_of_validation(start, monkeypatc
             rows.append((torch.is_grad_enabled(), x.shape[:-1].numel()))
         return forward(self, x)
 
+    def loss_is_made(*args):
+        rows.append((torch.is_grad_enabled(), 0))
+        return make(*args)
+
+    def logits_are_made(logits, *args):
+        rows.append((True, logits.shape[0]))
+        return turn(logits, *args)
+
+    make, turn = losses.linear_token_loss, linear_loss.turn_into_gradient
     monkeypatch.setattr(torch.nn.Linear, "forward", counted)
+    monkeypatch.setattr(losses, "linear_token_loss", loss_is_made)
+    monkeypatch.setattr(linear_loss, "turn_into_gradient", logits_are_made)
     flags = {"valid_data_path": "text.jsonl", "valid_interval": 1, "iters": 2}
     found = {}
     for chunk_size in (16, 0):

@@ -137,7 +137,7 @@ def test_weight_decay_reaches_matrices_only_and_zero_means_none(name):
         ({"name": "AdamW", "extra": {"beta": (0.9, 0.9)}}, "no option 'beta'; did you mean 'betas'"),
         ({"name": "AdamW", "extra": {"betas": (0.9, 2.0)}}, "AdamW refuses its settings: Invalid beta"),
         ({"name": "AdamWScale", "extra": {"betas": (0.9, 2.0)}}, "AdamWScale refuses its settings: betas"),
-        ({"name": "Muon"}, "Muon refuses its settings"),
+        ({"name": "Muon"}, "Muon updates matrices of numbered layers"),
     ],
 )
 def test_option_without_effect_or_sense_is_refused(options, message):
@@ -246,3 +246,59 @@ def test_both_learn_a_small_regression():
             loss.backward()
             optimizer.step()
         assert loss.item() < 0.05, name
+
+
+class Stack(nn.Module):
+    """An embedding, two numbered layers and a head, with the same first weights each time."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared = nn.Embedding(11, 6)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 6)) for _ in range(2))
+        self.lm_head = nn.Linear(6, 11)
+
+    def step(self, number, *optimizers):
+        ids = torch.randint(0, 11, (8,), generator=torch.Generator().manual_seed(number))
+        x = self.shared(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        self.zero_grad()
+        nn.functional.cross_entropy(self.lm_head(x), ids.roll(1)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("others", ["AdamWScale", "AdamW"])
+@pytest.mark.parametrize("options", [{}, {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}])
+def test_muon_is_torchs_on_hidden_matrices_and_the_other_optimizer_on_the_rest_bit_for_bit(others, options):
+    ours, theirs = Stack(), Stack()
+    settings = {"name": "Muon", "lr": 0.02, "weight_decay": 0.1, "extra": {"others": others, **options}}
+    optimizer = build_optimizer(ours, **settings)
+    hidden = [p for name, p in theirs.named_parameters() if name.startswith("layers.") and p.ndim == 2]
+    matrices = [theirs.shared.weight, theirs.lm_head.weight]
+    vectors = [p for p in theirs.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    rest = torch.optim.AdamW(groups, 0.02, eps=1e-6, fused=True) if others == "AdamW" else AdamWScale(groups, 0.02)
+    muon = torch.optim.Muon(hidden, 0.02, weight_decay=0.1, **options)
+    for number in range(10):
+        ours.step(number, optimizer)
+        theirs.step(number, muon, rest)
+        if number == 5:  # what a checkpoint holds continues
+            resumed = build_optimizer(
+                ours, name="Muon", lr=0.02, weight_decay=0.1, extra={"others": others, **options}
+            )
+            resumed.load_state_dict(optimizer.state_dict())
+            optimizer = resumed
+    for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    assert [group["is_hidden"] for group in optimizer.param_groups] == [True, False, False]
+
+
+def test_muon_scales_the_rate_of_the_others_and_refuses_what_it_cannot_update():
+    optimizer = build_optimizer(Stack(), name="Muon", lr=0.02, weight_decay=0.0, extra={"others_lr_scale": 0.5})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.01, 0.01]
+    with pytest.raises(UserError, match="numbered layers"):
+        build_optimizer(nn.Linear(3, 3), name="Muon", lr=0.02, weight_decay=0.0)
+    with pytest.raises(UserError, match="did you mean AdamW"):
+        build_optimizer(Stack(), name="Muon", lr=0.02, weight_decay=0.0, extra={"others": "adamw"})

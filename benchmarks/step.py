@@ -1,0 +1,276 @@
+"""One training step: ours beside transformers' model in a bare loop and in Trainer, and beside nanoT5.
+
+    python benchmarks/step.py                          # all shapes; without a checkout, nanoT5 is left out
+    git clone https://github.com/PiotrNawrot/nanoT5 && python benchmarks/step.py --nanot5 nanoT5 --shape t5-v1_1-small
+
+Each loop trains in a process of its own and waits for its turn in the source of its batches. The turns go round robin,
+one step each, so that whatever else the machine does falls on all alike. On a CPU the clock is the CPU time of the
+process on one thread, on a GPU wall time. tokens/s counts inputs and targets without padding. The ratio is to the
+first loop named. The share of peak is that of the best matrix product (4096 x 512 by 512 x 1024) of the same run.
+Memory is the largest resident set of the process (CPU) or what CUDA allocated. No network or TensorFlow is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from step_loops import LOOPS, Shape, config_of, nanot5
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+SHAPES = {
+    "t5-v1_1-small, 4 x 512/114": Shape("t5-v1_1-small", 4, 512, 114),
+    "t5-v1_1-small, 8 x 512/114": Shape("t5-v1_1-small", 8, 512, 114),
+    "t5-v1_1-base, 2 x 512/114": Shape("t5-v1_1-base", 2, 512, 114),
+    "t5-v1_1-base, 128 x 512/114": Shape("t5-v1_1-base", 128, 512, 114),
+    "t5-v1_1-small, real lengths, 8 x 512/114": Shape("t5-v1_1-small", 8, 512, 114, real_lengths=True),
+    "bert-base, 8 x 128": Shape("bert_base_uncased", 8, 128),
+    "bert-base, 4 x 512": Shape("bert_base_uncased", 4, 512),
+}
+GPU_ONLY = ("t5-v1_1-base, 128 x 512/114",)
+MASKED = 0.15
+
+
+class Turns(IterableDataset):
+    """Batches that are handed out when the parent says so, with what the step before them cost."""
+
+    def __init__(self, shape: Shape, vocabulary_size: int, out: object) -> None:
+        self.shape, self.vocabulary_size, self.out = shape, vocabulary_size, out
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        on_gpu = torch.cuda.is_available()
+        while True:
+            batch = make_batch(self.shape, self.vocabulary_size, generator)
+            if on_gpu:
+                torch.cuda.synchronize()
+            print(json.dumps({"cpu": time.process_time(), "wall": time.time(), "memory": memory()}), file=self.out)
+            self.out.flush()
+            if not sys.stdin.readline():
+                os._exit(0)
+            start = {"cpu": time.process_time(), "wall": time.time(), "tokens": tokens_of(batch)}
+            print(json.dumps(start), file=self.out)
+            yield batch
+
+
+def memory() -> float:
+    """MiB: what CUDA allocated at most, or the largest resident set."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def make_batch(shape: Shape, vocabulary_size: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Tokens drawn as words are, by Zipf's law, with loss near that of text."""
+    ranks = torch.arange(3, vocabulary_size, dtype=torch.float64)
+
+    def draw(length: int) -> Tensor:
+        picked = torch.multinomial(1 / ranks, shape.rows * length, replacement=True, generator=generator)
+        return (picked + 3).view(shape.rows, length)
+
+    if shape.is_t5:
+        inputs, labels = draw(shape.inputs), draw(shape.targets)
+        if not shape.real_lengths:
+            return {"input_ids": inputs, "labels": labels}
+        # lengths of scientific abstracts and their summaries, log-normal (SciTLDR: medians 190 and 25 tokens)
+        lengths = [
+            torch.empty(shape.rows).log_normal_(mean, sigma, generator=generator).long().clamp(8, longest)
+            for mean, sigma, longest in ((5.25, 0.45, shape.inputs), (3.2, 0.45, shape.targets))
+        ]
+        masks = [torch.arange(int(length.max())) < length[:, None] for length in lengths]
+        inputs, labels = inputs[:, : masks[0].shape[1]], labels[:, : masks[1].shape[1]]
+        return {
+            "input_ids": inputs.masked_fill(~masks[0], 0),
+            "attention_mask": masks[0].long(),
+            "labels": labels.masked_fill(~masks[1], -100),
+        }
+    inputs = draw(shape.inputs)
+    is_masked = torch.rand(inputs.shape, generator=generator) < MASKED
+    return {
+        "input_ids": inputs,
+        "attention_mask": torch.ones_like(inputs),
+        "token_type_ids": torch.zeros_like(inputs),
+        "labels": inputs.masked_fill(~is_masked, -100),
+        "next_sentence_label": torch.randint(0, 2, (shape.rows,), generator=generator),
+    }
+
+
+def tokens_of(batch: dict[str, Tensor]) -> int:
+    inputs = int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
+    is_bert = "token_type_ids" in batch
+    return inputs if is_bert else inputs + int((batch["labels"] != -100).sum())
+
+
+def train_in_turns(loop: str, shape: Shape, precision: str, checkout: Path | None) -> None:
+    """Body of a worker: trains with the loop until the parent is gone."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what loops print goes to stderr
+    batches = Turns(shape, config_of(shape).vocab_size, out)
+    if "nanoT5" in loop:
+        nanot5(shape, batches, precision, checkout, compiled="compiled" in loop)
+    else:
+        LOOPS[loop](shape, batches, precision)
+
+
+class Worker:
+    """A process with one loop, which makes a step at a time."""
+
+    def __init__(self, loop: str, name: str, options: argparse.Namespace) -> None:
+        command = [sys.executable, __file__, "--worker", loop, "--shape", name, "--precision", options.precision]
+        if options.nanot5:
+            command += ["--nanot5", str(options.nanot5)]
+        self.log = open(options.logs / f"{name}-{loop}.log".replace("/", "_").replace(" ", "_"), "w")
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, bufsize=1
+        )
+        self.steps: list[dict[str, float]] = []
+        self.failed = not self._read()
+
+    def _read(self) -> dict[str, float] | None:
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else None
+
+    def step(self) -> None:
+        """Let it train on one batch (a loop that fetches ahead trains on the one before)."""
+        try:
+            self.process.stdin.write("go\n")
+            start, end = self._read(), self._read()
+        except BrokenPipeError:
+            start = end = None
+        if start is None or end is None:
+            self.failed = True
+            return
+        self.steps.append(
+            {"cpu": end["cpu"] - start["cpu"], "wall": end["wall"] - start["wall"]}
+            | {"tokens": start["tokens"], "memory": end["memory"]}
+        )
+
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.wait()
+        self.log.close()
+
+
+def measured_peak(precision: str) -> float:
+    """FLOP/s of the best of many matrix products."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    rows = 4096 if device.type == "cpu" else 65536
+    a, b = torch.randn(rows, 512).to(device, dtype), torch.randn(512, 1024).to(device, dtype)
+    best, clock = 0.0, time.perf_counter if device.type == "cuda" else time.process_time
+    torch.set_num_threads(1)
+    for _ in range(60):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = clock()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = max(best, 2 * rows * 512 * 1024 / (clock() - start))
+    return best
+
+
+def flops(shape: Shape) -> float:
+    """Multiply-adds of a step's matrix products, twice, forward and backward; of full rows."""
+    config = config_of(shape)
+    rows, length = shape.rows, shape.inputs
+    if not shape.is_t5:
+        width, inner = config.hidden_size, config.intermediate_size
+        layer = length * (4 * width * width + 2 * width * inner) + 2 * length * length * width
+        return 6 * rows * (config.num_hidden_layers * layer + length * width * (width + config.vocab_size))
+    width, inner, targets = config.d_model, config.num_heads * config.d_kv, shape.targets
+    feed_forward = (3 if config.is_gated_act else 2) * width * config.d_ff
+    encoder = length * (4 * width * inner + feed_forward) + 2 * length * length * inner
+    decoder = targets * (6 * width * inner + feed_forward) + 2 * length * width * inner
+    decoder += 2 * targets * (targets + length) * inner
+    layers = config.num_layers * encoder + config.num_decoder_layers * decoder
+    return 6 * rows * (layers + targets * width * config.vocab_size)
+
+
+def compare(name: str, loops: list[str], options: argparse.Namespace) -> list[str]:
+    """Run all loops of a shape in turns; returns the lines of its table."""
+    shape, clock = SHAPES[name], "wall" if torch.cuda.is_available() else "cpu"
+    workers: dict[str, Worker] = {}
+    for loop in loops:  # one after another, so that they do not compile at once
+        workers[loop] = Worker(loop, name, options)
+        for _ in range(options.warm_up):
+            if not workers[loop].failed:
+                workers[loop].step()
+        print(f"{name}: {loop} {'failed, see its log' if workers[loop].failed else 'is warm'}", flush=True)
+    for _ in range(options.rounds):
+        for worker in workers.values():
+            if not worker.failed:
+                worker.step()
+    peak, lines, base = measured_peak(options.precision), [], None
+    for loop, worker in workers.items():
+        worker.close()
+        steps = worker.steps[options.warm_up :]
+        if worker.failed or not steps:
+            lines.append(f"| {loop} | failed | | | | |")
+            continue
+        rates = [step["tokens"] / step[clock] for step in steps]
+        rate, fastest = statistics.median(rates), max(rates)
+        base = base or (rate, fastest)
+        share = "" if shape.real_lengths else f"{flops(shape) / min(s[clock] for s in steps) / peak:.0%}"
+        lines.append(
+            f"| {loop} | {statistics.median(s[clock] for s in steps):.2f} | {rate:.0f} | {rate / base[0]:.2f} "
+            f"({fastest / base[1]:.2f}) | {steps[-1]['memory']:.0f} | {share} |"
+        )
+    head = f"| loop | s/step | tokens/s | ratio to {next(iter(workers))} | MiB | of peak |\n|---|---|---|---|---|---|"
+    return [f"## {name}, {options.precision}", "", f"Peak {peak / 1e12:.2f} TFLOP/s.", "", head, *lines, ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="*", help="parts of names of shapes: " + "; ".join(SHAPES))
+    parser.add_argument("--loops", nargs="*", choices=LOOPS, help="those to compare, the one to relate to first")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--rounds", type=int, default=10, help="measured steps of each loop")
+    parser.add_argument("--warm_up", type=int, default=3, help="steps of each loop before")
+    parser.add_argument("--nanot5", type=Path, help="a checkout of nanoT5; without one it is left out")
+    parser.add_argument("--output", type=Path, help="default: step_cpu.md or step_<GPU>.md beside this script")
+    parser.add_argument("--logs", type=Path, default=Path("runs/bench_step"), help="folder of what the loops print")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        train_in_turns(options.worker, SHAPES[options.shape[0]], options.precision, options.nanot5)
+        return
+    options.logs.mkdir(parents=True, exist_ok=True)
+    names = [n for n in SHAPES if any(part in n for part in options.shape or [""])]
+    if not options.shape and not torch.cuda.is_available():
+        names = [n for n in names if n not in GPU_ONLY]
+    if not names:
+        parser.error(f"--shape {' '.join(options.shape)} is part of no shape: {'; '.join(SHAPES)}")
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    output = options.output or Path(__file__).with_name(f"step_{where.replace(' ', '_').lower()}.md")
+    text = ["# A training step", "", f"`{' '.join(['python', *sys.argv])}`", ""]
+    text += [
+        f"{where}, {platform.processor() or platform.machine()}; torch {torch.__version__}; one thread; medians of "
+    ]
+    text[-1] += f"{options.rounds} interleaved steps, in parentheses the ratio of the fastest."
+    text += ["Each loop's cost is explained at the head of benchmarks/step.py.", ""]
+    for name in names:
+        loops = options.loops or [loop for loop in LOOPS if SHAPES[name].is_t5 or "nanoT5" not in loop]
+        loops = [loop for loop in loops if options.nanot5 or "nanoT5" not in loop]
+        lines = compare(name, loops, options)
+        print("\n".join(lines), flush=True)
+        text += lines
+        output.write_text("\n".join(text))
+
+
+if __name__ == "__main__":
+    main()

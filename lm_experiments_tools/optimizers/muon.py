@@ -1,0 +1,171 @@
+"""Muon for the hidden matrices of a model, AdamWScale or AdamW for its embeddings, output layer and vectors."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.optimizers.adamw_scale import AdamWScale
+from lm_experiments_tools.optimizers.sharding import is_sharded, local, own_slice, sums_over_slices
+from lm_experiments_tools.optimizers.state import LOW_PRECISION
+
+HIDDEN = "is_hidden"  # key of a parameter group: its matrices are orthogonalized
+OTHERS = ("AdamWScale", "AdamW")
+
+
+class Muon(AdamWScale):
+    """Muon (Jordan et al. 2024) as torch.optim.Muon computes it, with another optimizer for what is no hidden matrix.
+
+    The update of a hidden matrix is its Nesterov momentum made orthogonal by five Newton-Schulz steps in bf16. Groups
+    with `is_hidden` are updated so; `build_optimizer` marks matrices of numbered layers.
+    All other groups are updated by `others`, with the same lr times `others_lr_scale`.
+
+    FSDP2's shards of momentum are gathered in bf16, all of them in one collective a step, and each worker
+    orthogonalizes whole matrices: the updates are those of the unsharded model.
+
+    Args:
+        params: parameter groups; a group without `is_hidden` is one of the others.
+        lr: step size; of hidden matrices it is multiplied as `adjust_lr_fn` says.
+        momentum, nesterov, ns_steps, adjust_lr_fn: of torch.optim.Muon. "match_rms_adamw" gives updates of AdamW's
+            size (0.2 * sqrt(longest side)); the default multiplies by sqrt(max(1, rows / columns)).
+        others: "AdamWScale" or "AdamW".
+        others_lr_scale: factor of lr for the others.
+        betas, eps: of the others.
+        weight_decay: decoupled, times lr.
+
+    Raises:
+        ValueError: a value out of range, a hidden parameter that is no matrix, or a torch (before 2.9) without Muon.
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-2,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        others: str = "AdamWScale",
+        others_lr_scale: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise ValueError(f"torch {torch.__version__} has no Muon, which came with torch 2.9")
+        if others not in OTHERS:
+            near = difflib.get_close_matches(str(others), OTHERS, n=1, cutoff=0.0)[0]
+            raise ValueError(f"others={others!r} must be one of {', '.join(OTHERS)} (did you mean {near}?)")
+        if others_lr_scale < 0:
+            raise ValueError(f"others_lr_scale={others_lr_scale} must not be negative")
+        groups = [group if isinstance(group, dict) else {"params": [group]} for group in params]
+        for group in groups:
+            if group.setdefault(HIDDEN, False):
+                # checks its own arguments, and that these are matrices
+                options = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
+                torch.optim.Muon(list(group["params"]), lr, adjust_lr_fn=adjust_lr_fn, **options)
+                group.update(options, adjust_lr_fn=adjust_lr_fn)
+            else:
+                group.setdefault("lr", lr * others_lr_scale)
+                group["others"] = others
+        super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+    def update(self, work: list[tuple[list[Tensor], dict]]) -> None:
+        hidden = [(p, group) for parameters, group in work if group[HIDDEN] for p in parameters]
+        self._update_hidden(hidden)
+        rest = [(parameters, group) for parameters, group in work if not group[HIDDEN]]
+        super().update([part for part in rest if part[1]["others"] == "AdamWScale"])
+        for parameters, group in rest:
+            if group["others"] == "AdamW":
+                self._update_by_adamw(parameters, group)
+
+    def _update_hidden(self, work: Sequence[tuple[Tensor, dict]]) -> None:
+        from torch.optim import _muon as torchs  # its rule, function by function: ours differs in what is gathered
+
+        coefficients = (torchs.DEFAULT_A, torchs.DEFAULT_B, torchs.DEFAULT_C)
+        directions = [self._direction(parameter, group) for parameter, group in work]
+        for (parameter, group), whole in zip(work, _whole_matrices(directions), strict=True):
+            update = torchs._zeropower_via_newtonschulz(whole, coefficients, group["ns_steps"], torchs.EPS)
+            if is_sharded(parameter):
+                update = update[own_slice(parameter)]
+            shard = local(parameter)
+            weights = shard.float() if shard.dtype in LOW_PRECISION else shard
+            weights.mul_(1 - group["lr"] * group["weight_decay"])
+            weights.add_(update, alpha=-torchs._adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape))
+            if weights is not shard:
+                shard.copy_(weights)
+
+    def _direction(self, parameter: Tensor, group: dict) -> Tensor:
+        """Advance the momentum of a matrix and return what is to be made orthogonal, in its sharding."""
+        state, grad = self.state[parameter], parameter.grad.float()
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        buffer = state["momentum_buffer"]
+        buffer.lerp_(grad, 1 - group["momentum"])
+        return grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+
+    def _update_by_adamw(self, parameters: list[Tensor], group: dict) -> None:
+        """As torch.optim.AdamW, on this worker's slices: fused on the CPU, foreach elsewhere."""
+        states = [self._init_moments(parameter) for parameter in parameters]
+        shards = [local(parameter) for parameter in parameters]
+        weights = [shard.float() if shard.dtype in LOW_PRECISION else shard for shard in shards]
+        on_cpu = all(shard.device.type == "cpu" for shard in shards)
+        beta1, beta2 = group["betas"]
+        adam(
+            weights,
+            [local(parameter.grad).float() for parameter in parameters],
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            foreach=not on_cpu,
+            fused=on_cpu,
+            decoupled_weight_decay=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for shard, computed in zip(shards, weights, strict=True):
+            if computed is not shard:
+                shard.copy_(computed)
+
+
+def hidden_matrices_first(groups: list[dict], named_parameters: Iterable[tuple[str, Tensor]]) -> list[dict]:
+    """Part the group of matrices: those of numbered layers (`encoder.block.0. ...`), marked hidden, come first.
+
+    Raises:
+        UserError: no matrix stands in a numbered layer.
+    """
+    numbered = {id(p) for name, p in named_parameters if p.ndim == 2 and any(map(str.isdigit, name.split(".")))}
+    matrices = groups[0]
+    hidden = [p for p in matrices["params"] if id(p) in numbered]
+    if matrices["params"][0].ndim < 2 or not hidden:
+        raise UserError(
+            "--optimizer Muon updates matrices of numbered layers (encoder.block.0. ...), and no trainable parameter "
+            "is one: choose AdamWScale or AdamW."
+        )
+    others = [p for p in matrices["params"] if id(p) not in numbered]
+    parted = [{**matrices, "params": hidden, HIDDEN: True}, {**matrices, "params": others}, *groups[1:]]
+    return [group for group in parted if group["params"]]
+
+
+def _whole_matrices(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors in bf16, DTensors among them whole: one collective for all, which adds slices to zeros."""
+    whole = [tensor if not is_sharded(tensor) else None for tensor in tensors]
+    sharded = [tensor for tensor in tensors if is_sharded(tensor)]
+    parts = []
+    for tensor in sharded:
+        part = torch.zeros(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
+        part[own_slice(tensor)] = local(tensor).bfloat16()
+        parts.append(part)
+    gathered = iter(sums_over_slices(sharded, parts))
+    return [next(gathered) if tensor is None else tensor for tensor in whole]

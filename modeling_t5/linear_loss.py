@@ -1,0 +1,129 @@
+"""Cross-entropy of a linear layer's logits with its gradient made in the forward pass: logits exist once, and briefly.
+
+The gradient of the loss by a logit is softmax - target, known as soon as the logits are. It is written over them, and
+the two products that lead on from it are made at once. So nothing of the vocabulary's width waits for the backward
+pass, and nothing is computed twice (Wijmans et al. 2024, arXiv 2411.09009; Hsu et al. 2024, arXiv 2410.10989).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lm_experiments_tools.labels import IGNORED_LABEL as IGNORED
+
+BLOCK = 2**19  # logits in float32 that a CPU turns into gradients at a time: 2 MiB, which its caches hold
+
+
+def is_plain(head: object, states: Tensor) -> bool:
+    """True if `linear_token_loss` computes what calling the head would, hooks and wrappers included.
+
+    float16 is left out: its gradients need the loss's scale, which is known in the backward pass only.
+    """
+    if type(head) is not nn.Linear or head.bias is not None or torch.compiler.is_compiling():
+        return False
+    weight = head.weight
+    hooks = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
+    is_whole = not hasattr(weight, "to_local") and weight.is_floating_point()
+    return is_whole and not hooks and compute_dtype(states) != torch.float16
+
+
+def compute_dtype(states: Tensor) -> torch.dtype:
+    """The dtype of a matrix product with these: autocast's, where it is on."""
+    kind = states.device.type
+    is_cast = torch.is_autocast_enabled(kind) and states.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if is_cast else states.dtype
+
+
+def linear_token_loss(
+    states: Tensor, weight: Tensor, labels: Tensor, chunk_size: int, z_loss: float = 0.0, label_smoothing: float = 0.0
+) -> Tensor:
+    """`token_loss(states @ weight.T, labels)`, and its gradients, with `chunk_size` rows of logits in memory.
+
+    Args:
+        states: [tokens, features].
+        weight: [vocabulary, features].
+        labels: [tokens], -100 where there is none.
+        chunk_size: tokens; each chunk adds to the whole gradient of the weight, so a small one costs time.
+        z_loss, label_smoothing: as in `token_loss`.
+    """
+    if not torch.is_grad_enabled():
+        states, weight = states.detach(), weight.detach()
+    dtype = compute_dtype(states)
+    return _LinearTokenLoss.apply(states, weight, labels, chunk_size, z_loss, label_smoothing, dtype)
+
+
+class _LinearTokenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk_size: int,
+        z_loss: float,
+        label_smoothing: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        wants_states, wants_weight = ctx.needs_input_grad[:2]
+        with torch.autocast(states.device.type, enabled=False):
+            x, w = states.to(dtype), weight.to(dtype)
+            grad_states = torch.empty_like(x) if wants_states else None
+            grad_weight, total = None, []
+            for rows, targets, place in zip(
+                x.split(chunk_size), labels.split(chunk_size), range(0, len(x), chunk_size), strict=True
+            ):
+                logits = rows @ w.T
+                total.append(turn_into_gradient(logits, targets, z_loss, label_smoothing))
+                if wants_states:
+                    torch.mm(logits, w, out=grad_states[place : place + len(rows)])
+                if wants_weight:
+                    product = logits.T @ rows
+                    grad_weight = product if grad_weight is None else grad_weight.to(weight.dtype).add_(product)
+        ctx.save_for_backward(grad_states, grad_weight)
+        ctx.dtypes = states.dtype, weight.dtype
+        return torch.stack(total).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        scaled = [
+            None if product is None else product * grad.to(dtype).reshape(1, 1)  # cast and scaled in one pass
+            for product, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return *scaled, None, None, None, None, None
+
+
+def turn_into_gradient(logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float) -> Tensor:
+    """Write the gradient of the loss over the logits [tokens, vocabulary]; returns the loss, in float32 at least."""
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    count, vocabulary = logits.shape
+    block = max(1, BLOCK // vocabulary) if logits.device.type == "cpu" else max(1, count)
+    losses = []
+    for part, targets in zip(logits.split(block), labels.split(block), strict=True):
+        is_valid = (targets != IGNORED)[:, None]
+        index = targets.clamp(min=0)[:, None]
+        x = part.to(exact, copy=True)
+        highest = x.amax(1, keepdim=True)
+        x.sub_(highest)
+        loss = -(1 - label_smoothing) * x.gather(1, index)
+        if label_smoothing:
+            loss -= label_smoothing * x.mean(1, keepdim=True)
+        total = x.exp_().sum(1, keepdim=True)
+        log_total = total.log()
+        log_z = log_total + highest
+        loss += log_total
+        factor = 1 / total
+        if z_loss:
+            loss += z_loss * log_z.square()
+            factor *= 1 + 2 * z_loss * log_z
+        x.mul_(factor)
+        if label_smoothing:
+            x.sub_(label_smoothing / vocabulary)
+        x.scatter_add_(1, index, torch.full_like(loss, label_smoothing - 1))
+        part.copy_(x.mul_(is_valid))
+        losses.append((loss * is_valid).sum())
+    return torch.stack(losses).sum()
