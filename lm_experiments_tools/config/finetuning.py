@@ -454,8 +454,8 @@ class FinetuningArgs(
     def task_settings(self) -> dict[str, Any]:
         """The settings by which a text becomes what the model reads, those that the task has: see `SAVED`."""
         notes = notes_of(type(self))
-        unread = (n for n in SAVED if any(isinstance(r, Unread) and not r.in_run and r.when(self) for r in notes[n]))
-        return {name: getattr(self, name) for name in SAVED if name not in {*unread}}
+        unread = {n for n in SAVED if any(isinstance(r, Unread) and not r.in_run and r.when(self) for r in notes[n])}
+        return {name: getattr(self, name) for name in SAVED if name not in unread}
 
     def with_epochs(self, samples_per_epoch: int, world_size: int) -> "FinetuningArgs":
         """The same arguments with `--iters` from `--epochs`, and a validation each epoch where none is asked for."""

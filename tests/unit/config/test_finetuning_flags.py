@@ -208,3 +208,9 @@ def test_a_map_of_devices_places_every_weight(tmp_path):
     path.write_text(json.dumps(placed))
     options = loading_options(make(device_map=str(path)), T5ForConditionalGeneration, t5_config())
     assert options == {"device_map": placed}
+
+
+def test_settings_that_a_task_does_not_read_are_not_saved_with_its_weights():
+    saved = make(model_type="encoder", task="classification").task_settings()
+    assert set(saved) == {"model_type", "task", "prefix", "input_seq_len"}
+    assert make(model_type="encoder", task="multi_label", thresholds=(0.3,)).task_settings()["thresholds"] == (0.3,)
