@@ -23,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-all lint bench bench-step clean
+.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster test-all lint bench bench-step clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -98,10 +98,13 @@ finetune: env horovod-if-possible data-finetune | runs/pretrain_cpu/last ## fine
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python run_finetuning.py --config examples/finetune_cpu.yaml $(ARGS)
 
 test: env-full horovod-if-possible ## the test suite, after env-full, without what takes minutes or needs a GPU
-	@$(BIN)/python -m pytest -q -m "not slow and not gpu" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -q -m "not slow and not gpu and not cluster" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-launchers: env-full horovod-if-possible ## every objective under every launcher, killed and continued: a table
 	@$(BIN)/python -m pytest -q -s tests/distributed/test_objectives_launchers.py $(ARGS)
+
+test-cluster: env-full horovod-if-possible ## jobs on two machines made of this one: root, openssh-server, iproute2, slurm-wlm
+	@$(BIN)/python -m pytest -q -m cluster tests/cluster $(ARGS)
 
 test-all: env-full horovod-if-possible ## the whole test suite
 	@$(BIN)/python -m pytest -q $(ARGS)

@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model_source = common.model_source(args, backend)
     data = bert_pretraining_data(args, backend, model_source)
     model = common.model_from_args(args, model_source, data.tokenizer.vocab_size)
+    most_labels = common.labels_alone(args, backend, model, lambda rows: rows * args.most_predictions())
     optimizer = common.optimizer_from_args(args, model)
     common.seed_worker(args.seed, backend.rank)
     trainer = TrainingLoop(
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         data.valid,
         batch_metrics_fn=bert_metrics,
         tokenizer_dir=data.tokenizer_dir,
-        loss=bert_loss(args.use_nsp),
+        loss=bert_loss(args.use_nsp, most_labels),
     )
     common.show_run(args, origins, run, backend, backend.unwrap(), data)
     common.train_or_validate(trainer)

@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend
+    from lm_experiments_tools.backends.collective import on_all
     from lm_experiments_tools.checkpoint.source import ModelFiles
     from lm_experiments_tools.models.pretrained import pretrained_model
     from lm_experiments_tools.models.tokenizers import load_tokenizer
@@ -66,11 +67,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = start_run(args, backend)
     show_inherited(args, origins)
     files = ModelFiles(args, found)
-    tokenizer = load_tokenizer(args, files)
+    tokenizer = on_all(backend, lambda: load_tokenizer(args, files))
     data = finetuning_data(with_new_tokens(args, tokenizer), backend, tokenizer, files)
     if data.train is not None:
         args = args.with_epochs(data.train.samples_per_epoch, backend.world_size)
-    model = pretrained_model(args, tokenizer, data.label_names, files)
+    model = on_all(backend, lambda: pretrained_model(args, tokenizer, data.label_names, files))
     show_summary(backend, model)
     optimizer = optimizer_from_args(args, model)
     seed_worker(args.seed, backend.rank)

@@ -30,24 +30,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     args, origins = parse(T5PretrainingArgs, argv, description=__doc__)
 
     # imported after parsing, so that --help and a mistyped flag answer at once, as does a vocabulary of other tokens
+    from lm_experiments_tools.backends.cluster import attempt
     from lm_experiments_tools.recipes.t5_sources import T5Sources
 
-    sources = T5Sources(args)
+    sources = attempt(lambda: T5Sources(args))
     from lm_experiments_tools.backends import get_backend
+    from lm_experiments_tools.backends.collective import on_all
     from lm_experiments_tools.modules.inspection import forward_names
     from lm_experiments_tools.recipes import common
     from lm_experiments_tools.recipes.objectives import check_causality, check_model
     from lm_experiments_tools.recipes.report import t5_examples, write_report
-    from lm_experiments_tools.recipes.t5_data import pretraining_data, pretraining_metrics
+    from lm_experiments_tools.recipes.t5_data import pretraining_data, pretraining_loss, pretraining_metrics
     from lm_experiments_tools.training.trainer import TrainingLoop
 
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = common.start_run(args, backend)
+    sources = on_all(backend, sources)
     model_source = common.model_source(args, backend)
     check_model(args, model_source)  # before hours of tokenizing
     data = pretraining_data(args, backend, sources, model_source.kind)
     model = common.model_from_args(args, model_source, data.vocabulary.size)
     check_causality(args, model)
+    loss = pretraining_loss(args, backend, model)
     optimizer = common.optimizer_from_args(args, model)
     common.seed_worker(args.seed, backend.rank)
     trainer = TrainingLoop(
@@ -61,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         forward_kwargs={"return_logits": False} if "return_logits" in forward_names(model) else None,
         generate_kwargs={"do_sample": False},
         tokenizer_dir=data.tokenizer_dir,
+        loss=loss,
     )
     common.show_run(args, origins, run, backend, backend.unwrap(), data)
     common.train_or_validate(trainer)

@@ -177,7 +177,7 @@ class T5Stack(T5PreTrainedModel):
             raise ValueError("use_cache=True is for decoders; this is an encoder.")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.memory_tokens is not None:
-            x = torch.cat([self.memory_tokens.to(x.dtype).expand(len(x), -1, -1), x], dim=1)
+            x = torch.cat([self.memory_tokens.to(x.dtype).expand(x.shape[0], -1, -1), x], dim=1)
             attention_mask = self.with_memory(attention_mask)
         if self.config.fp32_residual:
             x = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -27,6 +27,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from lm_experiments_tools.attention.attend import attend, shared_bias
 from lm_experiments_tools.attention.kernels.bias import Bias, T5Bias, dense_bias
+from lm_experiments_tools.attention.kernels.compiled import number_of_layout
 from lm_experiments_tools.attention.kernels.dispatch import block_sparse_attention
 from lm_experiments_tools.attention.kernels.reference import attention_probabilities
 from lm_experiments_tools.attention.layouts import (
@@ -218,10 +219,11 @@ def attention_forward(
     num_heads = query.shape[1]
     key, value = (_for_all_heads(x, num_heads) for x in (key, value))
     bias = _bias(module, position_bias)
-    layout = _layout(module, num_heads)
     if attention_mask is not None and attention_mask.dim() == 4:
+        layout = _layout(module, num_heads)
         output = _attend_with_mask(query, key, value, attention_mask, bias, layout, dropout, scaling)
     else:
+        layout = _layout(module, num_heads, as_number=torch.compiler.is_compiling())
         options = {"causal": _is_causal(module, is_causal, query, key), "scale": scaling, "dropout_p": dropout}
         output = block_sparse_attention(
             query, key, value, layout, bias=bias, key_padding_mask=attention_mask, **options
@@ -283,14 +285,24 @@ def _bias(module: nn.Module, position_bias: Tensor | None) -> Bias | None:
     )
 
 
-def _layout(module: nn.Module, num_heads: int) -> SparsityConfig | None:
-    """The layout of a layer: that of its configuration, None for exact attention."""
+def _layout(module: nn.Module, num_heads: int, as_number: bool = False) -> SparsityConfig | int | None:
+    """The layout of a layer: that of its configuration, None for exact attention; for torch.compile its number."""
     config = module.config
     name = getattr(config, TYPE_KEY, None)
     if name is None or _stays_exact(module, config):
         return None
-    settings = json.dumps(getattr(config, SETTINGS_KEY, None) or {}, sort_keys=True)
-    return _sparsity_config(name, settings, num_heads, getattr(module, "layer_idx", None) or 0)
+    settings, layer_idx = getattr(config, SETTINGS_KEY, None) or {}, getattr(module, "layer_idx", None) or 0
+    return (_layout_number if as_number else _layout_of)(name, settings, num_heads, layer_idx)
+
+
+def _layout_of(name: str, settings: dict[str, Any], num_heads: int, layer_idx: int) -> SparsityConfig | None:
+    return _sparsity_config(name, json.dumps(settings, sort_keys=True), num_heads, layer_idx)
+
+
+@torch.compiler.assume_constant_result  # asked once a graph, which is guarded by what the configuration says
+def _layout_number(name: str, settings: dict[str, Any], num_heads: int, layer_idx: int) -> int | None:
+    layout = _layout_of(name, settings, num_heads, layer_idx)
+    return None if layout is None else number_of_layout(layout)
 
 
 def _stays_exact(module: object, config: PreTrainedConfig) -> bool:
@@ -365,7 +377,7 @@ def _short_bias(compute_bias: Any) -> Any:
         # Through the embedding, so that it works where weights are sharded, and as a tensor of its own, so that
         # gradients of all layers meet here whatever checkpoints activations.
         table = self.relative_attention_bias(torch.arange(self.relative_attention_num_buckets, device=device))
-        is_dense = _layout(self, table.shape[1]) is None
+        is_dense = _layout(self, table.shape[1], as_number=torch.compiler.is_compiling()) is None
         bias = shared_bias(_bias(self, table), query_length, key_length, NAME, table.device, is_dense, self.training)
         return bias if isinstance(bias, Tensor) else table
 

@@ -142,10 +142,14 @@ class RelativeBiasPosition(PositionScheme):
         return nn.functional.embedding(buckets, self.weight).permute(2, 0, 1)[None]
 
 
+def _slopes(num_heads: int, device: torch.device) -> Tensor:
+    """Copied to a device once, not at each call; those of an export hold no numbers, and are not kept."""
+    return (alibi_slopes if torch.compiler.is_exporting() else _kept_slopes)(num_heads, device)
+
+
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)  # what is kept serves training too, whoever asks first
-def _slopes(num_heads: int, device: torch.device) -> Tensor:
-    """Copied to a device once, not at each call."""
+def _kept_slopes(num_heads: int, device: torch.device) -> Tensor:
     return alibi_slopes(num_heads, device)
 
 

@@ -19,9 +19,18 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from lm_experiments_tools.backends import deepspeed_config, fsdp, launch
-from lm_experiments_tools.backends.backend import DataParallelBackend, check_keys, check_whole, saved_state
+from lm_experiments_tools.backends.backend import (
+    STALL_SECONDS,
+    DataParallelBackend,
+    check_keys,
+    check_not_trained_again,
+    check_unprepared,
+    check_whole,
+    saved_state,
+)
 from lm_experiments_tools.backends.compression import send_as_fp16
 from lm_experiments_tools.backends.precision import ApexAmp, Precision, get_precision
+from lm_experiments_tools.backends.roll_call import limit_waiting, meeting, missing_ranks
 from lm_experiments_tools.backends.trees import as_carrier, map_tensors, put_back
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.inspection import is_adapted
@@ -36,7 +45,6 @@ except ImportError as error:
 if TYPE_CHECKING:
     from lm_experiments_tools.config.training import TrainerArgs
 
-TIMEOUT = timedelta(minutes=30)  # rank 0 may tokenize data while the others wait; NCCL's own limit is 10 minutes
 CLIPS_BY_NORM = "--clip_grad_value does not work with DeepSpeed, which clips by norm: use --clip_grad_norm"
 
 
@@ -79,6 +87,7 @@ class AccelerateBackend(DataParallelBackend):
             UserError: the Accelerator and the arguments disagree, or a flag has no meaning for its kind.
         """
         check_agreement(accelerator, args)
+        limit_waiting(args.stall_timeout)  # an Accelerator may be the user's
         kind = str(accelerator.distributed_type.value)
         if kind == "DEEPSPEED":
             return DeepSpeedBackend(accelerator, args)
@@ -146,6 +155,9 @@ class AccelerateBackend(DataParallelBackend):
 
     def barrier(self) -> None:
         self.accelerator.wait_for_everyone()
+
+    def missing(self) -> list[int] | None:
+        return missing_ranks(self.rank, self.world_size)
 
     def close(self) -> None:
         # DDP first, which holds the group from C++: a gloo group freed through it keeps the GIL while it waits for a
@@ -265,6 +277,7 @@ class DeepSpeedBackend(AccelerateBackend):
         self.stage = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"]
         self.wrapping = f"ZeRO stage {self.stage}"
         self.shards_model = self.stage == 3
+        self.stall_timeout = args.stall_timeout
         self.scales = (args.min_loss_scale or 0.0, args.max_loss_scale or math.inf)
         self.dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
 
@@ -286,6 +299,7 @@ class DeepSpeedBackend(AccelerateBackend):
         config = self.accelerator.state.deepspeed_plugin.deepspeed_config
         config["zero_force_ds_cpu_optimizer"] = deepspeed_config.has_cpu_version(optimizer)
         self.model, _ = self.accelerator.prepare(model, optimizer)
+        limit_waiting(self.stall_timeout)  # the engine has made groups of its own
         self.optimizer = self.model.optimizer
         self.optimizer.loss_scaler.raise_error_at_min_scale = False  # the loop decides how many skips are too many
 
@@ -419,14 +433,17 @@ def make_accelerator(args: TrainerArgs) -> Accelerator:
             f"accelerate launch says mixed_precision {told} but the arguments say {ours}: leave it out there (or "
             f"say no) and give --{told}" + ("" if told in ("fp16", "bf16") else " is not supported")
         )
-    handlers = [InitProcessGroupKwargs(timeout=TIMEOUT)]
+    seconds = args.stall_timeout or STALL_SECONDS
+    handlers = [InitProcessGroupKwargs(timeout=timedelta(seconds=seconds))]
     if sharding is None:
         handlers.append(DistributedDataParallelKwargs(gradient_as_bucket_view=True))
     if sharding == "DEEPSPEED":
         plugin = make_deepspeed_plugin(args)
-        return Accelerator(mixed_precision=ours, deepspeed_plugin=plugin, kwargs_handlers=handlers)
+        with meeting(seconds):
+            return Accelerator(mixed_precision=ours, deepspeed_plugin=plugin, kwargs_handlers=handlers)
     cpu = launch.cpu_asked() or (not torch.accelerator.is_available() and not started)
-    return Accelerator(mixed_precision="no", cpu=cpu, kwargs_handlers=handlers)
+    with meeting(seconds):
+        return Accelerator(mixed_precision="no", cpu=cpu, kwargs_handlers=handlers)
 
 
 def make_deepspeed_plugin(args: TrainerArgs) -> DeepSpeedPlugin:
@@ -475,17 +492,3 @@ def check_agreement(accelerator: Accelerator, args: TrainerArgs) -> None:
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     deepspeed_config.fill_config(config, args, accelerator.num_processes, source)
     accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
-
-
-def check_unprepared(model: nn.Module, optimizer: Optimizer | None) -> None:
-    for thing in (model, optimizer):
-        if getattr(thing, "_is_accelerate_prepared", False):
-            raise UserError(f"the {type(thing).__name__} was prepared already: give the trainer the plain one")
-
-
-def check_not_trained_again(name: str, optimizer: Optimizer | None) -> None:
-    if optimizer is not None:
-        raise UserError(
-            f"under {name} a model is cut into slices by its first training or evaluation, and cannot be trained from "
-            "there: train first and evaluate then; to train once more, save it and load that in a new process."
-        )

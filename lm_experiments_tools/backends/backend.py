@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from lm_experiments_tools.config.training import TrainerArgs
 
 
+STALL_SECONDS = 1800  # --stall_timeout: rank 0 may tokenize, save or measure while the others wait
+
+
 class Backend:
     """The verbs of the loop, for one process on one device; the base of every backend. Ranks are global.
 
@@ -140,6 +143,14 @@ class Backend:
 
     def barrier(self) -> None:
         """Return when every worker has arrived."""
+
+    def missing(self) -> list[int] | None:
+        """Ranks that do not answer after a collective has failed; None where none can be asked.
+
+        Raises:
+            ConnectionError: what they answer through cannot be reached.
+        """
+        return None
 
     def close(self) -> None:
         """Leave the group of workers; call once at the end of a successful run."""
@@ -259,6 +270,22 @@ def check_whole(model: nn.Module, name: str, *, shards: bool = False) -> None:
         raise UserError(
             f"--quantize does not work with {name}, which cannot cut quantised weights into slices: use Horovod or "
             "DDP, or leave --quantize out."
+        )
+
+
+def check_unprepared(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Raises UserError for what an Accelerator has prepared."""
+    for thing in (model, optimizer):
+        if getattr(thing, "_is_accelerate_prepared", False):
+            raise UserError(f"the {type(thing).__name__} was prepared already: give the trainer the plain one")
+
+
+def check_not_trained_again(name: str, optimizer: Optimizer | None) -> None:
+    """Raises UserError where a model that `name` has cut into slices is to be trained."""
+    if optimizer is not None:
+        raise UserError(
+            f"under {name} a model is cut into slices by its first training or evaluation, and cannot be trained from "
+            "there: train first and evaluate then; to train once more, save it and load that in a new process."
         )
 
 

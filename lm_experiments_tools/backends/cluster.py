@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+from typing import TypeVar
 
+from lm_experiments_tools.config.launchers import on_several_machines
 from lm_experiments_tools.errors import UserError
+
+T = TypeVar("T")
 
 # Step numbers from here on are no steps of srun: the batch script, salloc's shell, and what Slurm runs beside a job.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -110,6 +114,27 @@ def _tasks_of_node(environ: Mapping[str, str]) -> int | None:
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
     return int(environ[name]) if environ.get(name, "").isdigit() else None
+
+
+def attempt(function: Callable[[], T]) -> Callable[[], T]:
+    """Call `function` now; what is returned gives its result again.
+
+    On one machine an error comes at once, as all workers meet the same. Of several machines one may lack a file, and
+    the others would wait for its workers in vain: there it is raised when the result is asked for, by `on_all`.
+    """
+    try:
+        result = function()
+    except UserError as error:
+        if not on_several_machines():
+            raise
+        failure = error
+    else:
+        return lambda: result
+
+    def fail() -> T:
+        raise failure
+
+    return fail
 
 
 def form_job(tasks: Tasks, environ: MutableMapping[str, str] = os.environ) -> None:

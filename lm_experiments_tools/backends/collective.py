@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import logging
+import platform
+import threading
 from collections.abc import Callable
 from typing import TypeVar
+
+import torch
 
 from lm_experiments_tools.backends.backend import Backend
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
+
+_BEAT = 10.0  # seconds between two looks at who is still at work
 
 
-def on_all(backend: Backend, function: Callable[[], T], *, only_main: bool = False) -> T | None:
+def on_all(
+    backend: Backend, function: Callable[[], T], *, only_main: bool = False, takes_long: bool = False
+) -> T | None:
     """Run `function` on every worker (or on rank 0 alone); an error on any of them is raised on all of them.
 
-    Without this a full disk on one worker would leave the others waiting in a barrier forever.
+    Without this a full disk on one worker would leave the others waiting in a barrier forever. The sentence names the
+    machine where it is not that of all.
+
+    Args:
+        takes_long: it may take some workers minutes or hours longer than others (see `_Beats`); it may then not use
+            the backend.
     """
+    if takes_long and backend.world_size > 1:
+        function = _Beats(backend).around(function if backend.is_main or not only_main else lambda: None)
+        only_main = False
     result, failure = None, None
     if backend.is_main or not only_main:
         try:
@@ -26,13 +45,74 @@ def on_all(backend: Backend, function: Callable[[], T], *, only_main: bool = Fal
             failure = (False, os_sentence(error))
         except RunError as error:
             failure = (False, str(error))
-    failures = [f for f in backend.gather(failure) if f is not None]
+    reports = backend.gather((platform.node(), failure))
+    failures = [report for report in reports if report[1] is not None]
     if failures:
-        by_user, message = failures[0]
-        raise UserError(message) if by_user else RunError(message)
+        host, (by_user, message) = failures[0]
+        if len({other for other, _ in reports}) > len({other for other, _ in failures}):
+            message = f"on {host}: {message}"
+        raise agreed(UserError(message) if by_user else RunError(message))
     return result
 
 
-def on_main(backend: Backend, function: Callable[[], T]) -> T:
+def agreed(error: E) -> E:
+    """Mark an error as one that every worker raises, whichever machine it is about."""
+    error.agreed = True
+    return error
+
+
+def on_main(backend: Backend, function: Callable[[], T], *, takes_long: bool = False) -> T:
     """Run `function` on rank 0 and give its result, or raise its error, on every worker."""
-    return backend.broadcast(on_all(backend, function, only_main=True))
+    return backend.broadcast(on_all(backend, function, only_main=True, takes_long=takes_long))
+
+
+class _Beats:
+    """Counts the workers that are still at work, every few seconds, until there are none.
+
+    Horovod, NCCL and gloo end a job in which a worker waits in a collective for half an hour. Who is done first waits
+    here: in one short collective after the other, made in a thread, so that the work itself need not be interrupted.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self._done, self._error = backend, threading.Event(), None
+        self._given_up = False
+        self._thread = threading.Thread(target=self._beat, name="beats", daemon=True)
+
+    def around(self, function: Callable[[], T]) -> Callable[[], T]:
+        """The same function, which returns, or raises what `on_all` handles, when all workers are done."""
+
+        def run() -> T:
+            self._thread.start()
+            try:
+                result = function()
+            except (UserError, OSError, RunError):
+                self._wait()
+                raise
+            except BaseException:  # this worker ends, and with it those that wait for it
+                self._given_up = True
+                self._done.set()
+                raise
+            self._wait()
+            return result
+
+        return run
+
+    def _wait(self) -> None:
+        self._done.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _beat(self) -> None:
+        try:
+            working, beats = self._backend.world_size, 0
+            while working:
+                waits = self._done.wait(_BEAT)
+                beats += waits
+                if self._given_up:
+                    return
+                if waits and self._backend.is_main and beats > 1 and beats.bit_count() == 1:  # the 2nd, 4th, 8th, ...
+                    logger.info("waiting for %d of %d workers", working, self._backend.world_size)
+                working = int(self._backend.sum(torch.tensor([0 if self._done.is_set() else 1])))
+        except (RuntimeError, OSError) as error:  # of a worker that is gone, raised where it is expected
+            self._error = error

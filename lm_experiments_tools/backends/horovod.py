@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lm_experiments_tools.backends.backend import DataParallelBackend, check_whole
+from lm_experiments_tools.backends.backend import STALL_SECONDS, DataParallelBackend, check_whole
 from lm_experiments_tools.backends.launch import wanted_processes
 from lm_experiments_tools.backends.precision import Precision, get_precision
 from lm_experiments_tools.backends.trees import as_carrier, put_back
@@ -32,7 +32,6 @@ except ImportError as error:
 if TYPE_CHECKING:
     from lm_experiments_tools.config.training import TrainerArgs
 
-STALL_SHUTDOWN_SECONDS = 1800  # a worker that the others wait for longer than this ends the job; NCCL's own limit
 NEVER = 1 << 30  # backward passes: more than any step has
 
 
@@ -42,6 +41,8 @@ class HorovodBackend(DataParallelBackend):
     Args:
         precision: forward autocast and loss scaling.
         fp16_allreduce: send gradients as fp16, half the traffic, rounded to 11 bits of mantissa.
+        stall_timeout: seconds that workers wait for one that is late, or gone. None: STALL_SECONDS for a late one,
+            Horovod's 30 for one that is gone.
 
     Raises:
         UserError: the launcher started more workers than Horovod sees, or more local workers than GPUs.
@@ -49,8 +50,14 @@ class HorovodBackend(DataParallelBackend):
 
     name = "horovod"
 
-    def __init__(self, precision: Precision | None = None, *, fp16_allreduce: bool = False) -> None:
-        os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(STALL_SHUTDOWN_SECONDS))
+    def __init__(
+        self, precision: Precision | None = None, *, fp16_allreduce: bool = False, stall_timeout: int | None = None
+    ) -> None:
+        if stall_timeout is not None:
+            os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(stall_timeout)
+            os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(stall_timeout)
+            os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(min(60, stall_timeout // 2))  # it warns, then ends
+        os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(STALL_SECONDS))
         hvd.init()
         super().__init__(precision, _local_device())
         self.rank, self.local_rank, self.world_size = hvd.rank(), hvd.local_rank(), hvd.size()
@@ -59,7 +66,11 @@ class HorovodBackend(DataParallelBackend):
 
     @classmethod
     def from_args(cls, args: TrainerArgs) -> HorovodBackend:
-        return cls(get_precision(**args.precision_options()), fp16_allreduce=args.fp16_allreduce)
+        return cls(
+            get_precision(**args.precision_options()),
+            fp16_allreduce=args.fp16_allreduce,
+            stall_timeout=args.stall_timeout,
+        )
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """See `Backend.setup`. The optimizer's state is not broadcast: it is empty, and filling it takes a step.

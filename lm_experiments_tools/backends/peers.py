@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _WAIT_SECONDS = 1.0  # a process closes its connections shortly before it is seen to have ended
 _SIGNS = ("connection", "peer", "socket", "remote", "gloo", "nccl", "horovod")  # in the message of a broken collective
+_STATES = {psutil.STATUS_ZOMBIE: "", psutil.STATUS_STOPPED: ", stopped by a signal"}
 
 Peers = Sequence[tuple[str, int]]  # (host, process) of each worker, by rank
 
@@ -26,10 +27,10 @@ def all_peers(backend: Backend) -> Peers:
     return backend.gather((platform.node(), os.getpid()))
 
 
-def lost_peer(error: Exception, peers: Peers) -> str | None:
+def lost_peer(error: Exception, peers: Peers, backend: Backend) -> str | None:
     """A sentence on who is gone, if `error` is a collective's; None for any other error.
 
-    Workers of this machine are looked for; of others, no more is known than that it is one of them.
+    Workers of this machine are looked for; those of others answer a roll call, or do not.
     """
     text = f"{type(error).__name__} {error}".lower()
     here = (platform.node(), os.getpid())
@@ -39,22 +40,32 @@ def lost_peer(error: Exception, peers: Peers) -> str | None:
         return None
     near = {rank: process for rank, (host, process) in enumerate(peers) if host == here[0] and process != here[1]}
     deadline = time.monotonic() + _WAIT_SECONDS
-    while not (gone := [rank for rank, process in near.items() if _has_ended(process)]):
+    while not (gone := {rank: why for rank, process in near.items() if (why := _gone(process)) is not None}):
         if time.monotonic() > deadline:
             break
         time.sleep(0.05)
     reason = f"({first_line(error)})"
     if gone:
-        named = ", ".join(f"{rank} (process {near[rank]} on {here[0]})" for rank in gone)
+        named = ", ".join(f"{rank} (process {near[rank]} on {here[0]}{why})" for rank, why in gone.items())
         return f"lost rank {named}, whose own log says why if it could {reason}"
     far = sorted({host for host, _ in peers} - {here[0]})
-    if not far:
+    if not far and "timed out" not in text:  # else all are here and run, and the error may be another's
         return None
-    return f"lost a worker on {' or '.join(far)}, or the connection to it {reason}"
-
-
-def _has_ended(process: int) -> bool:
     try:
-        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+        missing = backend.missing()
+    except ConnectionError:
+        return f"lost {peers[0][0]}, the machine of rank 0, or the connection to it {reason}"
+    if missing:
+        named = ", ".join(f"rank {rank} on {peers[rank][0]}" for rank in missing)
+        return f"lost {named}, or the connection there: no answer {reason}"
+    if missing is not None:
+        return f"all workers answer, but one came too late, or two of them have no connection {reason}"
+    return f"lost a worker on {' or '.join(far)}, or the connection to it {reason}" if far else None
+
+
+def _gone(process: int) -> str | None:
+    """How a process of this machine is gone, for a sentence; None if it runs."""
+    try:
+        return _STATES.get(psutil.Process(process).status())
     except psutil.NoSuchProcess:
-        return True
+        return ""

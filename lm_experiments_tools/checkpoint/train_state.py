@@ -85,7 +85,7 @@ def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
         yield
     except Exception as error:
         error.step = state.step
-        if (sentence := lost_peer(error, peers)) is None:
+        if (sentence := lost_peer(error, peers, backend)) is None:
             raise
         located = RunError(sentence)
         located.step = state.step
@@ -142,7 +142,7 @@ def load_state(
     Raises:
         UserError: a newer version's state, another optimizer's, or one sharded for other workers.
     """
-    tree = load_tree(path / "trainer_state")
+    tree = on_main(backend, lambda: load_tree(path / "trainer_state"))
     state, workers = TrainState.from_dict(tree["state"]), tree["workers"]
     if with_optimizer and backend.optimizer is not None:
         _load_optimizer(path, backend, tree)
@@ -156,7 +156,7 @@ def load_initial(
 
     Of others, such as those of transformers' Trainer, only the weights are of use here.
     """
-    if is_ours(source):
+    if on_main(backend, lambda: is_ours(source)):
         on_all(backend, lambda: _verify_state(source, backend, with_optimizer))
         return load_state(source, backend, with_optimizer=with_optimizer)
     old = read_old_training_state(source, allow_pickle=allow_pickle)
@@ -194,7 +194,9 @@ def _load_optimizer(path: Path, backend: Backend, saved: dict[str, Any]) -> None
             f"{path} holds the state of the optimizer {saved['optimizer']}, which {kind} cannot continue; choose the "
             "same --optimizer, or start from it by --init_checkpoint with --reset_optimizer"
         )
-    if not stem.with_suffix(".json").exists() or (backend.shards_optimizer and saved_by != backend.world_size):
+    exists = stem.with_suffix(".json").exists()
+    exists = exists if backend.shards_optimizer else backend.broadcast(exists)  # rank 0's serves all
+    if not exists or (backend.shards_optimizer and saved_by != backend.world_size):
         raise UserError(
             f"{path} has no optimizer state for worker {backend.rank} of {backend.world_size}: it was saved by "
             f"{saved_by} worker(s) with another way of sharding; continue with the same launcher and number of "

@@ -20,7 +20,8 @@ from lm_experiments_tools.config.flags import (
     given_flags,
     needs,
 )
-from lm_experiments_tools.config.pretraining import MIXES, check_weights
+from lm_experiments_tools.config.objectives import MlmPositions
+from lm_experiments_tools.config.pretraining import MixtureArgs
 from lm_experiments_tools.config.training import ExperimentArgs
 from lm_experiments_tools.errors import UserError
 
@@ -39,10 +40,6 @@ class BertDataArgs:
 
     data_path: tuple[str, ...]
     """Prefix of the .bin and .idx files that megatron/preprocess_data.py wrote; several are mixed."""
-    data_weights: Annotated[tuple[float, ...], MIXES] = ()
-    """Weight of each --data_path. Empty: 1 for each."""
-    data_blending: Annotated[Literal["proportional", "megatron"], MIXES] = "proportional"
-    """proportional: weight 2 takes each sample of a source twice an epoch; megatron: weights are shares of it."""
     valid_data_path: Annotated[str | None, HARMLESS] = None
     """Prefix of the validation data."""
     valid_samples: Annotated[int | None, HARMLESS, COUNT] = None
@@ -67,7 +64,6 @@ class BertDataArgs:
     """For scripts of the ancestor, without effect: a thread makes batches faster than training uses them."""
 
     def check(self) -> None:
-        check_weights(self)
         check_conflict(self, "tokenizer", "vocab_file", "both name the tokenizer")
         if self.tokenizer is None and self.vocab_file is None:
             raise UserError(
@@ -109,14 +105,21 @@ class BertObjectiveArgs:
     """Also tell right pairs of sentences from wrong ones; --use_nsp 0 masks only."""
     nsp: Annotated[Literal["swap", "random"], _OF_PAIRS] = "swap"
     """A wrong pair: swap exchanges its sides (Megatron's), random takes the second from another document (BERT's)."""
+    mlm_positions: MlmPositions = None
+    """Tokens whose words are scored, only those with a label or all. None: those with a label, unless the model's head
+    needs all or the run was begun before this flag."""
     whole_word: bool = True
     """Mask all pieces of a word; --no_whole_word masks pieces."""
     max_ngram: Annotated[int, COUNT] = 3
     """Most words in a row that are masked together."""
 
+    def most_predictions(self) -> int:
+        """Tokens that are predicted of one sample, at most."""
+        return max(1, round(self.mlm_prob * self.input_seq_len))
+
 
 @dataclass(frozen=True, kw_only=True)
-class BertPretrainingArgs(ExperimentArgs, BertObjectiveArgs, BertDataArgs):
+class BertPretrainingArgs(ExperimentArgs, BertObjectiveArgs, MixtureArgs, BertDataArgs):
     """All arguments of run_bert_pretraining.py."""
 
     model_cls: str = "transformers:BertForPreTraining"

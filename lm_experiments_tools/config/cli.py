@@ -13,6 +13,7 @@ import inspect
 import io
 import logging
 import os
+import platform
 import shutil
 import signal
 import sys
@@ -27,6 +28,7 @@ import tyro
 import yaml
 
 from lm_experiments_tools.config.flags import help_groups
+from lm_experiments_tools.config.launchers import launcher_rank, on_several_machines
 from lm_experiments_tools.config.suggestions import suggestion
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
 
@@ -139,7 +141,7 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
     try:
         code = main()
     except UserError as error:
-        _say(f"error: {error}")
+        _say(f"error: {_machine(error)}{error}")
         sys.exit(2)
     except RunError as error:
         _say(f"error: {_where(error)}: {error}")
@@ -155,12 +157,9 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
     sys.exit(code or 0)
 
 
-def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """This process's rank as its launcher (Horovod, torchrun, MPI, Slurm) put it in the environment; 0 without one."""
-    for name in ("HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
-        if environ.get(name, "").isdigit():
-            return int(environ[name])
-    return 0
+def _machine(error: UserError) -> str:
+    """The beginning of a sentence about a file that may be missing on this machine alone."""
+    return f"on {platform.node()}: " if on_several_machines() and not getattr(error, "agreed", False) else ""
 
 
 def _report_crash(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -403,6 +402,8 @@ def _convert(name: str, setting: Setting, annotation: Any) -> Any:
         return setting.values == ("True",)
     words = ["--value", *setting.values] if _is_list(annotation) else [f"--value={setting.values[0]}"]
     try:
+        if "--" in words:  # argparse drops it: a list of it alone would be empty
+            raise SystemExit
         with contextlib.redirect_stderr(io.StringIO()):
             return tyro.cli(dataclasses.make_dataclass("Single", [("value", annotation)]), args=words).value
     except SystemExit:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from lm_experiments_tools.config.flags import COUNT, PART, Unread, check_conflict, is_given
+from lm_experiments_tools.config.flags import COUNT, HARMLESS, PART, Unread, check_conflict, is_given
 from lm_experiments_tools.errors import UserError
 
 ModelKind = Literal["encoder-decoder", "decoder", "encoder"]
 
 OF_NATIVE_PIPELINE = Unread(
-    lambda args: args.data_pipeline == "seqio",
+    lambda args: getattr(args, "data_pipeline", None) == "seqio",  # BERT's runs have no other
     "is of --data_pipeline native: leave it out, or leave out --data_pipeline seqio",
 )
 PAPER_DENOISERS = ("R:3:0.15", "R:8:0.15", "X:3:0.5", "X:8:0.5", "X:64:0.15", "X:64:0.5", "S:0.25@1.5")
@@ -56,6 +56,8 @@ class Objective:
         return "append_eos" in self.reads
 
 
+MlmPositions = Annotated[Literal["labels", "all"] | None, HARMLESS]
+
 _HOME = "lm_experiments_tools.data.objectives"
 OBJECTIVES = {
     "span_corruption": Objective(
@@ -84,7 +86,7 @@ OBJECTIVES = {
         reads=("append_eos",),
         report="continuation",
     ),
-    "mlm": Objective(builder=f"{_HOME}.mlm:build", models=("encoder",), reads=("mlm_probability",)),
+    "mlm": Objective(builder=f"{_HOME}.mlm:build", models=("encoder",), reads=("mlm_probability", "mlm_positions")),
 }
 # module:name, whose examples seqio makes
 REGISTERED_TASK = Objective(builder="", models=("encoder-decoder",), reads=("target_seq_len",), in_seqio=True)
@@ -145,6 +147,7 @@ _IN_VERSION_1 = {
     "task", "input_seq_len", "target_seq_len", "noise_density", "mean_noise_span_length", "denoisers", "mode_tokens",
     "mlm_probability",
 }  # fmt: skip
+_NO_PART_OF_EXAMPLES = {"bucket_rows", "mix_rows", "append_eos", "mlm_positions"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +172,9 @@ class ObjectiveArgs:
     """ul2: begin each input with the token of its mode."""
     mlm_probability: Annotated[float, PART] = 0.15
     """mlm: probability of a token to be predicted, between 0 and 1."""
+    mlm_positions: MlmPositions = None
+    """mlm: tokens whose words are scored, only those with a label or all. None: those with a label, unless the model's
+    head needs all or the run was begun before this flag."""
     bucket_rows: Annotated[int | None, COUNT, OF_NATIVE_PIPELINE] = None
     """prefix_lm, ul2: rows of similar length to put together, instead of --mix_rows; 1: rows in random order."""
     mix_rows: Annotated[int | None, COUNT, OF_NATIVE_PIPELINE] = None
@@ -214,7 +220,7 @@ class ObjectiveArgs:
         Of the flags added since version 1 only those that the objective reads, so that a new flag does not change the
         fingerprint of runs that do not know it.
         """
-        counted = _IN_VERSION_1 | set(self.objective().reads) - {"bucket_rows", "mix_rows", "append_eos"}
+        counted = _IN_VERSION_1 | set(self.objective().reads) - _NO_PART_OF_EXAMPLES
         return {field.name: getattr(self, field.name) for field in fields(ObjectiveArgs) if field.name in counted}
 
     def denoiser_specs(self) -> list[DenoiserSpec]:

@@ -4,15 +4,63 @@ As in training.py: a class that declares fields is a group of `--help`, the line
 Standard library only.
 """
 
+import inspect
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from lm_experiments_tools.config.flags import COUNT, HARMLESS, NOT_NEGATIVE, Unread, given_flags
+from lm_experiments_tools.config.flags import (
+    COUNT,
+    HARMLESS,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Unread,
+    given_flags,
+    is_given,
+    only,
+)
 from lm_experiments_tools.config.objectives import OBJECTIVES, OF_NATIVE_PIPELINE, ObjectiveArgs
 from lm_experiments_tools.config.training import VALIDATION, ExperimentArgs
 from lm_experiments_tools.errors import UserError
 
-MIXES = Unread(lambda args: len(args.data_path) == 1, "mixes several --data_path, and there is one: leave it out")
+_MIXES = Unread(lambda args: len(args.data_path) < 2, "mixes several --data_path, which there are not: leave it out")
+_OF_SIZES = only(
+    "data_blending",
+    "proportional",
+    reason="is of sizes, which --data_blending megatron does not look at: drop it",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureArgs:
+    """How several --data_path are mixed."""
+
+    data_weights: Annotated[tuple[float, ...], _MIXES, OF_NATIVE_PIPELINE] = ()
+    """Weight of each --data_path. Empty: 1 for each."""
+    data_blending: Annotated[Literal["proportional", "megatron"], _MIXES, OF_NATIVE_PIPELINE] = "proportional"
+    """proportional: weight 2 takes each sample of a source twice an epoch; megatron: weights are shares of it."""
+    data_maximum: Annotated[int | None, COUNT, _MIXES, _OF_SIZES, OF_NATIVE_PIPELINE] = None
+    """proportional: most examples of a source, weighted, that count (T5's artificial limit); with --streaming, bytes
+    of its files. None: all."""
+    data_temperature: Annotated[float, POSITIVE, _MIXES, _OF_SIZES, OF_NATIVE_PIPELINE] = 1.0
+    """proportional: shares are sizes, weighted, to the power of 1 / temperature: 1 as they are, 100 nearly equal."""
+
+    def check(self) -> None:
+        if self.data_weights and len(self.data_weights) != len(self.data_path):
+            raise UserError(
+                f"--data_weights has {len(self.data_weights)} numbers for {len(self.data_path)} of --data_path: give "
+                "one for each, or leave it out."
+            )
+        if any(not weight > 0.0 or weight == float("inf") for weight in self.data_weights):
+            raise UserError(f"--data_weights {self.data_weights}: each must be above 0 and finite.")
+
+    def is_weighted(self) -> bool:
+        """True if sources are not just read one as often as the other."""
+        return any(is_given(self, flag) for flag in inspect.get_annotations(MixtureArgs))
+
+    def mixing(self) -> dict[str, Any]:
+        """The settings as `MixtureDataset` takes them."""
+        limits = {"maximum": self.data_maximum, "temperature": self.data_temperature}
+        return {"weights": self.data_weights or None, "blending": self.data_blending, **limits}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +70,6 @@ class DataArgs:
     data_path: tuple[str, ...] = ()
     """Token prefix of `lmtools tokenize`, text (.jsonl, .txt, compressed or not, a folder) or a Hugging Face dataset
     (name[:config][:split]); several are mixed. Needed unless --task module:name brings data of its own."""
-    data_weights: Annotated[tuple[float, ...], MIXES, OF_NATIVE_PIPELINE] = ()
-    """Weight of each --data_path. Empty: 1 for each."""
-    data_blending: Annotated[Literal["proportional", "megatron"], MIXES, OF_NATIVE_PIPELINE] = "proportional"
-    """proportional: weight 2 takes each sample of a source twice an epoch; megatron: weights are shares of it."""
     valid_data_path: Annotated[str | None, HARMLESS] = None
     """Validation data, in any form --data_path takes."""
     vocab: str | None = None
@@ -51,18 +95,6 @@ class DataArgs:
     def check(self) -> None:
         if not self.data_path and ":" not in getattr(self, "task", ""):
             raise UserError("--data_path is missing: --help says what it takes.")
-        check_weights(self)
-
-
-def check_weights(args: "DataArgs") -> None:
-    """One weight for each `data_path`, or none at all."""
-    if args.data_weights and len(args.data_weights) != len(args.data_path):
-        raise UserError(
-            f"--data_weights has {len(args.data_weights)} numbers for {len(args.data_path)} of --data_path: give one "
-            "for each, or leave it out."
-        )
-    if any(not weight > 0.0 or weight == float("inf") for weight in args.data_weights):
-        raise UserError(f"--data_weights {args.data_weights}: each must be above 0 and finite.")
 
 
 _COMPARES_TARGETS = Unread(
@@ -80,7 +112,7 @@ _SHOWS_HELD_OUT_TEXT = Unread(
 
 
 @dataclass(frozen=True, kw_only=True)
-class T5PretrainingArgs(ExperimentArgs, ObjectiveArgs, DataArgs):
+class T5PretrainingArgs(ExperimentArgs, ObjectiveArgs, MixtureArgs, DataArgs):
     """All arguments of run_t5_pretraining.py."""
 
     pad_to_multiple_of: int | None = 8

@@ -22,6 +22,7 @@ from lm_experiments_tools.config.flags import (
     POSITIVE,
     Range,
     Unread,
+    at_least,
     check_conflict,
     check_groups,
     given_flags,
@@ -122,6 +123,8 @@ class RunArgs:
     """Seed of weights, dropout and data order."""
     backend: Annotated[Literal["auto", "horovod", "accelerate", "local"], HARMLESS] = "auto"
     """What joins the processes; auto reads the launcher's environment."""
+    stall_timeout: Annotated[int | None, HARMLESS, at_least(2)] = None
+    """Seconds that workers wait for one that is late or lost, before the job ends. None: 1800 (Horovod, lost: 30)."""
     resume: Annotated[str, HARMLESS] = "auto"
     """auto: from the newest valid checkpoint in --model_path, if any; never: afresh; PATH: from that checkpoint."""
     validate_only: Annotated[bool, HARMLESS, EVALUATION] = False

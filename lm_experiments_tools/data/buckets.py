@@ -95,6 +95,10 @@ class BucketedDataset:
         """Samples by global number int64[n], any order, any epochs; as the dataset's."""
         return self.dataset.batch(self.arranged(samples))
 
+    def will_need(self, samples: np.ndarray) -> None:
+        """See `SampleDataset.will_need`."""
+        self.dataset.will_need(self.arranged(samples))
+
     def arranged(self, samples: np.ndarray) -> np.ndarray:
         """The numbers int64[n] that the dataset has for these samples."""
         samples = np.asarray(samples, np.int64)

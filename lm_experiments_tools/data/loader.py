@@ -34,6 +34,9 @@ class SampleDataset(Protocol):
 
     def describe(self) -> str: ...
 
+    def will_need(self, samples: np.ndarray) -> None:
+        """Begin to read from the disk what `batch` will be asked for soon; only for data that is read from there."""
+
 
 class ValidSource(Protocol):
     """The same finite batches at every pass, as many on each rank; a `ValidLoader` is one."""
@@ -135,6 +138,8 @@ class TrainLoader(TrainSource):
         consumed_samples: global position to start from.
         prefetch: make the next batches in the background. Changes neither what is yielded nor `consumed_samples`,
             which counts what has been yielded, not what has been prepared.
+        ahead: announce to the dataset (`will_need`) what comes after the batches that are being made: 256 rows, or a
+            step where it has more.
     """
 
     def __init__(
@@ -145,9 +150,10 @@ class TrainLoader(TrainSource):
         world_size: int = 1,
         consumed_samples: int = 0,
         prefetch: bool = True,
+        ahead: bool = False,
     ) -> None:
         super().__init__(rows_per_worker, rank, world_size)
-        self.dataset, self._prefetch = dataset, prefetch
+        self.dataset, self._prefetch, self._ahead = dataset, prefetch, ahead
         self._following: Future[Any] | None = None
         self.seek(consumed_samples)
 
@@ -164,6 +170,7 @@ class TrainLoader(TrainSource):
         self._ready: list[dict[str, np.ndarray]] = []  # steps made, the next one last
         self._steps_at_once = 1  # so that the first batch is soon there; and its size is not known yet
         self._abandoned, self._following = self._following, None
+        self._told = 0  # what comes before that was announced
 
     def _next_batch(self) -> dict[str, np.ndarray]:
         if not self._ready:
@@ -187,7 +194,11 @@ class TrainLoader(TrainSource):
     def _make(self, position: int, num_steps: int) -> list[dict[str, np.ndarray]]:
         """This worker's rows of `num_steps` steps from a position on, by one call; the first step last."""
         end, rows = position + num_steps * self.global_batch, self.rows_per_worker
-        batch = self.dataset.batch(np.arange(position + self.rank, end, self.world_size, dtype=np.int64))
+        samples = np.arange(position + self.rank, end, self.world_size, dtype=np.int64)
+        if self._ahead:
+            first, self._told = max(position, self._told), 2 * end - position
+            self.dataset.will_need(np.arange(first + self.rank, self._told, self.world_size, dtype=np.int64))
+        batch = self.dataset.batch(samples)
         ends = range(num_steps * rows, 0, -rows)
         return [{name: values[k - rows : k] for name, values in batch.items()} for k in ends]
 

@@ -4,7 +4,9 @@
     w_i, lengths l_i     ceil(w_i * l_i) samples of each             about w_i / sum(w) * sum(l) samples of each
 
 With lengths 2 and 4 and weights 1 and 1, proportional reads every sample once, from members 1 0 1 0 1 1. Megatron's
-rule, shares of one half, reads 0 1 0 1 0 1: three samples of each, so one of member 0 twice.
+rule, shares of one half, reads 0 1 0 1 0 1: three samples of each, so one of member 0 twice. What T5 calls
+examples-proportional mixing with an artificial limit, and temperature-scaled mixing, are "proportional" with a maximum
+and a temperature (`mixing_rates`).
 
 Position p of an epoch takes its sample from the member that is furthest behind its share (`blending_order`). A member
 is asked for its own samples in their own order and continues in the next epoch where it stopped, so that it repeats
@@ -16,14 +18,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from math import ceil, isfinite, isqrt
-from typing import Literal
+from math import isfinite, isqrt
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from lm_experiments_tools.data.loader import SampleDataset
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
+
+if TYPE_CHECKING:  # the processes that tokenize import no torch
+    from lm_experiments_tools.data.loader import SampleDataset
 
 _VERSION = 1  # of the mapping sample -> (member, sample of the member); part of the fingerprint
 _MAX_MEMBERS = 255  # a member's number is kept in one byte a sample
@@ -89,6 +93,25 @@ def _advance(
     return counts, choices
 
 
+def mixing_rates(
+    sizes: Sequence[int], weights: Sequence[float], maximum: float | None = None, temperature: float = 1.0
+) -> np.ndarray:
+    """What each of several datasets gives to an epoch: min(weight * size, maximum) ** (1 / temperature), rescaled.
+
+    Up to the factor these are the rates of seqio's `mixing_rate_num_examples`, with a weight as its `scale` (Raffel et
+    al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", section 3.5.2). The sum
+    is that at temperature 1, so that a temperature does not change how long an epoch is.
+
+    Returns:
+        float64[k]; [2, 2] for sizes [1, 3] and any high temperature.
+    """
+    limited = np.minimum(np.asarray(sizes, np.float64) * np.asarray(weights, np.float64), maximum or np.inf)
+    if temperature == 1.0:
+        return limited
+    rates = (limited / limited.max()) ** (1.0 / temperature)  # at most 1: a low temperature overflows otherwise
+    return rates * (limited.sum() / rates.sum())
+
+
 class MixtureDataset:
     """A weighted mixture of datasets, itself a dataset of numbered samples.
 
@@ -100,6 +123,7 @@ class MixtureDataset:
         weights: above 0, one for each; None is 1 for each.
         blending: "proportional": an epoch has ceil(weight * len) samples of each member (weight 2 reads a member
             twice). "megatron": an epoch has sum(len) samples, and weights are shares of it.
+        maximum, temperature: with "proportional", of the rates of members (`mixing_rates`).
         pad_id: fills `input_ids` where members of different lengths meet (labels get -100, all else 0).
 
     Raises:
@@ -112,18 +136,23 @@ class MixtureDataset:
         weights: Sequence[float] | None = None,
         blending: Literal["proportional", "megatron"] = "proportional",
         pad_id: int = 0,
+        maximum: float | None = None,
+        temperature: float = 1.0,
     ) -> None:
         self.datasets, self.blending, self.pad_id = list(datasets), blending, pad_id
+        self.maximum, self.temperature = maximum, temperature
         self.weights = [1.0] * len(self.datasets) if weights is None else [float(weight) for weight in weights]
         self._check_members()
         lengths = np.array([len(dataset) for dataset in self.datasets], np.int64)
         if blending == "proportional":
-            quotas = np.array([ceil(w * n) for w, n in zip(self.weights, lengths.tolist(), strict=True)], np.int64)
+            quotas = np.maximum(np.ceil(mixing_rates(lengths, self.weights, maximum, temperature)), 1).astype(np.int64)
             size = int(quotas.sum())
             shares = quotas / size
         elif blending == "megatron":
             quotas, size = None, int(lengths.sum())
             shares = np.array(self.weights) / sum(self.weights)
+            if self._limits():
+                raise UserError("A maximum and a temperature are of sizes, which blending megatron does not look at.")
         else:
             raise UserError(f"blending {blending!r} does not exist: there are proportional and megatron.")
         order = blending_order(shares, size, quotas)
@@ -133,12 +162,20 @@ class MixtureDataset:
         self._num_samples = size
         self._shapes = self._common_shapes()
 
+    def _limits(self) -> dict[str, float]:
+        """Maximum and temperature, where there are any."""
+        given = {"maximum": self.maximum, "temperature": None if self.temperature == 1.0 else self.temperature}
+        return {name: value for name, value in given.items() if value is not None}
+
     def _check_members(self) -> None:
         count = len(self.datasets)
         if not 1 <= count <= _MAX_MEMBERS:
             raise UserError(f"A mixture of {count} datasets was asked for: it takes 1 to {_MAX_MEMBERS}.")
         if len(self.weights) != count:
             raise UserError(f"There are {len(self.weights)} weights for {count} datasets: give one for each, or none.")
+        for name, value in self._limits().items():
+            if not (value > 0 and isfinite(value)):
+                raise UserError(f"The {name} of the mixture is {value}: it must be above 0 and finite.")
         for number, (weight, dataset) in enumerate(zip(self.weights, self.datasets, strict=True)):
             if not (weight > 0 and isfinite(weight)):
                 raise UserError(f"The weight of dataset {number} is {weight}: it must be above 0 and finite.")
@@ -174,17 +211,19 @@ class MixtureDataset:
                 self.samples_per_epoch.tolist(), self.datasets, self.weights, strict=True
             )
         ]
-        return f"{self.blending} mixture of {len(members)}, an epoch takes " + "; ".join(members)
+        limits = "".join(f", {name} {value:,g}" for name, value in self._limits().items())
+        return f"{self.blending} mixture of {len(members)}{limits}, an epoch takes " + "; ".join(members)
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over the members' fingerprints, the weights and the blending."""
+        """sha256 over the members' fingerprints, the weights and the blending, with its limits."""
         parts = {
             "version": _VERSION,
             "members": [dataset.fingerprint for dataset in self.datasets],
             "weights": self.weights,
             "blending": self.blending,
             "pad_id": self.pad_id,
+            **self._limits(),
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -212,6 +251,12 @@ class MixtureDataset:
             here = members == member
             lengths[:, here] = self.datasets[member].lengths(numbers[here])
         return lengths
+
+    def will_need(self, samples: np.ndarray) -> None:
+        """See `SampleDataset.will_need`."""
+        members, numbers = self.locate(samples)
+        for member in np.unique(members).tolist():
+            self.datasets[member].will_need(numbers[members == member])
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Samples by global number, each as its member makes it, padded to the longest member.

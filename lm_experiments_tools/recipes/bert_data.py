@@ -15,6 +15,8 @@ from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, ValidLoader
 from lm_experiments_tools.data.mixture import MixtureDataset
 from lm_experiments_tools.data.order import stream_key
+from lm_experiments_tools.data.tokens.checked import open_checked
+from lm_experiments_tools.data.tokens.cold import read_at_random
 from lm_experiments_tools.data.tokens.files import dataset_paths, warn_unrecorded
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
@@ -87,19 +89,24 @@ def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend, model: Mo
         logger.info("%s: accepted, and without effect here", ", ".join(f"--{flag}" for flag in args.without_effect()))
     tokenizer = on_all(backend, lambda: bert_tokenizer(args))
     on_all(backend, lambda: check_bert_model(args, model, tokenizer))
-    # the first worker of each machine goes first and leaves the sample mappings for the others to find
-    opened = on_all(backend, lambda: bert_datasets(args, tokenizer) if backend.local_rank == 0 else None)
-    train, valid, valid_tokens = on_all(backend, lambda: opened or bert_datasets(args, tokenizer))
+    # the first worker of each machine goes first: it checks files, and leaves sample mappings for the others to find
+    first = backend.local_rank == 0
+    opened = on_all(backend, lambda: bert_datasets(args, tokenizer) if first else None, takes_long=True)
+    train, valid, valid_tokens = on_all(backend, lambda: opened or bert_datasets(args, tokenizer), takes_long=True)
     where = (args.rows_per_worker(), backend.rank, backend.world_size)
     tokenizer_dir = save_tokenizer(args, backend, tokenizer.save)
     return BertPretrainingData(
         tokenizer,
-        None if train is None else TrainLoader(train, *where),
+        None if train is None else TrainLoader(train, *where, ahead=read_at_random(_members(train))),
         None if valid is None else ValidLoader(valid, *where, num_samples=args.valid_samples),
         valid_tokens,
         tokenizer_dir,
         f"{(train or valid).describe()}, vocabulary {tokenizer.vocab_size:,}",
     )
+
+
+def _members(train: BertDataset | MixtureDataset) -> list[BertDataset]:
+    return train.datasets if isinstance(train, MixtureDataset) else [train]
 
 
 def bert_tokenizer(args: BertPretrainingArgs) -> BertDataTokenizer:
@@ -159,14 +166,14 @@ def _training_samples(
         dataset(open_tokens(path), seed=stream_key(args.seed, f"member {number}"), **passes)
         for number, path in enumerate(args.data_path)
     ]
-    return MixtureDataset(members, args.data_weights or None, args.data_blending, pad_id=pad_id)
+    return MixtureDataset(members, pad_id=pad_id, **args.mixing())
 
 
 def open_sentences(path: str) -> IndexedDataset:
     """The token file of a prefix, which may end in .bin or .idx; UserError for text, or a prefix without files."""
     prefix = path.removesuffix(".bin").removesuffix(".idx")
     if any(file.is_file() for file in dataset_paths(prefix)[:2]):
-        tokens = IndexedDataset(prefix)
+        tokens = open_checked(prefix)
         warn_unrecorded(prefix, tokens.meta)
         return tokens
     longer = [name.removesuffix(".idx") for name in sorted(glob.glob(f"{glob.escape(prefix)}_*.idx"))]

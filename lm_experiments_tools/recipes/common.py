@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lm_experiments_tools.backends.collective import on_all
+from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.config.options import read_options
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.models.build import (
@@ -28,16 +28,20 @@ from lm_experiments_tools.models.build import (
     set_dropout,
 )
 from lm_experiments_tools.modules.inspection import forward_names_of
+from lm_experiments_tools.modules.labelled_head import pick_labelled
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.optimizers import build_optimizer
-from lm_experiments_tools.tracking.run_directory import RunDirectory, claim_run, setup_logging
+from lm_experiments_tools.tracking.run_directory import RunDirectory, began_without, setup_logging
+from lm_experiments_tools.training.run_folder import claim_for_all
 from lm_experiments_tools.training.schedules import LearningRate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.config.bert import BertPretrainingArgs
     from lm_experiments_tools.config.objectives import ModelKind
+    from lm_experiments_tools.config.pretraining import T5PretrainingArgs
     from lm_experiments_tools.config.training import ExperimentArgs, TrainerArgs
     from lm_experiments_tools.data.loader import TrainSource
     from lm_experiments_tools.training.trainer import TrainingLoop
@@ -49,14 +53,15 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
     """Enter the working directory, set up logging, open the run directory (None on other ranks or without one).
 
     Raises:
-        UserError: the directory holds a run with other settings, or one that has not ended.
+        UserError: the directory holds a run with other settings, or one that has not ended, or cannot serve all
+            machines.
     """
     os.chdir(args.working_folder())
     on_all(backend, lambda: setup_logging(args.model_path, backend.rank))
     on_all(backend, lambda: _check_optimization(args))
     if args.model_path is None:
         return None
-    return on_all(backend, lambda: claim_run(args, backend.world_size), only_main=True)
+    return claim_for_all(args, backend)
 
 
 def _check_optimization(args: ExperimentArgs) -> None:
@@ -196,6 +201,29 @@ def model_from_args(args: ExperimentArgs, source: ModelSource, vocabulary_size: 
     if args.compile:
         model.compile()
     return model
+
+
+def labels_alone(
+    args: BertPretrainingArgs | T5PretrainingArgs,
+    backend: Backend,
+    model: nn.Module,
+    most_labels: Callable[[int], int],
+) -> Callable[[int], int] | None:
+    """`--mlm_positions`: `most_labels` of some rows if the model is to score tokens with a label alone, else None.
+
+    Raises:
+        UserError: this was asked for, and the model's head needs all tokens.
+    """
+    chosen, reason = args.mlm_positions, "the run was begun so"
+    if chosen == "all":
+        return None
+    if chosen is not None or not on_main(backend, lambda: began_without(args.model_path, "mlm_positions")):
+        reason = on_all(backend, lambda: pick_labelled(model, args.input_seq_len))
+    if reason is not None and chosen == "labels":
+        raise UserError(f"--mlm_positions labels: {args.model_cls} scores all tokens, as {reason}; leave the flag out")
+    if reason is not None and backend.is_main:
+        logger.info("words are scored for all tokens, not only those with a label: %s", reason)
+    return most_labels if reason is None else None
 
 
 def optimizer_from_args(args: ExperimentArgs, model: nn.Module) -> Optimizer | None:

@@ -111,7 +111,9 @@ def finetuning_data(
         UserError: data that is missing, empty, or has more bad rows than `--max_bad_lines`; labels that are not
             those of the training data; lengths that leave no room.
     """
-    return on_all(backend, lambda: _Reader(args, backend, tokenizer, files or ModelFiles(args)).read())
+    return on_all(
+        backend, lambda: _Reader(args, backend, tokenizer, files or ModelFiles(args)).read(), takes_long=True
+    )
 
 
 class _Reader:

@@ -14,10 +14,15 @@ from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
 from lm_experiments_tools.data.loader import TrainLoader, TrainSource, ValidLoader, ValidSource
 from lm_experiments_tools.data.objectives.registry import ObjectiveContext, mixed_dataset, objective_dataset
-from lm_experiments_tools.recipes.common import save_tokenizer
+from lm_experiments_tools.data.tokens.cold import read_at_random
+from lm_experiments_tools.modules.labelled_head import spread_labels
+from lm_experiments_tools.recipes.common import labels_alone, save_tokenizer
+from lm_experiments_tools.training.losses import MODEL_LOSS, Loss
 from lm_experiments_tools.training.micro_batches import IGNORED_LABEL
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.objectives import ModelKind
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
@@ -61,6 +66,17 @@ def pretraining_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) ->
     return {"generation_accuracy": (right, (labels != IGNORED_LABEL).sum())}
 
 
+def pretraining_loss(args: T5PretrainingArgs, backend: Backend, model: nn.Module) -> Loss:
+    """The model's own; of masked tokens, where its head can do so, it scores no others."""
+    if args.task != "mlm":
+        return MODEL_LOSS
+    tokens, probability = args.input_seq_len, args.mlm_probability
+    return replace(
+        MODEL_LOSS,
+        most_labels=labels_alone(args, backend, model, lambda rows: spread_labels(rows * tokens, probability)),
+    )
+
+
 def pretraining_data(
     args: T5PretrainingArgs, backend: Backend, sources: T5Sources, model_kind: ModelKind
 ) -> PretrainingData:
@@ -85,7 +101,7 @@ def pretraining_data(
     valid: ValidSource | None = None
     valid_tokens = None
     if args.valid_data_path is not None:
-        valid_tokens = on_all(backend, lambda: sources.tokens(args.valid_data_path))
+        valid_tokens = on_all(backend, lambda: sources.tokens(args.valid_data_path), takes_long=True)
     train: TrainSource | None = None
     if args.validate_only and valid_tokens is not None:
         objective = f"{args.task}, validation only"
@@ -96,7 +112,7 @@ def pretraining_data(
 
         train, objective = streaming_data(args, backend, vocabulary, vocabulary.path, model_kind)
     else:
-        train = on_all(backend, lambda: _train_loader(context, backend, sources))
+        train = on_all(backend, lambda: _train_loader(context, backend, sources), takes_long=True)
         objective = train.dataset.describe()
     if valid_tokens is not None and valid is None:
         valid = on_all(backend, lambda: _valid_loader(context, backend, valid_tokens))
@@ -130,8 +146,10 @@ def choose_pipeline(args: T5PretrainingArgs, sources: T5Sources) -> Literal["nat
 
 def _train_loader(context: ObjectiveContext, backend: Backend, sources: T5Sources) -> TrainLoader:
     args = context.args
-    dataset = mixed_dataset(context, [sources.tokens(path) for path in args.data_path], backend.world_size)
-    return TrainLoader(dataset, args.rows_per_worker(), backend.rank, backend.world_size)
+    tokens = [sources.tokens(path) for path in args.data_path]
+    cold = read_at_random(tokens)
+    dataset = mixed_dataset(context, tokens, backend.world_size)
+    return TrainLoader(dataset, args.rows_per_worker(), backend.rank, backend.world_size, ahead=cold)
 
 
 def _valid_loader(context: ObjectiveContext, backend: Backend, tokens: IndexedDataset) -> ValidLoader:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.flags import is_given
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.tokens.checked import open_checked
 from lm_experiments_tools.data.tokens.files import read_meta, recorded_vocabulary, token_prefix, warn_unrecorded
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, ensure_tokenized
@@ -93,7 +94,7 @@ class T5Sources:
                 self.vocabulary.path,
                 prefix,
             )
-        return IndexedDataset(prefix, record)
+        return open_checked(prefix, record)
 
     def _tokenized(self, path: str) -> IndexedDataset:
         args = self._args

@@ -3,9 +3,9 @@
 lmtools export --from_pretrained runs/polarity --output polarity.onnx
 lmtools export --from_pretrained runs/summaries/best --output summaries.onnx
 
-The output is a folder: model.onnx of an encoder with its classifier, encoder.onnx and decoder.onnx of an
-encoder-decoder, with configuration and tokenizer. `onnx_export.OnnxModel(folder)` runs it in ONNX Runtime. An adapter
-is merged into its base model where its kind allows (lora).
+The output is a folder: model.onnx of an encoder with its classifier, encoder_model.onnx, decoder_model.onnx and
+decoder_with_past_model.onnx of an encoder-decoder, with configuration and tokenizer. `onnx_export.OnnxModel(folder)`
+runs it in ONNX Runtime. An adapter is merged into its base model where its kind allows (lora).
 """
 
 from dataclasses import dataclass

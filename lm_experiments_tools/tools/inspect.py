@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.flags import check_groups
 from lm_experiments_tools.config.objectives import ObjectiveArgs
-from lm_experiments_tools.config.pretraining import DataArgs, T5PretrainingArgs
+from lm_experiments_tools.config.pretraining import DataArgs, MixtureArgs, T5PretrainingArgs
 from lm_experiments_tools.config.training import BatchArgs, RunArgs
 from lm_experiments_tools.tools.look import LookArgs, Source, first_documents, show_counts, show_samples
 
@@ -34,7 +34,7 @@ class InspectArgs(T5PretrainingArgs, LookArgs):
 
     def __post_init__(self) -> None:
         # What concerns the model or its training need not be complete to look at the data.
-        check_groups(self, (DataArgs, ObjectiveArgs, BatchArgs, RunArgs, LookArgs))
+        check_groups(self, (DataArgs, MixtureArgs, ObjectiveArgs, BatchArgs, RunArgs, LookArgs))
 
 
 def run(args: InspectArgs) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.bert import BertDataArgs, BertObjectiveArgs, BertPretrainingArgs
 from lm_experiments_tools.config.flags import check_groups
+from lm_experiments_tools.config.pretraining import MixtureArgs
 from lm_experiments_tools.config.training import BatchArgs, RunArgs
 from lm_experiments_tools.tools.look import LookArgs, Source, first_documents, show_counts, show_samples
 
@@ -30,7 +31,7 @@ class InspectBertArgs(BertPretrainingArgs, LookArgs):
 
     def __post_init__(self) -> None:
         # What concerns the model or its training need not be complete to look at the data.
-        check_groups(self, (BertDataArgs, BertObjectiveArgs, BatchArgs, RunArgs, LookArgs))
+        check_groups(self, (BertDataArgs, MixtureArgs, BertObjectiveArgs, BatchArgs, RunArgs, LookArgs))
 
 
 def run(args: InspectBertArgs) -> None:

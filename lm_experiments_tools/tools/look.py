@@ -214,8 +214,9 @@ def _steps(samples: int | None, sources: list[Source], args: Any) -> str:
         return f"steps        {rows} examples each ({shape}); the examples of an epoch are known at its end only"
     weighted = args.data_weights and args.data_blending == "proportional"
     epoch = whole_epoch(samples, sources, list(args.data_weights) if weighted else [1.0] * len(sources))
-    # --data_n_samples is for all documents: of more of them, fewer passes.
-    if epoch is None or (epoch != samples and getattr(args, "data_n_samples", None) is not None):
+    # --data_n_samples is for all documents: of more of them, fewer passes; --data_maximum is no part of a file.
+    limited = args.data_maximum is not None or getattr(args, "data_n_samples", None) is not None
+    if epoch is None or (epoch != samples and limited):
         return (
             f"an epoch     of these documents has {samples:,} examples = {samples / rows:,.1f} steps of {rows} "
             f"({shape}); of all the data it is not known from them"

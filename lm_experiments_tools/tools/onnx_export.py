@@ -1,20 +1,23 @@
 """Models as ONNX files, checked against torch, and run by ONNX Runtime.
 
 `optimum` has no place here: optimum-onnx 0.1.0 (the last) requires transformers below 4.58. torch.onnx exports by
-itself: an encoder with its classifier becomes one graph, an encoder-decoder two, the encoder and a step of the decoder
-without a cache, so that text of n tokens costs n passes over what is written so far. torch_ort, which trained a model
-inside ONNX Runtime, has had no release for torch 2.3 or later: `lmtools export` is for inference.
+itself, with optimum's names of files, inputs and outputs, so that its ORTModel classes read them: an encoder with its
+classifier becomes one graph, an encoder-decoder three, the encoder, the decoder's first step, which makes the keys and
+values of all layers, and a later step, which takes those of the steps before. A decoder without a cache is written
+without the third. torch_ort, which trained a model inside ONNX Runtime, has had no release for torch 2.3 or later:
+`lmtools export` is for inference.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,52 +27,93 @@ from lm_experiments_tools.modules.inspection import forward_names
 
 if TYPE_CHECKING:
     import numpy as np
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+    from transformers import EncoderDecoderCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
+Function = Callable[..., "tuple[Tensor, ...]"]
 
-CLASSIFIER, ENCODER, DECODER = "model.onnx", "encoder.onnx", "decoder.onnx"
+CLASSIFIER, ENCODER, DECODER = "model.onnx", "encoder_model.onnx", "decoder_model.onnx"
+LATER_STEP = "decoder_with_past_model.onnx"
+_NAMES_BEFORE = {ENCODER: "encoder.onnx", DECODER: "decoder.onnx"}  # of folders without a cache
 TOLERANCE = 1e-4  # of the largest value: fp32 sums in another order
 _INPUTS = ("input_ids", "attention_mask")
 _SEGMENTS = "token_type_ids"
-_STEP_INPUTS = ("decoder_input_ids", "encoder_hidden_states", "encoder_attention_mask")
+_FIRST_INPUTS = ("input_ids", "encoder_hidden_states", "encoder_attention_mask")
+_LATER_INPUTS = ("input_ids", "encoder_attention_mask")
+_CACHED = ("decoder.key", "decoder.value", "encoder.key", "encoder.value")  # of each layer
 
 
 class _Called(nn.Module):
     """A function of tensors as the module that torch.onnx wants."""
 
-    def __init__(self, model: nn.Module, function: Callable[..., Tensor]) -> None:
+    def __init__(self, model: nn.Module, function: Function) -> None:
         super().__init__()
         self.model, self.function = model, function
 
-    def forward(self, *tensors: Tensor) -> Tensor:
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return self.function(self.model, *tensors)
 
 
-def _classify(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, *segments: Tensor) -> Tensor:
-    return model(
-        input_ids=input_ids, attention_mask=attention_mask, **dict(zip([_SEGMENTS], segments, strict=False))
-    ).logits
-
-
-def _encode(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    return model.get_encoder()(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-
-
-def _decode(model: nn.Module, decoder_input_ids: Tensor, hidden: Tensor, mask: Tensor) -> Tensor:
+def _classify(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, *segments: Tensor) -> tuple[Tensor]:
     outputs = model(
-        encoder_outputs=(hidden,), attention_mask=mask, decoder_input_ids=decoder_input_ids, use_cache=False
+        input_ids=input_ids, attention_mask=attention_mask, **dict(zip([_SEGMENTS], segments, strict=False))
     )
-    return outputs.logits
+    return (outputs.logits,)
+
+
+def _encode(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor]:
+    return (model.get_encoder()(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state,)
+
+
+def _decode(model: nn.Module, ids: Tensor, hidden: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    """Logits, then keys and values of each layer, if the model caches any: `_CACHED`."""
+    outputs = model(encoder_outputs=(hidden,), attention_mask=mask, decoder_input_ids=ids, use_cache=True)
+    cache = outputs.get("past_key_values")
+    if cache is None:
+        return (outputs.logits,)
+    layers = zip(cache.self_attention_cache.layers, cache.cross_attention_cache.layers, strict=True)
+    return (outputs.logits, *(t for both in layers for layer in both for t in (layer.keys, layer.values)))
+
+
+def _decode_later(model: nn.Module, ids: Tensor, mask: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
+    """Logits of one token more, [rows, 1, words], then keys and values of self-attention, that token's too."""
+    cache = _filled(past)
+    hidden = past[2].new_zeros(*mask.shape, model.config.hidden_size)  # is not looked at any more
+    outputs = model(
+        encoder_outputs=(hidden,), attention_mask=mask, decoder_input_ids=ids, past_key_values=cache, use_cache=True
+    )
+    return (outputs.logits, *(t for layer in cache.self_attention_cache.layers for t in (layer.keys, layer.values)))
+
+
+def _filled(past: Sequence[Tensor]) -> EncoderDecoderCache:
+    """The cache of an encoder-decoder with these keys and values, `_CACHED` of each layer."""
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    caches = DynamicCache(), DynamicCache()
+    for number in range(0, len(past), len(_CACHED)):
+        for cache, at in zip(caches, (number, number + 2), strict=True):
+            cache.update(past[at], past[at + 1], number // len(_CACHED))
+    return EncoderDecoderCache(*caches)
+
+
+def _cached_names(prefix: str, layers: int, kinds: Sequence[str] = _CACHED) -> tuple[str, ...]:
+    return tuple(f"{prefix}.{layer}.{kind}" for layer in range(layers) for kind in kinds)
 
 
 def export(model: PreTrainedModel, folder: Path | str) -> dict[str, float]:
     """Write a model's graphs into `folder`, with its configuration, and compare them with torch.
 
     An encoder with a classification head gives model.onnx (input_ids, attention_mask and, where the model tells two
-    sentences apart by them, token_type_ids, int64[rows, length] -> logits); an encoder-decoder gives encoder.onnx
-    (input_ids, attention_mask -> hidden states) and decoder.onnx (decoder_input_ids, encoder_hidden_states,
-    encoder_attention_mask -> logits). Rows and lengths are free.
+    sentences apart by them, token_type_ids, int64[rows, length] -> logits); an encoder-decoder gives
+
+        encoder_model.onnx              input_ids, attention_mask -> last_hidden_state
+        decoder_model.onnx              input_ids, encoder_hidden_states, encoder_attention_mask
+                                        -> logits, present.0.decoder.key, present.0.decoder.value,
+                                        present.0.encoder.key, present.0.encoder.value, present.1.decoder.key, ...
+        decoder_with_past_model.onnx    input_ids [rows, 1], encoder_attention_mask, past_key_values.0.decoder.key, ...
+                                        -> logits, present.0.decoder.key, present.0.decoder.value, ...
+
+    Rows and lengths are free.
 
     Returns:
         file name -> largest absolute difference from torch, on inputs of other sizes than the traced ones.
@@ -79,18 +123,14 @@ def export(model: PreTrainedModel, folder: Path | str) -> dict[str, float]:
             numbers are not the model's.
     """
     check_onnxruntime()
+    _check_attention(model)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     model = model.eval().cpu().float()
     model.set_attn_implementation("eager")  # the exporter cannot follow the strides of torch's fused attention
     rows, other_rows = _example(model, 2, 7), _example(model, 3, 12)
     if model.config.is_encoder_decoder:
-        with torch.no_grad():
-            steps = [_step(model, inputs, length) for inputs, length in ((rows, 4), (other_rows, 6))]
-        graphs = {
-            ENCODER: (_encode, _INPUTS, rows, other_rows),
-            DECODER: (_decode, _STEP_INPUTS, *steps),
-        }
+        graphs = _graphs_of_encoder_decoder(model, rows, other_rows)
     elif model.can_generate():
         raise UserError(
             f"{type(model).__name__} is a decoder, which is not exported: name an encoder with a classification head, "
@@ -100,15 +140,28 @@ def export(model: PreTrainedModel, folder: Path | str) -> dict[str, float]:
         names, asked = _INPUTS, (rows, other_rows)
         if _takes_segments(model):
             names, asked = (*_INPUTS, _SEGMENTS), tuple((*some, _two_sentences(some[0])) for some in asked)
-        graphs = {CLASSIFIER: (_classify, names, *asked)}
-    differences = {
-        name: _export_one(model, folder / name, function, names, traced, asked)
-        for name, (function, names, traced, asked) in graphs.items()
-    }
+        graphs = {CLASSIFIER: _Graph(_classify, names, ("logits",), *asked)}
+    differences = {name: _export_one(model, folder / name, graph) for name, graph in graphs.items()}
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     return differences
+
+
+def _check_attention(model: PreTrainedModel) -> None:
+    """Raises UserError for lists of blocks, which are made for one length, while a graph serves all."""
+    config, name = model.config, type(model).__name__
+    layout = getattr(config, "sparse_config_cls", None)
+    if layout is not None:
+        raise UserError(
+            f"{name} has block-sparse attention ({layout}), whose lists of blocks are made for one length, while a "
+            "graph serves all: it cannot be written as ONNX."
+        )
+    if getattr(config, "attention_type", None) == "block_sparse":
+        raise UserError(
+            f"{name} has block-sparse attention for long inputs alone, and a graph computes all lengths alike: with "
+            "attention_type original_full in its config.json it is written with full attention."
+        )
 
 
 def check_onnxruntime() -> None:
@@ -138,45 +191,80 @@ def _two_sentences(ids: Tensor) -> Tensor:
     return segments
 
 
-def _step(model: nn.Module, inputs: tuple[Tensor, Tensor], length: int) -> tuple[Tensor, Tensor, Tensor]:
-    return inputs[0][:, :length].contiguous(), _encode(model, *inputs), inputs[1]
+class _Graph(NamedTuple):
+    """A function of a model, the names of its inputs and outputs, and inputs to trace it with and to compare it on."""
+
+    function: Function
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    traced: tuple[Tensor, ...]
+    asked: tuple[Tensor, ...]
 
 
-def _export_one(
-    model: nn.Module,
-    file: Path,
-    function: Callable[..., Tensor],
-    names: Sequence[str],
-    traced: tuple[Tensor, ...],
-    asked: tuple[Tensor, ...],
-) -> float:
-    free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
-    module = _Called(model, function).eval()
+@torch.no_grad()
+def _graphs_of_encoder_decoder(model: nn.Module, *inputs: tuple[Tensor, Tensor]) -> dict[str, _Graph]:
+    first, later = [], []
+    for (ids, mask), length in zip(inputs, (4, 6), strict=True):
+        first.append((ids[:, :length].contiguous(), *_encode(model, ids, mask), mask))
+        _, *past = _decode(model, *first[-1])
+        later.append((ids[:, -1:].contiguous(), mask, *past))
+    layers = len(past) // len(_CACHED)
+    graphs = {
+        ENCODER: _Graph(_encode, _INPUTS, ("last_hidden_state",), *inputs),
+        DECODER: _Graph(_decode, _FIRST_INPUTS, ("logits", *_cached_names("present", layers)), *first),
+    }
+    if layers:
+        names = *_LATER_INPUTS, *_cached_names("past_key_values", layers)
+        graphs[LATER_STEP] = _Graph(
+            _decode_later, names, ("logits", *_cached_names("present", layers, _CACHED[:2])), *later
+        )
+    else:
+        logger.warning("%s has no cache: each token costs a pass over all before it", type(model).__name__)
+    return graphs
+
+
+def _free(tensor: Tensor) -> dict[int, Any]:
+    """The axes whose size is free: rows and tokens, [rows, tokens, ...] or [rows, heads, tokens, features]; of one
+    token, rows alone."""
+    tokens = 2 if tensor.dim() == 4 else 1
+    return dict.fromkeys((0, tokens) if tensor.shape[tokens] > 1 else (0,), torch.export.Dim.DYNAMIC)
+
+
+def _export_one(model: nn.Module, file: Path, graph: _Graph) -> float:
+    module = _Called(model, graph.function).eval()
     try:
         with torch.no_grad(), _quiet_export():
             torch.onnx.export(
                 module,
-                traced,
+                graph.traced,
                 str(file),
-                input_names=list(names),
-                dynamic_shapes=(tuple(free for _ in traced),),  # of *tensors
+                input_names=list(graph.inputs),
+                output_names=list(graph.outputs),
+                dynamic_shapes=(tuple(map(_free, graph.traced)),),  # of *tensors
                 dynamo=True,
                 verbose=False,
             )
     except (RuntimeError, torch.onnx.OnnxExporterError) as error:
         raise UserError(
-            f"{type(model).__name__} cannot be written as ONNX: {first_line(error)}; models with "
-            "attention of their own kind are not supported."
+            f"{type(model).__name__} cannot be written as ONNX: {_said(error)}; models with attention of their own "
+            "kind are not supported."
         ) from error
     except ImportError as error:
         raise UserError(f"ONNX needs packages ({error}): pip install onnx onnxscript onnxruntime") from error
     with torch.no_grad():
-        expected = module(*asked)
-    found = torch.from_numpy(_Session(file)(*(tensor.numpy() for tensor in asked)))
-    difference = float((found - expected).abs().max())
-    if not difference <= TOLERANCE * max(1.0, float(expected.abs().max())):
-        raise UserError(f"{file} does not compute what the model does: they differ by {difference:.3g}.")
-    return difference
+        expected = module(*graph.asked)
+    found = _Session(file)(*(tensor.numpy() for tensor in graph.asked))
+    differences = []
+    for ours, theirs in zip(map(torch.from_numpy, found), expected, strict=True):
+        differences.append(float((ours - theirs).abs().max()))
+        if not differences[-1] <= TOLERANCE * max(1.0, float(theirs.abs().max())):
+            raise UserError(f"{file} does not compute what the model does: they differ by {differences[-1]:.3g}.")
+    return max(differences)
+
+
+def _said(error: Exception) -> str:
+    """What the cause of an exporter's exception, or else itself, says first, without the colours of a terminal."""
+    return first_line(RuntimeError(re.sub(r"\x1b\[[0-9;]*m", "", str(error.__cause__ or error))))
 
 
 @contextmanager
@@ -195,7 +283,7 @@ def _quiet_export() -> Any:
 
 
 class _Session:
-    """A graph of one output, called with its inputs in order."""
+    """A graph, called with its inputs in order; gives its outputs in order."""
 
     def __init__(self, file: Path) -> None:
         import onnxruntime
@@ -203,8 +291,8 @@ class _Session:
         self.session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
         self.names = [entry.name for entry in self.session.get_inputs()]
 
-    def __call__(self, *arrays: np.ndarray) -> np.ndarray:
-        return self.session.run(None, dict(zip(self.names, arrays, strict=True)))[0]
+    def __call__(self, *arrays: np.ndarray) -> list[np.ndarray]:
+        return self.session.run(None, dict(zip(self.names, arrays, strict=True)))
 
 
 class OnnxModel:
@@ -219,13 +307,16 @@ class OnnxModel:
 
         check_onnxruntime()
         folder = Path(folder)
-        files = [name for name in (CLASSIFIER, ENCODER, DECODER) if (folder / name).is_file()]
-        if CLASSIFIER not in files and len(files) < 2:
+        files = {name: folder / name for name in (CLASSIFIER, ENCODER, DECODER, LATER_STEP)}
+        for name, before in _NAMES_BEFORE.items():
+            files[name] = files[name] if files[name].is_file() else folder / before
+        files = {name: file for name, file in files.items() if file.is_file()}
+        if CLASSIFIER not in files and not files.keys() >= {ENCODER, DECODER}:
             raise UserError(
                 f"{folder} has neither {CLASSIFIER} nor {ENCODER} and {DECODER}: write it by lmtools export."
             )
         self.config = AutoConfig.from_pretrained(folder)
-        self.sessions: Mapping[str, _Session] = {name: _Session(folder / name) for name in files}
+        self.sessions: Mapping[str, _Session] = {name: _Session(file) for name, file in files.items()}
         self.generator = None
         if ENCODER in files:
             self.generator = _generator(self.config, GenerationConfig.from_pretrained(folder), self.sessions)
@@ -236,7 +327,7 @@ class OnnxModel:
         asked = [input_ids, attention_mask]
         if _SEGMENTS in session.names:
             asked.append(torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids)
-        return torch.from_numpy(session(*(tensor.numpy() for tensor in asked)))
+        return torch.from_numpy(session(*(tensor.numpy() for tensor in asked))[0])
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int = 128, **options: Any) -> Tensor:
         """Text of an encoder-decoder, int64[rows, length], as torch's `generate` gives it.
@@ -250,12 +341,16 @@ class OnnxModel:
         if self.generator is None:
             raise UserError("a classifier writes no text: ask for its logits.")
         return self.generator.generate(
-            input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, use_cache=False, **options
+            input_ids,
+            attention_mask=attention_mask,
+            max_new_tokens=max_new_tokens,
+            use_cache=LATER_STEP in self.sessions,
+            **options,
         )
 
 
 def _generator(config: PreTrainedConfig, generation: GenerationConfig, sessions: Mapping[str, _Session]) -> Any:
-    """transformers' generation around the two graphs of an encoder-decoder."""
+    """transformers' generation around the graphs of an encoder-decoder."""
     from transformers import GenerationMixin, PreTrainedModel
     from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
@@ -263,7 +358,7 @@ def _generator(config: PreTrainedConfig, generation: GenerationConfig, sessions:
         main_input_name = "input_ids"
 
         def forward(self, input_ids: Tensor, attention_mask: Tensor, **_: Any) -> BaseModelOutput:
-            hidden = sessions[ENCODER](input_ids.numpy(), attention_mask.numpy())
+            (hidden,) = sessions[ENCODER](input_ids.numpy(), attention_mask.numpy())
             return BaseModelOutput(last_hidden_state=torch.from_numpy(hidden))
 
     class Generator(PreTrainedModel, GenerationMixin):
@@ -279,10 +374,28 @@ def _generator(config: PreTrainedConfig, generation: GenerationConfig, sessions:
             return self.encoder
 
         def forward(
-            self, decoder_input_ids: Tensor, encoder_outputs: BaseModelOutput, attention_mask: Tensor, **_: Any
+            self,
+            decoder_input_ids: Tensor,
+            encoder_outputs: BaseModelOutput,
+            attention_mask: Tensor,
+            past_key_values: EncoderDecoderCache | None = None,
+            **_: Any,
         ) -> Seq2SeqLMOutput:
-            arrays = decoder_input_ids, encoder_outputs[0], attention_mask
-            return Seq2SeqLMOutput(logits=torch.from_numpy(sessions[DECODER](*(a.numpy() for a in arrays))))
+            if past_key_values is not None and past_key_values.get_seq_length():
+                return self.later_step(decoder_input_ids, attention_mask, past_key_values)
+            asked = decoder_input_ids, encoder_outputs[0], attention_mask
+            logits, *made = map(torch.from_numpy, sessions[DECODER](*(tensor.numpy() for tensor in asked)))
+            cache = None if past_key_values is None else _filled(made)
+            return Seq2SeqLMOutput(logits=logits, past_key_values=cache)
+
+        def later_step(self, ids: Tensor, attention_mask: Tensor, cache: EncoderDecoderCache) -> Seq2SeqLMOutput:
+            own, crossed = cache.self_attention_cache.layers, cache.cross_attention_cache.layers
+            past = [t for both in zip(own, crossed, strict=True) for layer in both for t in (layer.keys, layer.values)]
+            asked = (tensor.numpy() for tensor in (ids, attention_mask, *past))
+            logits, *made = map(torch.from_numpy, sessions[LATER_STEP](*asked))
+            for layer, keys, values in zip(own, made[::2], made[1::2], strict=True):
+                layer.keys, layer.values = keys, values
+            return Seq2SeqLMOutput(logits=logits, past_key_values=cache)
 
     return Generator().eval()
 

@@ -233,6 +233,15 @@ def claim_run(args: TrainerArgs, world_size: int, *, once_more: bool = False) ->
     return run
 
 
+def began_without(run_dir: Path | str | None, flag: str) -> bool:
+    """True if the run of a directory was begun by a version that did not know the flag, and goes on as there."""
+    try:
+        config = json.loads(Path(run_dir or "", "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return run_dir is not None and isinstance(config, dict) and flag not in config
+
+
 def setup_logging(run_dir: Path | str | None, rank: int, level: int = logging.INFO) -> None:
     """Send the root logger to the console (rank 0 only) and to `run_dir`/logs/rank{rank}.log (every rank).
 

@@ -34,7 +34,6 @@ from lm_experiments_tools.checkpoint.train_state import (
 from lm_experiments_tools.config.flags import telling_settings
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.modules.inspection import drops_first_label, forward_names
-from lm_experiments_tools.tracking.run_directory import claim_run
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
 from lm_experiments_tools.training.first_batches import checked
 from lm_experiments_tools.training.generation import generate
@@ -43,6 +42,7 @@ from lm_experiments_tools.training.hooks import Hook, ProfileHook, ValidateHook,
 from lm_experiments_tools.training.losses import MODEL_LOSS, Loss
 from lm_experiments_tools.training.metrics import Collector, KeptOutputs, MetricSums, Window, storable
 from lm_experiments_tools.training.micro_batches import BatchStream, MicroBatch, StepBatch, padded, split_batch
+from lm_experiments_tools.training.run_folder import claim_for_all
 from lm_experiments_tools.training.schedules import LearningRate
 from lm_experiments_tools.training.signals import StopSignals
 from lm_experiments_tools.training.step import StepInfo
@@ -144,7 +144,7 @@ class TrainingLoop:
         self.writer = None
         if args.model_path:
             run = Path(args.model_path)
-            on_all(backend, lambda: claim_run(args, backend.world_size, once_more=True), only_main=True)
+            claim_for_all(args, backend, once_more=True)
             self.writer = checkpoint.CheckpointWriter(
                 run / "checkpoints", args.keep_checkpoints, rank=backend.rank, links_in=run
             )
@@ -177,7 +177,8 @@ class TrainingLoop:
         else:
             logger.warning("%s was saved by another number of workers: dropout draws other noise from here on", path)
         self._seek(own)
-        if self.writer is not None and path.resolve().parent == self.writer.root.resolve():
+        own_run = self.writer is not None and path.resolve().parent == self.writer.root.resolve()
+        if self.backend.broadcast(own_run):  # a folder may be another one elsewhere
             self._saved_at = (self.state.step, self.state.consumed_samples)
         self.say(f"resumed from {path}: step {self.state.step}, {self.state.consumed_samples} samples consumed")
 
@@ -314,7 +315,8 @@ class TrainingLoop:
         batch = self.batch_transform_fn(batch) if self.batch_transform_fn else batch
         names, labels, trim_to = self.forward_names, self.loss.label_names(), self.args.trim_to()
         device, first = self.backend.device, self.first_label
-        return split_batch(batch, rows, names, device, self.has_decoder, labels, trim_to, first)
+        part = split_batch(batch, rows, names, device, self.has_decoder, labels, trim_to, first)
+        return part if self.loss.most_labels is None else part.with_labels_alone(self.loss.most_labels)
 
     def _agree(self, part: StepBatch) -> tuple[dict[str, int], int, int, int]:
         """Global weights, samples and tokens, the largest number of micro-batches, and any signal: one collective."""

@@ -27,10 +27,13 @@ class Loss:
     Attributes:
         labels: name of each term -> entry of the batch whose valid entries (not -100) it is a mean over.
         means: f(the model's inputs, its outputs) -> {term: its mean over the micro-batch}.
+        most_labels: f(rows) -> `labels` that a micro-batch has at most, for a model that is to score these alone
+            (modules/labelled_head.py); None for all.
     """
 
     labels: Mapping[str, str]
     means: Callable[[Mapping[str, Any], Any], dict[str, Tensor]]
+    most_labels: Callable[[int], int] | None = None
 
     def label_names(self) -> tuple[str, ...]:
         """The entries of a batch that are counted."""
@@ -76,7 +79,7 @@ MODEL_LOSS = Loss({"loss": "labels"}, lambda inputs, outputs: {"loss": loss_of(o
 LANGUAGE_MODEL_LOSS = LanguageModelLoss(MODEL_LOSS.labels, MODEL_LOSS.means)
 
 
-def bert_loss(use_nsp: bool) -> Loss:
+def bert_loss(use_nsp: bool, most_labels: Callable[[int], int] | None = None) -> Loss:
     """BERT's loss: the mean over masked tokens, plus the mean over sentence pairs where these are judged.
 
     Read from what the model returns, in this order: `loss_mlm` (or `mlm_loss`) and `loss_nsp` (`nsp_loss`) apart; the
@@ -85,7 +88,9 @@ def bert_loss(use_nsp: bool) -> Loss:
     then gives no loss at all.
     """
     labels = {"loss_mlm": "labels", "loss_nsp": "next_sentence_label"}
-    return Loss(labels, _BothTasks()) if use_nsp else Loss({"loss_mlm": "labels"}, _masked_tokens_alone)
+    if not use_nsp:
+        return Loss({"loss_mlm": "labels"}, _masked_tokens_alone, most_labels)
+    return Loss(labels, _BothTasks(), most_labels)
 
 
 def _masked_tokens_alone(inputs: Mapping[str, Any], outputs: Any) -> dict[str, Tensor]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
+from lm_experiments_tools.modules.labelled_head import LABEL_POSITIONS
 from lm_experiments_tools.training.generators import (
     Generators,
     preserved_random_state,
@@ -221,6 +222,17 @@ class MicroBatch:
             inputs[name].view(-1)[-1] = 0  # not the first, which causal models drop
         return MicroBatch(inputs, self.batch, self.weights)
 
+    def with_labels_alone(self, most: int) -> MicroBatch:
+        """`labels` [1, most], the valid ones in their order and then others, with their places as `label_positions`;
+        all as they are where these would be too few, or no fewer."""
+        labels = self.inputs["labels"].flatten()
+        if not self.weights["labels"] <= most < len(labels):
+            return self
+        positions = (labels == IGNORED_LABEL).byte().argsort(stable=True)[:most]
+        picked = {"labels": labels[positions][None]}
+        inputs = {**self.inputs, **picked, LABEL_POSITIONS: positions}
+        return MicroBatch(inputs, {**self.batch, **picked}, self.weights)
+
 
 @dataclass
 class StepBatch:
@@ -230,6 +242,11 @@ class StepBatch:
     rows: int
     weights: dict[str, int]
     tokens: int
+
+    def with_labels_alone(self, most: Callable[[int], int]) -> StepBatch:
+        """Micro-batches with as many labels as their rows have at most."""
+        micro_batches = [m.with_labels_alone(most(len(m.inputs["labels"]))) for m in self.micro_batches]
+        return replace(self, micro_batches=micro_batches)
 
     @classmethod
     def nothing(cls, label_names: Sequence[str]) -> StepBatch:

@@ -1,12 +1,14 @@
 """One job of test_failures.py: a run of two workers in which something goes wrong on rank 1.
 
-argv: MODE (crash, kill, full_disk, sigterm, sigterm_to_launcher, or train for nothing wrong), the run directory.
+argv: MODE (crash, kill, stop, full_disk, sigterm, sigterm_to_launcher, or train for nothing wrong), the run directory.
 """
 
 import os
 import signal
+import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import psutil
 import torch
@@ -34,6 +36,9 @@ class Trouble:
             raise ZeroDivisionError("a deliberate failure")
         if self.mode == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.mode == "stop":  # for longer than --stall_timeout; a launcher's SIGTERM would wait for its end
+            subprocess.Popen(["sh", "-c", f"sleep 12; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
         if self.mode == "sigterm":
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -50,6 +55,7 @@ def end_the_job(model, inputs):
 def main():
     mode, folder = sys.argv[1:]
     args = TrainerArgs(batch_size=4, iters=5000, log_interval=100, save_interval=2, model_path=folder)
+    args = replace(args, stall_timeout=4) if mode == "stop" else args
     backend = get_backend(args)
     setup_logging(folder, backend.rank)
     model = TinyLabeller()

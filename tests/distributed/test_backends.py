@@ -49,10 +49,12 @@ KINDS = {
         ["backend horovod, 2 worker", "reduced by Horovod"], ["horovod"],
     ),
     "ddp": Kind(
-        torchrun(), [*PLAIN, "unused", "compressed", "wide_range"], "DistributedDataParallel",
+        torchrun(), [*PLAIN, "compiled", "unused", "compressed", "wide_range"], "DistributedDataParallel",
         ["backend accelerate, 2 worker", "MULTI_CPU (DDP)"],
     ),
-    "fsdp": Kind(shipped("fsdp"), PLAIN, "FSDPT5ForConditionalGeneration", ["2 worker", "FSDP (FSDP2)"]),
+    "fsdp": Kind(
+        shipped("fsdp"), [*PLAIN, "compiled"], "FSDPT5ForConditionalGeneration", ["2 worker", "FSDP (FSDP2)"],
+    ),
     "zero1": Kind(shipped("zero1"), ZERO, "DeepSpeedEngine", ["2 worker", "ZeRO stage 1"], ["deepspeed"]),
     "zero2": Kind(shipped("zero2"), [*ZERO, "zero_16bit"], "DeepSpeedEngine", ["2 worker", "stage 2"], ["deepspeed"]),
     "zero3": Kind(
@@ -209,6 +211,14 @@ def test_block_sparse_attention_equals_one_process(results, kind, scenario):
 
 
 @pytest.mark.parametrize("kind", UNSHARDED)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_compiled_model_trains_as_it_is(results, kind):
+    for rank in results.of(kind, "compiled"):
+        assert rank["frames"] > 0 and (kind == "fsdp" or rank["fell_back"] == 0)  # FSDP's hooks are in no graph
+        for compiled, eager in zip(rank["compiled"], rank["eager"], strict=True):
+            assert compiled == pytest.approx(eager, rel=1e-5)
+
+
 @pytest.mark.parametrize("attention", ["dense", "sparse"])
 def test_bert_with_one_bias_for_all_layers_equals_one_process(results, kind, attention):
     [alone] = results.of("local", "bert_bias")

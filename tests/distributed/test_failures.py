@@ -50,6 +50,15 @@ def test_a_killed_rank_ends_the_job(launcher, tmp_path):
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_stopped_rank_is_waited_for_as_long_as_stall_timeout_says(launcher, tmp_path):
+    ended = job(launcher, "stop", tmp_path)
+    assert ended.returncode != 0
+    last = (tmp_path / "logs" / "rank0.log").read_text().splitlines()[-1]
+    assert "error: rank 0 step 3: lost rank 1 (process " in last and "stopped by a signal)" in last, last
+    verify(tmp_path / "checkpoints" / "step_000002")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_sigterm_on_one_rank_saves_on_all_and_stops_all(launcher, tmp_path):
     ended = job(launcher, "sigterm", tmp_path)
     assert ended.returncode != 0

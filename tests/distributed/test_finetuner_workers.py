@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
+from lm_experiments_tools.checkpoint.source import TASK_FILE
 from tests.distributed.launch import SHIM, horovodrun, missing, run, shim, slow, torchrun
 from tests.helpers.finetuning_toys import pairs, write_json
 from tests.helpers.pretrained_toys import save_toy
@@ -67,6 +68,8 @@ def test_evaluation_and_training_follow_each_other_as_in_one_process(folder, alo
     assert re.findall(r"written by (\d)", output) == ["0"]
     ours, theirs = (AutoModelForSeq2SeqLM.from_pretrained(folder / run).state_dict() for run in (name, "alone"))
     assert all(torch.allclose(ours[weight], value, atol=1e-4) for weight, value in theirs.items())
+    tasks = [json.loads((folder / run / TASK_FILE).read_text()) for run in (name, "alone")]
+    assert tasks[0] == tasks[1] and tasks[0]["task"] == "text_to_text"
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ The runs are without dropout, so that all of them must end with the losses of th
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -137,6 +138,28 @@ def test_killed_and_started_again_it_ends_with_the_losses_of_plain_python(name, 
     for (step, ours), (_, theirs) in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, abs=2e-4), step
     assert found[-1][1] < found[0][1] - 0.5  # it learned
+
+
+WITHOUT_PYTHON = {
+    "torchrun": [*torchrun(), "--no-python"],
+    "accelerate": accelerate_launch(
+        "--multi_gpu", "--num_machines", "1", "--num_processes", "2", "--main_process_port", "0", "--no_python"
+    ),
+}
+
+
+@pytest.mark.parametrize("launcher", slow(WITHOUT_PYTHON, "accelerate"))
+def test_lmtools_trains_under_launchers_that_start_no_python(launcher, text, plain_python, tmp_path):
+    """An installation without a clone has no script to name."""
+    if reason := missing("accelerate"):
+        pytest.skip(reason)
+    if shutil.which("lmtools", path=environment()["PATH"]) is None:
+        pytest.skip("lmtools is not installed")
+    job = run([*WITHOUT_PYTHON[launcher], "lmtools", "pretrain-t5"], *flags(text, tmp_path), "--iters", 10, **CPU)
+    assert job.returncode == 0 and "2 worker(s)" in job.output, job.output[-3000:]
+    for (step, ours), (_, theirs) in zip(losses(tmp_path), losses(plain_python)[:2], strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-4), step
+    assert "lmtools pretrain-t5" in (tmp_path / "cmd.sh").read_text()
 
 
 def test_the_checkpoints_of_a_run_load_with_from_pretrained(plain_python, text):

@@ -210,6 +210,26 @@ def scenario_sparse_own(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     return trained_for(4, backend, out, "sparse_own")
 
 
+def scenario_compiled(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
+    """Two steps of a sparse T5 of our own as it is, and two with --compile."""
+    from torch._dynamo.utils import counters
+
+    from modeling_t5 import T5Config, T5ForConditionalGeneration
+
+    layout = {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 2, "num_sliding_window_blocks": 1}}
+    config = {**tiny_t5().config.to_dict(), **layout, "num_layers": 1, "num_decoder_layers": 1}
+    result = {}
+    for name in ("eager", "compiled"):
+        torch.manual_seed(0)
+        model = T5ForConditionalGeneration(T5Config(**config))
+        if name == "compiled":
+            model.compile(backend="eager")  # the graphs of --compile, run as they are
+        setup(backend, model=model)
+        result[name] = [train_step(backend, step, max_norm=0.5) for step in range(2)]
+    frames = counters["frames"]
+    return {**result, "frames": frames["total"], "fell_back": frames["total"] - frames["ok"]}
+
+
 def scenario_bert_bias(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     """BERT of our own, whose one T5 bias is the encoder's and is read in all of its layers, dense and sparse."""
     from lm_experiments_tools.attention import attend

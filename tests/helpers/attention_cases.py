@@ -37,6 +37,7 @@ class Case:
     heads: int = 2
     head_dim: int = 8
     value_dim: int = 8
+    compiled: bool = False  # by torch.compile
 
 
 def tensors(*shape: int, count: int = 3, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
@@ -102,13 +103,14 @@ def errors(case: Case, backend: str, dtype: torch.dtype = torch.float64, device:
     v = draw(case.batch, case.heads, case.key_length, case.value_dim)
     leaf = make_leaf(case, draw)
     layout, keywords = make_layout(case), masks(case, device)
+    attention = block_sparse_attention
+    if case.compiled:
+        attention = torch.compile(attention, fullgraph=True, backend="aot_eager")
 
     def call(values: Tensor) -> Tensor:
         torch.manual_seed(5)
         bias = make_bias(case, leaf)
-        return block_sparse_attention(
-            q, k, values, layout, bias, **keywords, dropout_p=case.dropout_p, backend=backend
-        )
+        return attention(q, k, values, layout, bias, **keywords, dropout_p=case.dropout_p, backend=backend)
 
     dropout_mask = 1.0
     if case.dropout_p:  # values that are the identity show the weights, and so which of them were dropped

@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from tests.helpers import ROOT
 
 
@@ -28,6 +31,19 @@ def records(run_dir: str | Path, split: str = "train") -> list[dict[str, Any]]:
 def losses(run_dir: str | Path) -> list[tuple[int, float]]:
     """(step, loss) of the training steps that were logged."""
     return [(line["step"], line["loss"]) for line in records(run_dir)]
+
+
+def scored_tokens(monkeypatch: pytest.MonkeyPatch, vocab_size: int) -> list[int]:
+    """Filled with the number of tokens at each call of a layer that gives as many scores as there are words."""
+    scored, linear = [], torch.nn.Linear.forward
+
+    def counting(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        if self.out_features == vocab_size:
+            scored.append(x.shape[:-1].numel())
+        return linear(self, x)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", counting)
+    return scored
 
 
 TINY = {

@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 import time
+import types
 from itertools import islice
 from pathlib import Path
 
@@ -86,6 +87,19 @@ def refusal(folder, task, **changed):
     return "it was not refused"
 
 
+def mixing_rates():
+    """Sizes of tasks, and seqio's rates of them for each scale, maximum and temperature."""
+    sizes, rates = (31, 4000, 250_000, 7), []
+    for scale, maximum, temperature in ((1.0, None, 1.0), (1.0, 4096, 1.0), (2.5, 2048, 3.3), (0.1, 500, 0.7)):
+        tasks = [
+            types.SimpleNamespace(name="sized", cache_dir=None, num_input_examples=lambda _, size=size: size)
+            for size in sizes
+        ]
+        options = {"scale": scale, "maximum": maximum, "temperature": temperature}
+        rates.append([options, [seqio.mixing_rate_num_examples(task, **options) for task in tasks]])
+    return sizes, rates
+
+
 def text_tasks(folder, made, said):
     logged = []
     for name in LENGTHS:
@@ -148,7 +162,7 @@ def glue_tasks(folder, said):
 
 
 def main(folder):
-    made, said = {}, {"padding": PADDING}
+    made, said = {}, {"padding": PADDING, "mixing_rates": mixing_rates()}
     glue_tasks(folder, said)
     text_tasks(folder, made, said)
     registered_tasks(folder, made, said)

@@ -15,6 +15,7 @@ import sentencepiece
 
 from lm_experiments_tools.data.examples.examples import LabelFields, label_examples
 from lm_experiments_tools.data.examples.rows import BadRows
+from lm_experiments_tools.data.mixture import mixing_rates
 from lm_experiments_tools.data.objectives.span_corruption import corrupt
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from tests.distributed.launch import environment, missing
@@ -280,6 +281,14 @@ def test_each_fingerprint_is_its_own(oracle):
 )
 def test_what_cannot_be_read_is_a_sentence(oracle, case, sentence):
     assert re.search(sentence, oracle[1][case]) and "\n" not in oracle[1][case], oracle[1][case]
+
+
+def test_rates_of_a_mixture_are_seqios(oracle):
+    sizes, cases = oracle[1]["mixing_rates"]
+    for options, expected in cases:
+        weights = [options["scale"]] * len(sizes)
+        rates = mixing_rates(sizes, weights, options["maximum"], options["temperature"])
+        np.testing.assert_allclose(rates / rates.sum(), np.divide(expected, sum(expected)), rtol=1e-13)
 
 
 def test_validation_takes_its_first_examples(oracle):

@@ -128,8 +128,7 @@ class T5Bias:
 
     def between(self, low: int, high: int) -> Tensor:
         """Values [heads, high - low + 1] for distances low..high, without a table where few are wanted."""
-        is_traced = not (isinstance(low, int) and isinstance(high, int))  # by torch.export, without numbers yet
-        find = _buckets_between.__wrapped__ if is_traced else _buckets_between
+        find = _buckets_between if _are_numbers(low, high) else _buckets_between.__wrapped__
         buckets = find(low, high, self.bidirectional, self.num_buckets, self.max_distance, self.weight.device)
         # contiguous, as is then the matrix made of it: adding a mask to that takes a quarter of the time
         return self.weight[buckets].t().contiguous()
@@ -195,10 +194,19 @@ class _Toeplitz(torch.autograd.Function):
 
 def toeplitz(vector: Tensor, rows: int, columns: int) -> Tensor:
     """The matrices [..., rows, columns] whose diagonals are `vector` [..., rows + columns - 1], bottom left first."""
-    if not (isinstance(rows, int) and isinstance(columns, int)):  # traced by torch.export; unfold would fix the number
-        places = torch.arange(columns, device=vector.device) - torch.arange(rows, device=vector.device)[:, None]
-        return vector[..., places + rows - 1]
-    return _Toeplitz.apply(vector, rows, columns)
+    if _are_numbers(rows, columns):
+        return _Toeplitz.apply(vector, rows, columns)
+    # Unfolding would fix the lengths. Of copies one after the other, padded by one place and read as rows without it,
+    # every row starts one further to the left than the row before.
+    width = rows + columns - 1
+    padded = torch.nn.functional.pad(vector, (0, 1)).unsqueeze(-2)
+    copies = padded.expand(*vector.shape[:-1], rows, width + 1).flatten(-2)
+    return copies[..., rows - 1 : rows - 1 + rows * width].unflatten(-1, (rows, width))[..., :columns]
+
+
+def _are_numbers(*lengths: int) -> bool:
+    """True where lengths are known: not while torch.compile traces, which calls symbols ints, nor torch.export."""
+    return not torch.compiler.is_compiling() and all(isinstance(length, int) for length in lengths)
 
 
 def sum_diagonals(matrices: Tensor) -> Tensor:

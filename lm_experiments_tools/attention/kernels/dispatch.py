@@ -12,11 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lm_experiments_tools.attention.kernels import gather, sdpa
 from lm_experiments_tools.attention.kernels.bias import Bias, DistanceBias, T5Bias, wants_gradient
+from lm_experiments_tools.attention.kernels.compiled import attend_in_graph
 from lm_experiments_tools.attention.kernels.plan import AnyLayout
-from lm_experiments_tools.attention.kernels.request import Request, Segments, check
+from lm_experiments_tools.attention.kernels.request import Kept, Request, Segments, check
 from lm_experiments_tools.errors import UserError
 
 # Each is a module with refusal(request), cost(request) and attend(request, seed); imported when it is first needed.
+# One that in a compiled model computes its backward pass alone has attend_kept(request, seed, kept) as well.
 _BACKENDS = "reference", "gather", "sdpa", "flex", "triton"
 
 # Lengths and densities at which two backends take equally long, forward and backward, on a CPU.
@@ -74,11 +76,12 @@ def block_sparse_attention(
         UserError: arguments that do not fit each other, or a named backend that cannot do what is asked.
     """
     request = Request(q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p)
-    if torch.compiler.is_compiling():
-        # A compiled model leaves its graph here: lists are made from values, and the kernels are compiled already.
-        return torch.compiler.disable(_attend)(request, backend, None)
+    if torch.compiler.is_compiling() and not isinstance(q, FakeTensor):
+        if backend == "flex":  # which is compiled already
+            return torch.compiler.disable(_attend)(request, backend)
+        return attend_in_graph(request, backend, _attend)
     signature = _signature(request) if backend == "auto" else None
-    return sdpa.attend_dense(request) if signature in _PLAIN else _attend(request, backend, signature)
+    return sdpa.attend_dense(request) if signature in _PLAIN else _attend(request, backend, signature=signature)
 
 
 # Signatures of calls that have been checked once and are SDPA's. To check a call and choose takes as long as computing
@@ -112,7 +115,20 @@ def _signature(request: Request) -> tuple | None:
     return signature
 
 
-def _attend(request: Request, backend: str, signature: tuple | None) -> Tensor:
+def _attend(
+    request: Request,
+    backend: str,
+    seed: int | None = None,
+    kept: Kept | None = None,
+    signature: tuple | None = None,
+) -> Tensor:
+    """Attention of a request that is not checked yet.
+
+    Args:
+        seed: of dropout; drawn here if None.
+        kept: what a backward pass needs, where that is another call.
+        signature: of the request, for later ones that need no check.
+    """
     if isinstance(request.q, FakeTensor):
         raise UserError(
             "torch.export's tensors hold no numbers, and lists of blocks are made from numbers: export the model with "
@@ -126,10 +142,19 @@ def _attend(request: Request, backend: str, signature: tuple | None) -> Tensor:
         with_mask = checked._replace(key_padding_mask=request.key_padding_mask)  # the next one may not be all True
         if _choose(with_mask, backend)[0] is sdpa:
             _PLAIN.add(signature)
-    seed = 0
-    if checked.dropout_p and module is not sdpa:  # which draws itself, here as in calls that are checked no more
+    if module is sdpa and seed is not None:  # it draws itself, here as in calls that are checked no more
+        device = checked.q.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            generator = (
+                torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+            )
+            generator.manual_seed(seed)
+            return module.attend(checked, seed)
+    if seed is None and checked.dropout_p and module is not sdpa:
         seed = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
-    return module.attend(checked, seed)
+    if kept is not None and hasattr(module, "attend_kept"):
+        return module.attend_kept(checked, seed or 0, kept)
+    return module.attend(checked, seed or 0)
 
 
 @dataclass(frozen=True)
@@ -212,6 +237,8 @@ def shares_matrix(
     In `training` the answer is that for a trained bias, also where gradients are off: reentrant checkpoints ask twice,
     without and with them, and must be told the same.
     """
+    if torch.compiler.is_compiling():  # a graph of a short length and another of a long one, if it depended on that
+        return False
     length = max(query_length, key_length)
     if device.type != "cpu" or length <= _SHORT:
         return device.type == "cpu"

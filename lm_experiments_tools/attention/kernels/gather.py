@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lm_experiments_tools.attention.kernels.bias import Bias, distance_tiles
 from lm_experiments_tools.attention.kernels.plan import Layout, cached, num_blocks
-from lm_experiments_tools.attention.kernels.request import Request
+from lm_experiments_tools.attention.kernels.request import Kept, Request
 
 _PIECE = 1 << 18  # scores computed at once: 1 MiB in float32
 _MAX_QUERIES = 256  # rows that share one gathered list of keys
@@ -259,9 +259,11 @@ class _GatherAttention(torch.autograd.Function):
     """q, k, v [batch, heads, blocks * block, head_dim] and tiles [n, block, block] -> the output, padding included."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor | None, call: Call) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor | None, call: Call, is_known: bool) -> Tensor:
         ctx.save_for_backward(q, k, v, tiles)
         ctx.call = call
+        if is_known:  # the backward pass does not look at it
+            return v.new_empty(1).expand(*q.shape[:3], v.shape[3])
         qs, ks, vs = (_as_blocks(x, call.layout.block) for x in (q, k, v))
         out = vs.new_zeros(qs.shape[0], qs.shape[1], vs.shape[2])
         work = Workspace(qs)
@@ -307,7 +309,7 @@ class _GatherAttention(torch.autograd.Function):
                     by_tile.copy_(ds.view(parts, size, block, width, block).transpose(2, 3))
                     add_rows(d_tiles, call.tile_index(piece.place).flatten(), by_tile.view(-1, block, block))
         dq, dk = dq.mul_(call.scale), dk.mul_(call.scale)
-        return (*(d.view(x.shape).to(x.dtype) for d, x in ((dq, q), (dk, k), (dv, v))), d_tiles, None)
+        return (*(d.view(x.shape).to(x.dtype) for d, x in ((dq, q), (dk, k), (dv, v))), d_tiles, None, None)
 
 
 def _as_blocks(x: Tensor, block: int) -> Tensor:
@@ -341,6 +343,11 @@ def cost(request: Request) -> tuple[float, int]:
 
 def attend(request: Request, seed: int) -> Tensor:
     """`block_sparse_attention` of a checked request; scores and sums in float32, in float64 for float64 inputs."""
+    return attend_kept(request, seed, Kept())
+
+
+def attend_kept(request: Request, seed: int, kept: Kept) -> Tensor:
+    """The same; an output that is known has the right gradients, but no values."""
     (batch, num_heads, query_length, key_length), layout = request.scores_shape, request.layout
     (rows, columns), block, device = layout.blocks.shape[1:], layout.block, request.q.device
     like = torch.empty(0, dtype=request.compute_dtype, device=device)
@@ -367,7 +374,8 @@ def attend(request: Request, seed: int) -> Tensor:
     )
     q = _pad(request.q, lengths[0], dim=2)
     k, v = (_pad(x, lengths[1], dim=2) for x in (request.k, request.v))
-    return _GatherAttention.apply(q, k, v, None if tiles is None else tiles.tiles, call)[:, :, :query_length]
+    tiles = None if tiles is None else tiles.tiles
+    return _GatherAttention.apply(q, k, v, tiles, call, kept.output is not None)[:, :, :query_length]
 
 
 def _may_block(request: Request) -> bool:

@@ -89,18 +89,24 @@ def num_blocks(length: int, block: int) -> int:
     return -(-length // block)
 
 
-_cache: dict[int, dict[tuple, object]] = {}
+_MAX_KEPT = 256  # lengths of a layout, lists of a length
+_ABSENT = object()
+_cache: dict[int, dict[tuple, object]] = {}  # the keys used last come last
 
 
 def cached(owner: object, key: tuple, make: Callable[[], object]) -> object:
-    """`make()`, kept under `key` for as long as `owner` lives."""
+    """`make()`, kept under `key` for as long as `owner` lives and not `_MAX_KEPT` others are asked for."""
     values = _cache.get(id(owner))
     if values is None:
         values = _cache[id(owner)] = {}
         weakref.finalize(owner, _cache.pop, id(owner), None)
-    if key not in values:
-        values[key] = make()
-    return values[key]
+    value = values.pop(key, _ABSENT)
+    if value is _ABSENT:
+        value = make()
+    values[key] = value
+    if len(values) > _MAX_KEPT:  # what is made for a layout of some length goes with that layout
+        del values[next(iter(values))]
+    return value
 
 
 def resolve_layout(layout: AnyLayout, num_heads: int, query_length: int, key_length: int) -> Layout:

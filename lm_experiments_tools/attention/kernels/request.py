@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from numbers import Real
 from typing import NamedTuple
 
@@ -70,6 +71,17 @@ class Request(NamedTuple):
     def compute_dtype(self) -> torch.dtype:
         """Of scores and sums: float32, or float64 for float64 inputs."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+
+@dataclass
+class Kept:
+    """What the forward pass of a call found and its backward pass needs, where autograd does not bring it there.
+
+    A backend fills in what is None. What is not None it returns without computing it again, for its gradients alone.
+    """
+
+    output: Tensor | None = None
+    lse: Tensor | None = None  # logarithms of the rows' sums, float32 [batch, heads, query_length]
 
 
 def check(request: Request) -> Request:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lm_experiments_tools.attention.kernels.bias import AlibiBias, sum_diagonals
 from lm_experiments_tools.attention.kernels.plan import cached, num_blocks
-from lm_experiments_tools.attention.kernels.request import Request
+from lm_experiments_tools.attention.kernels.request import Kept, Request
 
 _LOG2_E = math.log2(math.e)
 _NO_BIAS, _T5, _ALIBI = 0, 1, 2
@@ -314,11 +314,14 @@ class _TritonAttention(torch.autograd.Function):
     """q, k, v and the bias table (base e, float32) or ALiBi's slopes -> output."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, call: Call) -> Tensor:
-        o = v.new_empty(*q.shape[:3], v.shape[3])
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        with torch.cuda.device_of(q):
-            call.launch("forward", {"q": q, "k": k, "v": v, "o": o, "lse": lse, "table": _base_two(table)})
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, call: Call, kept: Kept) -> Tensor:
+        o, lse = kept.output, kept.lse
+        if o is None:
+            o = v.new_empty(*q.shape[:3], v.shape[3])
+            lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+            with torch.cuda.device_of(q):
+                call.launch("forward", {"q": q, "k": k, "v": v, "o": o, "lse": lse, "table": _base_two(table)})
+            kept.lse = lse
         ctx.save_for_backward(q, k, v, o, lse, table)
         ctx.call = call
         return o
@@ -342,7 +345,7 @@ class _TritonAttention(torch.autograd.Function):
             if train_bias:
                 far_sums = far_sums.sum((0, 2))  # [heads, 2]
                 d_table = far_sums[:, 0] if call.bias == _ALIBI else _bias_gradient(call, given, far_sums)
-        return dq, dk, dv, d_table, None
+        return dq, dk, dv, d_table, None, None
 
 
 def _base_two(table: Tensor | None) -> Tensor | None:
@@ -414,6 +417,11 @@ def cost(request: Request) -> tuple[float, int]:
 
 def attend(request: Request, seed: int) -> Tensor:
     """`block_sparse_attention` of a checked request."""
+    return attend_kept(request, seed, Kept())
+
+
+def attend_kept(request: Request, seed: int, kept: Kept) -> Tensor:
+    """The same, computed unless it is known."""
     kernels = importlib.import_module(f"{__package__}.triton_kernels")
     table, kind, saturation = None, _NO_BIAS, 0
     if type(request.bias) is AlibiBias:
@@ -435,7 +443,7 @@ def attend(request: Request, seed: int) -> Tensor:
         segments=None if segments is None else tuple(ids.to(torch.int64, copy=True).contiguous() for ids in segments),
         seed=seed,
     )
-    return _TritonAttention.apply(q, k, v, table, call)
+    return _TritonAttention.apply(q, k, v, table, call, kept)
 
 
 def _packed(x: Tensor) -> Tensor:

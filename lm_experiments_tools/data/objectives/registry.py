@@ -64,7 +64,7 @@ def objective_dataset(
 
 
 def mixed_dataset(context: ObjectiveContext, tokens: Sequence[TokenSource], world_size: int = 1) -> SampleDataset:
-    """`objective_dataset` of each of `tokens`, mixed by `--data_weights` and `--data_blending`; of one, itself."""
+    """`objective_dataset` of each of `tokens`, mixed as `--data_weights` and its like say; of one, itself."""
     if len(tokens) == 1:
         return objective_dataset(context, tokens[0], world_size)
     # A seed for each: equal ones would give members of equal size the same order and noise.
@@ -72,8 +72,7 @@ def mixed_dataset(context: ObjectiveContext, tokens: Sequence[TokenSource], worl
         example_dataset(replace(context, seed=stream_key(context.seed, f"member {number}"), quiet=number > 0), source)
         for number, source in enumerate(tokens)
     ]
-    args, pad_id = context.args, context.vocabulary.pad_id
-    mixture = MixtureDataset(members, args.data_weights or None, args.data_blending, pad_id=pad_id)
+    mixture = MixtureDataset(members, pad_id=context.vocabulary.pad_id, **context.args.mixing())
     return _in_buckets(context, mixture, world_size)
 
 

@@ -34,6 +34,8 @@ class TokenSource(Protocol):
     tokens: np.ndarray
     fingerprint: str
 
+    def will_need(self, begins: np.ndarray, ends: np.ndarray) -> None: ...
+
 
 class Tape:
     """The tokens of one or several sources, read one after the other and then from the beginning again.
@@ -50,7 +52,8 @@ class Tape:
         self.sources = list(tokens) if isinstance(tokens, Sequence) else [tokens]
         self.vocab_size = vocab_size
         # Plain arrays: a memmap's own slicing costs more than the copy of a row.
-        self._parts = [part for part in (np.asarray(source.tokens) for source in self.sources) if part.size]
+        self._filled = [source for source in self.sources if source.tokens.size]
+        self._parts = [np.asarray(source.tokens) for source in self._filled]
         sizes = np.array([part.size for part in self._parts], np.int64)
         self._ends = np.cumsum(sizes)
         self._begins = self._ends - sizes
@@ -86,6 +89,15 @@ class Tape:
                 filled += piece.size
         self._check_ids(tokens)
         return tokens
+
+    def will_need(self, starts: np.ndarray, lengths: np.ndarray) -> None:
+        """Begin to read rows of these lengths, int64[n] each, from the disk."""
+        part_of = np.searchsorted(self._ends, starts, side="right")
+        for number in np.unique(part_of).tolist():
+            here = part_of == number
+            begins = starts[here] - self._begins[number]
+            ends = np.minimum(begins + lengths[here], len(self._parts[number]))  # what goes round is not worth more
+            self._filled[number].will_need(begins, ends)
 
     def _check_ids(self, tokens: np.ndarray) -> None:
         worst = int(tokens.max())
@@ -162,6 +174,12 @@ class TapeDataset:
         """Where rows begin on the tape, int64[n]."""
         shifts = np.array([epoch_shift(self.seed, epoch, self.num_tokens) for epoch in epochs.tolist()], np.int64)
         return (shifts + self._offsets(rows)) % self.num_tokens
+
+    def will_need(self, samples: np.ndarray) -> None:
+        """See `SampleDataset.will_need`."""
+        epochs, rows = self.rows_of(samples)
+        lengths = self._row_ends - self._row_begins
+        self.tape.will_need(self.starts_of(epochs, rows), lengths[rows % len(lengths)])
 
     def _offsets(self, rows: np.ndarray) -> np.ndarray:
         turns, places = np.divmod(rows, len(self._row_ends))

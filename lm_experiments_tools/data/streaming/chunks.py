@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from lm_experiments_tools.data.loader import SampleDataset, in_background
-from lm_experiments_tools.data.streaming.text import Position
 from lm_experiments_tools.data.streaming.worker import (
     ChunkRequest,
     ChunkSettings,
@@ -45,13 +44,13 @@ BuildFunction = Callable[[str, int, int], SampleDataset]
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """Record of a chunk that outlives it: its examples, its tokens, and the `Position` of its end."""
+    """Record of a chunk that outlives it: examples, tokens, and the `Position` or `MixedPosition` of its end."""
 
     num_samples: int
     num_tokens: int
-    end: dict[str, int]
+    end: dict[str, Any]
 
-    def text(self) -> tuple[int, int, dict[str, int]]:
+    def text(self) -> tuple[int, int, dict[str, Any]]:
         """What the text alone decides; earlier versions counted empty texts among the bad lines of `end`."""
         return self.num_samples, self.num_tokens, {**self.end, "bad_lines": 0}
 
@@ -129,7 +128,7 @@ class ExampleStream:
             number = following
         else:
             return None
-        begin = self._records[number - 1].end if number else asdict(Position())
+        begin = self._records[number - 1].end if number else {}
         return ChunkRequest(self.number, number, begin, again=number < len(self._records))
 
     def _chunk_of(self, sample: int) -> int:

@@ -12,7 +12,8 @@ common divisor of W and V; where W divides V no two workers read the same docume
     worker     0  1  0  1  0  1  0  1
 
 A stream that comes to its end begins another pass over its text in another order; streams do so each for itself, which
-is why there is no common epoch. A chunk's last example is short and padded; the next chunk begins with the next
+is why there is no common epoch. Several texts in other shares than those of their sizes are mixed document by document
+within each stream (mixed.py). A chunk's last example is short and padded; the next chunk begins with the next
 document, so that nothing is dropped or read twice.
 """
 
@@ -27,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,16 +38,15 @@ from lm_experiments_tools.data.loader import SampleDataset, TrainLoader
 from lm_experiments_tools.data.objectives.registry import ObjectiveContext, example_dataset
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.streaming.chunks import ChunkFeed, ExampleStream
+from lm_experiments_tools.data.streaming.mixed import MixedPlan
 from lm_experiments_tools.data.streaming.text import StreamPlan
 from lm_experiments_tools.data.streaming.worker import ChunkSettings
-from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.encoding import Encoding
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.files import token_prefix
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.workers import available_cores
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
-from lm_experiments_tools.files import hash_of_ends
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -171,7 +171,7 @@ def streaming_data(
     Raises:
         UserError: an input that does not exist, cannot be read or holds no text, or settings the objective refuses.
     """
-    plan, fingerprint = on_main(backend, lambda: _plan(args, vocabulary, backend.world_size))
+    plan, fingerprint = on_main(backend, lambda: _plan(args, vocabulary, backend.world_size), takes_long=True)
     streams = streams_of(backend.rank, backend.world_size, plan.num_streams)
     if backend.is_main and plan.num_streams % backend.world_size:
         logger.info(
@@ -182,9 +182,8 @@ def streaming_data(
             len(plan.pieces),
         )
     context = ObjectiveContext(args, vocabulary, model_kind, args.seed)
-    loader = on_all(backend, lambda: _open(context, backend, vocab_path, plan, fingerprint, streams))
-    text = ", ".join(args.data_path)
-    return loader, f"{args.task} from a stream: {text}, {len(plan.pieces)} pieces in {plan.num_streams} streams"
+    loader = on_all(backend, lambda: _open(context, backend, vocab_path, plan, fingerprint, streams), takes_long=True)
+    return loader, f"{args.task} from a stream: {', '.join(args.data_path)}, {plan.describe()}"
 
 
 def streams_of(rank: int, world_size: int, num_streams: int) -> range:
@@ -193,16 +192,18 @@ def streams_of(rank: int, world_size: int, num_streams: int) -> range:
     return range(rank % step, num_streams, step)
 
 
-def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> tuple[StreamPlan, str]:
+def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> tuple[StreamPlan | MixedPlan, str]:
     for path in args.data_path:
         if token_prefix(path) is not None:
             raise UserError(f"--data_path {path} is tokenized already: leave out --streaming, which tokenizes text")
-    if args.data_weights:
-        raise UserError("--data_weights is not available with --streaming, which reads each text once a pass")
-    plan = StreamPlan.make(args.data_path, args.streams, args.seed)
+    plan: StreamPlan | MixedPlan
+    if args.is_weighted():
+        plan = MixedPlan.make(args.data_path, args.streams, args.seed, **args.mixing())
+    else:
+        plan = StreamPlan.make(args.data_path, args.streams, args.seed)
     parts = {
         "version": _VERSION,
-        "text": _identity(plan),
+        "text": plan.identity(),
         "text_key": args.text_key,
         "vocabulary": vocabulary.sha256,
         "objective": args.settings_of_examples(),
@@ -218,19 +219,6 @@ def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> t
         rows = args.bucket_rows
         fingerprint += f"/bucket_rows={rows}" if rows else f"/mix_rows={_mixed_rows(args, world_size)}"
     return plan, fingerprint
-
-
-def _identity(plan: StreamPlan) -> list[Any]:
-    """Names, bounds, sizes, beginnings and ends of files; files of a dataset. Not where they lie, nor since when."""
-    identities = {
-        path: hf_datasets.identity(path)
-        for path in dict.fromkeys(piece.path for piece in plan.pieces if piece.kind == "dataset")
-    }
-    pieces = [
-        (os.path.basename(piece.path), piece.kind, piece.start, piece.end, piece.num_bytes) for piece in plan.pieces
-    ]
-    files = dict.fromkeys(piece.path for piece in plan.pieces if piece.kind != "dataset")
-    return [pieces, [hash_of_ends(path) for path in files], list(identities.values())]
 
 
 def _mixed_rows(args: T5PretrainingArgs, world_size: int) -> int:
@@ -252,7 +240,7 @@ def _open(
     context: ObjectiveContext,
     backend: Backend,
     vocab_path: Path,
-    plan: StreamPlan,
+    plan: StreamPlan | MixedPlan,
     fingerprint: str,
     streams: range,
 ) -> StreamLoader:

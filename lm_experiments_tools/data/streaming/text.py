@@ -17,7 +17,7 @@ import logging
 import os
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -26,11 +26,13 @@ from typing import Any
 import numpy as np
 
 from lm_experiments_tools.data.order import permute, stream_key
+from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.bad_lines import BadLine, EmptyText, no_documents
 from lm_experiments_tools.data.text.documents import Document, Piece, file_stamp, lines_before, plan_pieces, read_piece
 from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import hash_of_ends
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +69,11 @@ class StreamPlan:
     seed: int
 
     @classmethod
-    def make(cls, inputs: Sequence[str], max_streams: int, seed: int) -> "StreamPlan":
+    def make(cls, inputs: Sequence[str], max_streams: int, seed: int, divisor: bool = False) -> "StreamPlan":
         """Cut the inputs and choose the number of streams.
 
-        It is the largest up to `max_streams` for which the largest stream has at most 1.1 times the average.
+        It is the largest up to `max_streams` (a divisor of it, if so asked) for which the largest stream has at most
+        1.1 times the average.
 
         Raises:
             UserError: an input does not exist or holds nothing.
@@ -81,7 +84,8 @@ class StreamPlan:
             wanted = size // (_PIECES_PER_STREAM * max_streams)
             pieces = plan_pieces(inputs, min(max(wanted, _SMALLEST_PIECE), _LARGEST_PIECE))
         loads = sorted(_weights(pieces), reverse=True)
-        num_streams = next(n for n in range(min(max_streams, len(pieces)), 0, -1) if _is_even(loads, n))
+        counts = [n for n in range(min(max_streams, len(pieces)), 0, -1) if not (divisor and max_streams % n)]
+        num_streams = next(n for n in counts if _is_even(loads, n))
         return cls(tuple(pieces), num_streams, seed)
 
     def on_this_machine(self) -> "StreamPlan":
@@ -103,6 +107,27 @@ class StreamPlan:
                 )
             stamps[piece.path] = found
         return replace(self, pieces=tuple(replace(piece, stamp=stamps.get(piece.path)) for piece in self.pieces))
+
+    def open(self, stream: int, begin: Mapping[str, Any], **reading: Any) -> "StreamText":
+        """The text of a stream from a `Position` on ({}: from the start), with the other arguments of `StreamText`."""
+        return StreamText(self, stream, Position(**begin), **reading)
+
+    def identity(self) -> list[Any]:
+        """Names, bounds, sizes, beginnings and ends of files; files of a dataset. Not where they lie or since when."""
+        identities = {
+            path: hf_datasets.identity(path)
+            for path in dict.fromkeys(piece.path for piece in self.pieces if piece.kind == "dataset")
+        }
+        pieces = [
+            (os.path.basename(piece.path), piece.kind, piece.start, piece.end, piece.num_bytes)
+            for piece in self.pieces
+        ]
+        files = dict.fromkeys(piece.path for piece in self.pieces if piece.kind != "dataset")
+        return [pieces, [hash_of_ends(path) for path in files], list(identities.values())]
+
+    def describe(self) -> str:
+        """The size, for the log."""
+        return f"{len(self.pieces)} pieces in {self.num_streams} streams"
 
     def pieces_of(self, stream: int, passes: int) -> list[Piece]:
         """Pieces of a stream in one pass, in the order in which they are read."""
@@ -270,9 +295,13 @@ def _listing(piece: Piece, bad: BadLine) -> dict[str, Any]:
 
 
 class StreamTokens:
-    """Token ids of the documents of one stream; `position` is behind the last one given."""
+    """Token ids of the documents of one stream; `position` is behind the last one given.
 
-    def __init__(self, text: StreamText, vocabulary: Vocabulary, encoding: Encoding):
+    Args:
+        text: a `StreamText`, or what else gives documents, a position behind each, and bad lines.
+    """
+
+    def __init__(self, text: Any, vocabulary: Vocabulary, encoding: Encoding):
         self._text, self._vocabulary, self._encoding = text, vocabulary, encoding
         self._encoded = self._encode()
         self.position = text.position

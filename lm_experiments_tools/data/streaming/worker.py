@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lm_experiments_tools.data.streaming.text import Position, StreamPlan, StreamText, StreamTokens
+from lm_experiments_tools.data.streaming.mixed import MixedPlan
+from lm_experiments_tools.data.streaming.text import StreamPlan, StreamTokens
 from lm_experiments_tools.data.text.encoding import Encoding
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.indexed import IndexedDatasetWriter, finished_record, token_dtype
@@ -40,7 +41,7 @@ class ChunkRequest:
 
     stream: int
     number: int
-    begin: dict[str, int]
+    begin: dict[str, Any]
     again: bool
 
 
@@ -51,7 +52,7 @@ class ChunkSettings:
     `max_bad_lines` are those of one stream; the caller adds them up over streams.
     """
 
-    plan: StreamPlan
+    plan: StreamPlan | MixedPlan
     folder: str
     encoding: Encoding
     max_bad_lines: int
@@ -99,18 +100,15 @@ class ChunkMaker:
         return meta
 
     def _stream_at(self, request: ChunkRequest) -> StreamTokens:
-        begin = Position(**request.begin)
-        stream = self._streams.get(request.stream)
-        if stream is None or stream.position != begin:
-            settings = self.settings
-            text = StreamText(
-                settings.plan,
-                request.stream,
-                begin,
-                settings.encoding.text_key,
-                settings.max_bad_lines,
-                bad_lines_path(settings.folder),
-            )
+        settings, stream = self.settings, self._streams.get(request.stream)
+        text = settings.plan.open(
+            request.stream,
+            request.begin,
+            text_key=settings.encoding.text_key,
+            max_bad_lines=settings.max_bad_lines,
+            listed_in=bad_lines_path(settings.folder),
+        )
+        if stream is None or stream.position != text.position:
             stream = StreamTokens(text, self.vocabulary, settings.encoding)
             self._streams[request.stream] = stream
         return stream

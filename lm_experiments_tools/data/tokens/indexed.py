@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lm_experiments_tools.data.tokens.cold import will_need
 from lm_experiments_tools.data.tokens.files import OWN_BYTES, dataset_exists, dataset_paths, read_meta
 from lm_experiments_tools.errors import UserError
 
@@ -276,6 +277,7 @@ class IndexedDataset:
     Args:
         prefix: of the files.
         meta: what `read_meta` gave; None reads it.
+        fingerprint: of the same files, checked before: the index is then not read (see checked.py).
 
     Attributes:
         tokens: memmap [num_tokens], all sequences in file order.
@@ -289,7 +291,7 @@ class IndexedDataset:
     Raises UserError where a file is missing, cut short, of another format, or its numbers contradict each other.
     """
 
-    def __init__(self, prefix: str | os.PathLike, meta: dict[str, Any] | None = None):
+    def __init__(self, prefix: str | os.PathLike, meta: dict[str, Any] | None = None, fingerprint: str | None = None):
         self.prefix = os.fspath(prefix)
         self.bin_path, self.idx_path, self.meta_path = dataset_paths(self.prefix)
         found = [path for path in (self.idx_path, self.bin_path) if path.is_file()]
@@ -304,7 +306,11 @@ class IndexedDataset:
                 f"token file {missing} is missing beside {found[0]}: copy it from where that came from, or make both"
             )
         self._read_index()
-        self._check_index()
+        self.num_tokens, self.num_documents = self._size(), len(self.document_indices) - 1
+        if fingerprint is None:
+            self._check_index()
+        else:
+            self.__dict__["fingerprint"] = fingerprint
         file_dtype = self.dtype.newbyteorder("<")
         # numpy cannot map an empty file
         self.tokens = np.memmap(self.bin_path, file_dtype, "r") if self.num_tokens else np.empty(0, file_dtype)
@@ -359,14 +365,14 @@ class IndexedDataset:
         for start in range(0, len(documents), _CHECK_BLOCK):
             if (np.diff(documents[start : start + _CHECK_BLOCK + 1]) < 0).any():
                 raise self._damaged("its document bounds decrease")
-        size = self.bin_path.stat().st_size
-        if size != pointer:
+        if (size := self.bin_path.stat().st_size) != pointer:
             raise UserError(
                 f"{self.bin_path} has {size} bytes but {self.idx_path} describes {pointer}; one of them is cut short "
                 f"or from another data set: copy both again or tokenize again"
             )
-        self.num_tokens = pointer // self.dtype.itemsize
-        self.num_documents = len(documents) - 1
+
+    def _size(self) -> int:
+        return self.bin_path.stat().st_size // self.dtype.itemsize
 
     def _damaged(self, detail: str) -> UserError:
         return UserError(f"{self.idx_path} is damaged: {detail}; copy it again or tokenize again")
@@ -414,6 +420,14 @@ class IndexedDataset:
                 f"{self.meta_path} records {str(recorded)[:12]}; copy both again or tokenize again"
             )
         return True
+
+    def maps(self) -> tuple[np.ndarray, ...]:
+        """The arrays that lie on the disk."""
+        return self.tokens, self.sequence_lengths, self.sequence_pointers, self.document_indices
+
+    def will_need(self, begins: np.ndarray, ends: np.ndarray) -> None:
+        """Have tokens begins[i] up to ends[i] read into memory, without waiting for them."""
+        will_need(self.tokens, begins, ends)
 
     def offsets(self, sequences: np.ndarray) -> np.ndarray:
         """Where sequences begin in the .bin, in tokens, int64; the number of sequences stands for its end."""

@@ -28,6 +28,7 @@ QUICK = [
     Case("random", 64, 70, 130, "t5 decoder", causal=True, dropout_p=0.25, batch=1, head_dim=12, value_dim=20),
     Case("dense", 16, 70, 70, "alibi", causal=True, batch=1),
     Case("dense", 16, 1, 70, batch=1),
+    Case("dense", 16, 40, 70, dropout_p=0.25, batch=1, compiled=True),
 ]
 SLOW = [
     Case(

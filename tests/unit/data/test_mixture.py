@@ -108,6 +108,27 @@ def test_an_epoch_takes_ceil_of_weight_times_length_of_each(weights):
             assert taken.tolist() == list(range(epoch * quota, (epoch + 1) * quota))
 
 
+@pytest.mark.parametrize(
+    ("limits", "quotas"),
+    [
+        ({"maximum": 100}, [100, 40, 100]),
+        ({"maximum": 100, "weights": [1, 2, 0.1]}, [100, 80, 34]),
+        ({"temperature": 1e9}, [625, 625, 625]),  # of 1,873 in all
+        ({"temperature": 2}, [1146, 188, 540]),
+        ({"maximum": 360, "temperature": 2, "weights": [1, 2.25, 1]}, [319, 160, 306]),
+        ({"temperature": 0.01}, [1873, 1, 1]),  # none of them is forgotten
+    ],
+)
+def test_maximum_and_temperature_decide_how_much_an_epoch_takes_of_each(limits, quotas):
+    mixture = MixtureDataset([Numbers(k, n) for k, n in enumerate([1500, 40, 333])], **limits)
+    taken = mixture.samples_per_epoch
+    assert taken.tolist() == quotas
+    for epoch in range(3):  # nothing comes again before everything was read
+        members, numbers = mixture.locate(np.arange(len(mixture)) + epoch * len(mixture))
+        for member, quota in enumerate(taken.tolist()):
+            assert numbers[members == member].tolist() == list(range(epoch * quota, (epoch + 1) * quota))
+
+
 def test_a_sample_does_not_depend_on_its_batch():
     mixture = MixtureDataset([Numbers(0, 1000), Numbers(1, 210)], [1, 2.5])
     whole = mixture.batch(np.arange(3 * len(mixture)))["input_ids"]
@@ -141,6 +162,7 @@ def test_fingerprint_names_members_weights_and_blending():
         return MixtureDataset([Numbers(0, length), Numbers(1, 4)], **settings).fingerprint
 
     changes = [{}, {"length": 5}, {"weights": [1, 2]}, {"blending": "megatron"}, {"pad_id": 1}]
+    changes += [{"maximum": 4}, {"temperature": 4}]
     prints = [fingerprint(**change) for change in changes]
     assert len(set(prints)) == len(prints) and prints[0] == fingerprint(weights=[1, 1])
     assert (
@@ -158,6 +180,9 @@ def test_fingerprint_names_members_weights_and_blending():
         ([Numbers(0, 4)], {"weights": [1, 2]}, "2 weights for 1 datasets"),
         ([Numbers(0, 4)], {"weights": [0]}, "weight of dataset 0 is 0.0"),
         ([Numbers(0, 4)], {"weights": [float("nan")]}, "weight of dataset 0 is nan"),
+        ([Numbers(0, 4)], {"maximum": 0.0}, "maximum of the mixture is 0.0"),
+        ([Numbers(0, 4)], {"temperature": float("nan")}, "temperature of the mixture is nan"),
+        ([Numbers(0, 4)], {"temperature": 2, "blending": "megatron"}, "which blending megatron does not look at"),
         ([Numbers(0, 4)], {"blending": "greedy"}, "blending 'greedy' does not exist"),
         ([Numbers(0, 4), Numbers(1, 4, position_ids=np.zeros((1, 2)))], {}, "do not go together: .* position_ids"),
     ],

@@ -189,6 +189,23 @@ def test_peft(kind, settings):
     assert model.eval().generate(**inputs, max_new_tokens=4).shape[0] == 2
 
 
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_run_stops_goes_on_and_ends_as_one_that_is_not_compiled(start, tmp_path, monkeypatch, backend):
+    frames = torch._dynamo.utils.counters["frames"]
+    frames.clear()
+    compile_in_place = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_in_place(self, backend=backend))
+    layout = {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 16}}
+    config = {"base": "t5-small", **SIZES, "num_layers": 1, **layout}
+    whole = start("modeling_t5:T5ForConditionalGeneration", config, iters=4)
+    assert not frames["total"]
+    settings = {"model_path": "compiled", "compile": "true"}
+    start("modeling_t5:T5ForConditionalGeneration", config, **settings)
+    assert frames["total"] == frames["ok"] == 1
+    again = start("modeling_t5:T5ForConditionalGeneration", config, iters=4, **settings)
+    assert again == pytest.approx(whole, rel=1e-5) and frames["total"] == frames["ok"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("settings", [{}, {**VARIANT, "position_embedding_type": "rotary"}], ids=["base", "variant"])

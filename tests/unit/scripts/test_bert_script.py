@@ -68,6 +68,34 @@ def test_the_logs_do_not_depend_on_the_split_into_micro_batches(data, work):
         assert one["loss"] == pytest.approx(one["loss_mlm"] + one["loss_nsp"], rel=1e-9)
 
 
+@pytest.mark.parametrize("flags", [{}, {"use_nsp": 0}, {"use_nsp": 0, "model_cls": "modeling_bert:BertForMaskedLM"}])
+def test_only_masked_tokens_are_scored_and_the_logs_stay(data, work, monkeypatch, flags):
+    """In training and in validation."""
+    scored = runs.scored_tokens(monkeypatch, TINY["vocab_size"])
+    flags = {"valid_data_path": data / "valid", "valid_samples": 16, **flags}
+    start(data, model_path="labels", **flags)
+    assert scored == [2 * 48, 5] + [8 * 7] * 9  # it is tried first; 7 is 0.15 * 48
+    scored.clear()
+    start(data, model_path="all", mlm_positions="all", **flags)
+    assert scored == [8 * 48] * 9
+    for split in ("train", "valid"):
+        for one, other in zip(records(split, "labels"), records(split, "all"), strict=True):
+            assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_labels_alone_are_refused_where_the_head_needs_all(data, work):
+    Path("beside.py").write_text(
+        "import torch, transformers\n"
+        "class Beside(transformers.BertForPreTraining):\n"
+        "    def forward(self, input_ids, labels=None, **others):\n"
+        "        assert labels is None or labels.shape == input_ids.shape\n"
+        "        return super().forward(input_ids, labels=labels, **others)\n"
+    )
+    refused(data, "mlm_positions labels: beside:Beside scores all", model_cls="beside:Beside", mlm_positions="labels")
+    start(data, model_cls="beside:Beside")
+    assert "words are scored for all tokens" in (work / "run" / "logs" / "rank0.log").read_text()
+
+
 def expected_validation(data, model, tokenizer, use_nsp=True):
     """All validation samples in one batch, by transformers' model and plain sums."""
     options = {"max_seq_length": 48, "binary_head": use_nsp, "seed": 42}

@@ -19,7 +19,7 @@ from lm_experiments_tools.tracking.tracker import Tracker
 from lm_experiments_tools.training.micro_batches import split_batch
 from run_t5_pretraining import main
 from tests.distributed.launch import ROOT, environment
-from tests.helpers.runs import BERT, GPT2, TINY, losses, words
+from tests.helpers.runs import BERT, GPT2, TINY, losses, scored_tokens, words
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 OBJECTIVES = {
@@ -355,6 +355,24 @@ def test_an_objective_wants_its_kind_of_model(work, vocab):
     refused(vocab, t5, task="mlm", target_seq_len=None)
     refused(vocab, "causal_lm is for decoders and encoder-decoders", **{**masked, "task": "causal_lm"})
     refused(vocab, "--input_seq_len 65 is more than the 64 positions", **causal, input_seq_len=65)
+
+
+def test_masked_lm_scores_labels_alone_unless_the_run_was_begun_before_it_could(work, vocab, monkeypatch):
+    scored = scored_tokens(monkeypatch, BERT["vocab_size"])
+    masked = OBJECTIVES["mlm"]
+    start(vocab, **masked, iters=4)
+    assert scored == [2 * 32, 5] + 4 * [44]  # it is tried first; of 128 tokens 44 is 6 deviations above the mean
+    start(vocab, **masked, iters=4, model_path="all", mlm_positions="all")
+    assert dict(losses("run")) == pytest.approx(dict(losses("all")), rel=1e-5)
+    start(vocab, **masked, model_path="before")
+    config = work / "before" / "config.json"
+    recorded = json.loads(config.read_text())
+    del recorded["mlm_positions"]
+    config.write_text(json.dumps(recorded))
+    for iters in (3, 4):
+        scored.clear()
+        start(vocab, **masked, model_path="before", iters=iters)
+        assert scored == [4 * 32]
 
 
 def test_exit_codes_of_the_real_process(work, vocab):

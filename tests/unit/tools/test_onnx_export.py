@@ -7,15 +7,19 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertForSequenceClassification,
+    BigBirdConfig,
+    BigBirdForSequenceClassification,
     T5ForConditionalGeneration,
 )
 
+import modeling_bert
+import modeling_t5
 from lm_experiments_tools.checkpoint.writer import save_model
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import build_model
 from lm_experiments_tools.models.pretrained import pretrained_model
 from lm_experiments_tools.tools.main import main
-from lm_experiments_tools.tools.onnx_export import OnnxModel, _decode, _encode, export
+from lm_experiments_tools.tools.onnx_export import OnnxModel, _decode, _decode_later, _encode, export
 from tests.helpers.pretrained_toys import save_toy, t5_config, toy_args, toy_batch, toy_model, toy_tokenizer
 
 pytest.importorskip("onnxruntime")
@@ -62,22 +66,41 @@ def tiny_t5():
 @pytest.mark.slow
 def test_encoder_decoder_writes_what_torch_writes(tmp_path):
     model = tiny_t5()
-    assert set(export(model, tmp_path)) == {"encoder.onnx", "decoder.onnx"}
+    assert set(export(model, tmp_path)) == GRAPHS.keys()
     batch = toy_batch("encoder-decoder")
     ask = {name: batch[name] for name in ("input_ids", "attention_mask")}
     torch_text = model.generate(**ask, max_new_tokens=9)
     assert len({tuple(row) for row in torch_text.tolist()}) > 1
-    assert torch.equal(OnnxModel(tmp_path).generate(**ask, max_new_tokens=9), torch_text)
+    loaded = OnnxModel(tmp_path)
+    assert torch.equal(loaded.generate(**ask, max_new_tokens=9), torch_text)
+    beams = {"num_beams": 3, "max_new_tokens": 9, "length_penalty": 2.0}
+    assert torch.equal(loaded.generate(**ask, **beams), model.generate(**ask, **beams))
 
 
-@pytest.mark.parametrize("make", [tiny_t5, tiny_bart])
-def test_all_settings_of_generation_count(make, tmp_path, monkeypatch):
+GRAPHS = {
+    "encoder_model.onnx": _encode, "decoder_model.onnx": _decode, "decoder_with_past_model.onnx": _decode_later,
+}  # fmt: skip
+BEFORE = {"encoder.onnx": _encode, "decoder.onnx": lambda *asked: _decode(*asked)[:1]}  # as folders of before are
+
+
+def our_t5(**changed):
+    values = {**t5_config(num_layers=1).to_diff_dict(), "num_memory_tokens": 2, "tie_word_embeddings": False}
+    config = modeling_t5.T5Config(**{**values, **changed})
+    return build_model(modeling_t5.T5ForConditionalGeneration, config, seed=0).eval()
+
+
+@pytest.mark.parametrize("sessions", [GRAPHS, BEFORE], ids=["cached", "of before"])
+@pytest.mark.parametrize("make", [tiny_t5, tiny_bart, our_t5])
+def test_all_settings_of_generation_count(make, sessions, tmp_path, monkeypatch):
     """With torch in the place of the graphs, which are compared with it elsewhere."""
-    model = make()
-    sessions = {"encoder.onnx": _encode, "decoder.onnx": _decode}
+    model, lengths = make(), []
 
     def session(file):
-        return lambda *arrays: sessions[file.name](model, *map(torch.from_numpy, arrays)).detach().numpy()
+        def run(*arrays):
+            lengths.append(arrays[0].shape[1])
+            return [t.detach().numpy() for t in sessions[file.name](model, *map(torch.from_numpy, arrays))]
+
+        return run
 
     for name in sessions:
         (tmp_path / name).touch()
@@ -88,6 +111,7 @@ def test_all_settings_of_generation_count(make, tmp_path, monkeypatch):
     ask = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"max_new_tokens": 9}
     plain = model.generate(**ask)
     assert torch.equal(OnnxModel(tmp_path).generate(**ask), plain)
+    assert max(lengths[1:]) == (1 if sessions is GRAPHS else plain.shape[1] - 1)
     for options in (
         {"num_beams": 3, "length_penalty": 2.0, "early_stopping": True},
         {"min_new_tokens": 4, "repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "suppress_tokens": [7, 9]},
@@ -106,8 +130,89 @@ def test_decoders_and_what_is_not_fine_tuned_are_refused(tmp_path, capsys):
     save_toy("encoder", tmp_path / "encoder")
     assert main(["export", "--from_pretrained", str(tmp_path / "encoder"), "--output", str(tmp_path / "out")]) == 2
     assert "is no fine-tuned BertForSequenceClassification: 2 of its weights" in capsys.readouterr().err
-    with pytest.raises(UserError, match="has neither model.onnx nor encoder.onnx and decoder.onnx"):
+    with pytest.raises(UserError, match="has neither model.onnx nor encoder_model.onnx and decoder_model"):
         OnnxModel(tmp_path / "encoder")
+
+
+SPARSE = {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 4}}
+BERT = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+T5_VARIANTS = {
+    "": {},
+    "rotary": {"position_embedding_type": "rotary"},
+    "alibi": {"position_embedding_type": "alibi"},
+    "none": {"position_embedding_type": "none"},
+    "bias per layer": {"relative_attention_bias_per_layer": True},
+    "memory": {"num_memory_tokens": 2},
+    "cdQ": {"encoder_self_attention_layer": "modeling_t5:T5CDQAttention", "num_cdq_heads": 2},
+    "fewer decoder layers": {"num_layers": 2, "num_decoder_layers": 1},
+}
+BERT_VARIANTS = {
+    "": {},
+    **{name: {"position_embedding_type": name} for name in ("rotary", "alibi", "relative_attention_bias", "none")},
+    "relative_key": {"position_embedding_type": "relative_key"},
+    "pre-norm": {"pre_layer_norm": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", T5_VARIANTS)
+def test_every_t5_writes_what_torch_writes(variant, tmp_path):
+    model = our_t5(**{"num_memory_tokens": 0, **T5_VARIANTS[variant]})
+    assert set(export(model, tmp_path)) == GRAPHS.keys()
+    batch, loaded = toy_batch("encoder-decoder"), OnnxModel(tmp_path)
+    ask = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"max_new_tokens": 9}
+    for options in ({}, {"num_beams": 3, "length_penalty": 2.0}):
+        assert torch.equal(loaded.generate(**ask, **options), model.generate(**ask, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", BERT_VARIANTS)
+def test_every_bert_is_exported(variant, tmp_path):
+    """Which compares it with torch."""
+    config = modeling_bert.BertConfig(**BERT, **BERT_VARIANTS[variant])
+    model = build_model(modeling_bert.BertForSequenceClassification, config, seed=0)
+    assert export(model, tmp_path)["model.onnx"] < 1e-5
+
+
+def test_memory_tokens_leave_the_number_of_rows_free():
+    """What a graph needs, without the minute of writing one."""
+    encoder = our_t5().encoder
+    ids, free = torch.ones(2, 5, dtype=torch.long), {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(encoder, (ids, torch.ones_like(ids)), dynamic_shapes=(free, free)).module()
+    more = torch.ones(3, 9, dtype=torch.long)
+    found = program(more, torch.ones_like(more)).last_hidden_state
+    torch.testing.assert_close(found, encoder(more, torch.ones_like(more)).last_hidden_state)
+
+
+def test_a_model_with_alibi_computes_on_after_an_export():
+    """Whose slopes are kept for all calls, unless they are those of a trace."""
+    config = modeling_bert.BertConfig(**{**BERT, "num_attention_heads": 8}, position_embedding_type="alibi")
+    model = build_model(modeling_bert.BertModel, config, seed=0).eval()
+    model.set_attn_implementation("eager")
+    ids = torch.ones(2, 5, dtype=torch.long)
+    program = torch.export.export(model, (ids,))
+    expected = program.module()(ids).last_hidden_state
+    torch.testing.assert_close(model(ids).last_hidden_state.detach(), expected.detach())
+
+
+def test_block_sparse_attention_is_refused(tmp_path):
+    ours = modeling_bert.BertForSequenceClassification(modeling_bert.BertConfig(**BERT, **SPARSE))
+    with pytest.raises(UserError, match=r"block-sparse attention \(BigBird\), whose lists of blocks"):
+        export(ours, tmp_path)
+    theirs = BigBirdForSequenceClassification(BigBirdConfig(**BERT, max_position_embeddings=512, sep_token_id=1))
+    with pytest.raises(UserError, match="with attention_type original_full"):
+        export(theirs, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_exporter_says_is_its_cause_without_colours(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        error = torch.onnx.OnnxExporterError("Failed. This is step 1/3 of exporting")
+        raise error from ValueError("\x1b[96mdata-dependent\x1b[0m size\n\nmany lines")
+
+    monkeypatch.setattr("torch.onnx.export", fail)
+    with pytest.raises(UserError, match="cannot be written as ONNX: data-dependent size; models with"):
+        export(toy_model("encoder"), tmp_path)
 
 
 def test_a_lora_adapter_is_merged(tmp_path):

@@ -1,5 +1,6 @@
 """--streaming: each document once a pass, one order for any number of workers and any speed, resume at any sample."""
 
+import gzip
 import json
 import logging
 import random
@@ -166,6 +167,26 @@ def test_tokens_of_a_chunk_are_in_its_examples_each_once(start, in_process, data
     kept = [part[:rows].numpy().ravel() for part in (batch["input_ids"], batch["labels"])]
     kept = np.concatenate([part[~np.isin(part, special)] for part in kept])
     assert sorted(kept.tolist()) == sorted(np.asarray(chunks[0].tokens).tolist())
+
+
+def test_a_mixture_of_texts_is_the_same_for_any_number_of_workers_and_resumes(start, in_process, data, tmp_path):
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((data / "text" / "b.jsonl").read_bytes()))
+    mixed = {
+        "data_path": (str(data / "text" / "a.jsonl"), str(tmp_path / "b.jsonl.gz")), "data_blending": "megatron",
+        "data_weights": (3.0, 1.0),
+    }  # fmt: skip
+    whole = start(cache="one", **mixed)
+    first, expected = take(whole, 20), take(whole, 20)
+    loaders = [start(rank, 2, cache=f"{rank}", **mixed) for rank in range(2)]
+    assert_equal(interleaved([take(loader, 20) for loader in loaders]), first)
+    for loader in loaders:
+        loader.close()
+    again = [start(rank, 4, cache=cache, **mixed) for rank, cache in enumerate(["0", "new", "0", "new"])]
+    for loader in again:
+        loader.seek(20 * 8)
+    assert_equal(interleaved([take(loader, 20) for loader in again]), expected)
+    others = [{}, {**mixed, "data_weights": (3.0, 2.0)}, {**mixed, "data_weights": ()}]
+    assert len({loader.fingerprint for loader in (whole, *(start(cache="x", **other) for other in others))}) == 4
 
 
 @pytest.mark.parametrize("left", ["all", "index", "part of the index", "nothing"])
@@ -365,19 +386,24 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
         ({"data_path": ("HALF",)}, r"half\.idx is there without .*half\.bin"),
         ({"data_path": ("TOKENS",)}, "is tokenized already: leave out --streaming"),
         (
-            {"data_path": ("BLANK", "NUMBERS"), "data_weights": (1.0, 2.0)},
-            "--data_weights is not available with --streaming",
+            {"data_path": ("NUMBERS", "GZIP"), "data_temperature": 3.0},
+            r"numbers.jsonl and .*gzip.jsonl.gz only some are compressed, .* by --data_blending megatron and",
         ),
+        ({"data_path": ("NUMBERS", "BLANK"), "data_weights": (1.0, 2.0)}, "more than 100 bad lines"),
         ({"noise_density": 0.9, "mean_noise_span_length": 1.0}, "noise_density|spans"),
     ],
 )
 def test_what_cannot_work_is_refused_before_training(start, in_process, tmp_path, changes, message):
     (tmp_path / "blank.jsonl").write_text("\n" * 10)
     (tmp_path / "numbers.jsonl").write_text('{"text": 5}\n' * 1000)
+    (tmp_path / "gzip.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}'))
     write_tokens(tmp_path / "tokens", [[]])
     (tmp_path / "half.idx").write_bytes((tmp_path / "tokens.idx").read_bytes())
-    names = {name.upper(): str(tmp_path / name) for name in ("tokens", "half", "blank.jsonl", "numbers.jsonl")}
-    names = {name.removesuffix(".JSONL"): path for name, path in names.items()}
+    names = {
+        name.upper(): str(tmp_path / name)
+        for name in ("tokens", "half", "blank.jsonl", "numbers.jsonl", "gzip.jsonl.gz")
+    }
+    names = {name.removesuffix(".GZ").removesuffix(".JSONL"): path for name, path in names.items()}
     if "data_path" in changes:
         changes = changes | {"data_path": tuple(names.get(path, path) for path in changes["data_path"])}
     with pytest.raises(UserError, match=message):

@@ -1,0 +1,76 @@
+"""How long workers of torch's process groups wait for one another, and who answers once waiting was in vain."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from lm_experiments_tools.errors import RunError, first_line
+
+_SECONDS = 5.0  # in which those that are there answer: they learn of the same loss at about the same time
+
+
+@contextmanager
+def meeting(seconds: float) -> Iterator[None]:
+    """The start of a job, in which workers find one another.
+
+    Raises:
+        RunError: they do not, within `seconds`.
+    """
+    try:
+        yield
+    except (dist.DistStoreError, dist.DistNetworkError, dist.DistBackendError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise RunError(
+            f"the workers of the job did not all meet at {where} within {seconds:g} s ({first_line(error)}): see what "
+            "the others say, whether a firewall closes ports between the machines, and whether GLOO_SOCKET_IFNAME "
+            "and NCCL_SOCKET_IFNAME name the network that they share"
+        ) from error
+
+
+def limit_waiting(seconds: float | None) -> None:
+    """End every collective that waits longer, of the groups that exist; None leaves them their limits."""
+    if seconds is not None:
+        for group in list(c10d._world.pg_map):
+            c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def missing_ranks(rank: int, world_size: int) -> list[int]:
+    """Ranks that do not answer after a collective has failed; those that are there call this too, at about one time.
+
+    They answer through the store by which they met, which is on the machine of rank 0.
+
+    Raises:
+        ConnectionError: the store does not answer.
+    """
+    answers: list[list[int]] = []
+
+    def ask() -> None:
+        try:
+            answers.append(_ask(rank, world_size))
+        except (RuntimeError, ValueError):  # the store is gone; there is no group
+            return
+
+    thread = threading.Thread(target=ask, daemon=True)  # a store without a connection answers never
+    thread.start()
+    thread.join(2 * _SECONDS)
+    if not answers:
+        raise ConnectionError("the store of the process group does not answer")
+    return answers[0]
+
+
+def _ask(rank: int, world_size: int) -> list[int]:
+    store, silent = c10d._get_default_store(), list(range(world_size))
+    store.set(f"present/{rank}", "")
+    deadline = time.monotonic() + _SECONDS
+    while silent and time.monotonic() < deadline:
+        time.sleep(0.1)
+        silent = [other for other in silent if not store.check([f"present/{other}"])]
+    return silent

@@ -1,0 +1,26 @@
+"""What launchers put into the environment of a worker, as far as sentences need it. Standard library only."""
+
+import os
+from collections.abc import Mapping
+
+# Variables in which launchers tell the number of workers, of all machines and of this one.
+_COUNTS = (
+    ("WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    ("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+)
+
+
+def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """This process's rank as its launcher (Horovod, torchrun, MPI, Slurm) put it in the environment; 0 without one."""
+    for name in ("HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return 0
+
+
+def on_several_machines(environ: Mapping[str, str] = os.environ) -> bool:
+    """True if the launcher says that not all workers are on this machine."""
+    counts = [[environ.get(name, "") for name in names] for names in _COUNTS]
+    nodes = environ.get("SLURM_STEP_NUM_NODES", "") if "SLURM_STEP_NUM_TASKS" in environ else ""
+    return any(a.isdigit() and b.isdigit() and int(a) > int(b) for a, b in [*counts, (nodes, "1")])

@@ -1,0 +1,100 @@
+"""The run directory of a job: one folder that all machines share, or a folder of each machine's own.
+
+Rank 0 writes all that a run leaves behind but the log files of the others, and decides what it goes on from. So
+folders of their own serve too, as long as rank 0 stays where its folder is.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lm_experiments_tools.backends.collective import agreed, on_all, on_main
+from lm_experiments_tools.checkpoint.manifest import parse_step
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tracking.run_directory import RunDirectory, claim_run
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.config.training import TrainerArgs
+
+logger = logging.getLogger(__name__)
+
+
+def claim_for_all(args: TrainerArgs, backend: Backend, *, once_more: bool = False) -> RunDirectory | None:
+    """The run directory, kept for rank 0 (`claim_run`); None on other ranks. Every worker calls it.
+
+    Raises:
+        UserError: the directory holds a run with other settings, or one that has not ended; or it is not one folder
+            for all machines, and the run cannot do without.
+    """
+    run = on_all(backend, lambda: claim_run(args, backend.world_size, once_more=once_more), only_main=True)
+    folder = Path(args.model_path)
+    with _marked(folder, backend) as mark:
+        reports = backend.gather((platform.node(), mark.exists(), newest_step(folder)))
+    main, _, newest = reports[0]
+    apart = {host: step for host, sees, step in reports if not sees}
+    if not apart:
+        return run
+    hosts = ", ".join(apart)
+    if backend.shards_optimizer:
+        raise agreed(
+            UserError(
+                f"--model_path {folder} is not one folder for all machines: {hosts} does not see what {main} writes "
+                "there, and each worker saves a part of the optimizer's state, which a restart needs in one place: "
+                "name a folder that all machines share (or take DDP, FSDP or Horovod, whose checkpoints are rank 0's)"
+            )
+        )
+    host, step = max(apart.items(), key=lambda item: item[1])
+    if args.resume == "auto" and step > newest:
+        there = f"its newest there is step {newest}" if newest >= 0 else "there is no checkpoint there"
+        raise agreed(
+            UserError(
+                f"{folder} on {host} has the checkpoint of step {step}, but rank 0 is on {main} now, and {there}: the "
+                f"folder is not shared, so start with {host} as the first machine, or copy its folder to {main}"
+            )
+        )
+    if backend.is_main:
+        _warn_once(folder, main, hosts)
+    return run
+
+
+@contextmanager
+def _marked(folder: Path, backend: Backend) -> Iterator[Path]:
+    """A file that rank 0 has made in the folder, while the others look for it."""
+
+    def make() -> str:
+        mark = folder / f".seen-{secrets.token_hex(6)}"  # a new name, which no network file system remembers
+        mark.touch()
+        return mark.name
+
+    mark = folder / on_main(backend, make)
+    try:
+        yield mark
+    finally:
+        if backend.is_main:
+            mark.unlink(missing_ok=True)
+
+
+def newest_step(folder: Path) -> int:
+    """The newest step of which a run directory has a checkpoint, whole or not; -1 without one."""
+    root = folder / "checkpoints"
+    steps = [parse_step(entry.name) for entry in root.iterdir()] if root.is_dir() else []
+    return max((step for step in steps if step is not None), default=-1)
+
+
+@cache  # a script claims its folder before its loop does
+def _warn_once(folder: Path, main: str, hosts: str) -> None:
+    logger.warning(
+        "%s is not one folder for all machines: checkpoints, metrics and settings are on %s alone, where rank 0 has "
+        "to be in a restart too; %s: log files of the workers there",
+        folder,
+        main,
+        hosts,
+    )

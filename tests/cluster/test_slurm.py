@@ -1,0 +1,77 @@
+"""srun forms one job of its tasks or refuses, and a job that is requeued saves first and goes on then."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from lm_experiments_tools.checkpoint.manifest import verify
+from tests.helpers import ROOT
+from tests.helpers.runs import losses, words
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+SCRIPT = "run_t5_pretraining.py"
+CPU = {"ACCELERATE_USE_CPU": "true"}
+
+
+@pytest.mark.parametrize("tasks", [("-N1", "-n2"), ("-N2", "-n2")], ids=["one_machine", "two_machines"])
+def test_srun_forms_one_job_of_its_tasks(tasks, cluster, flags, run_dir):
+    flags |= {"iters": 20, "save_interval": None}
+    ended = cluster.run("srun", *tasks, "python", SCRIPT, *words(**flags))
+    assert ended.returncode == 0, ended.stdout[-4000:]
+    assert "backend accelerate, 2 worker(s)" in ended.stdout
+    assert [step for step, _ in losses(run_dir)] == [10, 20], "two runs would have written each its lines"
+    assert sorted(log.name for log in run_dir.glob("logs/*")) == ["rank0.log", "rank1.log"]
+
+
+def test_a_torchrun_a_task_is_refused_unless_they_are_told_to_meet(cluster, flags, run_dir):
+    flags |= {"iters": 20, "save_interval": None}
+    start = ("srun", "-N2", "-n2", "--kill-on-bad-exit=1", "torchrun", "--nproc_per_node", 1)
+    ended = cluster.run(*start, "--standalone", SCRIPT, *words(**flags), **CPU)
+    assert ended.returncode != 0 and "srun started 2 tasks (SLURM_STEP_NUM_TASKS)" in ended.stdout
+    assert not (run_dir / "checkpoints").exists()
+    where = ("--nnodes", 2, "--rdzv_backend", "c10d", "--rdzv_endpoint", "lmta:29500", "--rdzv_id", "job")
+    ended = cluster.run(*start, *where, SCRIPT, *words(**flags), **CPU)
+    assert ended.returncode == 0 and "2 worker(s)" in ended.stdout, ended.stdout[-4000:]
+
+
+def test_a_file_that_one_machine_lacks_ends_the_job(cluster, machines, flags, data):
+    machines[1].takes_alone(data)
+    ended = cluster.run("srun", "-N2", "-n2", "--kill-on-bad-exit=1", "python", SCRIPT, *words(**flags))
+    assert ended.returncode != 0 and "error: on lmtb: vocabulary" in ended.stdout, ended.stdout[-4000:]
+
+
+def test_a_requeued_job_saves_and_goes_on(cluster, flags, run_dir, tmp_path):
+    """The job file of docs/clusters.md: SIGTERM to the tasks, which end by 143 when they have saved."""
+    log, job = tmp_path / "job.txt", tmp_path / "job.sh"
+    flags["iters"] = 10**6
+    command = " ".join(words(**flags))
+    job.write_text(
+        "#!/bin/bash\n#SBATCH --requeue --open-mode=append -N2 --ntasks-per-node=1\n"
+        f"#SBATCH --output={log} --chdir={ROOT}\n"
+        f"srun --kill-on-bad-exit=1 python {SCRIPT} {command}\n"
+        "code=$?\necho srun ended with $code\n[ $code -eq 143 ] && scontrol requeue $SLURM_JOB_ID\nexit $code\n"
+    )
+    submitted = cluster.run("sbatch", "--parsable", job)
+    number = submitted.stdout.strip()
+    assert number.isdigit(), submitted.stdout
+
+    def wait_for(condition, what):
+        deadline = time.monotonic() + 150
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: {log.read_text() if log.exists() else 'no output'}"
+            time.sleep(0.3)
+
+    wait_for(lambda: (run_dir / "last").exists(), "no checkpoint")
+    assert cluster.run("scancel", "--signal=TERM", f"{number}.0").returncode == 0
+    wait_for(lambda: "srun ended with" in log.read_text(), "the tasks did not end")
+    assert "SIGTERM: saving a checkpoint and stopping" in log.read_text()
+    assert "srun ended with 143" in log.read_text()
+    saved = (run_dir / "last").resolve()
+    verify(saved)
+    wait_for(lambda: "PENDING" in cluster.run("squeue", "-h", "-o", "%T").stdout, "it was not requeued")
+    cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")  # Slurm waits two minutes otherwise
+    wait_for(lambda: f"resumed from {saved}" in log.read_text(), "it did not go on")
+    cluster.run("scancel", number)

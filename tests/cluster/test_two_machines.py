@@ -1,0 +1,168 @@
+"""Jobs on two machines: every launcher, with and without a folder in common, and a machine that is lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lm_experiments_tools.checkpoint.manifest import verify
+from tests.cluster.machines import INTERFACE, SSH_PORT, ended, torchrun_on
+from tests.distributed.launch import missing
+from tests.helpers.runs import losses, words
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+SCRIPT, SECONDS = "run_t5_pretraining.py", 180
+FOUND: dict[str, list] = {}  # by the first launcher
+CPU = {"ACCELERATE_USE_CPU": "true"}
+
+
+def torchrun(machines, *command):
+    return torchrun_on(machines, 29500, *command)
+
+
+def rendezvous(machines, *command):
+    where = ("--rdzv_backend", "c10d", "--rdzv_endpoint", "lmta:29501", "--rdzv_id", "job")
+    start = ("torchrun", "--nnodes", 2, "--nproc_per_node", 1, *where)
+    return [machine.start(*start, *command, **CPU) for machine in machines]
+
+
+def accelerate(machines, *command):
+    where = ("--main_process_ip", "lmta", "--main_process_port", 29502)
+    start = ("accelerate", "launch", "--multi_gpu", "--num_machines", 2, "--num_processes", 2, *where)
+    return [m.start(*start, "--machine_rank", rank, *command, **CPU) for rank, m in enumerate(machines)]
+
+
+def horovodrun(machines, *command):
+    where = ("-H", "lmta:1,lmtb:1", "-p", SSH_PORT, "--network-interfaces", INTERFACE)
+    return [machines[0].start("horovodrun", "--gloo", "-np", 2, *where, "python", *command)]
+
+
+LAUNCHERS = {"torchrun": torchrun, "rendezvous": rendezvous, "accelerate": accelerate, "horovodrun": horovodrun}
+
+
+def finished(processes, seconds=SECONDS):
+    """Exit codes and outputs of all, which end within some seconds."""
+    deadline = time.monotonic() + seconds
+    codes, outputs = zip(*(ended(process, deadline - time.monotonic()) for process in processes), strict=True)
+    assert None not in codes, "\n".join(outputs)[-6000:]
+    return codes, "\n".join(outputs)
+
+
+def training(processes, run_dir):
+    """Wait until the job has saved a checkpoint."""
+    deadline = time.monotonic() + SECONDS
+    while not (run_dir / "last").exists():
+        outputs = "\n".join(process.log.read_text() for process in processes)
+        assert time.monotonic() < deadline and all(p.poll() is None for p in processes), outputs[-6000:]
+        time.sleep(0.2)
+
+
+def worker_on(machine):
+    """The process that trains there."""
+    name = Path(f"/proc/{machine.holder.pid}/ns/uts").readlink()
+    own = [
+        p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] and p.info["cmdline"][0].endswith("python")
+    ]
+    own = [p for p in own if SCRIPT in p.info["cmdline"] and "torchrun" not in " ".join(p.info["cmdline"])]
+    return next(p for p in own if Path(f"/proc/{p.pid}/ns/uts").readlink() == name)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_launcher_trains_on_two_machines(launcher, machines, flags, run_dir):
+    if reason := missing("horovod" if launcher == "horovodrun" else "accelerate"):
+        pytest.skip(reason)
+    flags |= {"iters": 20, "save_interval": None}
+    codes, output = finished(LAUNCHERS[launcher](machines, SCRIPT, *words(**flags)))
+    assert set(codes) == {0} and "2 worker(s)" in output
+    assert [step for step, _ in losses(run_dir)] == [10, 20]
+    assert losses(run_dir) == FOUND.setdefault("losses", losses(run_dir)), "all launchers train alike, bit for bit"
+    verify((run_dir / "last").resolve())
+
+
+def test_a_run_goes_on_without_a_folder_in_common(machines, flags, run_dir):
+    """Its checkpoints are on the first machine alone."""
+    machines[1].takes_alone(run_dir)
+    flags |= {"iters": 20, "save_interval": None}
+    codes, output = finished(torchrun(machines, SCRIPT, *words(**flags)))
+    assert set(codes) == {0} and "is not one folder for all machines: checkpoints" in output
+    flags["iters"] = 30
+    codes, output = finished(torchrun(machines, SCRIPT, *words(**flags)))
+    assert set(codes) == {0} and "step 20, 160 samples consumed" in output, output[-4000:]
+    assert [step for step, _ in losses(run_dir)] == [10, 20, 30]
+    assert machines[1].run("ls", run_dir).split() == ["logs"]
+
+
+def test_a_first_machine_without_the_run_is_refused(machines, flags, run_dir):
+    """It would begin afresh, in silence."""
+    machines[1].takes_alone(run_dir)
+    flags |= {"iters": 20, "save_interval": None}
+    assert set(finished(torchrun(machines, SCRIPT, *words(**flags)))[0]) == {0}
+    start = ("torchrun", "--nnodes", 2, "--nproc_per_node", 1, "--master_addr", "lmtb", "--master_port", 29503)
+    command = (SCRIPT, *words(**flags | {"iters": 40}))
+    turned = [m.start(*start, "--node_rank", n, *command, **CPU) for n, m in enumerate(reversed(machines))]
+    codes, output = finished(turned)
+    assert 0 not in codes
+    assert f"{run_dir} on lmta has the checkpoint of step 20, but rank 0 is on lmtb now" in output
+
+
+def test_parts_of_zero_need_a_folder_in_common(machines, flags, run_dir):
+    if reason := missing("deepspeed"):
+        pytest.skip(reason)
+    machines[1].takes_alone(run_dir)
+    command = ("tests/distributed/cpu_shim.py", "zero2", SCRIPT, *words(**flags))
+    codes, output = finished(torchrun_on(machines, 29500, *command, ACCELERATE_USE_CPU="false"))
+    assert 0 not in codes and "lmtb does not see what lmta writes there" in output, output[-4000:]
+    assert not list(run_dir.glob("checkpoints/*"))
+
+
+def test_files_that_one_machine_lacks_are_named_with_it(machines, flags, data, run_dir):
+    """Both end soon: the other one does not wait in vain."""
+    machines[1].takes_alone(data)
+    codes, output = finished(torchrun(machines, SCRIPT, *words(**flags)), 90)
+    assert 0 not in codes
+    assert output.count(f"error: on lmtb: vocabulary {data / 'vocab.model'} does not exist") == 2
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun"])
+@pytest.mark.parametrize("what", ["cut", "stopped", "killed"])
+def test_a_lost_machine_ends_the_job_within_the_limit(what, launcher, machines, flags, run_dir):
+    if reason := missing("horovod" if launcher == "horovodrun" else "accelerate"):
+        pytest.skip(reason)
+    first, second = machines
+    jobs = LAUNCHERS[launcher](machines, SCRIPT, *words(**flags, stall_timeout=10))
+    training(jobs, run_dir)
+    started = time.monotonic()
+    if what == "cut":
+        second.cut()
+    else:
+        worker_on(second).send_signal(signal.SIGSTOP if what == "stopped" else signal.SIGKILL)
+    assert finished(jobs[:1], 60)[0] != (0,)
+    print(f"{launcher}, {what}: {time.monotonic() - started:.1f} s")
+    last = (run_dir / "logs" / "rank0.log").read_text().splitlines()[-1]
+    assert "error: rank 0 step" in last and "lmtb" in last and "lost " in last, last
+    if launcher == "torchrun" and what == "cut":
+        _, output = finished(jobs[1:], 60)
+        assert "lost lmta, the machine of rank 0, or the connection to it" in output
+    verify((run_dir / "last").resolve())
+
+
+def test_a_machine_that_never_comes_is_waited_for_within_the_limit(machines, flags):
+    own = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "lmta", "MASTER_PORT": "29504"}
+    job = machines[0].start("python", SCRIPT, *words(**flags, stall_timeout=5), **own, **CPU)
+    (code,), output = finished([job], 60)
+    assert code == 1 and "error: rank 0: the workers of the job did not all meet at lmta:29504 within 5 s" in output
+
+
+def test_what_is_recorded_is_the_first_machines(machines, flags, run_dir):
+    machines[1].takes_alone(run_dir)
+    flags |= {"iters": 10, "save_interval": None}
+    finished(torchrun(machines, SCRIPT, *words(**flags)))
+    recorded = json.loads((run_dir / "config.json").read_text())
+    assert (recorded["MACHINE"], recorded["WORLD_SIZE"]) == ("lmta", 2)
+    assert machines[1].run("ls", run_dir / "logs").split() == ["rank1.log"]

@@ -1,0 +1,144 @@
+"""block_sparse_attention within torch.compile: one operator of the graph, the same numbers, at any length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import modeling_bert
+import modeling_t5
+from lm_experiments_tools.attention import Layout, T5Bias, block_sparse_attention, huggingface
+from lm_experiments_tools.attention.kernels import compiled
+from lm_experiments_tools.attention.kernels.dispatch import _attend
+from lm_experiments_tools.attention.layouts import LocalSlidingWindowSparsityConfig
+from lm_experiments_tools.errors import UserError
+from tests.helpers.attention_cases import Case, errors, tensors
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    torch.compiler.reset()
+    counters.clear()
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        (Case("bigbird", padding=True, segments=True, compiled=True), "gather"),
+        (Case("random", key_length=45, bias="alibi", causal=True, value_dim=5, compiled=True), "sdpa"),
+        (Case("dense", bias="matrix", dropout_p=0.25, compiled=True), "gather"),
+        (Case("shared", bias="none", dropout_p=0.25, compiled=True), "sdpa"),
+    ],
+    ids=lambda x: getattr(x, "bias", x),
+)
+def test_a_compiled_call_is_exact(case, backend):
+    """Dropout included, whose weights are the same in both passes."""
+    assert max(errors(case, backend).values()) < 1e-10
+
+
+def test_the_operator_is_what_it_tells_pytorch():
+    q, k, v = tensors(2, 2, 20, 8, dtype=torch.float32)
+    (weight,) = tensors(32, 2, count=1, dtype=torch.float32)
+    bias = compiled._T5, True, 32, 128
+    number = compiled._number_of(_attend, None, "gather", *bias, False, None, 0.0, True, True, True, True)
+    torch.library.opcheck(compiled.operator, (q, k, v, weight, None, None, None, None, None, number))
+
+
+class Graphs:
+    """A backend of torch.compile that counts."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        self.number += 1
+        return graph.forward
+
+
+@pytest.mark.parametrize("layout", [None, LocalSlidingWindowSparsityConfig(2, block=16)], ids=["dense", "local"])
+def test_all_lengths_have_two_graphs(layout):
+    (weight,) = tensors(32, 2, count=1, dtype=torch.float32)
+
+    def call(q: Tensor) -> Tensor:
+        return block_sparse_attention(2 * q, q, q, layout, T5Bias(weight), causal=True) + 1
+
+    graphs = Graphs()
+    traced = torch.compile(call, backend=graphs)
+    for length in (64, 80, 33, 300, 900, 257, 48, 70, 95, 110, 130, 64):
+        (q,) = tensors(1, 2, length, 8, count=1, dtype=torch.float32)
+        assert torch.equal(traced(q), call(q))
+        found, wanted = (torch.autograd.grad(f(q).square().sum(), [q, weight]) for f in (traced, call))
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert graphs.number == 2
+    assert not counters["graph_break"] and counters["frames"]["total"] == counters["frames"]["ok"]
+
+
+SIZES = {"vocab_size": 64, "num_heads": 4, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "dropout_rate": 0.0}
+BERT_SIZES = {
+    "vocab_size": 64, "hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 16,
+    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 1024,
+}  # fmt: skip
+BIGBIRD = {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 16}}
+
+
+def t5(implementation: str, **settings: object) -> torch.nn.Module:
+    config = modeling_t5.T5Config(**SIZES, num_decoder_layers=1, decoder_start_token_id=0, **settings)
+    config._attn_implementation = implementation
+    return modeling_t5.T5ForConditionalGeneration(config)
+
+
+def bert(implementation: str, **settings: object) -> torch.nn.Module:
+    config = modeling_bert.BertConfig(**BERT_SIZES, **settings)
+    config._attn_implementation = implementation
+    return modeling_bert.BertForMaskedLM(config)
+
+
+MODELS = {
+    "t5 eager": lambda: t5("eager"),
+    "t5 sdpa": lambda: t5("sdpa"),
+    "t5 block_sparse": lambda: t5("block_sparse"),
+    "bert alibi, sparse": lambda: bert("sdpa", position_embedding_type="alibi", **BIGBIRD),
+    "transformers' bert, sparse": lambda: huggingface.enable(
+        transformers.BertForMaskedLM(transformers.BertConfig(**BERT_SIZES)), "BigBird", block=16
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_compiled_model_has_one_graph_for_a_shape_and_two_for_all_lengths(name):
+    model, graphs, numbers = MODELS[name](), Graphs(), []
+    model.compile(backend=graphs)
+    is_t5 = isinstance(model, modeling_t5.T5ForConditionalGeneration)
+    for length, target in [(64, 24), (64, 24), (80, 32), (300, 56), (33, 17), (900, 20)]:
+        mask = torch.ones(2, length, dtype=torch.long)
+        mask[0, -5:] = 0
+        labels = torch.randint(2, 64, (2, target if is_t5 else length))
+        model(input_ids=torch.randint(2, 64, (2, length)), attention_mask=mask, labels=labels).loss.backward()
+        numbers.append(graphs.number)
+    assert numbers == [1, 1, 2, 2, 2, 2]
+    assert not counters["graph_break"] and counters["frames"]["total"] == counters["frames"]["ok"]
+
+
+def test_another_layout_is_another_graph():
+    graphs = Graphs()
+    traced = torch.compile(block_sparse_attention, backend=graphs)
+    (q,) = tensors(1, 2, 64, 8, count=1, dtype=torch.float32)
+    for layout in (Layout(torch.eye(4)[None], 16), Layout(torch.ones(1, 4, 4), 16), Layout(torch.eye(8)[None], 8)):
+        assert torch.equal(traced(q, q, q, layout), block_sparse_attention(q, q, q, layout))
+    blocks = torch.eye(4)[None]
+    for _ in range(2):
+        assert torch.equal(traced(q, q, q, blocks), block_sparse_attention(q, q, q, blocks))
+        blocks[:] = 1
+    assert graphs.number == 4 and not counters["graph_break"]
+
+
+def test_a_mistake_in_a_compiled_call_is_a_sentence():
+    traced = torch.compile(block_sparse_attention, backend="aot_eager")
+    (q,) = tensors(1, 2, 64, 8, count=1, dtype=torch.float32)
+    with pytest.raises(UserError, match="blocks .* of 16 tokens, but 2 heads"):
+        traced(q, q, q, Layout(torch.ones(3, 4, 4), 16))
+    with pytest.raises(UserError, match='backend "triton" cannot do this'):
+        traced(q, q, q, backend="triton")

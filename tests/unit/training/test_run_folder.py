@@ -1,0 +1,65 @@
+"""A run directory that is not one folder for all machines serves as far as rank 0's alone does, and no further."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.config.training import TrainerArgs
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.training import run_folder
+
+
+class OfTwo(LocalBackend):
+    """Rank 0 of a job whose other worker, on lmtb, sees this folder or one of its own, with a step or none."""
+
+    world_size = 2
+
+    def __init__(self, sees=False, step=-1):
+        super().__init__()
+        self.sees, self.step = sees, step
+
+    def gather(self, value):
+        return [value, ("lmtb", None) if len(value) == 2 else ("lmtb", self.sees, self.step)]
+
+
+@pytest.fixture
+def args(tmp_path):
+    run_folder._warn_once.cache_clear()
+    (tmp_path / "checkpoints" / "step_000007").mkdir(parents=True)
+    return TrainerArgs(model_path=str(tmp_path))
+
+
+def test_a_shared_folder_is_not_spoken_of(args, tmp_path, caplog):
+    run_folder.claim_for_all(args, OfTwo(sees=True, step=7))
+    assert not caplog.records
+    assert not list(tmp_path.glob(".seen-*"))
+
+
+def test_a_folder_of_each_machine_is_told_once(args, tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    for _ in range(2):  # a script, then its loop
+        run_folder.claim_for_all(args, OfTwo(), once_more=True)
+    (record,) = caplog.records
+    assert "is not one folder for all machines" in record.message and "lmtb: log files" in record.message
+    assert not list(tmp_path.glob(".seen-*"))
+
+
+def test_a_newer_checkpoint_on_another_machine_is_refused(args):
+    with pytest.raises(
+        UserError, match="on lmtb has the checkpoint of step 8, but rank 0 .* its newest there is step 7"
+    ):
+        run_folder.claim_for_all(args, OfTwo(step=8))
+    run_folder.claim_for_all(args, OfTwo(step=7))  # an earlier start's
+
+
+def test_parts_of_an_optimizer_need_one_folder(args):
+    backend = OfTwo()
+    backend.shards_optimizer = True
+    with pytest.raises(UserError, match="lmtb does not see what .* each worker saves a part") as error:
+        run_folder.claim_for_all(args, backend)
+    assert error.value.agreed
+    backend.sees = True
+    run_folder.claim_for_all(args, backend)
