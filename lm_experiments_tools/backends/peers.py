@@ -39,7 +39,7 @@ def lost_peer(error: Exception, peers: Peers, backend: Backend) -> str | None:
     if not any(sign in text for sign in _SIGNS):
         return None
     near = {rank: process for rank, (host, process) in enumerate(peers) if host == here[0] and process != here[1]}
-    deadline = time.monotonic() + _WAIT_SECONDS
+    deadline = time.monotonic() + (_WAIT_SECONDS if near else 0)  # a launcher may soon end this worker too
     while not (gone := {rank: why for rank, process in near.items() if (why := _gone(process)) is not None}):
         if time.monotonic() > deadline:
             break

@@ -169,12 +169,16 @@ def _report_crash(kind: type[BaseException], error: BaseException, trace: types.
 
 
 def _say(sentence: str) -> None:
-    """Print the last sentence of a run, and keep it in the log files that the run has opened."""
-    print(sentence, file=sys.stderr, flush=True)
+    """Print the last sentence of a run, and keep it in the log files that the run has opened.
+
+    In the files first: a launcher that has ended takes the console with it.
+    """
     record = logging.LogRecord("run", logging.ERROR, __file__, 0, sentence, None, None)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(record)
+    with contextlib.suppress(BrokenPipeError):
+        print(sentence, file=sys.stderr, flush=True)
 
 
 def _where(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,28 +81,15 @@ class Machine:
         self.run("ip", "link", "set", INTERFACE, "down")
 
     def end(self) -> None:
-        """Kill whatever was started here, and its children."""
-        for process in self.started:
-            if process.poll() is None:
-                _kill_group(process)
-        for process in self.holder.children:
-            _kill_group(process)
-        _kill_group(self.holder)
-
-
-def _kill_group(process: subprocess.Popen) -> None:
-    import psutil
-
-    try:
-        family = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        family = []
-    for member in (*family, process):
-        try:
-            os.kill(member.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    process.wait()
+        """Kill whatever runs here, daemons and orphans too: what has this machine's host name."""
+        name = os.readlink(f"/proc/{self.holder.pid}/ns/uts")
+        for process in [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
+            with suppress(OSError):  # it has ended
+                if os.readlink(f"/proc/{process}/ns/uts") == name and name != os.readlink("/proc/self/ns/uts"):
+                    os.kill(int(process), signal.SIGKILL)
+        for process in (*self.started, *self.holder.children, self.holder):
+            process.kill()
+            process.wait()
 
 
 @contextmanager

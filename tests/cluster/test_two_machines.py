@@ -135,16 +135,23 @@ def test_a_lost_machine_ends_the_job_within_the_limit(what, launcher, machines, 
     if reason := missing("horovod" if launcher == "horovodrun" else "accelerate"):
         pytest.skip(reason)
     first, second = machines
-    jobs = LAUNCHERS[launcher](machines, SCRIPT, *words(**flags, stall_timeout=10))
+    jobs = LAUNCHERS[launcher](machines, SCRIPT, *words(**flags, stall_timeout=20))
     training(jobs, run_dir)
     started = time.monotonic()
     if what == "cut":
         second.cut()
     else:
         worker_on(second).send_signal(signal.SIGSTOP if what == "stopped" else signal.SIGKILL)
-    assert finished(jobs[:1], 60)[0] != (0,)
+    codes, output = finished(jobs[:1], 90)
+    assert codes != (0,)
     print(f"{launcher}, {what}: {time.monotonic() - started:.1f} s")
-    last = (run_dir / "logs" / "rank0.log").read_text().splitlines()[-1]
+    if (launcher, what) == ("horovodrun", "killed"):  # it ends rank 0 at once, which may have no time to say so
+        assert "Process 1 exit with status code" in output
+        return
+    deadline = time.monotonic() + 15  # nor does it wait for the workers that it ends
+    while "error: " not in (last := (run_dir / "logs" / "rank0.log").read_text().splitlines()[-1]):
+        assert time.monotonic() < deadline, last
+        time.sleep(0.2)
     assert "error: rank 0 step" in last and "lmtb" in last and "lost " in last, last
     if launcher == "torchrun" and what == "cut":
         _, output = finished(jobs[1:], 60)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from lm_experiments_tools.checkpoint.manifest import verify
-from tests.distributed.launch import ROOT, environment, horovodrun, missing, run, torchrun
+from tests.distributed.launch import ROOT, environment, horovodrun, missing, run, slow, torchrun
 
 WORKER = ROOT / "tests" / "distributed" / "failure_worker.py"
 LAUNCHERS = {"horovod": (horovodrun, "horovod", {}), "ddp": (torchrun, "accelerate", {"ACCELERATE_USE_CPU": "true"})}
@@ -49,7 +49,7 @@ def test_a_killed_rank_ends_the_job(launcher, tmp_path):
     verify(tmp_path / "checkpoints" / "step_000002")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", slow(LAUNCHERS, "horovod"))
 def test_a_stopped_rank_is_waited_for_as_long_as_stall_timeout_says(launcher, tmp_path):
     ended = job(launcher, "stop", tmp_path)
     assert ended.returncode != 0
