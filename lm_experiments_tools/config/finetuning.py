@@ -18,6 +18,7 @@ from lm_experiments_tools.config.finetuning_notes import (
     GENERATION,
     LABEL_TASKS,
     NO_BLOCKS,
+    NOTHING_TRAINED,
     OF_BLEU,
     OF_EXAMPLES,
     OF_INSTRUCTIONS,
@@ -220,7 +221,10 @@ class MemoryArgs:
     num_prompts: Annotated[int, COUNT, only("peft", "prompt_tuning")] = 1
     """prompt_tuning: prompts trained side by side on one frozen model, which vote on the prediction."""
     quantize: Annotated[Literal["int8", "nf4", "fp4"] | None, BESIDE_ADAPTER] = None
-    """Hold the frozen base model in 8 or 4 bits (bitsandbytes); needs --peft."""
+    """Hold weights that nothing trains in 8 or 4 bits (bitsandbytes): the base model under --peft, or the whole one
+    with --validate_only."""
+    inference_dtype: Annotated[Literal["bf16", "fp16"] | None, HARMLESS, NOTHING_TRAINED] = None
+    """--validate_only: hold all weights (with --quantize what is not in fewer bits) in 16 bits. None: in 32."""
     device_map: str | None = None
     """Place layers on several devices: auto, balanced, sequential, or a JSON file {module: device}."""
     embeddings_on_cpu: bool = False
@@ -380,6 +384,11 @@ class FinetuningArgs(
     keep_checkpoints: Annotated[int | None, RUN_DIRECTORY] = 3
     resume: Annotated[str, RUN_DIRECTORY] = "auto"
 
+    def precision_options(self) -> dict[str, Any]:
+        """As every script's; weights in bf16 are computed with under autocast, whose losses are of 32 bits."""
+        options = super().precision_options()
+        return {**options, "bf16": options["bf16"] or self.inference_dtype == "bf16"}
+
     def lacks_validation(self) -> bool:
         return self.valid_data_path is None
 
@@ -446,8 +455,8 @@ class FinetuningArgs(
     def task_settings(self) -> dict[str, Any]:
         """The settings by which a text becomes what the model reads, those that the task has: see `SAVED`."""
         notes = notes_of(type(self))
-        unread = (n for n in SAVED if any(isinstance(r, Unread) and not r.in_run and r.when(self) for r in notes[n]))
-        return {name: getattr(self, name) for name in SAVED if name not in {*unread}}
+        unread = {n for n in SAVED if any(isinstance(r, Unread) and not r.in_run and r.when(self) for r in notes[n])}
+        return {name: getattr(self, name) for name in SAVED if name not in unread}
 
     def with_epochs(self, samples_per_epoch: int, world_size: int) -> "FinetuningArgs":
         """The same arguments with `--iters` from `--epochs`, and a validation each epoch where none is asked for."""

@@ -1,6 +1,6 @@
 """Notes on the flags of run_finetuning.py (see flags.py): beside which others each has no effect."""
 
-from lm_experiments_tools.config.flags import Unread, needs, only
+from lm_experiments_tools.config.flags import Unread, only
 
 LABEL_TASKS = ("classification", "multi_label")  # tasks whose examples have labels with names
 SENTENCE_TASKS = (*LABEL_TASKS, "regression")
@@ -17,10 +17,17 @@ WITH_TARGETS = Unread(
     lambda args: args.task not in ("text_to_text", "instructions"),
     "puts texts together with their targets, which --task {task} has none of",
 )
-BESIDE_ADAPTER = needs(
-    "peft",
+BESIDE_ADAPTER = Unread(
+    lambda args: not args.peft and not args.validate_only,
     "{quantize} holds weights that cannot be trained: add --peft lora (or another kind), which trains a few beside "
-    "them",
+    "them, or --validate_only",
+    in_run=True,
+)
+NOTHING_TRAINED = Unread(
+    lambda args: not args.validate_only,
+    "{inference_dtype} holds weights that are too coarse to be trained: add --validate_only, or leave it out (--bf16 "
+    "computes in 16 bits and trains weights of 32)",
+    in_run=True,
 )
 NO_BLOCKS = Unread(
     lambda args: args.task == "causal_lm",

@@ -39,7 +39,8 @@ def inherited_settings(given: Mapping[str, Any], found: list[Source] | None = No
     saved, file = source.task, f"{source.name}/{TASK_FILE}"
     if saved and all(given.get(name, saved.get(name)) == saved.get(name) for name in KINDS):
         kept = {*given, *(PROMPT if given.get("tk_instruct") else ())}  # which draws the prompts of training itself
-        return {name: (saved[name], file) for name in SAVED if name in saved and name not in kept}
+        values = {name: saved[name] for name in SAVED if name in saved and name not in kept}
+        return {name: (tuple(v) if isinstance(v, list) else v, file) for name, v in values.items()}
     kind = None if "model_type" in given else _kind_of_weights(source)
     return {} if kind is None else {"model_type": (kind, f"{source.name}/{CONFIG}")}
 

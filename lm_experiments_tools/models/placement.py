@@ -26,7 +26,7 @@ _HEADS = ["classifier", "score", "classification_head", "pre_classifier", "poole
 
 
 def loading_options(args: FinetuningArgs, model_cls: type, config: PreTrainedConfig) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for --quantize and --device_map.
+    """Arguments of `from_pretrained` for --quantize, --inference_dtype and --device_map.
 
     Args:
         model_cls, config: of the model to be loaded, whose modules a map's file names.
@@ -34,7 +34,7 @@ def loading_options(args: FinetuningArgs, model_cls: type, config: PreTrainedCon
     Raises:
         UserError: bitsandbytes is missing, or the map's file cannot be read or is not one of this model and machine.
     """
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {} if args.inference_dtype is None else {"dtype": weights_dtype(args)}
     if args.quantize is not None:
         options["quantization_config"] = _quantization(args)
     if args.device_map is not None:
@@ -46,6 +46,11 @@ def loading_options(args: FinetuningArgs, model_cls: type, config: PreTrainedCon
             )
         options["device_map"] = args.device_map if named else _map_of_file(args.device_map, model_cls, config)
     return options
+
+
+def weights_dtype(args: FinetuningArgs) -> torch.dtype:
+    """Of weights that are not in fewer bits; those that are trained have 32."""
+    return {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.inference_dtype]
 
 
 def _map_of_file(path: str, model_cls: type, config: PreTrainedConfig) -> dict[str, str | int]:
@@ -94,7 +99,7 @@ def _quantization(args: FinetuningArgs) -> Any:
     logging.getLogger("bitsandbytes.autograd._functions").addFilter(_says_more_than_cast)
     if args.quantize == "int8":
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=_HEADS)
-    compute = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    compute = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else weights_dtype(args)
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=args.quantize,

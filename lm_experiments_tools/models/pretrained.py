@@ -41,7 +41,7 @@ from lm_experiments_tools.models.build import (
     untie_only_output,
 )
 from lm_experiments_tools.models.freezing import freeze
-from lm_experiments_tools.models.placement import keep_embeddings_on_cpu, loading_options, say_where
+from lm_experiments_tools.models.placement import keep_embeddings_on_cpu, loading_options, say_where, weights_dtype
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 
 if TYPE_CHECKING:
@@ -76,6 +76,11 @@ def pretrained_model(
             vocabulary is larger than the model's embedding.
     """
     _refuse_lost_base(args)
+    if args.quantize is not None and args.peft is None and _resumes(args):
+        raise UserError(
+            "--quantize: the checkpoint of this run would be put into weights of 8 or 4 bits: name it by "
+            "--from_pretrained, and leave --model_path and --resume out, or choose another --model_path."
+        )
     files = files or ModelFiles(args)
     adapter, base = files.adapter, files.base
     if args.peft is not None or adapter is not None:
@@ -88,7 +93,7 @@ def pretrained_model(
             f"--validate_only: {base.name} has no head for --task {args.task}, so a random one would be validated: "
             "name a fine-tuned model, or train first."
         )
-    if args.quantize is not None:
+    if args.quantize is not None and (args.peft or adapter) and args.inference_dtype is None:
         from peft import prepare_model_for_kbit_training  # what is not quantised, in fp32
 
         prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -185,6 +190,8 @@ def _base_model(
                 model, source.path, allow_partial=args.allow_partial_checkpoint, allow_pickle=args.allow_pickle
             )
             logger.info("weights from %s: %s", source.name, report)
+        if args.inference_dtype is not None:
+            model.to(weights_dtype(args))
     else:
         options = loading_options(args, model_cls, config)
         model, new_weights = load_pretrained(model_cls, config, source, args, **options)
@@ -323,7 +330,7 @@ def _set_up_config(config: PreTrainedConfig, args: FinetuningArgs, label_names: 
 def load_pretrained(
     model_cls: type, config: PreTrainedConfig, source: Source, args: FinetuningArgs, **options: Any
 ) -> tuple[PreTrainedModel, list[str]]:
-    """`model_cls.from_pretrained`, in fp32, and the names of weights that are in no file, which those of the body have
+    """`model_cls.from_pretrained`, and the names of weights that are in no file, which those of the body have
     to be.
 
     The head of a classifier may be new: it is drawn from --seed and announced. Of T5 v1.1, whose output layer is its
@@ -344,10 +351,9 @@ def load_pretrained(
             model, info = model_cls.from_pretrained(
                 source.name,
                 config=config,
-                dtype=torch.float32,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
-                **options,
+                **{"dtype": torch.float32, **options},
             )
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{source.name}: its weights cannot be read ({first_line(error)}).") from error

@@ -204,6 +204,7 @@ class FineTuner:
             UserError: a setting that comes too late for the model, or a `model_path` trained in before.
         """
         self._change(settings)
+        self._refuse_few_bits("train")
         args = self.args.resolved()
         self._check_folder(args.model_path)
         self._check_rows()
@@ -302,6 +303,7 @@ class FineTuner:
         Every worker calls it; one writes, and the others wait for it.
         """
         self._check_rows()
+        self._refuse_few_bits("save")
         folder = Path(path)
         state = self.backend.model_state() if self.backend.holds(self.model) else None
         task = self._saved_task()
@@ -420,6 +422,16 @@ class FineTuner:
             raise UserError(
                 "the rows that add_tokens() added lie in the base model, and an adapter is saved without it: save() "
                 "the base before an adapter is on it, and make the adapter by FineTuner(folder, peft=...)."
+            )
+
+    def _refuse_few_bits(self, what: str) -> None:
+        """Refuse to train, or to save for good, weights that were made coarse to be used."""
+        args = self.args
+        if args.inference_dtype is not None or (args.quantize is not None and not is_adapted(self.model)):
+            flag = "quantize" if args.inference_dtype is None else "inference_dtype"
+            raise UserError(
+                f"{what}: {flag}={getattr(args, flag)!r} holds weights of few bits, for evaluate and predict alone: "
+                f"make a FineTuner without it{', or with peft' if flag == 'quantize' else ''}."
             )
 
     def _forget_data(self) -> None:

@@ -66,8 +66,8 @@ READ = {
 }  # fmt: skip
 # what training of any kind reads, or what other tests are about
 EVERYWHERE = """model_type task data_path valid_data_path test_data_path max_bad_lines max_train_samples valid_samples
-    test_samples input_seq_len from_pretrained tokenizer freeze quantize device_map embeddings_on_cpu metrics epochs
-    """.split()
+    test_samples input_seq_len from_pretrained tokenizer freeze quantize inference_dtype device_map embeddings_on_cpu
+    metrics epochs""".split()
 BESIDE_ANOTHER = """peft lora_r lora_alpha lora_dropout lora_targets num_virtual_tokens prompt_init_text num_prompts
     temperature top_k top_p length_penalty bleu_tokenize""".split()
 DATA = {"data_path": ("x",), "valid_data_path": "y"}
@@ -208,3 +208,9 @@ def test_a_map_of_devices_places_every_weight(tmp_path):
     path.write_text(json.dumps(placed))
     options = loading_options(make(device_map=str(path)), T5ForConditionalGeneration, t5_config())
     assert options == {"device_map": placed}
+
+
+def test_settings_that_a_task_does_not_read_are_not_saved_with_its_weights():
+    saved = make(model_type="encoder", task="classification").task_settings()
+    assert set(saved) == {"model_type", "task", "prefix", "input_seq_len"}
+    assert make(model_type="encoder", task="multi_label", thresholds=(0.3,)).task_settings()["thresholds"] == (0.3,)

@@ -215,8 +215,8 @@ def test_a_folder_of_glue_is_read_as_it_is_handed_out(name, kind, tmp_path, capl
     names = test.split("," if "," in test else " ")
     for place, row in enumerate(batch["example"].tolist()):
         texts = [f"w{row} w{names.index(n)}" for n in places]
-        keys = ["sentence1", "sentence2"] if name == "MRPC" else places
-        joined = [" ".join(f"{k}: {t}" for k, t in zip(keys, texts, strict=True))]
+        keys = {"MRPC": ["sentence1", "sentence2"], "MNLI": ["premise", "hypothesis"]}.get(name, places)
+        joined = [" ".join(f"{k}: {t}" for k, t in sorted(zip(keys, texts, strict=True)))]  # by name, as T5
         expected = tokenizer(*(texts if kind == "encoder" else joined))["input_ids"]
         found = batch["input_ids"][place][batch["attention_mask"][place] > 0].tolist()
         assert found[: len(expected)] == expected

@@ -89,8 +89,13 @@ def test_refusals(base, monkeypatch):
     with pytest.raises(UserError, match="--quantize does not work with FSDP, which cannot cut quantised weights"):
         check_whole(model, "FSDP", shards=True)
     check_whole(model, "Horovod")
-    with pytest.raises(UserError, match="add --peft lora"):
-        toy_args(base, quantize="int8")
+    for flags, sentence in (
+        ({"quantize": "int8"}, "add --peft lora"),
+        ({"inference_dtype": "bf16"}, "--validate_only"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            toy_args(base, **flags).check_used()
+        toy_args(base, **flags, validate_only=True).check_used()
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
     with pytest.raises(UserError, match="--quantize nf4 needs the package bitsandbytes .*pip install bitsandbytes"):
         made(toy_args(base, peft="lora", quantize="nf4"))

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lm_experiments_tools import FineTuner, UserError
+from lm_experiments_tools.config.finetuning import FinetuningArgs
 from run_finetuning import main
 from tests.helpers.pretrained_toys import save_toy
 
@@ -111,3 +112,23 @@ def test_tokens_that_an_adapter_would_lose_are_refused(folder, tmp_path):
     by_hand.model = peft.get_peft_model(by_hand.model, peft.LoraConfig(target_modules=["q"]))
     with pytest.raises(UserError, match="before an adapter is on it"):
         by_hand.save(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    "few", [{"inference_dtype": "bf16"}, {"quantize": "int8"}, {"quantize": "nf4", "inference_dtype": "bf16"}]
+)
+def test_weights_of_few_bits_answer_and_are_neither_trained_nor_saved(few, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    save_toy("encoder", tmp_path / "bert")
+    rows = [{"text": f"w{n} w{n % 7}", "label": n % 2} for n in range(20)]
+    settings = {"model_type": "encoder", "task": "classification", "label_names": ["0", "1"], "input_seq_len": 16}
+    FineTuner(tmp_path / "bert", **settings).save(tmp_path / "saved")
+    settings |= {"valid_data_path": rows, "data_path": rows, "batch_size": 4, "iters": 1}
+    whole, coarse = FineTuner(tmp_path / "saved", **settings), FineTuner(tmp_path / "saved", **settings, **few)
+    assert whole.evaluate()["loss"] == pytest.approx(coarse.evaluate()["loss"], abs=0.05)
+    assert coarse.summary().all.bytes < 0.75 * whole.summary().all.bytes
+    for call in (coarse.train, lambda: coarse.save(tmp_path / "again")):
+        with pytest.raises(UserError, match="holds weights of few bits, for evaluate and predict alone"):
+            call()
+    with pytest.raises(UserError, match="add --peft lora|add --validate_only"):
+        FinetuningArgs(**{"from_pretrained": "x", "data_path": ("y",), **few}).check_used()

@@ -62,7 +62,7 @@ def test_command_of_the_page_parses(words, monkeypatch):
         assert re.search(rf"^{words[1]}:.*## ", (ROOT / "Makefile").read_text(), flags=re.M)
     elif words[0] == "lmtools":
         tool = importlib.import_module(f"lm_experiments_tools.tools.{words[1]}")
-        cli.parse(getattr(tool, f"{words[1].capitalize()}Args"), words[2:])
+        cli.parse(getattr(tool, "".join(map(str.capitalize, words[1].split("_"))) + "Args"), words[2:])
     else:
         args, origins = cli.parse(FinetuningArgs, words[words.index("run_finetuning.py") + 1 :])
         args.resolved().without_epochs_beside_iters(origins)

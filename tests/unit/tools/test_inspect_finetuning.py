@@ -33,7 +33,7 @@ def test_labels_lengths_and_examples_of_a_classification_are_shown(look, tmp_pat
     assert "9 of 12 sources (75.0%) are longer than --input_seq_len 3" in text and "are <unk>, unknown" in text
     assert "an epoch     12 examples = 3.0 steps of 4; --epochs 3 = 9 steps" in text
     assert "tokens at 50 / 90 / 99 / 100 %: sources 3 / 3 / 3 / 3" in text
-    assert "input_ids (3) 4 2 1" in text and "'w1 <unk></s>'" in text  # of validation, the longest first
+    assert "input_ids (3) 4 2 1" in text and "'w1 <unk> </s>'" in text  # of validation, the longest first
     assert not (tmp_path / "runs").exists() and text.count("sample 0") == 2
 
 
@@ -45,6 +45,6 @@ def test_the_examples_of_a_packed_row_are_shown_apart(look, tmp_path):
     assert code == 0 and "example 1: input_ids (" in text and "example 2: labels    (" in text
     first = pairs(6)
     shown = [line.strip() for line in text.splitlines() if line.strip().startswith("'w")]
-    assert {f"'{row[side]}</s>'" for row in first for side in row} >= set(shown) and len(shown) >= 4
+    assert {f"'{row[side]} </s>'" for row in first for side in row} >= set(shown) and len(shown) >= 4
     code, text = look("--input_seq_len", "64")
     assert code == 2 and "there is nothing to look at: give --data_path" in text

@@ -77,7 +77,7 @@ def test_bad_row_is_a_sentence_with_its_place_and_may_be_left_out(name, bad, fla
         ("a.csv", "source,source\nw1,w2\n", " names a column twice in its first line (source, source)"),
         ("a.tsv", b"source\ttarget\nw1\t\xe9\n", ":2: not UTF-8 at byte 3"),
         ("a.jsonl", '[{"source": "w1", "target": "w2"}]', ":1: a JSON list, not an object (one object on each line is "
-         "read, not a list of them)"),
+         "read; a file with one list of them is called .json)"),
     ],
 )  # fmt: skip
 def test_bad_tables_are_sentences_with_their_place(name, text, reason, tmp_path):
