@@ -1,4 +1,4 @@
-"""JSON lines -> token ids: one batch of lines in one process, and many batches in many processes, in order.
+"""JSON lines -> token ids: a batch of lines, and a piece of a text into token files.
 
 What a line gives, by the kind of its field and the settings:
 
@@ -13,19 +13,31 @@ A sequence without tokens is left out, and so is a document without sequences (i
 makes each token a sequence; `append_eod` ends the last sequence of a document with the end-of-document id.
 """
 
-import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.text.bad_lines import BadLine, no_key
-from lm_experiments_tools.data.text.documents import excerpt, parse_json_object, unusable_characters
-from lm_experiments_tools.data.tokens.indexed import token_dtype
-from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool
+from lm_experiments_tools.data.text.bad_lines import ANY_NUMBER, BadLine, EmptyText, Quarantine, is_hopeless, no_key
+from lm_experiments_tools.data.text.documents import (
+    Piece,
+    excerpt,
+    parse_json_object,
+    read_lines,
+    read_piece,
+    unusable_characters,
+)
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+from lm_experiments_tools.data.tokens.pieces import EncodePiece
 from lm_experiments_tools.errors import UserError
-from megatron.sentences import SentenceSplitter
+from megatron.sentences import SentenceSplitter, splitter_version
 from megatron.tokenizers import BertDataTokenizer, build_tokenizer
+
+_VERSION = 1  # raise when the ids of the same text would change: pieces of another version are not reused
+_BATCH_BYTES = 1 << 19  # of lines for one call of the tokenizer: a tenth of a second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +55,18 @@ class EncodingSettings:
     append_eod: bool
     max_document_bytes: int
 
+    @property
+    def suffixes(self) -> list[str]:
+        """What the names of the token files of a piece end with, one a key."""
+        return [f"-{number}" for number in range(len(self.json_keys))]
+
+    def identity(self, tokenizer: BertDataTokenizer) -> list[Any]:
+        """Changes whenever the ids of a text could, as JSON takes it."""
+        places = {"vocab_file", "tokenizer_name_or_path", "tokenizer_type"}
+        rules = {name: value for name, value in asdict(self).items() if name not in places}
+        version = splitter_version(self.sentence_splitter) if self.split_sentences else ""
+        return [_VERSION, rules, tokenizer.fingerprint, version]
+
     def tokenizer(self) -> BertDataTokenizer:
         """UserError where it cannot be built."""
         return build_tokenizer(
@@ -52,19 +76,10 @@ class EncodingSettings:
 
 @dataclass
 class LineBatch:
-    """Lines of one file, each with its number."""
+    """Lines of one piece, each with its number."""
 
-    path: str
     lines: list[tuple[int, bytes]] = field(default_factory=list)
     bad_lines: list[BadLine] = field(default_factory=list)  # that were no text to begin with
-
-    @property
-    def first_line(self) -> int:
-        return min([*(number for number, _ in self.lines), *(bad.line for bad in self.bad_lines)])
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(len(line) for _, line in self.lines)
 
 
 @dataclass
@@ -82,10 +97,8 @@ class EncodedKey:
 class EncodedBatch:
     """The result of a LineBatch: `keys` are in the order of the settings' json_keys."""
 
-    path: str
     keys: list[EncodedKey]
     num_lines: int
-    num_bytes: int
     bad_lines: list[BadLine] = field(default_factory=list)
 
 
@@ -114,7 +127,7 @@ class Encoder:
                 num_sentences[index].append(len(parts))
         encoded = [self._encode_key(*pair) for pair in zip(sentences, num_sentences, strict=True)]
         num_lines = len(batch.lines) + len(batch.bad_lines)
-        return EncodedBatch(batch.path, encoded, num_lines, batch.num_bytes, bad_lines)
+        return EncodedBatch(encoded, num_lines, bad_lines)
 
     def _document(self, line: bytes) -> list[list[str]] | str:
         """The sentences under each key, or the reason why the line is bad."""
@@ -165,26 +178,103 @@ class Encoder:
         )
 
 
-def encode_all(batches: Iterable[LineBatch], settings: EncodingSettings, workers: int) -> Iterator[EncodedBatch]:
-    """Encode batches in order by `workers` processes (1: this one); holds no more than three batches for each.
+def prepare(settings: tuple[EncodingSettings, int | None]) -> EncodePiece:
+    """The function that encodes a piece (see pieces.py), by settings and the limit of bad lines."""
+    encoder, limit = Encoder(settings[0]), settings[1]
+    return lambda job: encode_piece(*job, encoder, limit)
 
-    Closing the iterator, an exception or Ctrl-C ends the processes.
+
+def encode_piece(piece: Piece, prefix: str, encoder: Encoder, limit: int | None) -> tuple[int, bool]:
+    """Encode a piece into a token file a key; returns its number of bad lines, and if it is whole.
+
+    They go to `prefix`.bad.jsonl, counted from the start of the piece. Where they are hopelessly many the piece is
+    left unfinished.
     """
-    if workers == 1:
-        yield from map(Encoder(settings).encode, batches)
+    quarantine = Quarantine(f"{prefix}.bad.jsonl", ANY_NUMBER)
+    dtype = token_dtype(encoder.tokenizer.vocab_size)
+    with ExitStack() as stack:
+        stack.enter_context(closing(quarantine))
+        writers = [stack.enter_context(KeyWriter(prefix + end, dtype)) for end in encoder.settings.suffixes]
+        for batch in line_batches(piece, encoder.settings):
+            encoded = encoder.encode(batch)
+            for bad in encoded.bad_lines:
+                quarantine.list_line(piece.path, bad)
+            quarantine.read(encoded.num_lines - len(encoded.bad_lines))
+            if is_hopeless(limit, quarantine.count, quarantine.lines):
+                for writer in writers:
+                    writer.abort()
+                return quarantine.count, False
+            for writer, part in zip(writers, encoded.keys, strict=True):
+                writer.add(part)
+        quarantine.close()
+        num_lines = quarantine.lines - quarantine.count
+        for writer in writers:
+            writer.finish({"num_lines": num_lines, "bad_lines": quarantine.count})
+    return quarantine.count, True
+
+
+class KeyWriter(IndexedDatasetWriter):
+    """A token file of one key and the counts that belong in its .json."""
+
+    def __init__(self, prefix: str, dtype: np.dtype):
+        super().__init__(prefix, dtype)
+        self.counts = dict.fromkeys(("num_documents", "num_sequences", "num_bytes", "empty_documents"), 0)
+
+    def add(self, part: EncodedKey) -> None:
+        """Append the documents of a batch."""
+        self.add_documents(part.ids, part.sequence_lengths, part.num_sequences)
+        self._count(len(part.num_sequences), len(part.sequence_lengths), part.num_bytes, part.num_empty)
+
+    def add_finished(self, part: IndexedDataset) -> None:
+        """Append the token file of a piece."""
+        self.add_dataset(part)
+        self._count(*(part.meta[name] for name in self.counts))
+
+    def _count(self, *more: int) -> None:
+        for name, number in zip(self.counts, more, strict=True):
+            self.counts[name] += number
+
+    def finish(self, meta: dict[str, Any]) -> dict[str, Any]:
+        """Publish the files; returns what the .json holds."""
+        counts = {
+            "num_documents": self.counts["num_documents"],
+            "num_sequences": self.counts["num_sequences"],
+            "num_tokens": self.num_tokens,
+            "num_bytes": self.counts["num_bytes"],
+            "empty_documents": self.counts["empty_documents"],
+            "dtype": self.dtype.name,
+            "bin_sha256": self.bin_sha256,
+        }
+        self.finalize(meta | counts)
+        return meta | counts
+
+
+def line_batches(piece: Piece, settings: EncodingSettings) -> Iterator[LineBatch]:
+    """The lines of a piece, so many at a time that one call of the tokenizer takes a tenth of a second."""
+    batch, size = LineBatch(), 0
+    for item in json_lines(piece, settings):
+        if isinstance(item, BadLine):
+            batch.bad_lines.append(item)
+            continue
+        batch.lines.append(item)
+        size += len(item[1])
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = LineBatch(), 0
+    if batch.lines or batch.bad_lines:
+        yield batch
+
+
+def json_lines(piece: Piece, settings: EncodingSettings) -> Iterator[tuple[int, bytes] | BadLine]:
+    """(line number, JSON line) of each document; one of a text file is written as such a line."""
+    if piece.kind == "json":
+        lines = read_lines(piece, max_bytes=settings.max_document_bytes)
+        yield from ((number, line) for number, line in lines if not line.isspace())
         return
-    with WorkerPool(work, settings, workers) as pool:
-        try:
-            yield from pool.map(batches)
-        except WorkerEnded as end:
-            raise UserError(
-                f"a process of --workers {workers} ended with exit code {end.returncode} (-9: killed, often for want "
-                f"of memory) at {end.request.path} from line {end.request.first_line} on; try again with fewer "
-                f"workers or a smaller --max-document-mb"
-            ) from None
-
-
-def work(caller: Caller) -> None:
-    """A worker process: told the settings, it answers each LineBatch with its EncodedBatch."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a worker
-    caller.serve(lambda settings: Encoder(settings).encode)
+    for item in read_piece(piece):
+        if isinstance(item, BadLine):
+            if not isinstance(item, EmptyText):
+                yield item
+        else:
+            line = json.dumps({settings.json_keys[0]: item.text}, ensure_ascii=False).encode()
+            yield int(item.source.rpartition(":")[2]), line

@@ -11,16 +11,16 @@ reads .json, .jsonl and .ndjson files (one object a line) and .txt files (docume
     PREFIX.bad_lines.jsonl           lines that could not be used, if any: file, line, reason
 
 (`document` in place of `sentence` without --split-sentences). The files are the same for any number of workers, and
-appear only when they are whole; a run that was stopped starts over. Runs to one PREFIX wait for each other.
+appear only when they are whole; a run that was stopped goes on from its finished pieces, in PREFIX.pieces/. Runs to
+one PREFIX wait for each other. Job i of a job array takes --shard i/n, and `lmtools merge` joins what they wrote.
 """
 
-import json
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -32,25 +32,25 @@ if __name__ == "__main__" and not __package__:
 
 from lm_experiments_tools.config.cli import parse, run_main
 from lm_experiments_tools.config.flags import check_minimum
-from lm_experiments_tools.data.text.bad_lines import NO_KEY, BadLine, EmptyText, Quarantine, allowed, no_documents
-from lm_experiments_tools.data.text.documents import (
-    Piece,
-    plan_pieces,
-    read_lines,
-    read_piece,
+from lm_experiments_tools.data.text.bad_lines import BadLine, allowed, no_documents, no_key
+from lm_experiments_tools.data.text.documents import Piece, lines_before, parse_json_object, plan_pieces
+from lm_experiments_tools.data.text.inputs import READABLE, find_files
+from lm_experiments_tools.data.tokens.files import dataset_exists, read_meta, remove_unfinished
+from lm_experiments_tools.data.tokens.indexed import token_dtype
+from lm_experiments_tools.data.tokens.pieces import (
+    PieceFiles,
+    encode_pieces,
+    parse_shard,
+    part_of_plan,
+    shard_prefix,
 )
-from lm_experiments_tools.data.text.inputs import READABLE
-from lm_experiments_tools.data.tokens.files import dataset_exists, remove_unfinished
-from lm_experiments_tools.data.tokens.indexed import IndexedDatasetWriter, token_dtype
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
-from megatron.encoding import EncodedBatch, EncodedKey, EncodingSettings, LineBatch, encode_all
+from megatron.encoding import EncodingSettings, KeyWriter, json_lines, prepare
 from megatron.sentences import SentenceSplitter
 from megatron.tokenizers import BertDataTokenizer
 
 logger = logging.getLogger(__name__)
-
-_BATCH_BYTES = 1 << 19  # of lines for one call of a worker: a tenth of a second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +100,9 @@ class OutputArgs:
 
     output_prefix: str
     """PREFIX of PREFIX_KEY_sentence.bin and so on."""
+    shard: str | None = None
+    """i/n, i from 0: tokenize the i-th of n parts, into PREFIX_KEY_sentence-0000i-of-0000n, which `lmtools merge
+    --input PREFIX_KEY_sentence` joins. None: all."""
     dataset_impl: Literal["mmap", "lazy", "cached"] = "mmap"
     """Format; only mmap is written."""
 
@@ -111,7 +114,7 @@ class RuntimeArgs:
     workers: int = 1
     """Processes that tokenize; the files do not depend on it."""
     log_interval: int = 100
-    """Documents between two lines of progress."""
+    """Documents between two lines of progress, of which there is at most one a piece of some megabytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +149,16 @@ class PreprocessArgs(RuntimeArgs, OutputArgs, TokenizerArgs, InputArgs):
         """The kind of a sequence, in the names of the files."""
         return "sentence" if self.split_sentences else "document"
 
+    @property
+    def own_prefix(self) -> str:
+        """What no other shard's work begins with."""
+        return self.shard_prefix(self.output_prefix)
+
+    def shard_prefix(self, prefix: str) -> str:
+        """A prefix of all, as it is named in this run's shard."""
+        shard = parse_shard(self.shard)
+        return prefix if shard is None else shard_prefix(prefix, *shard)
+
     def settings(self) -> EncodingSettings:
         """The part of the settings that the workers need."""
         names = {field.name for field in fields(EncodingSettings)} - {"max_document_bytes"}
@@ -163,7 +176,8 @@ def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
     settings = args.settings()
     tokenizer = settings.tokenizer()
     SentenceSplitter(args.sentence_splitter)  # refused here rather than in a worker
-    pieces = _input_files(args.input, args.json_keys)
+    pieces, shard = _plan(args, settings.identity(tokenizer))
+    _refuse_absent_keys(pieces, args, settings)
     if not args.split_sentences:
         logger.warning(
             "without --split-sentences a document is one sequence, of which BERT makes no sentence pairs and reads no "
@@ -171,93 +185,73 @@ def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
         )
     if args.keep_newlines and not args.split_sentences:
         logger.warning("--keep-newlines changes nothing without --split-sentences")
-    with locked(Path(f"{args.output_prefix}.lock")):
-        return _write(args, settings, tokenizer, pieces)
+    with locked(Path(f"{args.own_prefix}.lock")):
+        return _write(args, settings, tokenizer, pieces, shard)
 
 
 def _write(
-    args: PreprocessArgs, settings: EncodingSettings, tokenizer: BertDataTokenizer, pieces: list[Piece]
+    args: PreprocessArgs,
+    settings: EncodingSettings,
+    tokenizer: BertDataTokenizer,
+    pieces: list[Piece],
+    shard: dict[str, Any],
 ) -> dict[str, dict[str, Any]]:
     """`preprocess` while no other run writes to the same prefix."""
-    prefixes = [f"{args.output_prefix}_{key}_{args.level}" for key in args.json_keys]
+    prefixes = [args.shard_prefix(f"{args.output_prefix}_{key}_{args.level}") for key in args.json_keys]
     for prefix in prefixes:
         remove_unfinished(prefix)
         if dataset_exists(prefix):
             logger.warning("%s.bin and .idx are there already: they are replaced when this run ends", prefix)
-    bad_lines = Quarantine(f"{args.output_prefix}.bad_lines.jsonl", args.max_bad_lines)
-    with ExitStack() as stack:
-        stack.enter_context(closing(bad_lines))
-        writers = [stack.enter_context(_Writer(prefix, tokenizer)) for prefix in prefixes]
-        encoded = stack.enter_context(closing(encode_all(_line_batches(pieces, settings), settings, args.workers)))
-        _check_and_add(_with_progress(encoded, args.log_interval), writers, bad_lines, args)
-        for key, writer in zip(args.json_keys, writers, strict=True):
-            if not writer.num_documents:
-                if not writer.num_empty:
-                    raise no_documents([args.input], bad_lines.count)
-                raise UserError(f"all {writer.num_empty} documents of {args.input} are empty under the key {key!r}")
-        metas = [
-            writer.finish(_meta(args, key, tokenizer, bad_lines.count))
-            for key, writer in zip(args.json_keys, writers, strict=True)
-        ]
-    if bad_lines.count:
-        logger.warning("%s", bad_lines)
+    files = PieceFiles(pieces, args.own_prefix, settings.identity(tokenizer), settings.suffixes)
+    with files.kept_if_resumable():
+        remedy = "try again with fewer workers or a smaller --max-document-mb"
+        limit = args.max_bad_lines
+        with closing(encode_pieces(files.jobs(), prepare, (settings, limit), args.workers, limit, remedy)) as done:
+            _log_progress(done, args.log_interval)
+        files.check_unchanged()
+        # merge joins the list of a shard that stands beside its tokens
+        bad_lines = files.collect_bad_lines(f"{prefixes[0] if shard else args.output_prefix}.bad_lines.jsonl", limit)
+        with ExitStack() as stack:
+            dtype = token_dtype(tokenizer.vocab_size)
+            writers = [stack.enter_context(KeyWriter(prefix, dtype)) for prefix in prefixes]
+            for writer, suffix in zip(writers, settings.suffixes, strict=True):
+                for part in files.parts(suffix):
+                    writer.add_finished(part)
+            if not shard:
+                _refuse_no_documents(writers, args, bad_lines.count)
+            metas = [
+                writer.finish(_meta(args, key, tokenizer, bad_lines.count) | shard)
+                for key, writer in zip(args.json_keys, writers, strict=True)
+            ]
+        files.remove()
     return dict(zip(prefixes, metas, strict=True))
 
 
-def _check_and_add(
-    encoded: Iterable[EncodedBatch], writers: Sequence["_Writer"], bad_lines: Quarantine, args: PreprocessArgs
-) -> None:
-    """Give documents to the writers and bad lines to the quarantine; UserError for too many, or a key no line has."""
-    num_lines = num_lacking = 0
-    first = ""
-    for batch in encoded:
-        num_lines += batch.num_lines
-        num_lacking += sum(bad.reason.startswith(NO_KEY) for bad in batch.bad_lines)
-        first = first or next((f"{batch.path}:{bad.line}: {bad.reason}" for bad in batch.bad_lines), "")
-        if num_lacking == num_lines > allowed(args.max_bad_lines, num_lines):
+def _refuse_absent_keys(pieces: Sequence[Piece], args: PreprocessArgs, settings: EncodingSettings) -> None:
+    """UserError where no line has the keys, as far as that many bad lines are too many."""
+    num_lines, first = 0, ""
+    for piece, item in ((part, item) for part in pieces for item in json_lines(part, settings)):
+        record = None if isinstance(item, BadLine) else parse_json_object(item[1], settings.max_document_bytes)
+        absent = [key for key in args.json_keys if key not in record] if isinstance(record, dict) else []
+        if not absent:
+            return
+        num_lines += 1
+        first = first or f"{piece.path}:{lines_before(piece) + item[0]}: {no_key(record, absent[0])}"
+        if num_lines > allowed(args.max_bad_lines, num_lines):
             break
-        bad_lines.read(batch.num_lines - len(batch.bad_lines))
-        for bad in batch.bad_lines:
-            bad_lines.list_line(batch.path, bad)
-        for writer, part in zip(writers, batch.keys, strict=True):
-            writer.add(part)
-    if num_lacking == num_lines > 0:
-        bad_lines.close()
-        bad_lines.path.unlink(missing_ok=True)  # a list of all lines helps nobody
+    if num_lines:
         raise UserError(
             f"none of the {num_lines} lines read from {args.input} has the text that --json-keys "
             f"{' '.join(args.json_keys)} names; the first is {first}: name the keys that hold text"
         )
 
 
-class _Writer(IndexedDatasetWriter):
-    """A token file and the counts that belong in its .json."""
-
-    def __init__(self, prefix: str, tokenizer: BertDataTokenizer):
-        super().__init__(prefix, token_dtype(tokenizer.vocab_size))
-        self.num_documents = self.num_sequences = self.num_empty = self.num_bytes = 0
-
-    def add(self, part: EncodedKey) -> None:
-        """Append the documents of a batch."""
-        self.add_documents(part.ids, part.sequence_lengths, part.num_sequences)
-        self.num_documents += len(part.num_sequences)
-        self.num_sequences += len(part.sequence_lengths)
-        self.num_empty += part.num_empty
-        self.num_bytes += part.num_bytes
-
-    def finish(self, meta: dict[str, Any]) -> dict[str, Any]:
-        """Publish the files; returns what the .json holds."""
-        counts = {
-            "num_documents": self.num_documents,
-            "num_sequences": self.num_sequences,
-            "num_tokens": self.num_tokens,
-            "num_bytes": self.num_bytes,
-            "empty_documents": self.num_empty,
-            "dtype": self.dtype.name,
-            "bin_sha256": self.bin_sha256,
-        }
-        self.finalize(meta | counts)
-        return meta | counts
+def _refuse_no_documents(writers: Sequence[KeyWriter], args: PreprocessArgs, num_bad: int) -> None:
+    for key, writer in zip(args.json_keys, writers, strict=True):
+        if not writer.counts["num_documents"]:
+            if num_empty := writer.counts["empty_documents"]:
+                raise UserError(f"all {num_empty} documents of {args.input} are empty under the key {key!r}")
+            raise no_documents([args.input], num_bad)
 
 
 def _meta(args: PreprocessArgs, key: str, tokenizer: BertDataTokenizer, num_bad: int) -> dict[str, Any]:
@@ -276,61 +270,36 @@ def _meta(args: PreprocessArgs, key: str, tokenizer: BertDataTokenizer, num_bad:
     }
 
 
-def _input_files(path: str, json_keys: Sequence[str]) -> list[Piece]:
+def _plan(args: PreprocessArgs, encoding: Any) -> tuple[list[Piece], dict[str, Any]]:
+    """The pieces to encode, and of a shard what its .json records besides."""
+    path, json_keys = args.input, args.json_keys
     if not os.path.exists(path):
         raise UserError(f"--input {path} does not exist")
-    pieces = plan_pieces([path], piece_bytes=sys.maxsize)
-    if any(piece.kind == "dataset" for piece in pieces):
+    found = find_files([path])
+    if any(kind == "dataset" for _, kind in found):
         raise UserError(f"--input {path} has no {READABLE} file: put each document on a line as JSON")
-    texts = [piece for piece in pieces if piece.kind == "text"]
+    texts = [name for name, kind in found if kind == "text"]
     if texts and len(json_keys) > 1:
         raise UserError(
-            f"{texts[0].path} has one text a document, but --json-keys {' '.join(json_keys)} names {len(json_keys)}: "
+            f"{texts[0]} has one text a document, but --json-keys {' '.join(json_keys)} names {len(json_keys)}: "
             "name one key"
         )
     if texts:
         logger.info("%d text files in %s: a document ends at a blank line", len(texts), path)
-    return pieces
+    if (shard := parse_shard(args.shard)) is None:
+        return plan_pieces([path]), {}
+    pieces, record = part_of_plan([path], *shard, encoding)
+    return pieces, {"shard": record}
 
 
-def _line_batches(pieces: Iterable[Piece], settings: EncodingSettings) -> Iterator[LineBatch]:
-    for piece in pieces:
-        batch, size = LineBatch(piece.path), 0
-        for item in _lines(piece, settings):
-            if isinstance(item, BadLine):
-                batch.bad_lines.append(item)
-                continue
-            batch.lines.append(item)
-            size += len(item[1])
-            if size >= _BATCH_BYTES:
-                yield batch
-                batch, size = LineBatch(piece.path), 0
-        if batch.lines or batch.bad_lines:
-            yield batch
-
-
-def _lines(piece: Piece, settings: EncodingSettings) -> Iterator[tuple[int, bytes] | BadLine]:
-    """(line number, JSON line) of each document; one of a text file is written as such a line."""
-    if piece.kind == "json":
-        lines = read_lines(piece, max_bytes=settings.max_document_bytes)
-        yield from ((number, line) for number, line in lines if not line.isspace())
-        return
-    for item in read_piece(piece):
-        if isinstance(item, BadLine):
-            if not isinstance(item, EmptyText):
-                yield item
-        else:
-            line = json.dumps({settings.json_keys[0]: item.text}, ensure_ascii=False).encode()
-            yield int(item.source.rpartition(":")[2]), line
-
-
-def _with_progress(encoded: Iterable[EncodedBatch], interval: int) -> Iterator[EncodedBatch]:
+def _log_progress(done: Iterable[tuple[Piece, str]], interval: int) -> None:
     start, num_lines, num_bytes = time.perf_counter(), 0, 0
-    for batch in encoded:
-        yield batch
-        passed = (num_lines + batch.num_lines) // interval > num_lines // interval
-        num_lines += batch.num_lines
-        num_bytes += batch.num_bytes
+    for _, prefix in done:
+        record = read_meta(f"{prefix}-0")
+        lines = record["num_lines"] + record["bad_lines"]
+        passed = (num_lines + lines) // interval > num_lines // interval
+        num_lines += lines
+        num_bytes += record["num_bytes"]
         if passed:
             seconds = time.perf_counter() - start
             rates = num_lines / seconds, num_bytes / 1e6 / seconds

@@ -12,8 +12,12 @@ Line breaks inside a sentence stay: text wrapped at 80 columns is not unwrapped.
 ["One. ", "Two\\ngoes on.\\n\\n", "Three"].
 """
 
+import hashlib
+import importlib.metadata
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.names import resolve_name
@@ -130,3 +134,15 @@ def _locate(text: str, sentences: Iterable[str], name: str) -> Iterator[int]:
         end = start + len(sentence)
     if text[end:].strip():
         raise UserError(f"--sentence-splitter {name} lost the end of a text: {text[end:].strip()[:60]!r}")
+
+
+def splitter_version(name: str) -> str:
+    """What tells one state of a splitter from another: the version of its package, the text of a file of one's own."""
+    package = name.partition(":")[0]
+    if package == "newline":
+        return ""
+    if package in _BUILDERS:
+        return importlib.metadata.version(package)
+    resolve_name(name, said=f"--sentence-splitter {name}")
+    source = getattr(sys.modules[package], "__file__", None)
+    return hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""

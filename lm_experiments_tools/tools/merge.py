@@ -1,4 +1,4 @@
-"""Join token files: the shards of `lmtools tokenize --shard i/n`, or any that were made with one vocabulary."""
+"""Join token files: the shards that `--shard i/n` has made, of T5's or BERT's, or any of one vocabulary."""
 
 import time
 from dataclasses import dataclass

@@ -40,10 +40,11 @@ class TokenizeArgs:
 
 def run(args: TokenizeArgs) -> None:
     """Tokenize and say what came out."""
-    from lm_experiments_tools.data.tokens.tokenize import shard_prefix, tokenize_corpus
+    from lm_experiments_tools.data.tokens.pieces import parse_shard, shard_prefix
+    from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 
     check_output(args.output)
-    shard = _parse_shard(args.shard)
+    shard = parse_shard(args.shard)
     start = time.perf_counter()
     meta = tokenize_corpus(
         args.input,
@@ -72,12 +73,3 @@ def check_output(output: str) -> None:
     """Refuse a folder and a file for the prefix of token files."""
     if output.endswith(("/", ".bin", ".idx", ".json")):
         raise UserError(f"--output {output} must be a prefix, such as tokens/train: .bin, .idx and .json are added")
-
-
-def _parse_shard(shard: str | None) -> tuple[int, int] | None:
-    if shard is None:
-        return None
-    number, slash, count = shard.partition("/")
-    if not (number.isdecimal() and slash and count.isdecimal()):
-        raise UserError(f"--shard {shard} is not i/n, such as 0/64 for the first of 64 parts")
-    return int(number), int(count)

@@ -112,8 +112,9 @@ def _in_order(datasets: list[IndexedDataset]) -> list[IndexedDataset]:
     if missing := [number for number in range(first["of"]) if number not in by_number]:
         listed = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
         raise UserError(
-            f"{len(missing)} of {first['of']} shards are missing ({listed}): run `lmtools tokenize --shard "
-            f"{missing[0]}/{first['of']}` with the flags of the others, or name its prefix too"
+            f"{len(missing)} of {first['of']} shards are missing ({listed}): run `lmtools tokenize`, or "
+            f"preprocess_data.py, with --shard {missing[0]}/{first['of']} and the flags of the others, or name its "
+            f"prefix too"
         )
     return [by_number[number] for number in range(first["of"])]
 

@@ -1,28 +1,17 @@
 """Text -> token files, by several processes, resumable, with the same bytes whatever the number of processes.
 
-The inputs are cut into pieces (documents.plan_pieces). Each piece becomes a small token file in `PREFIX.pieces/`; when
-all are there they are joined in order into PREFIX.bin, .idx and .json and the folder goes away. A run that was killed
-finds its finished pieces again. A document is one sequence, and its ids depend on its text alone, so neither the
-cutting nor the order of work shows in the result.
-
-A job array does the same over machines: job i of n takes the i-th of n consecutive parts of the pieces and writes
-PREFIX-0000i-of-0000n; merge.py joins them to the bytes that one run would have written.
+Each piece of the inputs becomes a small token file (pieces.py); when all are there they are joined in order into
+PREFIX.bin, .idx and .json, or in job i of n of a job array into PREFIX-0000i-of-0000n. A document is one sequence.
 """
 
-import hashlib
-import json
 import logging
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import as_completed
-from contextlib import ExitStack, closing, contextmanager
-from itertools import accumulate
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.bad_lines import (
     ANY_NUMBER,
     BadLine,
@@ -31,7 +20,7 @@ from lm_experiments_tools.data.text.bad_lines import (
     is_hopeless,
     no_documents,
 )
-from lm_experiments_tools.data.text.documents import Piece, count_lines, plan_pieces, read_piece
+from lm_experiments_tools.data.text.documents import Piece, plan_pieces, read_piece
 from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.files import (
@@ -40,21 +29,21 @@ from lm_experiments_tools.data.tokens.files import (
     recorded_identity,
     remove_unfinished,
 )
-from lm_experiments_tools.data.tokens.indexed import (
-    IndexedDataset,
-    IndexedDatasetWriter,
-    finished_record,
-    token_dtype,
+from lm_experiments_tools.data.tokens.indexed import IndexedDatasetWriter, token_dtype
+from lm_experiments_tools.data.tokens.pieces import (
+    EncodePiece,
+    PieceFiles,
+    encode_pieces,
+    part_of_plan,
+    plan_fingerprint,
+    shard_prefix,
 )
-from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool, available_cores
+from lm_experiments_tools.data.workers import available_cores
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import locked, write_atomic
+from lm_experiments_tools.files import locked
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # raise when the ids of the same text would change: pieces and caches of another format are not reused
-_PIECES_PER_SHARD = 4  # at least, so that shards come out of about equal size
-_SMALLEST_PIECE = 1 << 16
 _BATCH_BYTES = 1 << 18  # text per call into the vocabulary: below this the call itself costs more than 1 %
 
 
@@ -100,23 +89,23 @@ def tokenize_corpus(
     if shard is None:
         pieces = plan_pieces(inputs)
     else:
-        pieces, source = _part_of_plan(inputs, *shard, encoding)
-        origin["shard"] = {"number": shard[0], "of": shard[1], "source": source}
+        pieces, origin["shard"] = part_of_plan(inputs, *shard, encoding.identity())
         prefix = shard_prefix(prefix, *shard)
-    folder = Path(f"{prefix}.pieces")
     with locked(Path(f"{prefix}.lock")):
         if not overwrite:
             check_replaceable(prefix, origin["input"], vocabulary.recorded_as, vocabulary.sha256, vocabulary.identity)
         remove_unfinished(prefix)
-        fingerprint = _prepare_folder(folder, _plan_fingerprint(pieces, encoding))
-        with _kept_if_resumable(folder, len(pieces)):
-            jobs = _jobs(pieces, folder)
-            with _progress(pieces, jobs, show_progress) as advance:
-                _run(jobs, vocabulary, encoding, max_bad_lines, workers or available_cores(), advance)
-            _check_unchanged(pieces, encoding, fingerprint)
-            bad_lines = _collect_bad_lines(pieces, folder, f"{prefix}.bad_lines.jsonl", max_bad_lines)
-            meta = _join(pieces, folder, prefix, vocabulary, encoding, origin, bad_lines)
-            shutil.rmtree(folder)
+        files = PieceFiles(pieces, prefix, encoding.identity())
+        with files.kept_if_resumable():
+            jobs, settings = files.jobs(), (vocabulary, encoding, max_bad_lines)
+            done = encode_pieces(jobs, _prepare, settings, workers or available_cores(), max_bad_lines)
+            with _progress(pieces, jobs, show_progress) as advance, closing(done):
+                for piece, _ in done:
+                    advance(piece)
+            files.check_unchanged()
+            bad_lines = files.collect_bad_lines(f"{prefix}.bad_lines.jsonl", max_bad_lines)
+            meta = _join(files, prefix, vocabulary, encoding, origin, bad_lines)
+            files.remove()
     return meta
 
 
@@ -140,7 +129,7 @@ def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.Path
     """
     settings = {name: options[name] for name in ("text_key", "append_eos", "encode_by") if name in options}
     encoding = Encoding.of(vocabulary, **settings)
-    key = _plan_fingerprint(plan_pieces([path]), encoding)[:16]
+    key = plan_fingerprint(plan_pieces([path]), encoding.identity())[:16]
     prefix = os.path.join(cache_dir, f"{Path(path).name.replace(':', '_')}-{key}")
     with locked(Path(f"{prefix}.cache.lock")):
         if not dataset_exists(prefix):
@@ -162,117 +151,6 @@ def check_vocabulary(prefix: str, meta: Mapping[str, Any], vocabulary: Vocabular
             f"{meta.get('vocab_size')} pieces), not with {vocabulary.path} (sha256 {vocabulary.sha256[:12]}, "
             f"{vocabulary.num_pieces} pieces); give that vocabulary or tokenize the text again"
         )
-
-
-# ---- the plan and its folder ----
-
-
-def shard_prefix(prefix: str, number: int, count: int) -> str:
-    """PREFIX-00003-of-00064: where part `number` (from 0) of `count` goes."""
-    return f"{prefix}-{number:05d}-of-{count:05d}"
-
-
-def _part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Encoding) -> tuple[list[Piece], str]:
-    """The pieces of one of `count` consecutive parts of about equal size, and what identifies the whole.
-
-    Consecutive, so that the parts one after the other are the whole. A part may be empty.
-    """
-    if not count:
-        raise UserError(f"--shard {number}/0 is a part of none: the number after the slash is at least 1")
-    if not 0 <= number < count:
-        raise UserError(
-            f"shard {number}/{count} does not exist: the {count} shards are 0/{count} to {count - 1}/{count}"
-        )
-    pieces = plan_pieces(inputs)
-    size = sum(piece.num_bytes for piece in pieces)
-    if len(pieces) < _PIECES_PER_SHARD * count and size:
-        pieces = plan_pieces(inputs, max(size // (_PIECES_PER_SHARD * count), _SMALLEST_PIECE))
-    average = max(size // len(pieces), 1)  # for shards of a dataset, whose size is not known
-    weights = [piece.num_bytes or average for piece in pieces]
-    total, ends = sum(weights), accumulate(weights)
-    own = [
-        piece
-        for piece, weight, end in zip(pieces, weights, ends, strict=True)
-        if (2 * end - weight) * count // (2 * total) == number
-    ]
-    logger.info("shard %d/%d: %d of %d pieces", number, count, len(own), len(pieces))
-    whole = [(os.path.basename(piece.path), piece.kind, piece.start, piece.end, piece.num_bytes) for piece in pieces]
-    identities = [hf_datasets.identity(name) for name in _datasets_of(pieces)]
-    return own, hashlib.sha256(json.dumps([FORMAT, whole, identities, encoding.identity()]).encode()).hexdigest()
-
-
-def _datasets_of(pieces: list[Piece]) -> list[str]:
-    return list(dict.fromkeys(piece.path for piece in pieces if piece.kind == "dataset"))
-
-
-def _plan_fingerprint(pieces: list[Piece], encoding: Encoding) -> str:
-    """Changes whenever the tokens could: which bytes are read, and how they are encoded."""
-    stamps = {os.path.abspath(piece.path): piece.stamp[1] for piece in pieces if piece.stamp is not None}
-    parts = [(os.path.abspath(p.path) if p.kind != "dataset" else p.path, p.kind, p.start, p.end) for p in pieces]
-    identities = [hf_datasets.identity(name, with_times=True) for name in _datasets_of(pieces)]
-    plan = [FORMAT, parts, sorted(stamps.items()), identities, encoding.identity()]
-    return hashlib.sha256(json.dumps(plan).encode()).hexdigest()
-
-
-def _check_unchanged(pieces: list[Piece], encoding: Encoding, fingerprint: str) -> None:
-    """Refuse to join pieces of a text that is not that of the plan any more: its bounds were other documents'."""
-    for piece in {piece.path: piece for piece in pieces}.values():
-        piece.check_unchanged()
-    names = _datasets_of(pieces)
-    local = names and all(os.path.exists(hf_datasets.split_name(name)[0]) for name in names)  # the hub has revisions
-    if local and _plan_fingerprint(pieces, encoding) != fingerprint:
-        raise UserError(f"files of {', '.join(names)} were changed while they were being read: start again")
-
-
-def _prepare_folder(folder: Path, fingerprint: str) -> str:
-    """Keep the finished pieces of the same plan; start over where text, vocabulary or options changed.
-
-    Returns the fingerprint of the plan.
-    """
-    plan = folder / "plan.json"
-    if plan.is_file() and json.loads(plan.read_bytes()).get("fingerprint") == fingerprint:
-        return fingerprint
-    if folder.exists() and not plan.is_file() and any(folder.iterdir()):
-        raise UserError(
-            f"{folder} holds files that are not ours (no plan.json); move it away or choose another output"
-        )
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    write_atomic(plan, json.dumps({"fingerprint": fingerprint}))
-    return fingerprint
-
-
-def _jobs(pieces: list[Piece], folder: Path) -> list[tuple[Piece, str]]:
-    """(piece, its prefix) of those that no earlier run has finished."""
-    numbered = [(piece, _piece_prefix(folder, number)) for number, piece in enumerate(pieces)]
-    jobs = [(piece, path) for piece, path in numbered if finished_record(path, "num_documents") is None]
-    if len(jobs) < len(pieces):
-        logger.info("%d of %d pieces are there from an earlier run", len(pieces) - len(jobs), len(pieces))
-    return jobs
-
-
-@contextmanager
-def _kept_if_resumable(folder: Path, num_pieces: int) -> Iterator[None]:
-    """However the work ends, leave the folder only where a later run would find something in it."""
-    try:
-        yield
-    finally:
-        if folder.exists():
-            prefixes = (_piece_prefix(folder, number) for number in range(num_pieces))
-            records = (finished_record(path, "num_documents") for path in prefixes)
-            if any(record and record["num_documents"] for record in records):
-                logger.info(
-                    "finished pieces are kept in %s: another run over the same text goes on from there", folder
-                )
-            else:
-                shutil.rmtree(folder)
-
-
-def _piece_prefix(folder: Path, number: int) -> str:
-    return str(folder / f"{number:06d}")
-
-
-# ---- one piece ----
 
 
 def tokenize_piece(
@@ -320,46 +198,8 @@ def tokenize_piece(
     return quarantine.count, True
 
 
-# ---- all pieces ----
-
-
-def _run(
-    jobs: list[tuple[Piece, str]],
-    vocabulary: Vocabulary,
-    encoding: Encoding,
-    limit: int | None,
-    workers: int,
-    advance: Callable[[Piece], None],
-) -> None:
-    """Tokenize (piece, prefix) jobs; returns early where it is clear that bad lines are too many."""
-    num_bad, workers = 0, min(workers, len(jobs))
-    with ExitStack() as stack:
-        if workers <= 1:
-            counts = ((piece, tokenize_piece(piece, prefix, vocabulary, encoding, limit)) for piece, prefix in jobs)
-        else:
-            pool = stack.enter_context(WorkerPool(work, (vocabulary, encoding, limit), workers))
-            piece_of = {pool.submit(job): job[0] for job in jobs}
-            counts = ((piece_of[done], done.result()) for done in as_completed(piece_of))
-        try:
-            for piece, (count, whole) in counts:
-                num_bad += count
-                if not whole or (limit is not None and num_bad > limit):
-                    return
-                advance(piece)
-        except WorkerEnded as end:
-            raise UserError(
-                f"a tokenization process ended with exit code {end.returncode} (-9: killed, often for want of memory) "
-                f"at {end.request[0].path}; finished pieces are kept: try again with fewer workers"
-            ) from None
-
-
-def work(caller: Caller) -> None:
-    """A worker process: told vocabulary, encoding and limit, it answers (piece, prefix) as tokenize_piece."""
-
-    def prepare(settings: tuple[Vocabulary, Encoding, int | None]) -> Callable[[tuple[Piece, str]], tuple[int, bool]]:
-        return lambda job: tokenize_piece(*job, *settings)
-
-    caller.serve(prepare)
+def _prepare(settings: tuple[Vocabulary, Encoding, int | None]) -> EncodePiece:
+    return lambda job: tokenize_piece(*job, *settings)
 
 
 @contextmanager
@@ -383,39 +223,8 @@ def _progress(
         yield lambda piece: bar.update(weight(piece))
 
 
-# ---- joining ----
-
-
-def _collect_bad_lines(pieces: list[Piece], folder: Path, path: str, limit: int | None) -> Quarantine:
-    """One quarantine file of all pieces, with lines counted from the start of their file; UserError for too many."""
-    quarantine = Quarantine(path, limit)
-    where, position, lines = "", 0, 0
-    with closing(quarantine):
-        for number, piece in enumerate(pieces):
-            prefix = _piece_prefix(folder, number)
-            record = finished_record(prefix, "num_documents")
-            quarantine.read(record["num_documents"] if record else 0)
-            bad = Path(f"{prefix}.bad.jsonl")
-            if not bad.is_file():
-                continue
-            if piece.path != where:
-                where, position, lines = piece.path, 0, 0
-            if piece.kind != "dataset":
-                lines += count_lines(piece.path, position, piece.start)
-                position = piece.start
-            for line in bad.read_text(encoding="utf-8").splitlines():
-                found = json.loads(line)
-                quarantine.list_line(piece.path, BadLine(lines + found["line"], found["reason"], found["content"]))
-            if record is None:
-                raise UserError(f"most of the lines read of {piece.path} are bad: {quarantine}; give another --input")
-    if quarantine.count:
-        logger.warning("%s", quarantine)
-    return quarantine
-
-
 def _join(
-    pieces: list[Piece],
-    folder: Path,
+    files: PieceFiles,
     prefix: str,
     vocabulary: Vocabulary,
     encoding: Encoding,
@@ -425,15 +234,14 @@ def _join(
     """Write the final files out of the finished pieces, in order; returns what the sidecar holds."""
     num_documents = num_empty = num_bytes = 0
     with IndexedDatasetWriter(prefix, token_dtype(vocabulary.size)) as writer:
-        for number in range(len(pieces)):
-            part = IndexedDataset(_piece_prefix(folder, number))
+        for part in files.parts():
             writer.add_dataset(part)
             num_documents += part.meta["num_documents"]
             num_empty += part.meta.get("empty_documents", 0)  # which earlier versions counted as bad lines
             num_bytes += part.meta["num_bytes"]
         if not num_documents and "shard" not in origin:
             writer.abort()
-            paths = list(dict.fromkeys(piece.path for piece in pieces))
+            paths = list(dict.fromkeys(piece.path for piece in files.pieces))
             raise no_documents(paths, bad_lines.count, bad_lines.first, bad_lines.path, num_empty)
         meta = {
             "vocab_sha256": vocabulary.sha256,

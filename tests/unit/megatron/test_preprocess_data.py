@@ -2,59 +2,23 @@
 
 import gzip
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
-from lm_experiments_tools.config.cli import parse
+from lm_experiments_tools.data.text.documents import plan_pieces
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
-from lm_experiments_tools.data.workers import Worker
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import locked
+from megatron import encoding
 from megatron import preprocess_data as module
-from megatron.preprocess_data import PreprocessArgs, preprocess
 from megatron.sentences import SentenceSplitter
 from megatron.tokenizers import build_tokenizer
 from tests.helpers import ROOT
+from tests.helpers.preprocessing import PIECES, SEP, command, run, start, write_lines
 from tests.helpers.real_data import DATA, lacking
 from tests.helpers.token_toys import read_documents
-
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{c}" for c in LETTERS), *"!'(),-.:;?\""]
-SEP = 3
-
-
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "vocab.txt").write_text("\n".join(PIECES))
-    (tmp_path / "in").mkdir()
-    return tmp_path
-
-
-@pytest.fixture
-def tokenizer(folder):
-    return build_tokenizer("BertWordPieceLowerCase", vocab_file=folder)
-
-
-def write_lines(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
-
-
-def arguments(folder, *flags, source=None):
-    command = ["--input", str(source or folder / "in"), "--output-prefix", str(folder / "out" / "x")]
-    command += ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(folder / "vocab.txt")]
-    return parse(PreprocessArgs, [*command, *map(str, flags)])[0]
-
-
-def run(folder, *flags, **options):
-    return preprocess(arguments(folder, *flags, **options))
 
 
 def ancestor(records, key, tokenizer, split, *, split_sentences, split_tokens, append_eod):
@@ -132,7 +96,8 @@ def test_files_of_a_folder_in_sorted_order_and_compressed(folder, tokenizer, cap
 
 @pytest.mark.parametrize("splitter", ["nupunkt", "sentencex"])
 def test_files_do_not_depend_on_the_number_of_workers(folder, splitter, monkeypatch):
-    monkeypatch.setattr(module, "_BATCH_BYTES", 400)
+    monkeypatch.setattr(encoding, "_BATCH_BYTES", 400)
+    monkeypatch.setattr(module, "plan_pieces", lambda inputs: plan_pieces(inputs, 2000))
     text = 'Mr. Smith went. He said, "no!"\nThen (at 5 p.m.) she left.\n\nIt is over... Is it?'
     for name in "ab":
         records = [{"text": f"{text} {name * (n % 7)}" if n % 5 else 0} for n in range(60)]
@@ -270,19 +235,6 @@ def test_a_text_on_which_the_splitter_fails_is_a_bad_line(folder, tokenizer):
 # As programs
 
 
-def command(folder, *flags, module_form=False):
-    program = ["-m", "megatron.preprocess_data"] if module_form else [str(ROOT / "megatron" / "preprocess_data.py")]
-    rest = ["--input", folder / "in", "--output-prefix", folder / "out" / "x", "--split-sentences", "--vocab-file"]
-    rest += [folder / "vocab.txt", "--tokenizer-type", "BertWordPieceLowerCase", *flags]
-    return [sys.executable, *program, *map(str, rest)]
-
-
-def start(arguments, cwd, **options):
-    environment = {**os.environ, "PYTHONPATH": ""}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(arguments, cwd=cwd, env=environment, **pipes, **options)
-
-
 def test_script_and_module_run_from_anywhere_and_count_what_they_did(folder):
     write_lines(folder / "in" / "data.jsonl", [{"text": "One here. Two."}, {"text": ""}, {"text": 3}] * 2)
     for cwd, module_form in ((ROOT / "megatron", False), (ROOT, True)):
@@ -297,35 +249,15 @@ def test_script_and_module_run_from_anywhere_and_count_what_they_did(folder):
     assert process.returncode == 2 and "no key 'title' (there is 'text')" in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_leaves_nothing_behind(folder, number, code):
-    record = json.dumps({"text": "A sentence.\n" * 2000}) + "\n"
-    (folder / "in" / "data.jsonl").write_text(record * 600)
-    flags = ("--workers", 2, "--log-interval", 1, "--sentence-splitter", "newline")
-    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  a shell's background jobs ignore it
-    process = start(command(folder, *flags), ROOT, start_new_session=True, preexec_fn=heard)
-    for line in process.stderr:
-        if "Processed" in line:
-            break
-    workers = psutil.Process(process.pid).children()
-    assert len(workers) == 2 and len(list((folder / "out").iterdir())) == 2  # tokens so far, and the lock
-    os.killpg(process.pid, number)  # as a terminal does
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == code and "Traceback" not in err, err
-    assert list((folder / "out").iterdir()) == []
-    assert psutil.wait_procs(workers, timeout=10)[1] == []
-
-
 @pytest.mark.parametrize("num_lines", [3, 300])  # fewer and more than --max-bad-lines
 def test_a_key_that_no_line_has_is_named_with_those_there_are(folder, monkeypatch, num_lines):
-    monkeypatch.setattr(module, "_BATCH_BYTES", 2000)
+    monkeypatch.setattr(encoding, "_BATCH_BYTES", 2000)
     write_lines(folder / "in" / "data.jsonl", [{"content": "a", "url": n} for n in range(num_lines)])
     with pytest.raises(UserError, match=r"data.jsonl:1: no key 'text' \(there is 'content', 'url'\): name the keys"):
         run(folder)
-    assert list((folder / "out").iterdir()) == []
     with pytest.raises(UserError, match=r"--json-keys content text names; .* no key 'text'"):
         run(folder, "--json-keys", "content", "text")
-    assert list((folder / "out").iterdir()) == []
+    assert not (folder / "out").exists()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -368,48 +300,6 @@ def test_a_key_that_some_lines_lack_leaves_these_out(folder, tokenizer):
     assert [json.loads(line)["line"] for line in bad] == list(range(2, 152))
 
 
-def test_a_killed_run_starts_over_and_leaves_nothing(folder):
-    record = json.dumps({"text": "A sentence.\n" * 2000}) + "\n"
-    (folder / "in" / "data.jsonl").write_text(record * 600)
-    flags = ("--log-interval", 1, "--sentence-splitter", "newline")
-    process = start(command(folder, *flags), ROOT)
-    for line in process.stderr:
-        if "Processed" in line:
-            break
-    process.kill()
-    process.communicate(timeout=60)
-    left = [path.name for path in (folder / "out").iterdir()]
-    assert any(".tmp" in name for name in left) and "x.lock" in left
-    stranger = folder / "out" / "x_text_sentence.bin.tmpl"  # not a name that a writer gives
-    stranger.touch()
-    write_lines(folder / "in" / "data.jsonl", [{"text": "One. Two."}])
-    run(folder, "--split-sentences")
-    names = {f"x_text_sentence.{kind}" for kind in ("bin", "idx", "json")} | {stranger.name}
-    assert {path.name for path in (folder / "out").iterdir()} == names
-
-
-def test_runs_to_one_prefix_wait_for_each_other(folder, tokenizer):
-    write_lines(folder / "in" / "data.jsonl", [{"text": "fine"}])
-    with locked(folder / "out" / "x.lock"):
-        process = start(command(folder), ROOT)
-        assert any("waiting for another process, which holds" in line for line in process.stderr)
-        assert [path.name for path in (folder / "out").iterdir()] == ["x.lock"]  # nothing written yet
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert read_documents(f"{folder}/out/x_text_sentence") == [[tokenizer.tokenize("fine")]]
-
-
-def test_a_worker_that_dies_is_one_sentence(folder, monkeypatch):
-    write_lines(folder / "in" / "data.jsonl", [{"text": "a"}])
-    ask = Worker.ask
-    monkeypatch.setattr(Worker, "ask", lambda worker, batch: worker.kill() or ask(worker, batch))
-    with pytest.raises(
-        UserError, match=r"a process of --workers 2 ended with exit code -9 .*data.jsonl from line 1 on"
-    ):
-        run(folder, "--workers", 2)
-    assert list((folder / "out").iterdir()) == []
-
-
 def test_megatrons_own_package_and_ours_are_imported_side_by_side():
     if not any((Path(path) / "megatron" / "core").is_dir() for path in sys.path):
         pytest.skip("megatron-core is not installed")
@@ -433,10 +323,3 @@ def test_real_corpus_equals_the_ancestors_rules(folder):
     options = {"split_sentences": True, "split_tokens": False, "append_eod": False}
     expected = ancestor(records, "text", tokenizer, SentenceSplitter(), **options)
     assert read_documents(f"{folder}/out/x_text_sentence") == expected and sum(map(len, expected)) > 100
-
-
-def test_what_an_earlier_run_wrote_into_the_folder_is_not_read_as_text(folder):
-    write_lines(folder / "in" / "data.jsonl", [{"text": "fine"}, {"content": "bad"}])
-    flags = ("--output-prefix", folder / "in" / "x")
-    first, second = (run(folder, *flags) for _ in range(2))
-    assert first == second and first[f"{folder}/in/x_text_document"]["bad_lines"] == 1

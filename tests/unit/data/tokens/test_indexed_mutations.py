@@ -16,8 +16,7 @@ from lm_experiments_tools.data.text.bad_lines import BadLine
 from lm_experiments_tools.data.text.documents import Document, plan_pieces, read_piece
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
-from megatron.encoding import Encoder, EncodingSettings
-from megatron.preprocess_data import _line_batches
+from megatron.encoding import Encoder, EncodingSettings, line_batches
 from tests.helpers.token_toys import write_tokens
 
 MUTATIONS_PER_FILE = 450
@@ -218,7 +217,8 @@ def encoder(tmp_path_factory):
 def encoded(encoder, path):
     """(documents as lists of sequences, numbers of the bad lines) as preprocess_data.py would write them."""
     documents, bad = [], []
-    for batch in _line_batches(plan_pieces([str(path)]), encoder.settings):
+    (piece,) = plan_pieces([str(path)])
+    for batch in line_batches(piece, encoder.settings):
         result = encoder.encode(batch)
         bad += [line.line for line in result.bad_lines]
         (part,) = result.keys

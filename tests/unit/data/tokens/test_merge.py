@@ -11,12 +11,13 @@ import pytest
 from lm_experiments_tools.data.text.documents import plan_pieces
 from lm_experiments_tools.data.text.train_vocabulary import train_vocab
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens import indexed
+from lm_experiments_tools.data.tokens import indexed, pieces
 from lm_experiments_tools.data.tokens import tokenize as module
 from lm_experiments_tools.data.tokens.files import dataset_exists, token_prefix
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.data.tokens.merge import merge_datasets
-from lm_experiments_tools.data.tokens.tokenize import shard_prefix, tokenize_corpus
+from lm_experiments_tools.data.tokens.pieces import shard_prefix
+from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools import main
 from tests.helpers.token_toys import files, make_texts, write_jsonl, write_tokens
@@ -106,7 +107,7 @@ def test_the_index_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
 
 
 def test_a_shard_goes_on_where_it_was_killed(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_SMALLEST_PIECE", 10_000)
+    monkeypatch.setattr(pieces, "_SMALLEST_PIECE", 10_000)
     real, done = module.tokenize_piece, []
 
     def tokenize_piece(piece, *rest):
@@ -214,7 +215,7 @@ def of_other_vocabulary(prefix):
 @pytest.mark.parametrize(
     ("change", "chosen", "message"),
     [
-        (None, [0, 2], r"1 of 3 shards are missing \(1\): run `lmtools tokenize --shard 1/3`"),
+        (None, [0, 2], r"1 of 3 shards are missing \(1\): run `lmtools tokenize`.* --shard 1/3 "),
         (None, [0, 1, 1, 2], r"t-00001-of-00003 is named 2 times"),
         (damage, [0, 1, 2], r"t-00001-of-00003\.bin is damaged: its sha256 is \w{12}, .*\.json records \w{12}"),
         (cut, [0, 1, 2], r"t-00001-of-00003\.bin has \d+ bytes but .* describes \d+"),
