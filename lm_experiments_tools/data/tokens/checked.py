@@ -1,9 +1,10 @@
-"""Token files that a machine has checked before are opened at once.
+"""Files that a machine has read whole before, to check them, are opened at once.
 
-Checking reads all of the index, twice: its numbers, and for the fingerprint. That takes minutes for the 90 GB that
-BERT's sentences of C4 have. So what was found is kept in `.cache/checked/`, a file for each token file and machine,
-with inode, size and time of the last change of the three files, and holds as long as these are the same: for the other
-workers of a run, which wait for the first one, and for later starts.
+Checking a token file reads all of the index, twice: its numbers, and for the fingerprint. That takes minutes for the
+90 GB that BERT's sentences of C4 have; the list of their samples has a checksum too. So what was found is kept in
+`.cache/checked/`, a file for each name and machine, with inode, size and time of the last change of the files, and
+holds as long as these are the same: for the other workers of a run, which wait for the first one, and for later
+starts.
 """
 
 import hashlib
@@ -11,6 +12,7 @@ import json
 import logging
 import os
 import platform
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,24 +31,34 @@ def open_checked(prefix: str | os.PathLike, meta: dict[str, Any] | None = None) 
     Raises:
         UserError: as `IndexedDataset` and its fingerprint.
     """
-    place = f"{platform.node()}:{os.path.realpath(prefix)}"
-    record = CACHE / f"{Path(prefix).name}-{hashlib.sha256(place.encode()).hexdigest()[:16]}.json"
+    opened: list[IndexedDataset] = []
+
+    def check() -> str:
+        opened.append(IndexedDataset(prefix, meta))
+        return opened[-1].fingerprint
+
+    fingerprint = found_once(prefix, dataset_paths(prefix), check)
+    return opened[-1] if opened else IndexedDataset(prefix, meta, fingerprint)
+
+
+def found_once(name: str | os.PathLike, files: Sequence[Path], find: Callable[[], str]) -> str:
+    """The value of `find()`, which reads all of `files`, unless this machine has it since they were last changed.
+
+    `name` is the path that tells what is recorded from others. Raises what `find` raises.
+    """
+    place = f"{platform.node()}:{os.path.realpath(name)}"
+    record = CACHE / f"{Path(name).name}-{hashlib.sha256(place.encode()).hexdigest()[:16]}.json"
     try:
         with locked(record.with_suffix(".lock")):
-            return _open(prefix, meta, record)
+            stamps = [_stamp(path) for path in files]
+            known = _read(record)
+            if known.get("stamps") != stamps:
+                known = {"stamps": stamps, "fingerprint": find()}
+                write_atomic(record, json.dumps(known))
+            return known["fingerprint"]
     except OSError as error:
-        logger.warning("%s cannot be kept (%s), so each start checks %s again", record, error.strerror, prefix)
-    return IndexedDataset(prefix, meta)
-
-
-def _open(prefix: str | os.PathLike, meta: dict[str, Any] | None, record: Path) -> IndexedDataset:
-    stamps = [_stamp(path) for path in dataset_paths(prefix)]
-    known = _read(record)
-    if known.get("stamps") == stamps:
-        return IndexedDataset(prefix, meta, known["fingerprint"])
-    tokens = IndexedDataset(prefix, meta)
-    write_atomic(record, json.dumps({"stamps": stamps, "fingerprint": tokens.fingerprint}))
-    return tokens
+        logger.warning("%s cannot be kept (%s), so each start checks %s again", record, error.strerror, name)
+    return find()
 
 
 def _stamp(path: Path) -> list[int]:
