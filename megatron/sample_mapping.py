@@ -294,7 +294,7 @@ def load_mapping(
 def _read(path: Path) -> SampleMapping | None:
     """A mapping from its files, checked once a machine; None where there is none, or (warning) a damaged one."""
     record = path.with_suffix(".json")
-    if not (record.is_file() and path.is_file()):
+    if not record.is_file():
         return None
     try:
         known = json.loads(record.read_bytes())

@@ -4,7 +4,7 @@ Checking a token file reads all of the index, twice: its numbers, and for the fi
 90 GB that BERT's sentences of C4 have; the list of their samples has a checksum too. So what was found is kept in
 `.cache/checked/`, a file for each name and machine, with inode, size and time of the last change of the files, and
 holds as long as these are the same: for the other workers of a run, which wait for the first one, and for later
-starts.
+starts. Small files are checked each time.
 """
 
 import hashlib
@@ -23,6 +23,7 @@ from lm_experiments_tools.files import locked, write_atomic
 logger = logging.getLogger(__name__)
 
 CACHE = Path(".cache") / "checked"  # below the working directory
+SMALL = 8 * 2**20  # bytes of a file that is read in a few milliseconds, so that nothing is kept of it
 
 
 def open_checked(prefix: str | os.PathLike, meta: dict[str, Any] | None = None) -> IndexedDataset:
@@ -31,23 +32,29 @@ def open_checked(prefix: str | os.PathLike, meta: dict[str, Any] | None = None) 
     Raises:
         UserError: as `IndexedDataset` and its fingerprint.
     """
+    paths = dataset_paths(prefix)
     opened: list[IndexedDataset] = []
+    if _is_small(paths[1]):
+        return IndexedDataset(prefix, meta)
 
     def check() -> str:
         opened.append(IndexedDataset(prefix, meta))
         return opened[-1].fingerprint
 
-    fingerprint = found_once(prefix, dataset_paths(prefix), check)
+    fingerprint = found_once(paths[1], paths, check)
     return opened[-1] if opened else IndexedDataset(prefix, meta, fingerprint)
 
 
-def found_once(name: str | os.PathLike, files: Sequence[Path], find: Callable[[], str]) -> str:
-    """The value of `find()`, which reads all of `files`, unless this machine has it since they were last changed.
+def found_once(path: Path, files: Sequence[Path], find: Callable[[], str]) -> str:
+    """The value of `find()`, which reads all of `path`, unless this machine has it since `files` were last changed.
 
-    `name` is the path that tells what is recorded from others. Raises what `find` raises.
+    Raises what `find` raises.
     """
+    if _is_small(path):
+        return find()
+    name = path.with_suffix("")
     place = f"{platform.node()}:{os.path.realpath(name)}"
-    record = CACHE / f"{Path(name).name}-{hashlib.sha256(place.encode()).hexdigest()[:16]}.json"
+    record = CACHE / f"{name.name}-{hashlib.sha256(place.encode()).hexdigest()[:16]}.json"
     try:
         with locked(record.with_suffix(".lock")):
             stamps = [_stamp(path) for path in files]
@@ -59,6 +66,10 @@ def found_once(name: str | os.PathLike, files: Sequence[Path], find: Callable[[]
     except OSError as error:
         logger.warning("%s cannot be kept (%s), so each start checks %s again", record, error.strerror, name)
     return find()
+
+
+def _is_small(path: Path) -> bool:
+    return not path.is_file() or path.stat().st_size < SMALL
 
 
 def _stamp(path: Path) -> list[int]:

@@ -6,12 +6,6 @@ from megatron.tokenizers import build_tokenizer
 from tests.helpers.preprocessing import PIECES
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    """What a machine remembers of files that it has checked lies below the working directory."""
-    monkeypatch.chdir(tmp_path_factory.mktemp("work"))
-
-
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join(PIECES))

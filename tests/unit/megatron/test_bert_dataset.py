@@ -440,6 +440,8 @@ def test_a_damaged_mapping_is_noticed_and_built_again(data, tmp_path, caplog):
 
 def test_a_mapping_is_read_for_its_checksum_once_a_machine(data, tmp_path, monkeypatch):
     path = load_mapping(data, MappingSettings(61), tmp_path).path
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checked, "SMALL", 0)
     reads, checksum = [], sample_mapping._checksum
     monkeypatch.setattr(sample_mapping, "_checksum", lambda path: reads.append(path) or checksum(path))
     loaded = [load_mapping(data, MappingSettings(61), tmp_path) for _ in range(3)]  # workers, later starts
