@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
@@ -269,13 +270,14 @@ def _said(error: Exception) -> str:
 
 @contextmanager
 def _quiet_export() -> Any:
-    """The exporter reports its progress on stdout and each of its optimisations on the log."""
+    """The exporter reports its progress on stdout, each of its optimisations on the log, and warns itself of torch."""
     loud = logging.getLogger("onnxscript"), logging.getLogger("onnx_ir"), logging.getLogger("torch.onnx")
     levels = [log.level for log in loud]
     for log in loud:
         log.setLevel(logging.ERROR)
     try:
-        with redirect_stdout(StringIO()):
+        with redirect_stdout(StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
         for log, level in zip(loud, levels, strict=True):

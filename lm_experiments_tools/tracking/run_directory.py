@@ -269,6 +269,8 @@ def setup_logging(run_dir: Path | str | None, rank: int, level: int = logging.IN
         root.addHandler(handler)
     root.setLevel(level)
     logging.captureWarnings(True)
+    # recommends a package for weights of 4 bits as soon as anything imports it, as transformers' schedules do
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 class ConsoleHandler(logging.StreamHandler):

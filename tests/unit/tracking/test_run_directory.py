@@ -273,6 +273,14 @@ def test_setting_logging_up_again_doubles_nothing(tmp_path, capsys):
     assert (tmp_path / "logs" / "rank0.log").read_text().count("once") == 1
 
 
+def test_the_log_recommends_no_package_that_the_run_does_not_use(capsys):
+    setup_logging(None, 0)
+    logging.getLogger("bitsandbytes.backends.cpu.ops").warning(
+        "Failed to load CPU gemm_4bit_forward from kernels-community"
+    )
+    assert capsys.readouterr().err == ""
+
+
 def test_without_a_run_directory_errors_of_other_ranks_are_not_lost(capsys):
     setup_logging(None, 3)
     logging.getLogger("a").info("no")
