@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -27,6 +28,8 @@ from lm_experiments_tools.errors import UserError, first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 _NAMES = {
     "pad_token": ("<pad>", "[PAD]", "<|padding|>"),
     "eos_token": ("</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|end_of_text|>"),
@@ -38,6 +41,7 @@ _NAMES = {
 }
 _SENTINELS = "<extra_id_{}>"
 _UNUSED = ("<unused{}>", "[unused{}]")
+_RARE = "\U00013080"  # a hieroglyph
 _WORD_MARKS = ("\u2581", "\u0120")  # of the space before a word: SentencePiece's, byte-level BPE's
 
 
@@ -125,11 +129,12 @@ class TokenizersVocabulary(Vocabulary):
                 f"vocabulary {path} is a {type(pretrained).__name__}, which runs in Python alone and is too slow "
                 "for a corpus: give a tokenizer that has a tokenizer.json"
             )
-        if not {*pretrained.get_vocab().values()} - {*pretrained.all_special_ids}:
+        if not _has_words(pretrained):
             raise UserError(
                 f"vocabulary {path} has no tokens but special ones, so that every word would be "
                 f"{pretrained.unk_token}: save the tokenizer there too, or give another folder"
             )
+        _check_unknown(pretrained, path)
         eos = pretrained.eos_token_id if pretrained.eos_token_id is not None else pretrained.sep_token_id
         if eos is None:
             raise UserError(
@@ -206,6 +211,26 @@ class TokenizersVocabulary(Vocabulary):
 
     def __reduce__(self) -> tuple:
         return TokenizersVocabulary, (self.path, self._content, self._roles, self.sentinel_ids)
+
+
+def _has_words(pretrained: PreTrainedTokenizerBase) -> bool:
+    """False for what transformers makes of a tokenizer_config.json alone; T5's then has the mark of a space, no word."""
+    special = {i for i, token in pretrained.added_tokens_decoder.items() if token.special}
+    pieces = pretrained.get_vocab().items()
+    return any(i not in special and piece.strip("".join(_WORD_MARKS)) for piece, i in pieces)
+
+
+def _check_unknown(pretrained: PreTrainedTokenizerBase, path: Path) -> None:
+    """Refuse a tokenizer that fails at a character it does not know, and warn of one that passes over it."""
+    try:
+        found = pretrained.backend_tokenizer.encode(_RARE, add_special_tokens=False).ids
+    except Exception as error:  # tokenizers raises plain ones
+        raise UserError(
+            f"vocabulary {path} has no token for what it does not know, and ends at the first such word "
+            f"({first_line(error)}): give it an unk_token in its model"
+        ) from error
+    if not found:
+        logger.warning("vocabulary %s has no token for characters that it does not know, and leaves them out", path)
 
 
 def _sentinels(pretrained: PreTrainedTokenizerBase, taken: set[int | None]) -> list[int]:
