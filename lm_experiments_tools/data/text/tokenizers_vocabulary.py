@@ -115,7 +115,9 @@ class TokenizersVocabulary(Vocabulary):
         added = self._backend.get_added_tokens_decoder().items()
         own = {i for i in roles.values() if i is not None and i >= 0}
         self.special_ids = sorted({i for i, token in added if token.special} | own | set(sentinel_ids.tolist()))
-        self._kind = json.loads(content)["model"]["type"]
+        settings = json.loads(content)
+        self._kind = settings["model"]["type"]
+        self._encoder = _without_forged(self._backend, settings, {*self.special_ids} - {self.unk_id})
 
     @classmethod
     def of(cls, pretrained: PreTrainedTokenizerBase, path: Path) -> TokenizersVocabulary:
@@ -156,11 +158,11 @@ class TokenizersVocabulary(Vocabulary):
         return cls(path, json.dumps(settings), roles, np.array(sentinels, np.int64), pretrained)
 
     def encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+        return self._encoder.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` for many texts; by several threads unless TOKENIZERS_PARALLELISM is "false", as in workers."""
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def find(self, piece: str) -> int | None:
         return self._ids.get(piece)
@@ -231,6 +233,40 @@ def _check_unknown(pretrained: PreTrainedTokenizerBase, path: Path) -> None:
         ) from error
     if not found:
         logger.warning("vocabulary %s has no token for characters that it does not know, and leaves them out", path)
+
+
+def _without_forged(
+    backend: tokenizers.Tokenizer, settings: dict[str, Any], special: set[int]
+) -> tokenizers.Tokenizer:
+    """The tokenizer, or one of the same ids that does not find its special tokens in text.
+
+    To `encode_special_tokens` they are text for the model, which has them among its pieces: Unigram and word-level
+    models take "</s>" for such a piece. So they get names there that no text has. `settings` are changed.
+    """
+    pieces = [piece for piece, i in backend.get_vocab(with_added_tokens=True).items() if i in special]
+    probes = [text for piece in pieces for text in (piece, f"a{piece}b", f"a {piece} b")]
+    if all(special.isdisjoint(found.ids) for found in backend.encode_batch_fast(probes, add_special_tokens=False)):
+        return backend
+    model = settings["model"]
+    if isinstance(model["vocab"], dict):
+        hidden = {piece for piece, i in model["vocab"].items() if i in special}
+        model["vocab"] = {_hidden(piece) if piece in hidden else piece: i for piece, i in model["vocab"].items()}
+        pairs = ((pair, pair.split(" ") if isinstance(pair, str) else pair) for pair in model.get("merges", ()))
+        merges = [pair for pair, parts in pairs if hidden.isdisjoint([*parts, "".join(parts)])]
+        model.update({"merges": merges} if "merges" in model else {})
+    else:  # of a Unigram model, to which the unknown token is a number
+        hidden = {piece for i, (piece, _) in enumerate(model["vocab"]) if i in special or i == model["unk_id"]}
+        model["vocab"] = [[_hidden(p) if p in hidden else p, score] for p, score in model["vocab"]]
+    settings["added_tokens"] = [token for token in settings["added_tokens"] if token["content"] not in hidden]
+    encoder = tokenizers.Tokenizer.from_str(json.dumps(settings))
+    encoder.no_truncation()
+    encoder.no_padding()
+    encoder.encode_special_tokens = True
+    return encoder
+
+
+def _hidden(piece: str) -> str:
+    return f"\0{piece}"  # documents with a NUL are refused
 
 
 def _sentinels(pretrained: PreTrainedTokenizerBase, taken: set[int | None]) -> list[int]:
