@@ -216,7 +216,7 @@ class TokenizersVocabulary(Vocabulary):
 
 
 def _has_words(pretrained: PreTrainedTokenizerBase) -> bool:
-    """False for what transformers makes of a tokenizer_config.json alone; T5's then has the mark of a space, no word."""
+    """False for what transformers makes of a tokenizer_config.json alone: T5's then has the mark of a space."""
     special = {i for i, token in pretrained.added_tokens_decoder.items() if token.special}
     pieces = pretrained.get_vocab().items()
     return any(i not in special and piece.strip("".join(_WORD_MARKS)) for piece, i in pieces)
