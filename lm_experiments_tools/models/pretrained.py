@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 
 from lm_experiments_tools.checkpoint.adapter_files import check_base
@@ -355,7 +356,7 @@ def load_pretrained(
                 ignore_mismatched_sizes=True,
                 **{"dtype": torch.float32, **options},
             )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{source.name}: its weights cannot be read ({first_line(error)}).") from error
     new_weights = _judge(model, info, source, args)
     if unties and getattr(model, "_tied_weights_keys", None):

@@ -213,6 +213,8 @@ class _Reader:
                 )
 
             self.labelled = _set_aside(self._examples(args.data_path, read))
+            if not self.found:
+                raise UserError(f"no example in {', '.join(args.data_path)} has a label: check --label_field.")
             return saved if sorted(saved) == sorted(self.found) else in_order(self.found)
         if not saved:
             raise UserError(

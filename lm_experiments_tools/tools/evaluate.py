@@ -53,14 +53,16 @@ def run(args: EvaluateArgs, origins: Mapping[str, str]) -> None:
         find_source(name, "--checkpoints")
     settings = {f.name: getattr(args, f.name) for f in fields(FinetuningArgs) if origins[f.name] != DEFAULT}
     rows: list[dict[str, str | float]] = []
-    for name in args.checkpoints:
-        for row in _evaluated(name, settings):
-            rows.append(row)
-            if launcher_rank() == 0 and args.output is not None:
-                with Path(args.output).open("a", encoding="utf-8") as file:
-                    file.write(dump_json(row, indent=None) + "\n")
-    if launcher_rank() == 0:
-        print("\n".join(table(rows)))
+    try:
+        for name in args.checkpoints:
+            for row in _evaluated(name, settings):
+                rows.append(row)
+                if launcher_rank() == 0 and args.output is not None:
+                    with Path(args.output).open("a", encoding="utf-8") as file:
+                        file.write(dump_json(row, indent=None) + "\n")
+    finally:  # of those before one that cannot be evaluated, too
+        if launcher_rank() == 0 and rows:
+            print("\n".join(table(rows)))
 
 
 def _evaluated(name: str, settings: Mapping[str, object]) -> list[dict[str, str | float]]:

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from lm_experiments_tools.data.examples.rows import BadRow, BadRows, Row, converted, read_rows
 from lm_experiments_tools.data.text.documents import unusable_characters
 from lm_experiments_tools.errors import UserError
@@ -139,14 +141,16 @@ def _merged(examples: Iterable[tuple[str, Example]], bad: BadRows) -> Iterator[E
     for number, (where, example) in enumerate(examples):
         key = example.name or f"row {number}"
         if key not in found:
-            found[key] = where, example if example.name else replace(example, name=str(number))
+            found[key] = where, example
             continue
         first_where, first = found[key]
         if first.source == example.source:
             found[key] = first_where, replace(first, targets=first.targets + example.targets)
         else:
             bad.add(where, f"the id {key!r} of {first_where} again, with another source")
-    return iter([example for _, example in found.values()])
+    for key, (_, example) in found.items():  # without an id: the number of its row, unless that is another's id
+        number = key.removeprefix("row ")
+        yield example if example.name else replace(example, name=key if number in found else number)
 
 
 def _found(record: dict[str, Any], names: Sequence[str], flag: str) -> str:
@@ -207,7 +211,8 @@ class LabelFields:
     def label_of(self, record: dict[str, Any]) -> Any:
         """The label in this record, or the list of labels, as it stands there."""
         usual = ("labels", *LABEL_FIELDS) if self.several else LABEL_FIELDS
-        return _value(record, self.label or _found(record, usual, "--label_field"))
+        value = _value(record, self.label or _found(record, usual, "--label_field"))
+        return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
     def names_in(self, record: dict[str, Any]) -> tuple[str, ...]:
         """The names of all labels of this record; a table has them in one column, with commas between them."""
@@ -218,7 +223,10 @@ class LabelFields:
             value = [part for part in value.split(",") if part.strip()]
         if not isinstance(value, list | tuple):
             raise BadRow(f"the labels {value!r} are no list, nor text with commas between them")
-        return tuple(map(_label_name, value))
+        names = tuple(map(_label_name, value))
+        if len(set(names)) < len(names) and all(label in (0, 1) for label in value):
+            raise BadRow(f"the labels {value!r} are a 0 or 1 for each there is: list the names of those that apply")
+        return names
 
     def has_label(self, row: Row, names: Sequence[str]) -> bool:
         """False where there is no such field, or null in it, or -1, unless that is one of the labels' names."""

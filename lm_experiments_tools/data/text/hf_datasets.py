@@ -45,6 +45,8 @@ def load_streaming(item: str) -> Any:
     try:
         return datasets.load_dataset(*_source(item), split=split, streaming=True, **_files(item))
     except (OSError, ValueError) as error:  # offline, not found, or no such config or split
+        if os.path.isfile(name):
+            raise UserError(f"{item} is damaged or not of its ending ({first_line(error)}): copy it again") from None
         kind = "a folder" if os.path.isdir(name) else "neither a file nor a folder here"
         raise UserError(
             f"{item} is {kind}, and as a Hugging Face dataset (name[:config][:split]) it cannot be loaded: "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -27,6 +28,8 @@ from lm_experiments_tools.errors import UserError, first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 _NAMES = {
     "pad_token": ("<pad>", "[PAD]", "<|padding|>"),
     "eos_token": ("</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|end_of_text|>"),
@@ -38,6 +41,7 @@ _NAMES = {
 }
 _SENTINELS = "<extra_id_{}>"
 _UNUSED = ("<unused{}>", "[unused{}]")
+_RARE = "\U00013080"  # a hieroglyph
 _WORD_MARKS = ("\u2581", "\u0120")  # of the space before a word: SentencePiece's, byte-level BPE's
 
 
@@ -111,7 +115,9 @@ class TokenizersVocabulary(Vocabulary):
         added = self._backend.get_added_tokens_decoder().items()
         own = {i for i in roles.values() if i is not None and i >= 0}
         self.special_ids = sorted({i for i, token in added if token.special} | own | set(sentinel_ids.tolist()))
-        self._kind = json.loads(content)["model"]["type"]
+        settings = json.loads(content)
+        self._kind = settings["model"]["type"]
+        self._encoder = _without_forged(self._backend, settings, {*self.special_ids} - {self.unk_id})
 
     @classmethod
     def of(cls, pretrained: PreTrainedTokenizerBase, path: Path) -> TokenizersVocabulary:
@@ -125,11 +131,12 @@ class TokenizersVocabulary(Vocabulary):
                 f"vocabulary {path} is a {type(pretrained).__name__}, which runs in Python alone and is too slow "
                 "for a corpus: give a tokenizer that has a tokenizer.json"
             )
-        if not {*pretrained.get_vocab().values()} - {*pretrained.all_special_ids}:
+        if not _has_words(pretrained):
             raise UserError(
                 f"vocabulary {path} has no tokens but special ones, so that every word would be "
                 f"{pretrained.unk_token}: save the tokenizer there too, or give another folder"
             )
+        _check_unknown(pretrained, path)
         eos = pretrained.eos_token_id if pretrained.eos_token_id is not None else pretrained.sep_token_id
         if eos is None:
             raise UserError(
@@ -151,11 +158,11 @@ class TokenizersVocabulary(Vocabulary):
         return cls(path, json.dumps(settings), roles, np.array(sentinels, np.int64), pretrained)
 
     def encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+        return self._encoder.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` for many texts; by several threads unless TOKENIZERS_PARALLELISM is "false", as in workers."""
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def find(self, piece: str) -> int | None:
         return self._ids.get(piece)
@@ -206,6 +213,60 @@ class TokenizersVocabulary(Vocabulary):
 
     def __reduce__(self) -> tuple:
         return TokenizersVocabulary, (self.path, self._content, self._roles, self.sentinel_ids)
+
+
+def _has_words(pretrained: PreTrainedTokenizerBase) -> bool:
+    """False for what transformers makes of a tokenizer_config.json alone: T5's then has the mark of a space."""
+    special = {i for i, token in pretrained.added_tokens_decoder.items() if token.special}
+    pieces = pretrained.get_vocab().items()
+    return any(i not in special and piece.strip("".join(_WORD_MARKS)) for piece, i in pieces)
+
+
+def _check_unknown(pretrained: PreTrainedTokenizerBase, path: Path) -> None:
+    """Refuse a tokenizer that fails at a character it does not know, and warn of one that passes over it."""
+    try:
+        found = pretrained.backend_tokenizer.encode(_RARE, add_special_tokens=False).ids
+    except Exception as error:  # tokenizers raises plain ones
+        raise UserError(
+            f"vocabulary {path} has no token for what it does not know, and ends at the first such word "
+            f"({first_line(error)}): give it an unk_token in its model"
+        ) from error
+    if not found:
+        logger.warning("vocabulary %s has no token for characters that it does not know, and leaves them out", path)
+
+
+def _without_forged(
+    backend: tokenizers.Tokenizer, settings: dict[str, Any], special: set[int]
+) -> tokenizers.Tokenizer:
+    """The tokenizer, or one of the same ids that does not find its special tokens in text.
+
+    To `encode_special_tokens` they are text for the model, which has them among its pieces: Unigram and word-level
+    models take "</s>" for such a piece. So they get names there that no text has. `settings` are changed.
+    """
+    pieces = [piece for piece, i in backend.get_vocab(with_added_tokens=True).items() if i in special]
+    probes = [text for piece in pieces for text in (piece, f"a{piece}b", f"a {piece} b")]
+    if all(special.isdisjoint(found.ids) for found in backend.encode_batch_fast(probes, add_special_tokens=False)):
+        return backend
+    model = settings["model"]
+    if isinstance(model["vocab"], dict):
+        hidden = {piece for piece, i in model["vocab"].items() if i in special}
+        model["vocab"] = {_hidden(piece) if piece in hidden else piece: i for piece, i in model["vocab"].items()}
+        pairs = ((pair, pair.split(" ") if isinstance(pair, str) else pair) for pair in model.get("merges", ()))
+        merges = [pair for pair, parts in pairs if hidden.isdisjoint([*parts, "".join(parts)])]
+        model.update({"merges": merges} if "merges" in model else {})
+    else:  # of a Unigram model, to which the unknown token is a number
+        hidden = {piece for i, (piece, _) in enumerate(model["vocab"]) if i in special or i == model["unk_id"]}
+        model["vocab"] = [[_hidden(p) if p in hidden else p, score] for p, score in model["vocab"]]
+    settings["added_tokens"] = [token for token in settings["added_tokens"] if token["content"] not in hidden]
+    encoder = tokenizers.Tokenizer.from_str(json.dumps(settings))
+    encoder.no_truncation()
+    encoder.no_padding()
+    encoder.encode_special_tokens = True
+    return encoder
+
+
+def _hidden(piece: str) -> str:
+    return f"\0{piece}"  # documents with a NUL are refused
 
 
 def _sentinels(pretrained: PreTrainedTokenizerBase, taken: set[int | None]) -> list[int]:

@@ -85,3 +85,7 @@ def test_checkpoints_are_evaluated_into_one_table(folder, tmp_path, capsys):
     assert last[0].split()[1:] == last[1].split()[1:] == table(rows)[2].split()[1:]  # the prefix that is given
     assert lmtools(["evaluate", "--checkpoints", "no/such/run", *flags]) == 2
     assert "error: --checkpoints no/such/run: there is no such file" in capsys.readouterr().err
+    (tmp_path / "other" / "model.safetensors").write_bytes(b"cut")
+    assert lmtools(["evaluate", "--checkpoints", *names, *flags[:-2]]) == 2
+    shown = capsys.readouterr()  # with the table of what was measured before
+    assert "other: its weights cannot be read" in shown.err and shown.out.splitlines()[-1].startswith(names[0])

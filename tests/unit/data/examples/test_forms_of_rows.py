@@ -3,6 +3,7 @@
 import gzip
 import json
 
+import numpy as np
 import pytest
 
 from lm_experiments_tools.data.examples.examples import LabelFields, TextFields, label_examples, text_examples
@@ -65,6 +66,9 @@ def test_parquet_is_read_and_a_folder_of_it_by_splits(tmp_path):
     assert rows_of(splits) == ROWS[:3] and rows_of(splits, "valid") == ROWS[3:]
     with pytest.raises(UserError, match="has none of the test files"):
         rows_of(splits, "test")
+    (tmp_path / "half.parquet").write_bytes((tmp_path / "one.parquet").read_bytes()[:200])
+    with pytest.raises(UserError, match="half.parquet is damaged or not of its ending .*: copy it again"):
+        rows_of(tmp_path / "half.parquet")
 
 
 class Again:
@@ -142,6 +146,42 @@ def test_labels_of_a_row_are_a_list_or_text_with_commas(tmp_path):
     assert data.label_names == ("2", "a", "b", "c")
     labels = data.train.dataset.dataset.encoded.labels
     assert labels.tolist() == [[0, 1, 1, 0], [0] * 4, [1, 1, 0, 0], [0, 1, 0, 1], [0] * 4]
+
+
+def labels_of(rows, several=True, **options):
+    """Labels of rows of a program, as the names that are found."""
+    found, bad = {}, BadRows(0)
+    fields = LabelFields(several=several)
+    examples = [*label_examples(as_source(rows, "rows"), fields, bad, found=found, **options)]
+    names = [*found]
+    return [[names[i] for i in (e.label if several else [e.label])] for e in examples]
+
+
+def test_a_zero_or_one_for_each_label_is_no_list_of_labels():
+    for labels in ([0, 1, 0], [1.0, 0.0, 1.0], [False, False], np.array([1, 1])):
+        with pytest.raises(UserError, match="are a 0 or 1 for each there is: list the names of those that apply"):
+            labels_of([{"text": "w1", "labels": labels}])
+    assert labels_of([{"text": "w1", "labels": []}, {"text": "w1", "labels": [7, 2]}]) == [[], ["7", "2"]]
+
+
+def test_labels_of_numpy_are_those_of_python():
+    assert labels_of([{"text": "w1", "labels": np.array([3, 1])}]) == [["3", "1"]]
+    assert labels_of([{"text": "w1", "label": np.int64(4)}, {"text": "w1", "label": 5}], several=False) == [
+        ["4"],
+        ["5"],
+    ]
+
+
+def test_training_data_in_which_no_row_has_a_label_is_refused():
+    rows = as_source([{"text": "w1 w2", "labels": []}] * 4, "data_path")
+    with pytest.raises(UserError, match="no example in rows given as data_path has a label"):
+        read(word_tokenizer(), model_type="encoder", task="multi_label", data_path=(rows,), batch_size=2)
+
+
+def test_rows_without_an_id_take_none_that_another_row_has():
+    rows = [{"source": f"w{n}", "target": "w1"} | ({"id": str(n + 1)} if n % 2 else {}) for n in range(5)]
+    named = text_examples(as_source(rows, "rows"), TextFields(), BadRows(0), merge=True)
+    assert [example.name for example in named] == ["0", "2", "row 2", "4", "row 4"]
 
 
 def test_labels_that_only_the_encoding_tells_apart_are_named(tmp_path, caplog):

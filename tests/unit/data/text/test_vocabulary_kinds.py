@@ -114,6 +114,9 @@ def test_what_cannot_be_a_vocabulary_is_one_sentence(tmp_path):
     (slow / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "CanineTokenizer"}))
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "tokenizer_config.json").write_text("[1]")
+    (tmp_path / "t5").mkdir()
+    (tmp_path / "t5" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T5Tokenizer"}))
+    Tokenizer(models.WordLevel({"a": 0, "</s>": 1})).save(str(tmp_path / "closed.json"))
     added = ByT5Tokenizer(extra_ids=2)
     added.add_tokens(["word"])
     added.save_pretrained(tmp_path / "added")
@@ -122,11 +125,50 @@ def test_what_cannot_be_a_vocabulary_is_one_sentence(tmp_path):
         "plain.json": "has no token that ends a text",
         "slow": "CanineTokenizer, which runs in Python alone",
         "config": "holds list, not an object",
+        "t5": "has no tokens but special ones",
+        "closed.json": "has no token for what it does not know, and ends at the first such word",
         "added": "save it without added tokens",
     }.items():
         with pytest.raises(UserError, match=sentence) as error:
             Vocabulary.load(tmp_path / name)
         assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["Unigram", "WordLevel", "BPE"])
+def test_text_forges_no_special_token_that_is_a_piece_of_the_model(tmp_path, kind):
+    pieces = ["<pad>", "</s>", "<unk>", *(f"<extra_id_{k}>" for k in range(2)), *"</s>a", "\u2581", "\u2581a", "</"]
+    pieces = list(dict.fromkeys(pieces))
+    numbers = {piece: number for number, piece in enumerate(pieces)}
+    merges = [("<", "/"), ("s", ">"), ("</", "s>")]
+    model = {
+        "Unigram": lambda: models.Unigram([(piece, -float(number)) for piece, number in numbers.items()], 2, False),
+        "WordLevel": lambda: models.WordLevel(numbers, unk_token="<unk>"),
+        "BPE": lambda: models.BPE(numbers | {"s>": len(numbers)}, merges, unk_token="<unk>"),
+    }[kind]()
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    marks = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    pretrained = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **marks)
+    pretrained.add_tokens(["word"])
+    pretrained.save_pretrained(tmp_path / "saved")
+    vocabulary = pickle.loads(pickle.dumps(Vocabulary.load(tmp_path / "saved")))
+    special = {0, 1, 3, 4}
+    for text in ("</s>", "a </s> a", "a</s>a", "<extra_id_0> a", "<pad>"):
+        assert special.isdisjoint(vocabulary.encode(text)) and len(vocabulary.encode(text))
+        assert vocabulary.encode_batch([text]) == [vocabulary.encode(text)]
+    assert vocabulary.encode("a word a") == pretrained("a word a", add_special_tokens=False).input_ids
+    assert vocabulary.find("</s>") == vocabulary.eos_id == 1 and vocabulary.sentinel_ids.tolist() == [3, 4]
+
+
+def test_characters_that_a_tokenizer_leaves_out_are_warned_of(tmp_path, caplog):
+    for name, unknown in {"open.json": "<unk>", "closed.json": None}.items():
+        pieces = {piece: number for number, piece in enumerate(["<unk>", "</s>", "a", "b"])}
+        tokenizer = Tokenizer(models.BPE(pieces, [], unk_token=unknown))
+        tokenizer.save(str(tmp_path / name))
+        ids = Vocabulary.load(tmp_path / name).encode("aébé")
+        assert ids == ([2, 3] if unknown is None else [2, 0, 3, 0])
+    (warning,) = [record.getMessage() for record in caplog.records if "leaves them out" in record.getMessage()]
+    assert "closed.json" in warning
 
 
 def test_masking_needs_a_mask_token_or_a_sentinel(tmp_path):
