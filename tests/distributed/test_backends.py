@@ -210,7 +210,6 @@ def test_block_sparse_attention_equals_one_process(results, kind, scenario):
     assert (alone[bias] - tiny_t5(seed=0).state_dict()[bias]).abs().max() > 1e-3, "the bias did not train"
 
 
-@pytest.mark.parametrize("kind", UNSHARDED)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_compiled_model_trains_as_it_is(results, kind):
     for rank in results.of(kind, "compiled"):
@@ -219,6 +218,7 @@ def test_a_compiled_model_trains_as_it_is(results, kind):
             assert compiled == pytest.approx(eager, rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", UNSHARDED)
 @pytest.mark.parametrize("attention", ["dense", "sparse"])
 def test_bert_with_one_bias_for_all_layers_equals_one_process(results, kind, attention):
     [alone] = results.of("local", "bert_bias")

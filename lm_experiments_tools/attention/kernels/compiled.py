@@ -2,10 +2,15 @@
 
 A graph holds the operator's tensors and a number; what that stands for (layout, kind of bias, backend and so on) is
 kept here as `Settings`. Checks and the choice of a backend are made when the operator runs: no graph depends on them.
+
+The operator computes gradients with autograd, which PyTorch switches off in operators: it is switched on by functions
+of torch that are not public. In a torch without them the call breaks the graph instead.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,8 +22,12 @@ from torch import Tensor
 from lm_experiments_tools.attention.kernels.bias import AlibiBias, Bias, T5Bias, wants_gradient
 from lm_experiments_tools.attention.kernels.plan import AnyLayout
 from lm_experiments_tools.attention.kernels.request import Kept, Request
+from lm_experiments_tools.errors import UserError
 
 _NONE, _MATRIX, _TABLE, _T5, _ALIBI = range(5)  # kinds of bias, of which the operator is given the tensor
+
+_LOCAL = "_dispatch_tls_local_include_set", "_dispatch_tls_local_exclude_set"
+_CAN_DIFFERENTIATE = all(hasattr(torch._C, name) for name in ("_ForceDispatchKeyGuard", "DispatchKey", *_LOCAL))
 
 Run = Callable[[Request, str, int | None, Kept], Tensor]  # of a request, a backend's name, dropout's seed
 
@@ -27,7 +36,7 @@ class Settings(NamedTuple):
     """All of a call that is no tensor."""
 
     run: Run
-    layout: AnyLayout  # None too where it is a tensor, which the operator is given
+    layout: Callable[[], AnyLayout]  # the object if it lives; None too where it is a tensor: the operator is given it
     backend: str
     bias: tuple[int, bool, int, int]  # its kind; of T5's also bidirectional, num_buckets and max_distance
     causal: bool
@@ -36,13 +45,21 @@ class Settings(NamedTuple):
     trained: tuple[bool, bool, bool, bool]  # which of q, k, v and bias want gradients
 
 
-_layouts: list[AnyLayout] = []  # that are numbers in the graph already
-_settings: list[Settings] = []
+# A graph is guarded by its layout's identity, and so runs only while that lives: settings may go with their layout.
+# But its backward pass may come later, and a layout that a graph makes for itself has no other owner.
+_MAX_HELD = 256
+
+_layouts: list[AnyLayout] = []  # that are numbers in the graph already, of configurations: one for the same settings
+_settings: dict[int, Settings] = {}
 _numbers: dict[tuple, int] = {}
+_held: dict[int, AnyLayout] = {}  # of the settings used last, which come last
+_next_number = itertools.count()
 
 
 def attend_in_graph(request: Request, backend: str, run: Run) -> Tensor:
     """`run` of a request while torch.compile traces: as one operator, whose gradients are those of the call."""
+    if not _CAN_DIFFERENTIATE or backend == "flex":  # which is compiled already
+        return _attend_outside(request, backend, run)
     q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p = request
     blocks, layout = (layout, None) if isinstance(layout, Tensor) else (None, layout)
     queries, keys = (segment_ids, segment_ids) if isinstance(segment_ids, Tensor | None) else segment_ids
@@ -56,6 +73,12 @@ def attend_in_graph(request: Request, backend: str, run: Run) -> Tensor:
     return torch.ops.lm_experiments_tools.block_sparse_attention(
         q, k, v, values, key_padding_mask, queries, keys, blocks, seed, number
     )[0]
+
+
+@torch.compiler.disable
+def _attend_outside(request: Request, backend: str, run: Run) -> Tensor:
+    layout = request.layout
+    return run(request._replace(layout=_layouts[layout] if isinstance(layout, int) else layout), backend)
 
 
 def number_of_layout(layout: AnyLayout) -> int:
@@ -78,15 +101,46 @@ def _tensor_of(bias: Bias | None, length: int) -> tuple[Tensor | None, int, tupl
 
 @torch.compiler.assume_constant_result  # asked once a graph, which is guarded by the identity of the layout
 def _number_of(run: Run, layout: AnyLayout | int, backend: str, *others: bool | float | None) -> int:
-    """The number that stands for settings. They keep the layout alive, so that no other comes to have its id."""
+    """The number that stands for settings, as long as their layout lives."""
     layout = _layouts[layout] if isinstance(layout, int) else layout
     kind, bidirectional, num_buckets, max_distance, causal, scale, dropout_p, *trained = others
     bias = kind, bidirectional, num_buckets, max_distance
     key = id(run), id(layout), backend, *others
     if key not in _numbers:
-        _settings.append(Settings(run, layout, backend, bias, causal, scale, dropout_p, tuple(trained)))
-        _numbers[key] = len(_settings) - 1
+        number, reference = next(_next_number), (lambda: None) if layout is None else weakref.ref(layout)
+        _settings[number] = Settings(run, reference, backend, bias, causal, scale, dropout_p, tuple(trained))
+        _numbers[key] = number
+        if layout is not None:
+            weakref.finalize(layout, _forget, key)
+    _hold(_numbers[key], layout)
     return _numbers[key]
+
+
+def _hold(number: int, layout: AnyLayout) -> None:
+    """Keep the layout of settings for a while."""
+    if layout is not None:
+        _held.pop(number, None)
+        _held[number] = layout
+        if len(_held) > _MAX_HELD:
+            del _held[next(iter(_held))]
+
+
+def _forget(key: tuple) -> None:
+    """Settings whose layout is no more, so that another one may have its id."""
+    del _settings[_numbers.pop(key)]
+
+
+def _settings_of(number: int) -> tuple[Settings, AnyLayout]:
+    """What a number in a graph stands for, and its layout."""
+    settings = _settings.get(number)
+    if settings is None:
+        raise UserError(
+            f"The layout of a compiled attention call is gone, after {_MAX_HELD} others: keep the object as long as "
+            "the compiled function and the outputs that are to be differentiated."
+        )
+    layout = settings.layout()
+    _hold(number, layout)
+    return settings, layout
 
 
 @dataclass(eq=False)
@@ -112,9 +166,10 @@ def _autograd() -> AbstractContextManager[None]:
 
 
 def _attend(
-    settings: Settings, tensors: Sequence[Tensor | None], wanted: Sequence[bool], kept: Kept
+    number: int, tensors: Sequence[Tensor | None], wanted: Sequence[bool] | None, kept: Kept
 ) -> tuple[Tensor, list[Tensor]]:
-    """The output, and those of q, k, v and the bias of which gradients are wanted."""
+    """The output, and those of q, k, v and the bias of which gradients are wanted (None: as in training)."""
+    settings, layout = _settings_of(number)
     *trainable, key_padding_mask, queries, keys, blocks, seed = tensors
     trained = settings.trained  # as in the forward pass, so that the same backend is chosen
     leaves = [x if x is None else x.detach().requires_grad_(y) for x, y in zip(trainable, trained, strict=True)]
@@ -125,17 +180,25 @@ def _attend(
         _T5: lambda: T5Bias(values, bidirectional, num_buckets, max_distance),
         _ALIBI: lambda: AlibiBias(values),
     }.get(kind, lambda: values)()
-    layout = settings.layout if blocks is None else blocks
+    layout = layout if blocks is None else blocks
     segments = None if queries is None else (queries, keys)
     request = Request(
         q, k, v, layout, bias, key_padding_mask, segments, settings.causal, settings.scale, settings.dropout_p
     )
     with _autograd(), torch.set_grad_enabled(any(trained)):
         output = settings.run(request, settings.backend, None if seed is None else int(seed), kept)
-    return output, [x for x, is_wanted in zip(leaves, wanted, strict=True) if is_wanted]
+    return output, [x for x, is_wanted in zip(leaves, wanted or trained, strict=True) if is_wanted]
 
 
-@torch.library.custom_op("lm_experiments_tools::block_sparse_attention", mutates_args=())
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? key_padding_mask, Tensor? query_segments, "
+    "Tensor? key_segments, Tensor? blocks, Tensor? seed, SymInt number"
+)  # written out, as torch 2.6 reads fewer annotations than later ones
+
+
+@torch.library.custom_op(
+    "lm_experiments_tools::block_sparse_attention", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)"
+)
 def operator(
     q: Tensor,
     k: Tensor,
@@ -149,9 +212,9 @@ def operator(
     number: int,
 ) -> tuple[Tensor, Tensor]:
     """The output [batch, heads, query_length, v's last dimension], and the logarithms of the sums of its rows."""
-    kept, settings = Kept(), _settings[number]
+    kept = Kept()
     tensors = q, k, v, bias, key_padding_mask, query_segments, key_segments, blocks, seed
-    output, _ = _attend(settings, tensors, settings.trained, kept)
+    output, _ = _attend(number, tensors, None, kept)
     lse = q.new_zeros(q.shape[:3], dtype=torch.float32) if kept.lse is None else kept.lse
     return output.detach().contiguous(), lse
 
@@ -161,7 +224,11 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor]
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("lm_experiments_tools::block_sparse_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "lm_experiments_tools::block_sparse_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor output, Tensor lse, {_INPUTS}, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 def operator_backward(
     grad: Tensor,
     output: Tensor,
@@ -180,7 +247,7 @@ def operator_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the bias; an empty tensor where none is wanted."""
     tensors = q, k, v, bias, key_padding_mask, query_segments, key_segments, blocks, seed
-    again, leaves = _attend(_settings[number], tensors, wanted, Kept(output, lse))
+    again, leaves = _attend(number, tensors, wanted, Kept(output, lse))
     with _autograd():
         found = iter(torch.autograd.grad(again, leaves, grad))
     gradients = [next(found).contiguous() if is_wanted else q.new_empty(0) for is_wanted in wanted]

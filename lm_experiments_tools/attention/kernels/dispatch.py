@@ -82,8 +82,6 @@ def block_sparse_attention(
     """
     request = Request(q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p)
     if torch.compiler.is_compiling() and not isinstance(q, FakeTensor):
-        if backend == "flex":  # which is compiled already
-            return torch.compiler.disable(_attend)(request, backend)
         return attend_in_graph(request, backend, _attend)
     signature = _signature(request) if backend == "auto" else None
     return sdpa.attend_dense(request) if signature in _PLAIN else _attend(request, backend, signature=signature)

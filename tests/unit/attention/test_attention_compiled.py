@@ -142,3 +142,36 @@ def test_a_mistake_in_a_compiled_call_is_a_sentence():
         traced(q, q, q, Layout(torch.ones(3, 4, 4), 16))
     with pytest.raises(UserError, match='backend "triton" cannot do this'):
         traced(q, q, q, backend="triton")
+
+
+def test_settings_of_a_compiled_call_go_with_its_layout():
+    """A backward pass still finds those of a layout that has gone meanwhile, and a later layout has its own."""
+    (q,) = tensors(1, 2, 64, 8, count=1, dtype=torch.float32)
+    before = len(compiled._settings)
+    for number in range(2 * compiled._MAX_HELD):
+        layout = Layout(torch.eye(4).roll(number, 1)[None], 16)
+        key = compiled._number_of(_attend, layout, "gather", 0, False, 0, 0, False, None, 0.0, True, True, True, False)
+        assert compiled._settings_of(key)[1] is layout
+        if number % compiled._MAX_HELD == 0:
+            call = torch.compile(lambda q, of=layout: block_sparse_attention(q, q, q, of), backend="eager")
+            output, expected = call(q), block_sparse_attention(q, q, q, layout)
+            del call, layout
+            found, wanted = (torch.autograd.grad(x.square().sum(), q)[0] for x in (output, expected))
+            assert torch.equal(found, wanted)
+    assert len(compiled._settings) <= before + compiled._MAX_HELD
+    with pytest.raises(UserError, match="keep the object"):
+        compiled._settings_of(-1)
+
+
+def test_without_torchs_private_functions_the_call_breaks_the_graph(monkeypatch):
+    monkeypatch.setattr(compiled, "_CAN_DIFFERENTIATE", False)
+    model, labels = MODELS["transformers' bert, sparse"](), torch.randint(2, 64, (2, 70))
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(input_ids=labels, labels=labels).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        model.compile(backend="eager")
+    assert counters["graph_break"]
+    torch.testing.assert_close(found[1], found[0])
