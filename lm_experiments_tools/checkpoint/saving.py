@@ -88,7 +88,7 @@ class Saver:
     def wait(self) -> None:
         """Return when the last checkpoint is complete. Raises RunError on every worker if it could not be written."""
         if self.writer is not None:
-            on_all(self.backend, self._finish_writing, only_main=True)
+            on_all(self.backend, self._finish_writing, only_main=True, takes_long=True)
 
     def _finish_writing(self) -> None:
         writing, self._writing = self._writing, None

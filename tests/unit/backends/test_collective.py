@@ -10,6 +10,8 @@ import pytest
 from lm_experiments_tools.backends import collective
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.checkpoint.saving import Saver
+from lm_experiments_tools.checkpoint.writer import CheckpointWriter
 from lm_experiments_tools.errors import RunError, UserError
 
 LIMIT = 1.0  # seconds that a worker may wait in a collective, as NCCL's 1,800
@@ -74,6 +76,16 @@ def test_workers_wait_for_slow_ones_longer_than_a_collective_may_take(caplog):
 
 def test_workers_wait_for_the_first_one():
     assert on_both(lambda b: on_main(b, lambda: slow(b, b.rank, rank=0), takes_long=True)) == [0, 0]
+
+
+def test_workers_wait_for_a_checkpoint_longer_than_a_collective_may_take(tmp_path):
+    def save(backend):
+        saver = Saver(backend, CheckpointWriter(tmp_path, 1, rank=backend.rank))
+        if backend.is_main:
+            saver._writing = saver._thread.submit(time.sleep, 1.6 * LIMIT)
+        saver.wait()
+
+    assert on_both(save) == [None, None]
 
 
 @pytest.mark.parametrize("error", [UserError("no text"), RunError("gone")])
