@@ -92,7 +92,7 @@ $(DATA)/library/train.jsonl: $(DATA)/corpus/train.jsonl scripts/make_library_tas
 
 # Only where there is no pre-trained model; it is not made again when its data is newer.
 runs/pretrain_cpu/last:
-	$(MAKE) pretrain
+	$(MAKE) pretrain ARGS=
 
 finetune: env horovod-if-possible data-finetune | runs/pretrain_cpu/last ## fine-tune that T5 to name the library a paragraph is from, about 3 minutes (after pretrain, where there is none)
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python run_finetuning.py --config examples/finetune_cpu.yaml $(ARGS)

@@ -9,7 +9,7 @@ On this machine (CPU or one GPU)::
     python run_finetuning.py --model_type encoder --task classification --from_pretrained bert-base-uncased \\
         --data_path train.tsv --valid_data_path dev.tsv --batch_size 32 --lr 2e-5 --model_path runs/polarity
 
-The same, on several workers: put one of these in front of it in place of `python`::
+The same, on several workers, with one of these in the place of `python`::
 
     horovodrun --gloo -np 2 python
     torchrun --nproc_per_node 2

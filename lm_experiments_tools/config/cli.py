@@ -14,6 +14,7 @@ import io
 import logging
 import os
 import platform
+import re
 import shutil
 import signal
 import sys
@@ -64,6 +65,7 @@ def parse(
     argv: Sequence[str] | None = None,
     description: str | None = None,
     inherit: Callable[[Mapping[str, Any]], Mapping[str, tuple[Any, str]]] | None = None,
+    program: str | None = None,
 ) -> tuple[Args, dict[str, str]]:
     """Build `args_class` from the command line and the YAML files it names.
 
@@ -72,6 +74,7 @@ def parse(
         argv: arguments without the program's name; `sys.argv[1:]` by default.
         description: first paragraph of `--help`.
         inherit: {name: (value, origin)} of settings that follow from those that are given, and beat the defaults.
+        program: what `--help` says is used; the script's name by default.
 
     Returns:
         The arguments, and for each field where its value was written: "default", "FILE line N", "command line" or the
@@ -84,7 +87,7 @@ def parse(
     argv = sys.argv[1:] if argv is None else list(argv)
     if "-h" in argv or "--help" in argv:
         with _reader_may_leave():
-            _print_help(args_class, description)
+            _print_help(args_class, description, program or os.path.basename(sys.argv[0]))
         sys.exit(0)
     own_types = typing.get_type_hints(args_class)
     empty = {field.name for field in dataclasses.fields(args_class) if field.default == ""}
@@ -196,7 +199,7 @@ def _reader_may_leave() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _print_help(args_class: type, description: str | None) -> None:
+def _print_help(args_class: type, description: str | None, program: str) -> None:
     """Have tyro print the groups as nested dataclasses, which it titles by field name.
 
     The text above them is printed here: tyro would neither wrap it nor leave its examples as they are.
@@ -218,13 +221,13 @@ def _print_help(args_class: type, description: str | None) -> None:
                 dataclasses.field(default=default),
             ))  # fmt: skip
         shown = dataclasses.make_dataclass(group.__name__, fields, frozen=True, namespace={"__doc__": group.__doc__})
-        title = group.__name__.removesuffix("Args").lower()
+        title = re.sub(r"\B[A-Z]", r"_\g<0>", group.__name__.removesuffix("Args")).lower()
         titled.append((title, shown, dataclasses.field(default=shown())))
     everything = dataclasses.make_dataclass("Everything", titled, frozen=True)
     options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     sys.stdout.flush()
     with contextlib.suppress(SystemExit):
-        tyro.cli(everything, args=["--help"], description="", use_underscores=True, config=options)
+        tyro.cli(everything, prog=program, args=["--help"], description="", use_underscores=True, config=options)
     sys.stdout.flush()
 
 

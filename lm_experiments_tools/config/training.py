@@ -22,7 +22,6 @@ from lm_experiments_tools.config.flags import (
     POSITIVE,
     Range,
     Unread,
-    at_least,
     check_conflict,
     check_groups,
     given_flags,
@@ -36,6 +35,7 @@ VALIDATION = Unread(lambda args: args.lacks_validation(), "needs validation data
 EVALUATION = Unread(lambda args: args.measures_nothing(), VALIDATION.reason)
 IN_RUN_DIRECTORY = needs("model_path", "needs --model_path: there is no run directory to write to")
 _PATIENCE = Range(lambda value: value == -1 or value >= 1, "it must be at least 1, or -1 for never")
+_WAIT = Range(lambda value: 2 <= value <= 10**6, "it must lie between 2 and 1000000")  # a C int of ms
 _OF_PEAK = Range(FRACTION.holds, "it is a fraction of --lr, from 0 to 1")
 _OF_ADAFACTOR = Unread(
     lambda args: args.optimizer.replace(".", ":").rsplit(":", 1)[-1] != "Adafactor",
@@ -123,7 +123,7 @@ class RunArgs:
     """Seed of weights, dropout and data order."""
     backend: Annotated[Literal["auto", "horovod", "accelerate", "local"], HARMLESS] = "auto"
     """What joins the processes; auto reads the launcher's environment."""
-    stall_timeout: Annotated[int | None, HARMLESS, at_least(2)] = None
+    stall_timeout: Annotated[int | None, HARMLESS, _WAIT] = None
     """Seconds that workers wait for one that is late or lost, before the job ends. None: 1800 (Horovod, lost: 30)."""
     resume: Annotated[str, HARMLESS] = "auto"
     """auto: from the newest valid checkpoint in --model_path, if any; never: afresh; PATH: from that checkpoint."""

@@ -105,7 +105,7 @@ def show_run(
         + (f" = {args.iters * rows / epoch:.2f} epochs of {epoch:,}" if epoch else ""),
         "optimizer": ", ".join([args.optimizer, *args.optimizer_options, f"lr {args.lr}"])
         + ", ".join([f", schedule {args.lr_scheduler or 'constant'}", *args.lr_scheduler_options]),
-        "precision": "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
+        "precision": _precision(args),
     }
     if run is not None:
         panel["run"] = f"{run.path} (tensorboard --logdir {run.path})"
@@ -117,6 +117,14 @@ def show_run(
     width = max(map(len, panel))
     for name, value in panel.items():
         logger.info("%-*s  %s", width, name, value)
+
+
+def _precision(args: ExperimentArgs) -> str:
+    """What is computed in, and what the weights of a fine-tuned model are held in where that is less."""
+    options = args.precision_options()
+    held = [kind for kind in (getattr(args, "quantize", None), getattr(args, "inference_dtype", None)) if kind]
+    computed = "fp16" if options["fp16"] or "fp16" in held else "bf16" if options["bf16"] else "fp32"
+    return f"{computed}, weights held in {' and '.join(held)}" if held else computed
 
 
 def seed_worker(seed: int, rank: int) -> None:

@@ -1,7 +1,9 @@
 """Look at attention: maps of a model on a text, or pictures of block-sparse layouts.
 
-lmtools attention --model runs/mine/last --text "The cat sat on the mat." --layers 0,3 --output maps.html
-lmtools attention --layout BigBird,Fixed --block 64 --length 2048 --output layouts.svg
+    lmtools attention --model runs/mine/last --text "The cat sat on the mat." --layers 0,3 --output maps.html
+    lmtools attention --layout BigBird,Fixed --block 64 --length 2048 --output layouts.svg
+
+Maps take --model and --text, layouts --layout.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Evaluate several fine-tuned models, or checkpoints of one run, on the same data: one table.
 
-lmtools evaluate --checkpoints runs/a runs/b runs/c --valid_data_path valid.jsonl --metrics rouge
-lmtools evaluate --checkpoints runs/a/checkpoints/step_* --test_data_path test.jsonl --output table.jsonl
+    lmtools evaluate --checkpoints runs/a runs/b runs/c --valid_data_path valid.jsonl --metrics rouge
+    lmtools evaluate --checkpoints runs/a/checkpoints/step_* --test_data_path test.jsonl --output table.jsonl
 
 Of a run its best checkpoint is taken, else its last. Flags are those of run_finetuning.py; what is not given is as
 each model was trained (its task, prefix, lengths), so models of different tasks can stand beside each other.

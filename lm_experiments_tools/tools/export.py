@@ -1,7 +1,7 @@
 """Write a fine-tuned model as ONNX, check it against torch, and say how far they differ.
 
-lmtools export --from_pretrained runs/polarity --output polarity.onnx
-lmtools export --from_pretrained runs/summaries/best --output summaries.onnx
+    lmtools export --from_pretrained runs/polarity --output polarity.onnx
+    lmtools export --from_pretrained runs/summaries/best --output summaries.onnx
 
 The output is a folder: model.onnx of an encoder with its classifier, encoder_model.onnx, decoder_model.onnx and
 decoder_with_past_model.onnx of an encoder-decoder, with configuration and tokenizer. `onnx_export.OnnxModel(folder)`

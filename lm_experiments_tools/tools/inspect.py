@@ -1,8 +1,10 @@
 """Look before you train: counts, lengths, frequencies, padding, steps, and samples exactly as the model gets them.
 
-lmtools inspect --config run.yaml                         # the settings of run_t5_pretraining.py
-lmtools inspect --data_path text.jsonl --vocab my.model --task prefix_lm --output look/
-lmtools inspect --data_path big.jsonl --vocab my.model --documents 2000      # reads no more than these
+    lmtools inspect --config run.yaml
+    lmtools inspect --data_path text.jsonl --vocab my.model --task prefix_lm --output look/
+    lmtools inspect --data_path big.jsonl --vocab my.model --documents 2000
+
+Flags and YAML files are those of run_t5_pretraining.py; nothing is trained.
 """
 
 import dataclasses

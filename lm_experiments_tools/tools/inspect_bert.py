@@ -1,7 +1,9 @@
 """Look before you train a BERT: sentences, lengths, frequencies, padding, steps, and samples as the model gets them.
 
-lmtools inspect_bert --config run.yaml                    # the settings of run_bert_pretraining.py
-lmtools inspect_bert --data_path DATA_text_sentence --vocab_file vocab.txt --input_seq_len 128 --output look/
+    lmtools inspect_bert --config run.yaml
+    lmtools inspect_bert --data_path DATA_text_sentence --vocab_file vocab.txt --input_seq_len 128 --output look/
+
+Flags and YAML files are those of run_bert_pretraining.py; nothing is trained.
 """
 
 import dataclasses

@@ -1,7 +1,9 @@
 """Look before you fine-tune: sizes, labels, lengths, what is cut off or unknown, examples as the model gets them.
 
-lmtools inspect_finetuning --config run.yaml              # the settings of run_finetuning.py
-lmtools inspect_finetuning --tokenizer t5-small --data_path train.jsonl --valid_data_path valid.jsonl --samples 2
+    lmtools inspect_finetuning --config run.yaml
+    lmtools inspect_finetuning --tokenizer t5-small --data_path train.jsonl --valid_data_path valid.jsonl --samples 2
+
+Flags and YAML files are those of run_finetuning.py; nothing is trained.
 """
 
 from __future__ import annotations

@@ -83,8 +83,13 @@ def _run(name: str, argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     command = importlib.import_module(f"lm_experiments_tools.tools.{name}")
     args_class = "".join(word.capitalize() for word in name.split("_")) + "Args"
-    inherit = getattr(command, "inherit", None)
-    args, origins = parse(getattr(command, args_class), argv, description=command.__doc__, inherit=inherit)
+    args, origins = parse(
+        getattr(command, args_class),
+        argv,
+        description=command.__doc__,
+        inherit=getattr(command, "inherit", None),
+        program=f"lmtools {name}",
+    )
     more = {"origins": origins} if "origins" in signature(command.run).parameters else {}
     command.run(args, **more)
     return 0

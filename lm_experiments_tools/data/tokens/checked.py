@@ -3,7 +3,7 @@
 Checking reads all of the index, twice: its numbers, and for the fingerprint. That takes minutes for the 90 GB that
 BERT's sentences of C4 have. So what was found is kept in `.cache/checked/`, a file for each token file and machine,
 with inode, size and time of the last change of the three files, and holds as long as these are the same: for the other
-workers of a run, which wait for the first one, and for later starts.
+workers of a run, which wait for the first one, and for later starts. Small files are checked each time.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ from lm_experiments_tools.files import locked, write_atomic
 logger = logging.getLogger(__name__)
 
 CACHE = Path(".cache") / "checked"  # below the working directory
+SMALL = 8 * 2**20  # bytes of an index that is checked in a few milliseconds, so that nothing is kept of it
 
 
 def open_checked(prefix: str | os.PathLike, meta: dict[str, Any] | None = None) -> IndexedDataset:
@@ -29,6 +30,9 @@ def open_checked(prefix: str | os.PathLike, meta: dict[str, Any] | None = None) 
     Raises:
         UserError: as `IndexedDataset` and its fingerprint.
     """
+    index = dataset_paths(prefix)[1]
+    if not index.is_file() or index.stat().st_size < SMALL:
+        return IndexedDataset(prefix, meta)
     place = f"{platform.node()}:{os.path.realpath(prefix)}"
     record = CACHE / f"{Path(prefix).name}-{hashlib.sha256(place.encode()).hexdigest()[:16]}.json"
     try:

@@ -105,6 +105,7 @@ OUT_OF_RANGE = [
     *[(name, 0) for name in ("bucket_rows", "mix_rows", "pad_to_multiple_of")],
     *[("dropout_rate", value) for value in (-0.1, 1.0)],
     ("mean_noise_span_length", 0.5),
+    *[("stall_timeout", value) for value in (1, 10**6 + 1)],  # Horovod and torch count milliseconds in 32 bits
     ("weight_decay", -1e-5),
     ("clip_grad_norm", -1.0),
     ("early_stopping_patience", 0),

@@ -12,7 +12,7 @@ import sentencepiece
 import run_bert_pretraining
 import run_t5_pretraining
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.sentencepiece_vocabulary import SentencePieceVocabulary
 from lm_experiments_tools.data.tokens import indexed
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
@@ -46,7 +46,7 @@ def counted(monkeypatch) -> Counter:
     for module in (indexed, t5_sources):
         count(module, "read_meta", "record")
     count(IndexedDataset, "__init__", "index")
-    count(Vocabulary, "__init__", "vocabulary")
+    count(SentencePieceVocabulary, "__init__", "vocabulary")
     count(build, "read_json", "configuration")
     count(tokenizers, "_from_vocab_file", "vocabulary")
     return counts

@@ -217,6 +217,12 @@ def test_make_pretrain_builds_data_before_it_trains_and_survives_a_failing_horov
     assert re.search(r"build_horovod.*\|\| echo", plan.replace("\\\n", ""))
 
 
+def test_args_of_make_finetune_do_not_reach_the_pretraining_before_it(tmp_path):
+    folders = f"VENV={tmp_path / 'venv'}", f"DATA={tmp_path / 'data'}"
+    plan = make("-nB", "runs/pretrain_cpu/last", *folders, "ARGS=--epochs 1").stdout
+    assert "--config examples/pretrain_cpu.yaml" in plan and "--epochs" not in plan
+
+
 def test_ci_runs_the_tests_last():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)

@@ -1,5 +1,6 @@
 """The console command: the whole chain from an installation to tokens, exit codes, and what `--help` may import."""
 
+import importlib
 import json
 import signal
 import subprocess
@@ -109,6 +110,17 @@ def test_ctrl_c_while_tokenizing_keeps_the_finished_pieces(tmp_path):
     kept = "finished pieces are kept in t.pieces: another run over the same text goes on from there\n"
     assert process.stderr.read() == f"{kept}interrupted\n"
     assert list((tmp_path / "t.pieces").glob("*.idx")) and not (tmp_path / "t.idx").exists()
+
+
+@pytest.mark.parametrize("name", module.COMMANDS)
+def test_help_names_the_command_and_keeps_its_examples(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    above, _, options = capsys.readouterr().out.partition(f"usage: lmtools {name} [-h]")
+    assert options and "usage:" not in above
+    examples = importlib.import_module(f"lm_experiments_tools.tools.{name}").__doc__.count(f"lmtools {name} ")
+    assert sum(line.startswith(f"    lmtools {name} ") for line in above.splitlines()) == examples
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["corpus", "--help"], ["vocab", "--help"], ["tokenize", "--help"]])

@@ -380,11 +380,7 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
             {"data_path": ("NUMBERS",), "max_bad_lines": 100},
             r"stream \d has more than 100 bad lines, the first is .*numbers.jsonl:\d+: .*not a string; they are",
         ),
-        (
-            {"data_path": ("NUMBERS",), "text_key": "id", "max_bad_lines": 100},
-            r"stream \d has more than 100 bad lines.*no key 'id'",
-        ),
-        ({"data_path": ("NUMBERS",)}, r"no document in .*numbers\.jsonl: .*not a string; all are listed in"),
+        ({"data_path": ("NUMBERS",), "text_key": "id"}, r"no document in .*numbers\.jsonl: .*no key 'id'.*--text_key"),
         (
             {"data_path": ("NUMBERS",), "text_key": "id", "max_bad_lines": 1000},
             r"no document in .*numbers\.jsonl: \d+ bad lines and nothing else \(the first: .*numbers\.jsonl:\d+: "
@@ -396,7 +392,7 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
             {"data_path": ("NUMBERS", "GZIP"), "data_temperature": 3.0},
             r"numbers.jsonl and .*gzip.jsonl.gz only some are compressed, .* by --data_blending megatron and",
         ),
-        ({"data_path": ("NUMBERS", "BLANK"), "data_weights": (1.0, 2.0)}, "more than 100 bad lines"),
+        ({"data_path": ("NUMBERS", "BLANK"), "data_weights": (1.0, 2.0)}, "no document in .*numbers"),
         ({"noise_density": 0.9, "mean_noise_span_length": 1.0}, "noise_density|spans"),
     ],
 )
@@ -460,27 +456,22 @@ def test_a_copy_of_the_vocabulary_with_its_ids_goes_on_where_the_original_stoppe
     copied = start(vocab=str(tmp_path / "copy"), cache="copy")
     assert copied.fingerprint == first.fingerprint
     assert_equal(take(copied, 5), take(first, 5))
-    # Checkpoints of earlier versions name the vocabulary's file.
-    (earlier,) = first.earlier_fingerprints
+    (earlier,) = first.earlier_fingerprints  # which name the vocabulary's file
     assert earlier != first.fingerprint and earlier not in copied.earlier_fingerprints
-    source = BatchStream(first)
-    source.seek(8, earlier, None)
+    (source := BatchStream(first)).seek(8, earlier, None)
     with pytest.raises(UserError, match="are not those of the checkpoint"):
         source.seek(8, "0" * 64, None)
 
 
 def test_the_limit_of_bad_lines_is_a_rate_where_no_number_is_given(start, in_process, tmp_path):
     lines = [json.dumps({"text": text}) for text in make_texts(1500)]
-    for number in range(0, 1500, 150):
-        lines[number] = '{"text": 5}'
+    lines[::150] = ['{"text": 5}'] * 10
     (tmp_path / "bad.jsonl").write_text("\n".join(lines) + "\n")
-    settings = {"data_path": (str(tmp_path / "bad.jsonl"),), "streams": 1, "data_n_workers": 1, "max_bad_lines": None}
+    settings = {"data_path": (str(tmp_path / "bad.jsonl"),), "streams": 1, "data_n_workers": 1}
     in_process.setattr(bad_lines, "_LEAST", 2)
     in_process.setattr(bad_lines, "_RATE", 100)
-    loader = start(**settings)
-    take(loader, 150)
-    stream = loader.dataset.feed.streams[0]
-    assert (stream.bad_lines, stream.lines) == (10, 1500)
+    take(loader := start(**settings), 150)
+    assert [(s.bad_lines, s.lines) for s in loader.dataset.feed.streams.values()] == [(10, 1500)]
     in_process.setattr(bad_lines, "_RATE", 10_000)
     with pytest.raises(UserError, match=r"more than 2 bad lines, and than 0.1 % of the .*--max_bad_lines"):
         take(start(cache="again", **settings), 150)

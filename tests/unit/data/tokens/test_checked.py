@@ -18,6 +18,7 @@ DOCUMENTS = [[[5, 6], [7]], [[8, 9]]]
 def checks(monkeypatch, tmp_path):
     """The files whose index was read whole, in order; the cache is in a folder of its own."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checked, "SMALL", 0)
     found, check = [], IndexedDataset._check_index
     monkeypatch.setattr(IndexedDataset, "_check_index", lambda self: (found.append(self.prefix), check(self)))
     return found
@@ -39,6 +40,14 @@ def test_a_file_is_checked_once_and_again_where_it_has_changed(tmp_path, checks)
         record.write_text(damaged)
         assert open_checked(prefix).fingerprint == IndexedDataset(prefix).fingerprint
     assert read_documents(prefix) == DOCUMENTS[::-1] and not list(tmp_path.rglob("*.lock"))
+
+
+def test_of_a_small_file_nothing_is_kept(tmp_path, checks, monkeypatch):
+    monkeypatch.setattr(checked, "SMALL", 8 * 2**20)
+    prefix = write_tokens(tmp_path / "tokens", DOCUMENTS)
+    for number in (1, 2):
+        assert open_checked(prefix).num_tokens == 5 and len(checks) == number
+    assert not (tmp_path / ".cache").exists()
 
 
 def test_damage_after_a_check_is_found(tmp_path, checks):
