@@ -48,6 +48,7 @@ __all__ = [
     "CheckpointWriteError",
     "CheckpointWriter",
     "LoadReport",
+    "behind_link",
     "find_newest_valid",
     "find_resume",
     "load_tree",
@@ -276,6 +277,11 @@ def find_resume(resume: str, model_path: Path | str | None) -> Path | None:
             "--model_path, or remove the folder"
         )
     return find_newest_valid(root)
+
+
+def behind_link(path: Path) -> Path:
+    """The checkpoint that `last` or `best` leads to now: of a run that goes on they lead to another one soon."""
+    return path.parent / os.readlink(path) if path.is_symlink() else path
 
 
 def _newer_than(path: Path) -> str:

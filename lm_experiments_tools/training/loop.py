@@ -146,7 +146,9 @@ class TrainingLoop:
             claim_for_all(args, backend, once_more=True)
         self.saver = Saver.of_run(args, backend, self.tokenizer_dir)
         resume_from = on_main(backend, lambda: checkpoint.find_resume(args.resume, args.model_path), takes_long=True)
-        source = resume_from or (Path(args.init_checkpoint) if args.init_checkpoint else None)
+        source = resume_from
+        if source is None and args.init_checkpoint:
+            source = on_main(backend, lambda: checkpoint.behind_link(Path(args.init_checkpoint)))
         if source is not None:
             report = load_weights_for_all(model, source, args, backend, verified=resume_from is not None)
             self.say(f"weights from {source}: {report}")
