@@ -36,7 +36,11 @@ WITH_HEADS = {
     "bert-medium": 41.7,
 }  # in millions
 CLASSES = {"bigbird": BigBirdForPreTraining}
-OURS = ("bert_base_uncased-4L_preln_rel", "bert_base_uncased-4L_preln_sparse_rope")
+OURS = (
+    "bert_base_uncased-4L_preln_rel",
+    "bert_base_uncased-4L_preln_sparse_rope",
+    "bert_base_uncased-4L_preln_sparse_rope16",
+)
 SHIPPED = sorted(name for name, path in list_presets().items() if path.parent.name == "bert_configs")
 BUILT = [name for name in SHIPPED if name not in OURS]
 
