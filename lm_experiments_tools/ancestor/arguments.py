@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from lm_experiments_tools.ancestor.notice import first_rank, notice
+from lm_experiments_tools.ancestor.notice import notice
 from lm_experiments_tools.config import training as today
+from lm_experiments_tools.config.launchers import launcher_rank
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ def settings_of(args: Any, mixed_precision: str | None = None) -> today.TrainerA
         given |= {name: None for name in _OF_MIXED_PRECISION}
         given |= {"fp16": mixed_precision == "fp16", "bf16": mixed_precision == "bf16"}
     unread = _unread(given)
-    if unread and first_rank():
+    if unread and launcher_rank() == 0:
         logger.info("without effect, and left out: %s", "; ".join(f"{n} (no {why})" for n, why in unread.items()))
     patience = given["early_stopping_patience"]
     given["early_stopping_patience"] = -1 if patience is None or patience < 0 else patience + 1

@@ -160,7 +160,6 @@ def hidden_matrices_first(groups: list[dict], named_parameters: Iterable[tuple[s
 
 def _whole_matrices(tensors: list[Tensor]) -> list[Tensor]:
     """The tensors in bf16, DTensors among them whole: one collective for all, which adds slices to zeros."""
-    whole = [tensor if not is_sharded(tensor) else None for tensor in tensors]
     sharded = [tensor for tensor in tensors if is_sharded(tensor)]
     parts = []
     for tensor in sharded:
@@ -168,4 +167,4 @@ def _whole_matrices(tensors: list[Tensor]) -> list[Tensor]:
         part[own_slice(tensor)] = local(tensor).bfloat16()
         parts.append(part)
     gathered = iter(sums_over_slices(sharded, parts))
-    return [next(gathered) if tensor is None else tensor for tensor in whole]
+    return [next(gathered) if is_sharded(tensor) else tensor for tensor in tensors]

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from lm_experiments_tools.config.cli import DEFAULT, launcher_rank
+from lm_experiments_tools.config.cli import DEFAULT
 from lm_experiments_tools.config.finetuning import FinetuningArgs
+from lm_experiments_tools.config.launchers import launcher_rank
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import dump_json
 

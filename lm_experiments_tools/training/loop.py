@@ -213,7 +213,8 @@ class TrainingLoop:
         self.state.data_fingerprint = same_on_all(self.stream.fingerprint, self.backend)
         if self.state.step >= self.args.iters:
             self.say(f"all {self.args.iters} updates have been made; raise --iters (or --epochs) to go on")
-        with failures_located(self.state, self.backend), self.signals, self.tracking(), self.saver.alongside():
+        # signals outermost: a launcher's SIGTERM must not end this worker while it looks for the one that is lost
+        with self.signals, failures_located(self.state, self.backend), self.tracking(), self.saver.alongside():
             self._validate_before()
             self.backend.model.train()
             batches = checked(self._timed_batches(), self.stream, self.backend, self.args)

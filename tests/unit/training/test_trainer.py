@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 from fractions import Fraction
 
 import numpy as np
@@ -259,39 +257,6 @@ def test_lr_drops_when_validation_stops_improving():
         reference.step(1.0)
     assert recorder.seen == expected
     assert len(set(expected)) > 2
-
-
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_exits_and_the_rest_is_as_if_nothing_had_been(tmp_path, number, code):
-    class Kill:
-        every = 1
-
-        def __call__(self, loop, info):
-            if info.step == 3:
-                os.kill(os.getpid(), number)
-
-    def run(path, hooks=()):
-        torch.manual_seed(7)
-        model = tiny_t5(dropout=0.3)
-        args = {"iters": 6, "model_path": str(path), "valid_interval": 2}
-        valid = DataLoader(RaggedPairs(4), batch_size=4)
-        loop = make_loop(args, model=model, hooks=hooks, valid=valid)
-        loop.train()
-        return weights_of(model), loop
-
-    with pytest.raises(SystemExit) as stop:
-        run(tmp_path / "killed", [Kill()])
-    assert stop.value.code == code
-    continued, loop = run(tmp_path / "killed")
-    whole, whole_loop = run(tmp_path / "whole")
-    assert all(torch.equal(whole[n], continued[n]) for n in whole)
-    assert loop.state.metrics == whole_loop.state.metrics
-
-    def read(path):
-        lines = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
-        return [(line["split"], line["step"], line.get("loss")) for line in lines]
-
-    assert read(tmp_path / "killed") == read(tmp_path / "whole")
 
 
 def test_metrics_over_the_whole_split_see_every_row_once():

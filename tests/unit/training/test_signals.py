@@ -1,0 +1,77 @@
+"""A signal while a run trains, and while it ends by an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.checkpoint import train_state
+from lm_experiments_tools.config.training import TrainerArgs
+from lm_experiments_tools.errors import RunError
+from lm_experiments_tools.training.trainer import TrainingLoop
+from tests.helpers.toys import RaggedPairs, SeekableBatches, tiny_t5, weights_of
+
+
+class AfterStep:
+    every = 1
+
+    def __init__(self, number, does):
+        self.number, self.does = number, does
+
+    def __call__(self, loop, info):
+        if info.step == self.number:
+            self.does()
+
+
+def make_loop(hook, valid=None, **args):
+    args = TrainerArgs(batch_size=4, iters=6, log_interval=2, **args)
+    model, loader = tiny_t5(dropout=0.3), SeekableBatches(RaggedPairs(24), args.rows_per_worker())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return TrainingLoop(args, LocalBackend(), model, optimizer, loader, valid, hooks=[hook] if hook else [])
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_exits_and_the_rest_is_as_if_nothing_had_been(tmp_path, number, code):
+    def run(path, hook=None):
+        torch.manual_seed(7)
+        loop = make_loop(hook, DataLoader(RaggedPairs(4), batch_size=4), model_path=str(path), valid_interval=2)
+        loop.train()
+        return weights_of(loop.backend.unwrap()), loop
+
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path / "killed", AfterStep(3, lambda: os.kill(os.getpid(), number)))
+    assert stop.value.code == code
+    continued, loop = run(tmp_path / "killed")
+    whole, whole_loop = run(tmp_path / "whole")
+    assert all(torch.equal(whole[n], continued[n]) for n in whole)
+    assert loop.state.metrics == whole_loop.state.metrics
+
+    def read(path):
+        lines = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
+        return [(line["split"], line["step"], line.get("loss")) for line in lines]
+
+    assert read(tmp_path / "killed") == read(tmp_path / "whole")
+
+
+def test_a_launcher_s_signal_while_a_lost_worker_is_looked_for_is_not_this_one_s_end(monkeypatch):
+    """horovodrun sends it to all once one is gone; by default it would end this worker before its last words."""
+
+    def signalled(error, peers, backend):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return "lost rank 1"
+
+    monkeypatch.setattr(train_state, "lost_peer", signalled)
+    ended = []
+    before = signal.signal(signal.SIGTERM, lambda *_: ended.append("by the signal"))
+    try:
+        with pytest.raises(RunError, match="lost rank 1"):
+            make_loop(AfterStep(3, lambda: {}["connection"])).train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not ended
