@@ -350,8 +350,8 @@ def read_later(value: Tensor) -> Callable[[], float]:
     copy = value.detach().to("cpu", non_blocking=True)
     if value.device.type == "cpu":
         return copy.item
-    event = torch.Event(value.device)
-    event.record()
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(value.device))
 
     def read() -> float:
         event.synchronize()

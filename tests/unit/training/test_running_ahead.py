@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.backends.precision import LossScaledFp16
 from lm_experiments_tools.config.training import TrainerArgs
+from lm_experiments_tools.training.micro_batches import to_device
 from lm_experiments_tools.training.trainer import TrainingDiverged, TrainingLoop
 from modeling_t5 import T5Config, T5ForConditionalGeneration
 from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller, tiny_t5, weights_of
@@ -182,6 +183,15 @@ def test_steps_3_to_10_never_wait_for_the_gpu():
     finally:
         mode("default")
     assert loop.state.step == 12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.bool])
+def test_a_batch_reaches_the_gpu_as_it_is(dtype):
+    for values in (torch.arange(-100, 30, 2).to(dtype), torch.full((2, 0), -100).to(dtype)):
+        for is_ids in (False, True):
+            there = to_device(values, torch.device("cuda"), is_ids)
+            assert there.dtype == dtype and torch.equal(there.cpu(), values)
 
 
 def test_an_update_is_asked_about_only_after_the_next_backward_pass():
