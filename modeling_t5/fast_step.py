@@ -83,7 +83,7 @@ def embed_both(first: nn.Embedding, second: nn.Embedding, ids: Tensor, others: T
     if any(getattr(first, name) for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")):
         return None
     rows = F.embedding(torch.cat([ids.flatten(), others.flatten()]), first.weight)
-    parts = rows.split([ids.numel(), others.numel()])
-    # Copies: the first layer would be compiled anew for a part that begins elsewhere in its memory than others' x.
-    made, more = (part.to(stream_dtype(rows), copy=True) for part in parts)
-    return made.unflatten(0, ids.shape), more.unflatten(0, others.shape)
+    made, more = rows.split([ids.numel(), others.numel()])
+    made, more = made.unflatten(0, ids.shape), more.unflatten(0, others.shape)
+    # Copies, as the first layer would be compiled anew for views.
+    return made.to(stream_dtype(rows), copy=True), more.to(stream_dtype(rows), copy=True)
