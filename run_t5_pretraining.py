@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sources = attempt(lambda: T5Sources(args))
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.backends.collective import on_all
+    from lm_experiments_tools.models.speed import choose_speed
     from lm_experiments_tools.modules.inspection import forward_names
     from lm_experiments_tools.recipes import common
     from lm_experiments_tools.recipes.objectives import check_causality, check_model
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.recipes.t5_data import pretraining_data, pretraining_loss, pretraining_metrics
     from lm_experiments_tools.training.trainer import TrainingLoop
 
+    args, origins = choose_speed(args, origins)
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = common.start_run(args, backend)
     sources = on_all(backend, sources)
