@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     from lm_experiments_tools.recipes.finetuning_data import finetuning_data
 
-    args, origins = choose_speed(args, origins)
+    args, origins = choose_speed(args, origins, found)
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = start_run(args, backend)
     show_inherited(args, origins)

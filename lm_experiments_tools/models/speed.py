@@ -12,7 +12,7 @@ import importlib.util
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import nn
 
 from lm_experiments_tools.backends.collective import agreed
 from lm_experiments_tools.backends.launch import cpu_asked, wanted_sharding
-from lm_experiments_tools.checkpoint.source import CONFIG, find_base, find_source
+from lm_experiments_tools.checkpoint.source import CONFIG, Source, find_base, find_source
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
@@ -70,13 +70,16 @@ class _Model(NamedTuple):
     names_attention: bool = False
 
 
-def choose_speed(args: Args, origins: Mapping[str, str], unless_said: str = "auto") -> tuple[Args, dict[str, str]]:
+def choose_speed(
+    args: Args, origins: Mapping[str, str], sources: Sequence[Source] = (), unless_said: str = "auto"
+) -> tuple[Args, dict[str, str]]:
     """The same settings and origins with what is chosen put in; called once a run, on every worker, before the rest.
 
     A run that goes on takes what it recorded, and one that was begun before there was `--speed` goes on with off.
 
     Args:
         origins: as `cli.parse` returns them: only what is "default" is chosen.
+        sources: of `--from_pretrained`, where it was looked for already.
         unless_said: `--speed` of a new run that does not say.
 
     Raises:
@@ -90,7 +93,7 @@ def choose_speed(args: Args, origins: Mapping[str, str], unless_said: str = "aut
         set_up_process(fast=False)
         return args, origins
     device = "cuda" if torch.cuda.is_available() and not cpu_asked() else "cpu"
-    model = _described(args)
+    model = _described(args, sources)
     _refuse_absent(args, free, device)
     for name in free:
         value, reason = _CHOICES[name](args, device, model)
@@ -229,10 +232,10 @@ def _recorded(args: ExperimentArgs) -> dict[str, Any] | None:
     return next(filter(None, map(settings_in_use, folders)), None)
 
 
-def _described(args: ExperimentArgs) -> _Model:
+def _described(args: ExperimentArgs, sources: Sequence[Source]) -> _Model:
     """The model that the settings name; what is wrong with it is said where it is built."""
     try:
-        values = _model_settings(args)
+        values = _model_settings(args, sources)
     except (UserError, OSError, ValueError):
         return _Model()
     kind = KINDS.get(values.get("model_type"))
@@ -245,21 +248,22 @@ def _described(args: ExperimentArgs) -> _Model:
     return _Model(kind, width, weights + width * (values.get("vocab_size") or 2**15), named)
 
 
-def _model_settings(args: ExperimentArgs) -> Mapping[str, Any]:
+def _model_settings(args: ExperimentArgs, sources: Sequence[Source]) -> Mapping[str, Any]:
     """Content of the config.json that the settings lead to."""
     here = Path(args.working_dir)
     if args.model_cfg is not None:
         return read_model_settings(here / args.model_cfg if (here / args.model_cfg).is_file() else args.model_cfg)
-    name = args.base_model or getattr(args, "from_pretrained", None) or args.init_checkpoint
-    if (here / name / CONFIG).is_file():
-        return read_json(here / name / CONFIG)
-    source = find_source(str(here / name) if (here / name).exists() else name)
-    source = find_base(source) if source.is_adapter else source
-    if source.path is not None:
-        return source.config
+    weights, named = getattr(args, "from_pretrained", None), args.base_model or args.init_checkpoint
+    if weights is not None:  # may be a run directory, whose config.json is of the run
+        source = sources[0] if sources else find_source(str(here / weights) if (here / weights).exists() else weights)
+        source = find_base(source) if source.is_adapter else source
+        if source.path is not None:
+            return source.config
+    elif named is not None and (here / named / CONFIG).is_file():
+        return read_json(here / named / CONFIG)
     from transformers import PreTrainedConfig
 
-    return PreTrainedConfig.get_config_dict(name)[0]
+    return PreTrainedConfig.get_config_dict(weights or named)[0]
 
 
 # ---- the choices: value, and why ------------------------------------------------------------------------------------

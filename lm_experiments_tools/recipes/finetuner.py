@@ -121,7 +121,7 @@ class FineTuner:
         inherited = inherited_settings(settings, found)
         self.args = _changed(None, {**{name: value for name, (value, _) in inherited.items()}, **settings})
         given = dict.fromkeys(settings, "given")
-        self.args, _ = choose_speed(self.args, given, unless_said="off")
+        self.args, _ = choose_speed(self.args, given, found, unless_said="off")
         show_inherited(self.args, {name: origin for name, (_, origin) in inherited.items()})
         self.files = ModelFiles(self.args, found)
         self.tokenizer = load_tokenizer(self.args, self.files)
