@@ -244,7 +244,7 @@ def _described(args: ExperimentArgs, sources: Sequence[Source]) -> _Model:
     encoder = values.get("num_layers") or values.get("num_hidden_layers") or 6
     decoder = (values.get("num_decoder_layers") or encoder) if kind == "t5" else 0
     weights = encoder * 4 * width**2 + decoder * 8 * width**2 + (encoder + decoder) * 3 * width * inner
-    named = not {*SPARSE_KEYS, "attn_implementation"}.isdisjoint(values)
+    named = any(values.get(key) is not None for key in (*SPARSE_KEYS, "attn_implementation"))
     return _Model(kind, width, weights + width * (values.get("vocab_size") or 2**15), named)
 
 
