@@ -36,12 +36,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     sources = attempt(lambda: T5Sources(args))
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.backends.collective import on_all
+    from lm_experiments_tools.models.speed import choose_speed
     from lm_experiments_tools.modules.inspection import forward_names
     from lm_experiments_tools.recipes import common, t5_data
     from lm_experiments_tools.recipes.objectives import check_causality, check_model
     from lm_experiments_tools.recipes.report import t5_examples, write_report
     from lm_experiments_tools.training.trainer import TrainingLoop
 
+    args, origins = choose_speed(args, origins)
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = common.start_run(args, backend)
     sources = on_all(backend, sources)
