@@ -7,7 +7,7 @@ Each loop trains in a process of its own and waits for its turn in the source of
 one step each, so that whatever else the machine does falls on all alike. On a CPU the clock is the CPU time of the
 process on one thread, on a GPU wall time. tokens/s counts inputs and targets without padding. The ratio is to the
 first loop named. T5 trains without dropout, as nanoT5 does, BERT with its own 0.1. Rows of real lengths stand in the
-order that each program reads them in: ours by length, Trainer's at random; of these tokens/s is the sum over all steps.
+order that each program reads them in: ours by length, Trainer's at random; their tokens/s is of all steps together.
 The share of peak is that of the best matrix product (4096 x 512 by 512 x 1024) of the same run.
 Memory is the largest resident set of the process (CPU) or what CUDA allocated. No network or TensorFlow is needed.
 """

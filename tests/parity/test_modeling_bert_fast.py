@@ -102,3 +102,17 @@ def test_dropout_is_independent_of_the_right_size_and_has_its_own_gradient(dtype
         together = (kept[distance:] * kept[:-distance]).mean()
         assert abs(together - (1 - probability) ** 2) < 8 * deviation
     assert not torch.equal(dropped(x, probability), out)
+
+
+def test_documents_in_one_row_have_the_logits_of_each_alone():
+    """By a mask of queries by keys, and positions that begin again."""
+    ours, theirs = (model.eval() for model in models())
+    generator = torch.Generator().manual_seed(2)
+    documents = [torch.randint(1, 99, (1, length), generator=generator) for length in (9, 4, 15)]
+    numbers = torch.cat([torch.full((1, ids.shape[1]), number) for number, ids in enumerate(documents)], dim=1)
+    positions = torch.cat([torch.arange(ids.shape[1])[None] for ids in documents], dim=1)
+    mask = numbers[:, :, None] == numbers[:, None, :]
+    packed = ours(torch.cat(documents, dim=1), mask, position_ids=positions).prediction_logits
+    for number, ids in enumerate(documents):
+        alone = theirs(ids).prediction_logits
+        torch.testing.assert_close(packed[numbers == number], alone[0], rtol=1e-5, atol=1e-5)
