@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.modules.inspection import forward_names
     from lm_experiments_tools.recipes import common, t5_data
     from lm_experiments_tools.recipes.objectives import check_causality, check_model
-    from lm_experiments_tools.recipes.report import t5_examples, write_report
+    from lm_experiments_tools.recipes.report import filled_right, t5_examples, write_report
     from lm_experiments_tools.training.trainer import TrainingLoop
 
     args, origins = choose_speed(args, origins)
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.train_or_validate(trainer)
     trainer.save_metrics(args.model_path)
     if args.report:
-        write_report(trainer, t5_examples(trainer, data))
+        write_report(trainer, t5_examples(trainer, data), filled_right(trainer, data))
     common.close_run(backend, data)
 
 
