@@ -21,7 +21,7 @@ from lm_experiments_tools.files import read_json
 
 POSITION = ("step", "samples", "tokens", "seconds")
 _LOG_BYTES = 1 << 18  # of the end of a log
-_LOG_LINE = re.compile(r"\S+ (\d\d:\d\d:\d\d),\d+ rank\d+ ([A-Z]+) (\S+): (.*)")
+_LOG_LINE = re.compile(r"\S+ (\d\d:\d\d:\d\d),\d+ rank\d+ ([A-Z]+) \S+: (.*)")
 _MACHINE_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "horovod", "triton", "peft")
 _START = re.compile(r"config(?:\.(\d+))?\.json")
 _FALLING = re.compile(r"loss|perplexity|(^|_)(ppl|mse|mae|error|wer|cer)($|_)")
@@ -35,9 +35,10 @@ class Run:
         records: lines of metrics.jsonl by step, those of one step and split joined; "seconds" are of training, without
             validation and pauses.
         config: settings of the newest start that trained; empty where none is recorded.
-        state: running, ended, failed, stopped (neither running nor ended), or unknown.
+        state: running, ended, failed, stopped (by a signal or a kill), or unknown (its process is elsewhere).
         problems: sentences on what could not be read.
-        warnings: (time, level, text) of the newest start's warnings and errors, from the end of its log.
+        warnings: (time, level, text) of the last warnings and errors of rank 0's log.
+        failure: what its log ends with, if that is an error.
     """
 
     path: Path
@@ -47,6 +48,7 @@ class Run:
     state: str = "unknown"
     problems: list[str] = field(default_factory=list)
     warnings: list[tuple[str, str, str]] = field(default_factory=list)
+    failure: str | None = None
 
     def of(self, split: str) -> list[dict[str, Any]]:
         return [record for record in self.records if record["split"] == split]
@@ -91,8 +93,8 @@ def read_run(path: Path, name: str | None = None) -> Run:
     run = Run(path, name or path.resolve().name)
     run.config = _read_config(run)
     run.records = _read_records(run)
-    run.warnings = _read_warnings(run)
-    run.state = _state(run)
+    _read_log(run)
+    run.state = state_of(run)
     return run
 
 
@@ -243,28 +245,34 @@ def _is_number(value: Any) -> bool:
 # ---- its state
 
 
-def _read_warnings(run: Run) -> list[tuple[str, str, str]]:
-    """Warnings and errors of the end of rank 0's log."""
+def _read_log(run: Run) -> None:
+    """Take warnings, errors and a failure from the end of rank 0's log."""
     try:
         with open(run.path / "logs" / "rank0.log", "rb") as file:
             file.seek(max(os.fstat(file.fileno()).st_size - _LOG_BYTES, 0))
             lines = file.read().decode("utf-8", "replace").splitlines()
     except OSError:
-        return []
-    found = [match for line in lines if (match := _LOG_LINE.match(line))]
-    return [(m[1], m[2], m[4]) for m in found if m[2] in ("WARNING", "ERROR", "CRITICAL")]
+        return
+    found = [(match[1], match[2], match[3]) for line in lines if (match := _LOG_LINE.match(line))]
+    run.warnings = [line for line in found if line[1] in ("WARNING", "ERROR", "CRITICAL")]
+    if found and found[-1][1] == "ERROR":
+        run.failure = found[-1][2]
 
 
-def _state(run: Run) -> str:
+def state_of(run: Run) -> str:
+    """One of the states of `Run`, as it is now."""
     holder = _holder(run.path)
-    if holder is not None and (holder != "elsewhere" or not (run.path / "metrics.json").is_file()):
-        return "running" if holder == "here" else "unknown"
     starts, end = _starts(run.path), run.path / "metrics.json"
-    done = end.is_file() and (not starts or end.stat().st_mtime >= starts[-1].stat().st_mtime)
-    if not done and run.warnings and run.warnings[-1][1] == "ERROR" and run.warnings[-1][2].startswith("rank "):
+    if holder == "here":
+        return "running"
+    if end.is_file() and (not starts or end.stat().st_mtime >= starts[-1].stat().st_mtime):
+        return "ended"
+    if run.failure is not None:
         return "failed"
     step, iters = max((record["step"] for record in run.records), default=0), run.config.get("iters")
-    return "ended" if done or (isinstance(iters, int) and step >= iters) else "stopped"
+    if isinstance(iters, int) and step >= iters:
+        return "ended"
+    return "stopped" if holder is None else "unknown"
 
 
 def _holder(path: Path) -> str | None:
