@@ -54,17 +54,16 @@ class WatchArgs:
 def run(args: WatchArgs) -> int:
     """Show the run until it ends; returns 1 if it failed or was stopped, else 0."""
     path = Path(args.run)
-    watched = read_run(path)
+    seen, watched = _stamp(path), read_run(path)
     screen = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     if screen and not args.once:
         with _other_screen():
             while watched.state in ("running", "unknown"):
                 lines = picture(watched, args.metric)
                 print("\033[H" + "".join(f"{line}\033[K\n" for line in lines) + "\033[J", end="", flush=True)
-                seen = _stamp(path)
                 time.sleep(args.every)
-                if _stamp(path) != seen:
-                    watched = read_run(path)
+                if (now := _stamp(path)) != seen:  # taken before reading: what is written meanwhile is read next time
+                    seen, watched = now, read_run(path)
                 watched.state = state_of(watched)
             watched = read_run(path)  # what it wrote last
     print("\n".join(picture(watched, args.metric)))

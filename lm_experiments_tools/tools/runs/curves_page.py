@@ -158,7 +158,7 @@ function draw() {
     make("text", svg, {x: 20, y: 40}, "No run that is shown has this curve over this axis.");
     return;
   }
-  const box = {left: 56, right: width - 12, top: 10, bottom: height - 36}, r = range(found, state.zoom);
+  const box = {left: 56, right: width - 22, top: 10, bottom: height - 36}, r = range(found, state.zoom);
   const s = scales(r, box), [unit, factor] = state.axis === "seconds" ? timeUnit(r) : ["", 1];
   for (const tick of ticks(r.low, r.high, state.logy, 6)) {
     make("line", svg, {class: "grid-line", x1: box.left, x2: box.right, y1: s.y(tick), y2: s.y(tick)});

@@ -170,7 +170,7 @@ def _machine_settings(environment: dict[str, Any]) -> dict[str, Any]:
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """{setting: its value in each run} of those that differ; None where a run does not record it."""
     settings = [settings_of(run) for run in runs]
-    known = [flat for flat in settings if flat]
+    known = [flat for run, flat in zip(runs, settings, strict=True) if run.config]
     names = dict.fromkeys(name for flat in known for name in flat)
     differing = [name for name in names if any(flat.get(name) != known[0].get(name) for flat in known)]
     return {name: [flat.get(name) for flat in settings] for name in differing}
