@@ -1,1 +1,1 @@
-"""Run directories read back: what was logged and set, if it goes on; as tables, pages, pictures in a terminal."""
+"""Run directories read back and shown: tables, pages, pictures in a terminal; imports pages and what is in files."""
