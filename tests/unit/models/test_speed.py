@@ -166,11 +166,11 @@ def test_no_thread_computes_with_denormal_numbers():
 
 
 SIZES = {
-    "vocab_size": 64, "num_heads": 4, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 3, "num_decoder_layers": 3,
+    "vocab_size": 64, "num_heads": 4, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_decoder_layers": 2,
     "dropout_rate": 0.0, "decoder_start_token_id": 0,
 }  # fmt: skip
 BERT_SIZES = {
-    "vocab_size": 64, "hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 16,
+    "vocab_size": 64, "hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 16,
     "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 1024,
 }  # fmt: skip
 MODELS = {
