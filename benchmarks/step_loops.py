@@ -51,11 +51,12 @@ def config_of(shape: Shape) -> Any:
     return config
 
 
-def ours(shape: Shape, batches: Batches, precision: str, fast: bool = True, **flags: Any) -> None:
+def ours(shape: Shape, batches: Batches, precision: str, speed: str = "auto", **flags: Any) -> None:
     """As run_t5_pretraining.py and run_bert_pretraining.py build and train it, with these flags."""
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.config.bert import BertPretrainingArgs
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+    from lm_experiments_tools.models.speed import choose_speed
     from lm_experiments_tools.recipes import common
     from lm_experiments_tools.training.losses import MODEL_LOSS, bert_loss
     from lm_experiments_tools.training.trainer import TrainingLoop
@@ -72,31 +73,22 @@ def ours(shape: Shape, batches: Batches, precision: str, fast: bool = True, **fl
         "batch_size": shape.rows,
         "log_interval": 100,
         precision: True,
+        "speed": speed,
         **({"dropout_rate": 0.0} if shape.is_t5 else {}),
         **flags,
     }
     values.pop("fp32", None)
-    args = (T5PretrainingArgs if shape.is_t5 else BertPretrainingArgs)(**_with_speed(shape, values, fast))
+    args = (T5PretrainingArgs if shape.is_t5 else BertPretrainingArgs)(**values)
+    args, _ = choose_speed(args, dict.fromkeys(values, "given"))
     backend = get_backend(args)
     source = common.model_source(args, backend)
     model = common.model_from_args(args, source, source.config.vocab_size)
-    if fast and hasattr(model, "use_fast_step"):
-        model.use_fast_step()
     loss = MODEL_LOSS
     if not shape.is_t5:
         most = common.labels_alone(args, backend, model, lambda rows: rows * args.most_predictions())
         loss = bert_loss(use_nsp=True, most_labels=most)
     optimizer = common.optimizer_from_args(args, model)
     TrainingLoop(args, backend, model, optimizer, DataLoader(batches, batch_size=None), loss=loss).train()
-
-
-def _with_speed(shape: Shape, values: dict[str, Any], fast: bool) -> dict[str, Any]:
-    """Settings with what `--speed auto` puts in, or as they are."""
-    if not fast:
-        return values
-    name = "modeling_t5:T5ForConditionalGeneration" if shape.is_t5 else "modeling_bert:BertForPreTraining"
-    torch.set_flush_denormal(True)
-    return {"model_cls": name, **values}
 
 
 def _transformers_model(shape: Shape, attention: str) -> nn.Module:
@@ -230,9 +222,9 @@ def _import_nanot5(checkout: Path) -> dict[str, types.ModuleType]:
 
 
 LOOPS: dict[str, Callable[..., None]] = {
-    "ours, --speed off": lambda *args: ours(*args, fast=False),
+    "ours, --speed off": lambda *args: ours(*args, speed="off", compile=False),
     "ours": ours,
-    "ours, compiled": lambda *args: ours(*args, compile=True),
+    "ours, not compiled": lambda *args: ours(*args, compile=False),
     "transformers, bare loop": bare,
     "transformers, bare loop, compiled": lambda *args: bare(*args, compiled=True),
     "transformers Trainer": trainer,
