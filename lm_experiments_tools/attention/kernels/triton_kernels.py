@@ -18,22 +18,36 @@ the first three dimensions, the output and its gradient those of `o`. M is a til
 import triton
 import triton.language as tl
 
+from lm_experiments_tools.attention.kernels.triton_dropout import kept, threshold_of
+
 T5 = tl.constexpr(1)
 ALIBI = tl.constexpr(2)  # 0 is no bias
 
 # Arguments whose values do not make another kernel.
-VARYING = ["seed", "num_heads", "layout_heads", "query_length", "key_length", "num_tiles", "sequences"]
+VARYING = [
+    "seed",
+    "drop_below",
+    "drop_chance",
+    "num_heads",
+    "layout_heads",
+    "query_length",
+    "key_length",
+    "num_tiles",
+    "sequences",
+]
 
 
 @triton.jit
-def load_rows(base, rows, stride, length, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EVEN: tl.constexpr):
-    """Rows of a [length, DIM] matrix as [rows, BLOCK_DIM], zeros outside of it."""
-    dims = tl.arange(0, BLOCK_DIM)
-    pointers = base + rows[:, None] * stride + dims[None, :]
+def load_rows(
+    base, first, ROWS: tl.constexpr, stride, length, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EVEN: tl.constexpr
+):
+    """Rows of a [length, DIM] matrix from `first` on, [ROWS, BLOCK_DIM], zeros outside of it."""
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_DIM)
+    pointers = base + first * stride + (rows[:, None] * stride + dims[None, :])  # the sum in brackets leaves a loop
     if EVEN and DIM == BLOCK_DIM:
         values = tl.load(pointers)
     else:
-        values = tl.load(pointers, mask=(rows[:, None] < length) & (dims[None, :] < DIM), other=0.0)
+        values = tl.load(pointers, mask=(first + rows[:, None] < length) & (dims[None, :] < DIM), other=0.0)
     return values
 
 
@@ -47,26 +61,27 @@ def store_rows(base, values, rows, stride, length, DIM: tl.constexpr, BLOCK_DIM:
 
 
 @triton.jit
+def bias_of(table, columns_less_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The bias of a tile near the diagonal, [ROWS, COLUMNS].
+
+    `table` holds the values by column - row, four times, each copy one further to the right. Row r reads copy r % 4,
+    so that what four neighbours of a row read is aligned: one load, which goes through the pipeline.
+    """
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    starts = columns_less_rows + WIDTH // 2 + rows % 4 * WIDTH - rows // 4 * 4
+    return tl.load(table + starts[:, None] + columns[None, :], cache_modifier=".ca")
+
+
+@triton.jit
 def score(
-    product, queries, keys, bits, scale2, value, table, key_mask, query_segments, key_segments,
-    query_length, key_length, SATURATION: tl.constexpr, BIAS: tl.constexpr, NEAR: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_BITS: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, EVEN_N: tl.constexpr,
+    product, scale2, base, value, queries, keys, bits, query_segments, key_segments, query_length, key_length,
+    BIAS: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, HAS_BITS: tl.constexpr, SUB_M: tl.constexpr,
+    SUB_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 scores with bias, -inf where masked; of the positions `queries` and `keys` one is a column, one a row."""
-    scores = product * scale2
-    if BIAS == T5:
-        if NEAR:
-            distances = tl.minimum(tl.maximum(keys - queries, -SATURATION), SATURATION)
-            scores += tl.load(table + SATURATION + distances)
-        else:
-            scores += value
+    """Base-2 scores plus `base`, -inf where masked; of positions `queries` and `keys` one is a column, one a row."""
+    scores = product * scale2 + base
     if BIAS == ALIBI:
-        scores -= value * tl.abs(keys - queries).to(tl.float32)
-    if not EVEN_N:
-        scores = tl.where(keys < key_length, scores, float("-inf"))
-    if HAS_PADDING:
-        scores = tl.where(tl.load(key_mask + keys, mask=keys < key_length, other=0) != 0, scores, float("-inf"))
+        scores -= value * tl.abs(keys.to(tl.float32) - queries.to(tl.float32))
     if HAS_SEGMENTS:
         mine = tl.load(query_segments + queries, mask=queries < query_length, other=0)
         scores = tl.where(mine == tl.load(key_segments + keys, mask=keys < key_length, other=0), scores, float("-inf"))
@@ -76,20 +91,6 @@ def score(
     if CAUSAL and NEAR:
         scores = tl.where(keys <= queries, scores, float("-inf"))
     return scores
-
-
-@triton.jit
-def kept(seed, sequence, queries, keys, dropout_p):
-    """True for weights that dropout leaves: a function of the seed and of where they stand, not of the tiles."""
-    zeros = queries * 0 + keys * 0
-    words, _, _, _ = tl.philox(seed, zeros + keys, zeros + queries, zeros + sequence, zeros, 7)
-    return tl.uint_to_uniform_float(words) >= dropout_p
-
-
-@triton.jit
-def dropped(values, seed, sequence, queries, keys, dropout_p):
-    """The values that dropout leaves, scaled up for those that it does not."""
-    return tl.where(kept(seed, sequence, queries, keys, dropout_p), values / (1.0 - dropout_p), 0.0)
 
 
 @triton.jit
@@ -132,12 +133,14 @@ def steps_of(begin, near, after, end, NEAR: tl.constexpr):
 
 
 @triton.jit
-def values_of(table, head, SATURATION: tl.constexpr, BIAS: tl.constexpr):
-    """(this head's table, value of far-left tiles, of far-right tiles); for ALiBi the slope, in both places."""
+def values_of(table, head, WIDTH: tl.constexpr, BIAS: tl.constexpr, BY_KEY: tl.constexpr):
+    """(this head's copies, value of far-left tiles, of far-right tiles); for ALiBi the slope, in both places."""
     left, right = 0.0, 0.0
     if BIAS == T5:
-        table += head * (2 * SATURATION + 1)
-        left, right = tl.load(table), tl.load(table + 2 * SATURATION)
+        table += head * (8 * WIDTH)
+        left, right = tl.load(table), tl.load(table + WIDTH - 1)
+        if BY_KEY:
+            table += 4 * WIDTH
     if BIAS == ALIBI:
         left = tl.load(table + head)
         right = left
@@ -147,12 +150,13 @@ def values_of(table, head, SATURATION: tl.constexpr, BIAS: tl.constexpr):
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q, k, v, o, lse, table, key_mask, query_segments, key_segments, ranges, order, tiles, tile_bits,
-    seed, dropout_p, scale2, num_tiles, num_heads, layout_heads, sequences, query_length, key_length,
+    seed, drop_below, drop_chance, grow, scale2, num_tiles, num_heads, layout_heads, sequences, query_length,
+    key_length,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_on,
+    stride_ob, stride_oh, stride_on, stride_mask,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr,
-    SATURATION: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
+    WIDTH: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
     RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -161,30 +165,39 @@ def forward_kernel(
     sequence, batch, head, tile, begin, near, after, end = list_of(
         ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
     )
-    table, left, right = values_of(table, head, SATURATION, BIAS)
-    key_mask += batch * key_length
+    table, left, right = values_of(table, head, WIDTH, BIAS, False)
+    key_mask += batch * stride_mask
     query_segments += batch * query_length
     key_segments += batch * key_length
     k += batch * stride_kb + head * stride_kh
     v += batch * stride_vb + head * stride_vh
     queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     q_base = q + batch * stride_qb + head * stride_qh
-    q_tile = load_rows(q_base, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
+    q_tile = load_rows(q_base, tile * BLOCK_M, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
+    if HAS_DROPOUT:
+        threshold = threshold_of(seed, sequence, drop_below, drop_chance)
     output = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     for NEAR in tl.static_range(2):
         if NEAR == 0 or BIAS == T5 or CAUSAL:
             steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
-            for step in tl.range(0, steps, num_stages=1 if NEAR else STAGES):
+            for step in tl.range(0, steps, num_stages=2 if NEAR else STAGES):
                 key_tile, bits = tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE, HAS_BITS)
                 keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                k_tile = load_rows(k, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
+                k_tile = load_rows(k, key_tile * BLOCK_N, BLOCK_N, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
+                value = tl.where(step < first_steps, left, right)
+                base = 0.0
+                if BIAS == T5:
+                    base = (
+                        bias_of(table, key_tile * BLOCK_N - tile * BLOCK_M, WIDTH, BLOCK_M, BLOCK_N) if NEAR else value
+                    )
+                if HAS_PADDING:
+                    base += tl.load(key_mask + keys)[None, :]
                 scores = score(
-                    tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), queries[:, None], keys[None, :], bits,
-                    scale2, tl.where(step < first_steps, left, right), table, key_mask, query_segments, key_segments,
-                    query_length, key_length, SATURATION, BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M,
-                    BLOCK_N, HAS_PADDING, HAS_SEGMENTS, EVEN_N,
+                    tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), scale2, base, value,
+                    queries[:, None], keys[None, :], bits, query_segments, key_segments, query_length, key_length,
+                    BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M, BLOCK_N, HAS_SEGMENTS,
                 )  # fmt: skip
                 new_peak = tl.maximum(peak, tl.max(scores, 1))
                 finite_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -192,11 +205,14 @@ def forward_kernel(
                 shrink = tl.exp2(peak - finite_peak)
                 total = total * shrink + tl.sum(weights, 1)
                 if HAS_DROPOUT:
-                    weights = dropped(weights, seed, sequence, queries[:, None], keys[None, :], dropout_p)
-                v_tile = load_rows(v, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
+                    keep = kept(seed, sequence, threshold, tile * BLOCK_M, key_tile * BLOCK_N, BLOCK_M, BLOCK_N, False)
+                    weights = tl.where(keep, weights, 0.0)
+                v_tile = load_rows(v, key_tile * BLOCK_N, BLOCK_N, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
                 output = tl.dot(weights.to(v_tile.dtype), v_tile, output * shrink[:, None], input_precision=PRECISION)
                 peak = new_peak
     nothing = total == 0.0
+    if HAS_DROPOUT:
+        output *= grow
     output = output / tl.where(nothing, 1.0, total)[:, None]
     o_base = o + batch * stride_ob + head * stride_oh
     store_rows(o_base, output, queries, stride_on, query_length, VALUE_DIM, BLOCK_V)
@@ -207,24 +223,29 @@ def forward_kernel(
 @triton.jit
 def add_far(first_sum, second_sum, ds, queries, keys, is_first, BIAS: tl.constexpr, NEAR: tl.constexpr):
     """Sums of the bias gradient of each row, those of a tile added: of far-left and far-right tiles, or of ALiBi's."""
+    rows: tl.constexpr = ds.shape[0]
+    columns: tl.constexpr = ds.shape[1]
     if BIAS == ALIBI:
-        first_sum -= tl.sum(ds * tl.abs(keys[None, :] - queries[:, None]).to(tl.float32), 1)
+        distances = tl.abs(keys[None, :].to(tl.float32) - queries[:, None].to(tl.float32))
+        first_sum -= tl.sum(tl.reshape(ds * distances, [rows, columns // 8, 8]), 1)
     if BIAS == T5 and NEAR == 0:
-        row_sum = tl.sum(ds, 1)
-        first_sum += tl.where(is_first, row_sum, 0.0)
-        second_sum += tl.where(is_first, 0.0, row_sum)
+        partial = tl.sum(tl.reshape(ds, [rows, columns // 8, 8]), 1)  # of numbers that one thread has
+        share = is_first.to(tl.float32)
+        first_sum += partial * share
+        second_sum += partial * (1.0 - share)
     return first_sum, second_sum
 
 
 @triton.jit(do_not_specialize=VARYING)
 def query_gradient_kernel(
     q, k, v, o, do, lse, delta, dq, far_sums, table, key_mask, query_segments, key_segments, ranges, order, tiles,
-    tile_bits, seed, dropout_p, scale, scale2, num_tiles, num_heads, layout_heads, sequences, query_length, key_length,
+    tile_bits, seed, drop_below, drop_chance, grow, scale, scale2, num_tiles, num_heads, layout_heads, sequences,
+    query_length, key_length,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_on,
+    stride_ob, stride_oh, stride_on, stride_mask,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr,
-    SATURATION: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
+    WIDTH: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
     RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, TRAIN_BIAS: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -233,41 +254,52 @@ def query_gradient_kernel(
     sequence, batch, head, tile, begin, near, after, end = list_of(
         ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
     )
-    table, left, right = values_of(table, head, SATURATION, BIAS)
-    key_mask += batch * key_length
+    table, left, right = values_of(table, head, WIDTH, BIAS, False)
+    key_mask += batch * stride_mask
     query_segments += batch * query_length
     key_segments += batch * key_length
     k += batch * stride_kb + head * stride_kh
     v += batch * stride_vb + head * stride_vh
     of_query, of_output = batch * stride_qb + head * stride_qh, batch * stride_ob + head * stride_oh
     queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_tile = load_rows(q + of_query, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
-    o_tile = load_rows(o + of_output, queries, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
-    do_tile = load_rows(do + of_output, queries, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
+    q_tile = load_rows(q + of_query, tile * BLOCK_M, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
+    o_tile = load_rows(o + of_output, tile * BLOCK_M, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
+    do_tile = load_rows(do + of_output, tile * BLOCK_M, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
     rows, inside = sequence.to(tl.int64) * query_length + queries, queries < query_length
     row_lse = tl.load(lse + rows, mask=inside, other=float("inf"))
     row_delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     tl.store(delta + rows, row_delta, mask=inside)
+    if HAS_DROPOUT:
+        threshold = threshold_of(seed, sequence, drop_below, drop_chance)
     gradient = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    first_sum, second_sum = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    first_sum, second_sum = tl.zeros([BLOCK_M, 8], tl.float32), tl.zeros([BLOCK_M, 8], tl.float32)
     for NEAR in tl.static_range(2):
         if NEAR == 0 or BIAS == T5 or CAUSAL:
             steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
-            for step in tl.range(0, steps, num_stages=1 if NEAR else STAGES):
+            for step in tl.range(0, steps, num_stages=2 if NEAR else STAGES):
                 key_tile, bits = tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE, HAS_BITS)
                 keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                k_tile = load_rows(k, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
-                v_tile = load_rows(v, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
+                k_tile = load_rows(k, key_tile * BLOCK_N, BLOCK_N, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
+                v_tile = load_rows(v, key_tile * BLOCK_N, BLOCK_N, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
+                value = tl.where(step < first_steps, left, right)
+                base = -row_lse[:, None]
+                if BIAS == T5 and not NEAR:
+                    base += value
                 scores = score(
-                    tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), queries[:, None], keys[None, :], bits,
-                    scale2, tl.where(step < first_steps, left, right), table, key_mask, query_segments, key_segments,
-                    query_length, key_length, SATURATION, BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M,
-                    BLOCK_N, HAS_PADDING, HAS_SEGMENTS, EVEN_N,
+                    tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), scale2, base, value,
+                    queries[:, None], keys[None, :], bits, query_segments, key_segments, query_length, key_length,
+                    BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M, BLOCK_N, HAS_SEGMENTS,
                 )  # fmt: skip
+                if BIAS == T5 and NEAR:
+                    scores += bias_of(table, key_tile * BLOCK_N - tile * BLOCK_M, WIDTH, BLOCK_M, BLOCK_N)
+                if HAS_PADDING:
+                    scores += tl.load(key_mask + keys)[None, :]
                 dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
                 if HAS_DROPOUT:
-                    dp = dropped(dp, seed, sequence, queries[:, None], keys[None, :], dropout_p)
-                ds = tl.exp2(scores - row_lse[:, None]) * (dp - row_delta[:, None])
+                    keep = kept(seed, sequence, threshold, tile * BLOCK_M, key_tile * BLOCK_N, BLOCK_M, BLOCK_N, False)
+                    ds = tl.exp2(scores) * tl.where(keep, dp * grow - row_delta[:, None], -row_delta[:, None])
+                else:
+                    ds = tl.exp2(scores) * (dp - row_delta[:, None])
                 gradient = tl.dot(ds.to(k_tile.dtype), k_tile, gradient, input_precision=PRECISION)
                 if TRAIN_BIAS:
                     is_first = step < first_steps
@@ -275,19 +307,20 @@ def query_gradient_kernel(
     store_rows(dq + of_query, gradient * scale, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D)
     if TRAIN_BIAS:
         far_sums += (sequence.to(tl.int64) * num_tiles + tile) * 2
-        tl.store(far_sums, tl.sum(first_sum, 0))
-        tl.store(far_sums + 1, tl.sum(second_sum, 0))
+        tl.store(far_sums, tl.sum(tl.sum(first_sum, 1), 0))
+        tl.store(far_sums + 1, tl.sum(tl.sum(second_sum, 1), 0))
 
 
 @triton.jit(do_not_specialize=VARYING)
 def key_gradient_kernel(
     q, k, v, do, lse, delta, dk, dv, table, key_mask, query_segments, key_segments, ranges, order, tiles, tile_bits,
-    seed, dropout_p, scale, scale2, num_tiles, num_heads, layout_heads, sequences, query_length, key_length,
+    seed, drop_below, drop_chance, grow, scale, scale2, num_tiles, num_heads, layout_heads, sequences, query_length,
+    key_length,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_on,
+    stride_ob, stride_oh, stride_on, stride_mask,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr,
-    SATURATION: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
+    WIDTH: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
     RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -297,8 +330,8 @@ def key_gradient_kernel(
     sequence, batch, head, tile, begin, near, after, end = list_of(
         ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
     )
-    table, left, right = values_of(table, head, SATURATION, BIAS)
-    key_mask += batch * key_length
+    table, left, right = values_of(table, head, WIDTH, BIAS, True)
+    key_mask += batch * stride_mask
     query_segments += batch * query_length
     key_segments += batch * key_length
     q += batch * stride_qb + head * stride_qh
@@ -307,49 +340,69 @@ def key_gradient_kernel(
     delta += sequence.to(tl.int64) * query_length
     of_key, of_value = batch * stride_kb + head * stride_kh, batch * stride_vb + head * stride_vh
     keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    k_tile = load_rows(k + of_key, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
-    v_tile = load_rows(v + of_value, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
+    k_tile = load_rows(k + of_key, tile * BLOCK_N, BLOCK_N, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
+    v_tile = load_rows(v + of_value, tile * BLOCK_N, BLOCK_N, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
+    if HAS_DROPOUT:
+        threshold = threshold_of(seed, sequence, drop_below, drop_chance)
     dk_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_tile = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
     for NEAR in tl.static_range(2):
         if NEAR == 0 or BIAS == T5 or CAUSAL:
             steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
-            for step in tl.range(0, steps, num_stages=1 if NEAR else STAGES):
+            for step in tl.range(0, steps, num_stages=2 if NEAR else STAGES):
                 query_tile, bits = tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE, HAS_BITS)
                 queries = query_tile * BLOCK_M + tl.arange(0, BLOCK_M)
                 inside = queries < query_length
-                q_tile = load_rows(q, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
-                do_tile = load_rows(do, queries, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
+                q_tile = load_rows(
+                    q, query_tile * BLOCK_M, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M
+                )
+                do_tile = load_rows(
+                    do, query_tile * BLOCK_M, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M
+                )
                 row_lse = tl.load(lse + queries, mask=inside, other=float("inf"))
                 row_delta = tl.load(delta + queries, mask=inside, other=0.0)
+                value = tl.where(step < first_steps, right, left)
+                base = -row_lse[None, :]
+                if BIAS == T5 and not NEAR:
+                    base += value
                 scores = score(
-                    tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION), queries[None, :], keys[:, None], bits,
-                    scale2, tl.where(step < first_steps, right, left), table, key_mask, query_segments, key_segments,
-                    query_length, key_length, SATURATION, BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M,
-                    BLOCK_N, HAS_PADDING, HAS_SEGMENTS, EVEN_N,
+                    tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION), scale2, base, value,
+                    queries[None, :], keys[:, None], bits, query_segments, key_segments, query_length, key_length,
+                    BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M, BLOCK_N, HAS_SEGMENTS,
                 )  # fmt: skip
-                weights = tl.exp2(scores - row_lse[None, :])
+                if BIAS == T5 and NEAR:
+                    scores += bias_of(table, query_tile * BLOCK_M - tile * BLOCK_N, WIDTH, BLOCK_N, BLOCK_M)
+                weights = tl.exp2(scores)
                 dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
-                dropped = weights
                 if HAS_DROPOUT:
-                    keep = kept(seed, sequence, queries[None, :], keys[:, None], dropout_p)
-                    dropped = tl.where(keep, weights / (1.0 - dropout_p), 0.0)
-                    dp = tl.where(keep, dp / (1.0 - dropout_p), 0.0)
+                    keep = kept(
+                        seed, sequence, threshold, query_tile * BLOCK_M, tile * BLOCK_N, BLOCK_M, BLOCK_N, True
+                    )
+                    dropped = tl.where(keep, weights, 0.0)
+                    ds = weights * tl.where(keep, dp * grow - row_delta[None, :], -row_delta[None, :])
+                else:
+                    dropped = weights
+                    ds = weights * (dp - row_delta[None, :])
                 dv_tile = tl.dot(dropped.to(do_tile.dtype), do_tile, dv_tile, input_precision=PRECISION)
-                ds = weights * (dp - row_delta[None, :])
                 dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision=PRECISION)
+    if HAS_PADDING:  # until here nothing of a key reached another
+        seen = (tl.load(key_mask + keys) == 0.0)[:, None]
+        dk_tile, dv_tile = tl.where(seen, dk_tile, 0.0), tl.where(seen, dv_tile, 0.0)
+    if HAS_DROPOUT:
+        dv_tile *= grow
     store_rows(dk + of_key, dk_tile * scale, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D)
     store_rows(dv + of_value, dv_tile, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V)
 
 
-@triton.jit(do_not_specialize=[*VARYING[:5], "num_diagonals", "splits", "batch_size"])
+@triton.jit(do_not_specialize=[*VARYING[:7], "num_diagonals", "splits", "batch_size"])
 def bias_gradient_kernel(
     q, k, v, do, lse, delta, sums, table, key_mask, query_segments, key_segments, starts, tiles, tile_bits,
-    seed, dropout_p, scale2, num_diagonals, splits, batch_size, num_heads, layout_heads, query_length, key_length,
+    seed, drop_below, drop_chance, grow, scale2, num_diagonals, splits, batch_size, num_heads, layout_heads,
+    query_length, key_length,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_on,
+    stride_ob, stride_oh, stride_on, stride_mask,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, SUB_M: tl.constexpr, SATURATION: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, SUB_M: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -357,36 +410,58 @@ def bias_gradient_kernel(
     program = tl.program_id(0)
     split, diagonal = program % splits, program // splits % num_diagonals
     head = (program // splits // num_diagonals).to(tl.int64)
-    table += head * (2 * SATURATION + 1)
+    table += head * (8 * WIDTH)
     run = starts + (head % layout_heads) * num_diagonals + diagonal
     begin, end = tl.load(run), tl.load(run + 1)
+    q, k, v, do = q + head * stride_qh, k + head * stride_kh, v + head * stride_vh, do + head * stride_oh
+    away = (diagonal - num_diagonals // 2) * BLOCK_M
+    bias = bias_of(table, away, WIDTH, BLOCK_M, BLOCK_M)
     total = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
-    for item in range(begin * batch_size + split, end * batch_size, splits):
-        batch = (item % batch_size).to(tl.int64)
-        tile = tl.load(tiles + item // batch_size)
-        bits = tl.load(tile_bits + item // batch_size) if HAS_BITS else 0
-        queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        keys = (tile + diagonal - num_diagonals // 2) * BLOCK_M + tl.arange(0, BLOCK_M)
-        q_base, k_base = q + batch * stride_qb + head * stride_qh, k + batch * stride_kb + head * stride_kh
-        v_base, do_base = v + batch * stride_vb + head * stride_vh, do + batch * stride_ob + head * stride_oh
-        q_tile = load_rows(q_base, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
-        k_tile = load_rows(k_base, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
-        v_tile = load_rows(v_base, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
-        do_tile = load_rows(do_base, queries, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
+    # items are places in the list times rows of the batch, of which this program takes every `splits`th
+    place, row = begin + split // batch_size, split % batch_size
+    more_places, more_rows = splits // batch_size, splits % batch_size
+    steps = tl.cdiv(tl.maximum((end - begin) * batch_size - split, 0), splits)
+    for _ in tl.range(0, steps, num_stages=2):
+        batch = row.to(tl.int64)
+        tile = tl.load(tiles + place)
+        bits = tl.load(tile_bits + place) if HAS_BITS else 0
+        row += more_rows
+        wraps = row >= batch_size
+        place += tl.where(wraps, more_places + 1, more_places)
+        row = tl.where(wraps, row - batch_size, row)
+        first_query, first_key = tile * BLOCK_M, tile * BLOCK_M + away
+        queries, keys = first_query + tl.arange(0, BLOCK_M), first_key + tl.arange(0, BLOCK_M)
+        q_tile = load_rows(
+            q + batch * stride_qb, first_query, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M
+        )
+        k_tile = load_rows(k + batch * stride_kb, first_key, BLOCK_M, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
+        v_tile = load_rows(
+            v + batch * stride_vb, first_key, BLOCK_M, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N
+        )
+        do_tile = load_rows(
+            do + batch * stride_ob, first_query, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M
+        )
         sequence = batch * num_heads + head
         inside = queries < query_length
         row_lse = tl.load(lse + sequence * query_length + queries, mask=inside, other=float("inf"))
         row_delta = tl.load(delta + sequence * query_length + queries, mask=inside, other=0.0)
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         scores = score(
-            product, queries[:, None], keys[None, :], bits, scale2, 0.0, table, key_mask + batch * key_length,
-            query_segments + batch * query_length, key_segments + batch * key_length, query_length, key_length,
-            SATURATION, T5, True, CAUSAL, HAS_BITS, SUB_M, SUB_M, BLOCK_M, BLOCK_M, HAS_PADDING, HAS_SEGMENTS, EVEN_N,
+            product, scale2, -row_lse[:, None], 0.0, queries[:, None], keys[None, :], bits,
+            query_segments + batch * query_length, key_segments + batch * key_length, query_length, key_length, T5,
+            True, CAUSAL, HAS_BITS, SUB_M, SUB_M, BLOCK_M, BLOCK_M, HAS_SEGMENTS,
         )  # fmt: skip
+        scores += bias
+        if HAS_PADDING:
+            scores += tl.load(key_mask + batch * stride_mask + keys)[None, :]
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         if HAS_DROPOUT:
-            dp = dropped(dp, seed, sequence.to(tl.int32), queries[:, None], keys[None, :], dropout_p)
-        total += tl.exp2(scores - row_lse[:, None]) * (dp - row_delta[:, None])
+            of_call = sequence.to(tl.int32)
+            threshold = threshold_of(seed, of_call, drop_below, drop_chance)
+            keep = kept(seed, of_call, threshold, first_query, first_key, BLOCK_M, BLOCK_M, False)
+            total += tl.exp2(scores) * tl.where(keep, dp * grow - row_delta[:, None], -row_delta[:, None])
+        else:
+            total += tl.exp2(scores) * (dp - row_delta[:, None])
     places = tl.arange(0, BLOCK_M)
     sums += program.to(tl.int64) * BLOCK_M * BLOCK_M
     tl.store(sums + places[:, None] * BLOCK_M + places[None, :], total)
