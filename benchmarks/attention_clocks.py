@@ -10,6 +10,7 @@ for memory or for the tensor cores: those are `benchmarks/attention.py --device 
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import tempfile
@@ -133,3 +134,96 @@ def loops_of(cubin: bytes) -> list[list[str]]:
         if any(re.search(r"\bH(?:G)?MMA", one) for one in lines[first : last + 1]):
             found.append(lines[first : last + 1])
     return found
+
+
+# Clocks of a tile far from and near the diagonal before near tiles were loaded, and dropout shared calls of Philox.
+BEFORE = {
+    "T5 bias": [(596, 1297), (718, 932), (862, 1238), (0, 687)],
+    "T5 bias, padding": [(769, 1475), (976, 1172), (934, 1306), (0, 794)],
+    "T5 bias, dropout": [(2705, 3383), (3084, 3302), (3292, 3654), (0, 1876)],
+    "T5 bias, padding, dropout": [(2867, 3556), (3330, 3556), (3362, 3718), (0, 1988)],
+    "no bias": [(593, 593), (554, 554), (782, 782)],
+}
+SETTINGS = {
+    "no bias": {"bias": False},
+    "T5 bias": {},
+    "T5 bias, padding": {"padding": True},
+    "T5 bias, dropout": {"dropout_p": 0.1},
+    "T5 bias, padding, dropout": {"padding": True, "dropout_p": 0.1},
+    "no bias, padding, dropout": {"bias": False, "padding": True, "dropout_p": 0.1},
+}
+
+
+def clocks_of(launches: list[Launch], capability: int) -> list[tuple[int, int]]:
+    """(far, near) issue clocks of a tile, of each kernel."""
+    found = []
+    for launch in launches:
+        loops = [
+            round(len(loop) * launch.arguments["num_warps"] / SCHEDULERS)
+            for loop in loops_of(compiled(launch, capability).asm["cubin"])
+        ]
+        found.append((0 if launch.name == "bias_gradient_kernel" else loops[0], loops[-1]))
+        print(launch.name, found[-1], flush=True)
+    return found
+
+
+def tiles_of(launches: list[Launch]) -> list[tuple[int, int]]:
+    """(far, near) tiles of each kernel; without a bias, no tile is near."""
+    found = []
+    for launch in launches:
+        if launch.name == "bias_gradient_kernel":
+            found.append((0, launch.arguments["tiles"].numel()))
+            continue
+        begin, near, after, end = launch.arguments["ranges"].sum((0, 1)).tolist()
+        found.append((end - begin - after + near, after - near))
+    return found
+
+
+def total(clocks: list[tuple[int, int]], tiles: list[tuple[int, int]], part: slice) -> int:
+    """Clocks of the kernels in a part of the list."""
+    return sum(c[0] * t[0] + c[1] * t[1] for c, t in zip(clocks[part], tiles[part], strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, default=90, help="compute capability times ten")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".md"))
+    args = parser.parse_args()
+
+    clocks = {
+        name: clocks_of(launches_of(args.lengths[0], **settings), args.capability)
+        for name, settings in SETTINGS.items()
+    }
+    both, forward, backward = slice(None), slice(0, 1), slice(1, None)
+    rows, tile_rows = [], []
+    for name in SETTINGS:
+        for when, known in (("before", BEFORE), ("now", clocks)):
+            if name in known:
+                cells = " | ".join(f"{far} / {near}" if far else str(near) for far, near in known[name])
+                tile_rows.append(f"| {name} | {when} | {cells} |{' |' if len(known[name]) == 3 else ''}\n")
+    for length in args.lengths:
+        tiles = {bias: tiles_of(launches_of(length, bias=bias)) for bias in (False, True)}
+        for name in SETTINGS:
+            for when, known in (("before", BEFORE), ("now", clocks)):
+                if name == "no bias" or name not in known:
+                    continue
+                cells = [
+                    total(known[name], tiles["T5" in name], part) / total(known["no bias"], tiles[False], part)
+                    for part in (forward, backward, both)
+                ]
+                rows.append(f"| {length} | {name} | {when} | {' | '.join(f'{cell:.2f}' for cell in cells)} |\n")
+    args.output.write_text(
+        f"# Issue clocks of attention\n\n`python benchmarks/attention_clocks.py`, triton {triton.__version__}, "
+        f"sm_{args.capability}, bfloat16, head_dim 64, dense; padding is a mask of\none key.\n\n"
+        + __doc__.partition("\n\n")[2].partition("\n\n")[2]
+        + "\nClocks over those of the kernels without bias, padding and dropout of the same time:\n\n"
+        "| length | | | forward | backward | both |\n|---|---|---|---|---|---|\n"
+        + "".join(rows)
+        + "\nClocks of a tile far from / near the diagonal (128 x 64 scores; of the bias gradient 64 x 64):\n\n"
+        "| | | forward | gradient of q | of k and v | of the bias |\n|---|---|---|---|---|---|\n" + "".join(tile_rows)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -48,9 +48,13 @@ def words_of(seed, sequence, first_query, first_key, M: tl.constexpr, N: tl.cons
 
 
 @triton.jit
-def kept(seed, sequence, threshold, first_query, first_key, M: tl.constexpr, N: tl.constexpr, BY_KEY: tl.constexpr):
+def kept(
+    seed, sequence, drop_below, drop_chance, query_tile, key_tile, M: tl.constexpr, N: tl.constexpr,
+    BY_KEY: tl.constexpr,
+):  # fmt: skip
     """True for weights that dropout leaves: a function of the seed and of where they stand, not of the tiles."""
-    words = words_of(seed, sequence, first_query, first_key, M, N, BY_KEY)
+    threshold = threshold_of(seed, sequence, drop_below, drop_chance)
+    words = words_of(seed, sequence, query_tile * M, key_tile * N, M, N, BY_KEY)
     if BY_KEY:
         ROWS: tl.constexpr = N
         COLUMNS: tl.constexpr = M
@@ -66,3 +70,19 @@ def kept(seed, sequence, threshold, first_query, first_key, M: tl.constexpr, N: 
     else:
         shift = (rows & 8) * 2 + (columns & 8)
     return (words << shift.to(tl.uint32)) >= (threshold << 24)
+
+
+@triton.jit
+def gradient_of(
+    weights, dp, row_delta, grow, seed, sequence, drop_below, drop_chance, query_tile, key_tile, M: tl.constexpr,
+    N: tl.constexpr, BY_KEY: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """(weights that dropout leaves, gradient of the scores): `grow` is what those that it leaves are multiplied by."""
+    dropped = weights
+    if HAS_DROPOUT:
+        keep = kept(seed, sequence, drop_below, drop_chance, query_tile, key_tile, M, N, BY_KEY)
+        dropped = tl.where(keep, weights, 0.0)
+        ds = weights * tl.where(keep, dp * grow - row_delta, -row_delta)
+    else:
+        ds = weights * (dp - row_delta)
+    return dropped, ds

@@ -18,7 +18,7 @@ the first three dimensions, the output and its gradient those of `o`. M is a til
 import triton
 import triton.language as tl
 
-from lm_experiments_tools.attention.kernels.triton_dropout import kept, threshold_of
+from lm_experiments_tools.attention.kernels.triton_dropout import gradient_of, kept
 
 T5 = tl.constexpr(1)
 ALIBI = tl.constexpr(2)  # 0 is no bias
@@ -39,9 +39,10 @@ VARYING = [
 
 @triton.jit
 def load_rows(
-    base, first, ROWS: tl.constexpr, stride, length, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EVEN: tl.constexpr
+    base, tile, ROWS: tl.constexpr, stride, length, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EVEN: tl.constexpr
 ):
-    """Rows of a [length, DIM] matrix from `first` on, [ROWS, BLOCK_DIM], zeros outside of it."""
+    """One tile of the rows of a [length, DIM] matrix, [ROWS, BLOCK_DIM], zeros outside of it."""
+    first = tile * ROWS
     rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_DIM)
     pointers = base + first * stride + (rows[:, None] * stride + dims[None, :])  # the sum in brackets leaves a loop
     if EVEN and DIM == BLOCK_DIM:
@@ -70,6 +71,19 @@ def bias_of(table, columns_less_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, C
     rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     starts = columns_less_rows + WIDTH // 2 + rows % 4 * WIDTH - rows // 4 * 4
     return tl.load(table + starts[:, None] + columns[None, :], cache_modifier=".ca")
+
+
+@triton.jit
+def base_of(
+    base, table, columns_less_rows, value, key_mask, keys, WIDTH: tl.constexpr, BIAS: tl.constexpr, NEAR: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_PADDING: tl.constexpr,
+):  # fmt: skip
+    """The base of a tile's scores with its bias and, where keys are columns, its mask."""
+    if BIAS == T5:
+        base += bias_of(table, columns_less_rows, WIDTH, ROWS, COLUMNS) if NEAR else value
+    if HAS_PADDING:
+        base += tl.load(key_mask + keys)[None, :]
+    return base
 
 
 @triton.jit
@@ -149,17 +163,15 @@ def values_of(table, head, WIDTH: tl.constexpr, BIAS: tl.constexpr, BY_KEY: tl.c
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    q, k, v, o, lse, table, key_mask, query_segments, key_segments, ranges, order, tiles, tile_bits,
-    seed, drop_below, drop_chance, grow, scale2, num_tiles, num_heads, layout_heads, sequences, query_length,
-    key_length,
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_on, stride_mask,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr,
-    WIDTH: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
-    RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    q, k, v, o, lse, table, key_mask, query_segments, key_segments, ranges, order, tiles, tile_bits, seed,
+    drop_below, drop_chance, grow, scale2, num_tiles, num_heads, layout_heads, sequences, query_length,
+    key_length, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_on, stride_mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SUB_M: tl.constexpr, SUB_N: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
+    DENSE: tl.constexpr, RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr,
+    HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Output and lse of one tile of queries."""
     sequence, batch, head, tile, begin, near, after, end = list_of(
@@ -173,47 +185,37 @@ def forward_kernel(
     v += batch * stride_vb + head * stride_vh
     queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     q_base = q + batch * stride_qb + head * stride_qh
-    q_tile = load_rows(q_base, tile * BLOCK_M, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
-    if HAS_DROPOUT:
-        threshold = threshold_of(seed, sequence, drop_below, drop_chance)
+    q_tile = load_rows(q_base, tile, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
     output = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for NEAR in tl.static_range(2):
-        if NEAR == 0 or BIAS == T5 or CAUSAL:
-            steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
-            for step in tl.range(0, steps, num_stages=2 if NEAR else STAGES):
-                key_tile, bits = tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE, HAS_BITS)
-                keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                k_tile = load_rows(k, key_tile * BLOCK_N, BLOCK_N, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
-                value = tl.where(step < first_steps, left, right)
-                base = 0.0
-                if BIAS == T5:
-                    base = (
-                        bias_of(table, key_tile * BLOCK_N - tile * BLOCK_M, WIDTH, BLOCK_M, BLOCK_N) if NEAR else value
-                    )
-                if HAS_PADDING:
-                    base += tl.load(key_mask + keys)[None, :]
-                scores = score(
-                    tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), scale2, base, value,
-                    queries[:, None], keys[None, :], bits, query_segments, key_segments, query_length, key_length,
-                    BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M, BLOCK_N, HAS_SEGMENTS,
-                )  # fmt: skip
-                new_peak = tl.maximum(peak, tl.max(scores, 1))
-                finite_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-                weights = tl.exp2(scores - finite_peak[:, None])
-                shrink = tl.exp2(peak - finite_peak)
-                total = total * shrink + tl.sum(weights, 1)
-                if HAS_DROPOUT:
-                    keep = kept(seed, sequence, threshold, tile * BLOCK_M, key_tile * BLOCK_N, BLOCK_M, BLOCK_N, False)
-                    weights = tl.where(keep, weights, 0.0)
-                v_tile = load_rows(v, key_tile * BLOCK_N, BLOCK_N, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
-                output = tl.dot(weights.to(v_tile.dtype), v_tile, output * shrink[:, None], input_precision=PRECISION)
-                peak = new_peak
+    for NEAR in tl.static_range(2 if BIAS == T5 or CAUSAL else 1):
+        steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
+        for step in tl.range(0, steps, num_stages=2 if NEAR else STAGES):
+            key_tile, bits = tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE, HAS_BITS)
+            keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            k_tile = load_rows(k, key_tile, BLOCK_N, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
+            value = tl.where(step < first_steps, left, right)
+            away = key_tile * BLOCK_N - tile * BLOCK_M
+            base = base_of(0.0, table, away, value, key_mask, keys, WIDTH, BIAS, NEAR, BLOCK_M, BLOCK_N, HAS_PADDING)
+            scores = score(
+                tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), scale2, base, value,
+                queries[:, None], keys[None, :], bits, query_segments, key_segments, query_length, key_length,
+                BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M, BLOCK_N, HAS_SEGMENTS,
+            )  # fmt: skip
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            finite_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weights = tl.exp2(scores - finite_peak[:, None])
+            shrink = tl.exp2(peak - finite_peak)
+            total = total * shrink + tl.sum(weights, 1)
+            if HAS_DROPOUT:
+                keep = kept(seed, sequence, drop_below, drop_chance, tile, key_tile, BLOCK_M, BLOCK_N, False)
+                weights = tl.where(keep, weights, 0.0)
+            v_tile = load_rows(v, key_tile, BLOCK_N, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
+            output = tl.dot(weights.to(v_tile.dtype), v_tile, output * shrink[:, None], input_precision=PRECISION)
+            peak = new_peak
     nothing = total == 0.0
-    if HAS_DROPOUT:
-        output *= grow
-    output = output / tl.where(nothing, 1.0, total)[:, None]
+    output = output * (grow / tl.where(nothing, 1.0, total))[:, None]
     o_base = o + batch * stride_ob + head * stride_oh
     store_rows(o_base, output, queries, stride_on, query_length, VALUE_DIM, BLOCK_V)
     logarithm = tl.where(nothing, float("inf"), peak + tl.log2(tl.where(nothing, 1.0, total)))
@@ -221,7 +223,7 @@ def forward_kernel(
 
 
 @triton.jit
-def add_far(first_sum, second_sum, ds, queries, keys, is_first, BIAS: tl.constexpr, NEAR: tl.constexpr):
+def add_far(first_sum, second_sum, ds, queries, keys, step, first_steps, BIAS: tl.constexpr, NEAR: tl.constexpr):
     """Sums of the bias gradient of each row, those of a tile added: of far-left and far-right tiles, or of ALiBi's."""
     rows: tl.constexpr = ds.shape[0]
     columns: tl.constexpr = ds.shape[1]
@@ -230,7 +232,7 @@ def add_far(first_sum, second_sum, ds, queries, keys, is_first, BIAS: tl.constex
         first_sum -= tl.sum(tl.reshape(ds * distances, [rows, columns // 8, 8]), 1)
     if BIAS == T5 and NEAR == 0:
         partial = tl.sum(tl.reshape(ds, [rows, columns // 8, 8]), 1)  # of numbers that one thread has
-        share = is_first.to(tl.float32)
+        share = (step < first_steps).to(tl.float32)
         first_sum += partial * share
         second_sum += partial * (1.0 - share)
     return first_sum, second_sum
@@ -240,15 +242,13 @@ def add_far(first_sum, second_sum, ds, queries, keys, is_first, BIAS: tl.constex
 def query_gradient_kernel(
     q, k, v, o, do, lse, delta, dq, far_sums, table, key_mask, query_segments, key_segments, ranges, order, tiles,
     tile_bits, seed, drop_below, drop_chance, grow, scale, scale2, num_tiles, num_heads, layout_heads, sequences,
-    query_length, key_length,
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_on, stride_mask,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr,
-    WIDTH: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
-    RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, TRAIN_BIAS: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    query_length, key_length, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb,
+    stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_mask, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr,
+    CAUSAL: tl.constexpr, DENSE: tl.constexpr, RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, TRAIN_BIAS: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries, delta (sum of o * do) for the other kernels, and the bias gradient of far tiles."""
     sequence, batch, head, tile, begin, near, after, end = list_of(
@@ -262,48 +262,40 @@ def query_gradient_kernel(
     v += batch * stride_vb + head * stride_vh
     of_query, of_output = batch * stride_qb + head * stride_qh, batch * stride_ob + head * stride_oh
     queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_tile = load_rows(q + of_query, tile * BLOCK_M, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
-    o_tile = load_rows(o + of_output, tile * BLOCK_M, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
-    do_tile = load_rows(do + of_output, tile * BLOCK_M, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
+    q_tile = load_rows(q + of_query, tile, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
+    o_tile = load_rows(o + of_output, tile, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
+    do_tile = load_rows(do + of_output, tile, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
     rows, inside = sequence.to(tl.int64) * query_length + queries, queries < query_length
     row_lse = tl.load(lse + rows, mask=inside, other=float("inf"))
     row_delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     tl.store(delta + rows, row_delta, mask=inside)
-    if HAS_DROPOUT:
-        threshold = threshold_of(seed, sequence, drop_below, drop_chance)
     gradient = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     first_sum, second_sum = tl.zeros([BLOCK_M, 8], tl.float32), tl.zeros([BLOCK_M, 8], tl.float32)
-    for NEAR in tl.static_range(2):
-        if NEAR == 0 or BIAS == T5 or CAUSAL:
-            steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
-            for step in tl.range(0, steps, num_stages=2 if NEAR else STAGES):
-                key_tile, bits = tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE, HAS_BITS)
-                keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                k_tile = load_rows(k, key_tile * BLOCK_N, BLOCK_N, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
-                v_tile = load_rows(v, key_tile * BLOCK_N, BLOCK_N, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
-                value = tl.where(step < first_steps, left, right)
-                base = -row_lse[:, None]
-                if BIAS == T5 and not NEAR:
-                    base += value
-                scores = score(
-                    tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), scale2, base, value,
-                    queries[:, None], keys[None, :], bits, query_segments, key_segments, query_length, key_length,
-                    BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M, BLOCK_N, HAS_SEGMENTS,
-                )  # fmt: skip
-                if BIAS == T5 and NEAR:
-                    scores += bias_of(table, key_tile * BLOCK_N - tile * BLOCK_M, WIDTH, BLOCK_M, BLOCK_N)
-                if HAS_PADDING:
-                    scores += tl.load(key_mask + keys)[None, :]
-                dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-                if HAS_DROPOUT:
-                    keep = kept(seed, sequence, threshold, tile * BLOCK_M, key_tile * BLOCK_N, BLOCK_M, BLOCK_N, False)
-                    ds = tl.exp2(scores) * tl.where(keep, dp * grow - row_delta[:, None], -row_delta[:, None])
-                else:
-                    ds = tl.exp2(scores) * (dp - row_delta[:, None])
-                gradient = tl.dot(ds.to(k_tile.dtype), k_tile, gradient, input_precision=PRECISION)
-                if TRAIN_BIAS:
-                    is_first = step < first_steps
-                    first_sum, second_sum = add_far(first_sum, second_sum, ds, queries, keys, is_first, BIAS, NEAR)
+    for NEAR in tl.static_range(2 if BIAS == T5 or CAUSAL else 1):
+        steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
+        for step in tl.range(0, steps, num_stages=2 if NEAR else STAGES):
+            key_tile, bits = tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE, HAS_BITS)
+            keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            k_tile = load_rows(k, key_tile, BLOCK_N, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
+            v_tile = load_rows(v, key_tile, BLOCK_N, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
+            value = tl.where(step < first_steps, left, right)
+            base, away = -row_lse[:, None], key_tile * BLOCK_N - tile * BLOCK_M
+            base = base_of(base, table, away, value, key_mask, keys, WIDTH, BIAS, NEAR, BLOCK_M, BLOCK_N, HAS_PADDING)
+            scores = score(
+                tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), scale2, base, value,
+                queries[:, None], keys[None, :], bits, query_segments, key_segments, query_length, key_length,
+                BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M, BLOCK_N, HAS_SEGMENTS,
+            )  # fmt: skip
+            dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+            _, ds = gradient_of(
+                tl.exp2(scores), dp, row_delta[:, None], grow, seed, sequence, drop_below, drop_chance, tile, key_tile,
+                BLOCK_M, BLOCK_N, False, HAS_DROPOUT,
+            )  # fmt: skip
+            gradient = tl.dot(ds.to(k_tile.dtype), k_tile, gradient, input_precision=PRECISION)
+            if TRAIN_BIAS:
+                first_sum, second_sum = add_far(
+                    first_sum, second_sum, ds, queries, keys, step, first_steps, BIAS, NEAR
+                )
     store_rows(dq + of_query, gradient * scale, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D)
     if TRAIN_BIAS:
         far_sums += (sequence.to(tl.int64) * num_tiles + tile) * 2
@@ -313,17 +305,15 @@ def query_gradient_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def key_gradient_kernel(
-    q, k, v, do, lse, delta, dk, dv, table, key_mask, query_segments, key_segments, ranges, order, tiles, tile_bits,
-    seed, drop_below, drop_chance, grow, scale, scale2, num_tiles, num_heads, layout_heads, sequences, query_length,
-    key_length,
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_on, stride_mask,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr,
-    WIDTH: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
-    RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    q, k, v, do, lse, delta, dk, dv, table, key_mask, query_segments, key_segments, ranges, order, tiles,
+    tile_bits, seed, drop_below, drop_chance, grow, scale, scale2, num_tiles, num_heads, layout_heads, sequences,
+    query_length, key_length, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb,
+    stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_mask, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr,
+    CAUSAL: tl.constexpr, DENSE: tl.constexpr, RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys. Its list starts with the queries that it is far right of. Keys are rows of the
     scores, so that no product needs its left side transposed."""
@@ -340,71 +330,52 @@ def key_gradient_kernel(
     delta += sequence.to(tl.int64) * query_length
     of_key, of_value = batch * stride_kb + head * stride_kh, batch * stride_vb + head * stride_vh
     keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    k_tile = load_rows(k + of_key, tile * BLOCK_N, BLOCK_N, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
-    v_tile = load_rows(v + of_value, tile * BLOCK_N, BLOCK_N, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
-    if HAS_DROPOUT:
-        threshold = threshold_of(seed, sequence, drop_below, drop_chance)
+    k_tile = load_rows(k + of_key, tile, BLOCK_N, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
+    v_tile = load_rows(v + of_value, tile, BLOCK_N, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
     dk_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_tile = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
-    for NEAR in tl.static_range(2):
-        if NEAR == 0 or BIAS == T5 or CAUSAL:
-            steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
-            for step in tl.range(0, steps, num_stages=2 if NEAR else STAGES):
-                query_tile, bits = tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE, HAS_BITS)
-                queries = query_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-                inside = queries < query_length
-                q_tile = load_rows(
-                    q, query_tile * BLOCK_M, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M
-                )
-                do_tile = load_rows(
-                    do, query_tile * BLOCK_M, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M
-                )
-                row_lse = tl.load(lse + queries, mask=inside, other=float("inf"))
-                row_delta = tl.load(delta + queries, mask=inside, other=0.0)
-                value = tl.where(step < first_steps, right, left)
-                base = -row_lse[None, :]
-                if BIAS == T5 and not NEAR:
-                    base += value
-                scores = score(
-                    tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION), scale2, base, value,
-                    queries[None, :], keys[:, None], bits, query_segments, key_segments, query_length, key_length,
-                    BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M, BLOCK_N, HAS_SEGMENTS,
-                )  # fmt: skip
-                if BIAS == T5 and NEAR:
-                    scores += bias_of(table, query_tile * BLOCK_M - tile * BLOCK_N, WIDTH, BLOCK_N, BLOCK_M)
-                weights = tl.exp2(scores)
-                dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
-                if HAS_DROPOUT:
-                    keep = kept(
-                        seed, sequence, threshold, query_tile * BLOCK_M, tile * BLOCK_N, BLOCK_M, BLOCK_N, True
-                    )
-                    dropped = tl.where(keep, weights, 0.0)
-                    ds = weights * tl.where(keep, dp * grow - row_delta[None, :], -row_delta[None, :])
-                else:
-                    dropped = weights
-                    ds = weights * (dp - row_delta[None, :])
-                dv_tile = tl.dot(dropped.to(do_tile.dtype), do_tile, dv_tile, input_precision=PRECISION)
-                dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision=PRECISION)
+    for NEAR in tl.static_range(2 if BIAS == T5 or CAUSAL else 1):
+        steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
+        for step in tl.range(0, steps, num_stages=2 if NEAR else STAGES):
+            query_tile, bits = tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE, HAS_BITS)
+            queries = query_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+            inside = queries < query_length
+            q_tile = load_rows(q, query_tile, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
+            do_tile = load_rows(do, query_tile, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
+            row_lse = tl.load(lse + queries, mask=inside, other=float("inf"))
+            row_delta = tl.load(delta + queries, mask=inside, other=0.0)
+            value = tl.where(step < first_steps, right, left)
+            base, away = -row_lse[None, :], query_tile * BLOCK_M - tile * BLOCK_N
+            base = base_of(base, table, away, value, key_mask, keys, WIDTH, BIAS, NEAR, BLOCK_N, BLOCK_M, False)
+            scores = score(
+                tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION), scale2, base, value,
+                queries[None, :], keys[:, None], bits, query_segments, key_segments, query_length, key_length,
+                BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M, BLOCK_N, HAS_SEGMENTS,
+            )  # fmt: skip
+            dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
+            dropped, ds = gradient_of(
+                tl.exp2(scores), dp, row_delta[None, :], grow, seed, sequence, drop_below, drop_chance, query_tile,
+                tile, BLOCK_M, BLOCK_N, True, HAS_DROPOUT,
+            )  # fmt: skip
+            dv_tile = tl.dot(dropped.to(do_tile.dtype), do_tile, dv_tile, input_precision=PRECISION)
+            dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision=PRECISION)
     if HAS_PADDING:  # until here nothing of a key reached another
         seen = (tl.load(key_mask + keys) == 0.0)[:, None]
         dk_tile, dv_tile = tl.where(seen, dk_tile, 0.0), tl.where(seen, dv_tile, 0.0)
-    if HAS_DROPOUT:
-        dv_tile *= grow
     store_rows(dk + of_key, dk_tile * scale, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D)
-    store_rows(dv + of_value, dv_tile, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V)
+    store_rows(dv + of_value, dv_tile * grow, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V)
 
 
 @triton.jit(do_not_specialize=[*VARYING[:7], "num_diagonals", "splits", "batch_size"])
 def bias_gradient_kernel(
-    q, k, v, do, lse, delta, sums, table, key_mask, query_segments, key_segments, starts, tiles, tile_bits,
-    seed, drop_below, drop_chance, grow, scale2, num_diagonals, splits, batch_size, num_heads, layout_heads,
-    query_length, key_length,
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_on, stride_mask,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, SUB_M: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, do, lse, delta, sums, table, key_mask, query_segments, key_segments, starts, tiles, tile_bits, seed,
+    drop_below, drop_chance, grow, scale2, num_diagonals, splits, batch_size, num_heads, layout_heads,
+    query_length, key_length, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb,
+    stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_mask, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    SUB_M: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, HAS_BITS: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum of the scores' gradients over a share of the near tiles of one head on one diagonal, all batch rows."""
     program = tl.program_id(0)
@@ -414,8 +385,7 @@ def bias_gradient_kernel(
     run = starts + (head % layout_heads) * num_diagonals + diagonal
     begin, end = tl.load(run), tl.load(run + 1)
     q, k, v, do = q + head * stride_qh, k + head * stride_kh, v + head * stride_vh, do + head * stride_oh
-    away = (diagonal - num_diagonals // 2) * BLOCK_M
-    bias = bias_of(table, away, WIDTH, BLOCK_M, BLOCK_M)
+    bias = bias_of(table, (diagonal - num_diagonals // 2) * BLOCK_M, WIDTH, BLOCK_M, BLOCK_M)
     total = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
     # items are places in the list times rows of the batch, of which this program takes every `splits`th
     place, row = begin + split // batch_size, split % batch_size
@@ -429,18 +399,12 @@ def bias_gradient_kernel(
         wraps = row >= batch_size
         place += tl.where(wraps, more_places + 1, more_places)
         row = tl.where(wraps, row - batch_size, row)
-        first_query, first_key = tile * BLOCK_M, tile * BLOCK_M + away
-        queries, keys = first_query + tl.arange(0, BLOCK_M), first_key + tl.arange(0, BLOCK_M)
-        q_tile = load_rows(
-            q + batch * stride_qb, first_query, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M
-        )
-        k_tile = load_rows(k + batch * stride_kb, first_key, BLOCK_M, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
-        v_tile = load_rows(
-            v + batch * stride_vb, first_key, BLOCK_M, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N
-        )
-        do_tile = load_rows(
-            do + batch * stride_ob, first_query, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M
-        )
+        key_tile = tile + diagonal - num_diagonals // 2
+        queries, keys = tile * BLOCK_M + tl.arange(0, BLOCK_M), key_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        q_tile = load_rows(q + batch * stride_qb, tile, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
+        k_tile = load_rows(k + batch * stride_kb, key_tile, BLOCK_M, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
+        v_tile = load_rows(v + batch * stride_vb, key_tile, BLOCK_M, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
+        do_tile = load_rows(do + batch * stride_ob, tile, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
         sequence = batch * num_heads + head
         inside = queries < query_length
         row_lse = tl.load(lse + sequence * query_length + queries, mask=inside, other=float("inf"))
@@ -455,13 +419,11 @@ def bias_gradient_kernel(
         if HAS_PADDING:
             scores += tl.load(key_mask + batch * stride_mask + keys)[None, :]
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-        if HAS_DROPOUT:
-            of_call = sequence.to(tl.int32)
-            threshold = threshold_of(seed, of_call, drop_below, drop_chance)
-            keep = kept(seed, of_call, threshold, first_query, first_key, BLOCK_M, BLOCK_M, False)
-            total += tl.exp2(scores) * tl.where(keep, dp * grow - row_delta[:, None], -row_delta[:, None])
-        else:
-            total += tl.exp2(scores) * (dp - row_delta[:, None])
+        _, ds = gradient_of(
+            tl.exp2(scores), dp, row_delta[:, None], grow, seed, sequence.to(tl.int32), drop_below, drop_chance, tile,
+            key_tile, BLOCK_M, BLOCK_M, False, HAS_DROPOUT,
+        )  # fmt: skip
+        total += ds
     places = tl.arange(0, BLOCK_M)
     sums += program.to(tl.int64) * BLOCK_M * BLOCK_M
     tl.store(sums + places[:, None] * BLOCK_M + places[None, :], total)
