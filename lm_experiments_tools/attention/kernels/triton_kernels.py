@@ -76,11 +76,12 @@ def bias_of(table, columns_less_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, C
 @triton.jit
 def base_of(
     base, table, columns_less_rows, value, key_mask, keys, WIDTH: tl.constexpr, BIAS: tl.constexpr, NEAR: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_PADDING: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_PADDING: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
     """The base of a tile's scores with its bias and, where keys are columns, its mask."""
     if BIAS == T5:
-        base += bias_of(table, columns_less_rows, WIDTH, ROWS, COLUMNS) if NEAR else value
+        added = bias_of(table, columns_less_rows, WIDTH, ROWS, COLUMNS) if NEAR else value
+        base = added if ZERO else base + added  # adding a constant 0 would cost an instruction
     if HAS_PADDING:
         base += tl.load(key_mask + keys)[None, :]
     return base
@@ -197,7 +198,9 @@ def forward_kernel(
             k_tile = load_rows(k, key_tile, BLOCK_N, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
             value = tl.where(step < first_steps, left, right)
             away = key_tile * BLOCK_N - tile * BLOCK_M
-            base = base_of(0.0, table, away, value, key_mask, keys, WIDTH, BIAS, NEAR, BLOCK_M, BLOCK_N, HAS_PADDING)
+            base = base_of(
+                0.0, table, away, value, key_mask, keys, WIDTH, BIAS, NEAR, BLOCK_M, BLOCK_N, HAS_PADDING, True
+            )  # fmt: skip
             scores = score(
                 tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), scale2, base, value,
                 queries[:, None], keys[None, :], bits, query_segments, key_segments, query_length, key_length,
@@ -256,17 +259,15 @@ def query_gradient_kernel(
     )
     table, left, right = values_of(table, head, WIDTH, BIAS, False)
     key_mask += batch * stride_mask
-    query_segments += batch * query_length
-    key_segments += batch * key_length
-    k += batch * stride_kb + head * stride_kh
-    v += batch * stride_vb + head * stride_vh
+    query_segments, key_segments = query_segments + batch * query_length, key_segments + batch * key_length
+    k, v = k + batch * stride_kb + head * stride_kh, v + batch * stride_vb + head * stride_vh
     of_query, of_output = batch * stride_qb + head * stride_qh, batch * stride_ob + head * stride_oh
     queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     q_tile = load_rows(q + of_query, tile, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
     o_tile = load_rows(o + of_output, tile, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
     do_tile = load_rows(do + of_output, tile, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
     rows, inside = sequence.to(tl.int64) * query_length + queries, queries < query_length
-    row_lse = tl.load(lse + rows, mask=inside, other=float("inf"))
+    less = -tl.load(lse + rows, mask=inside, other=float("inf"))[:, None]
     row_delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     tl.store(delta + rows, row_delta, mask=inside)
     gradient = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -278,18 +279,18 @@ def query_gradient_kernel(
             keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
             k_tile = load_rows(k, key_tile, BLOCK_N, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
             v_tile = load_rows(v, key_tile, BLOCK_N, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
-            value = tl.where(step < first_steps, left, right)
-            base, away = -row_lse[:, None], key_tile * BLOCK_N - tile * BLOCK_M
-            base = base_of(base, table, away, value, key_mask, keys, WIDTH, BIAS, NEAR, BLOCK_M, BLOCK_N, HAS_PADDING)
+            value, away = tl.where(step < first_steps, left, right), key_tile * BLOCK_N - tile * BLOCK_M
+            base = base_of(
+                less, table, away, value, key_mask, keys, WIDTH, BIAS, NEAR, BLOCK_M, BLOCK_N, HAS_PADDING, False,
+            )  # fmt: skip
             scores = score(
                 tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), scale2, base, value,
                 queries[:, None], keys[None, :], bits, query_segments, key_segments, query_length, key_length,
                 BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M, BLOCK_N, HAS_SEGMENTS,
             )  # fmt: skip
-            dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
             _, ds = gradient_of(
-                tl.exp2(scores), dp, row_delta[:, None], grow, seed, sequence, drop_below, drop_chance, tile, key_tile,
-                BLOCK_M, BLOCK_N, False, HAS_DROPOUT,
+                tl.exp2(scores), tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION), row_delta[:, None],
+                grow, seed, sequence, drop_below, drop_chance, tile, key_tile, BLOCK_M, BLOCK_N, False, HAS_DROPOUT,
             )  # fmt: skip
             gradient = tl.dot(ds.to(k_tile.dtype), k_tile, gradient, input_precision=PRECISION)
             if TRAIN_BIAS:
@@ -346,7 +347,7 @@ def key_gradient_kernel(
             row_delta = tl.load(delta + queries, mask=inside, other=0.0)
             value = tl.where(step < first_steps, right, left)
             base, away = -row_lse[None, :], query_tile * BLOCK_M - tile * BLOCK_N
-            base = base_of(base, table, away, value, key_mask, keys, WIDTH, BIAS, NEAR, BLOCK_N, BLOCK_M, False)
+            base = base_of(base, table, away, value, key_mask, keys, WIDTH, BIAS, NEAR, BLOCK_N, BLOCK_M, False, False)
             scores = score(
                 tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION), scale2, base, value,
                 queries[None, :], keys[:, None], bits, query_segments, key_segments, query_length, key_length,
