@@ -31,12 +31,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend
+    from lm_experiments_tools.models.speed import choose_speed
     from lm_experiments_tools.recipes import common
     from lm_experiments_tools.recipes.bert_data import bert_metrics, bert_pretraining_data
     from lm_experiments_tools.recipes.report import fill_in_masked_words, write_report
     from lm_experiments_tools.training.losses import bert_loss
     from lm_experiments_tools.training.trainer import TrainingLoop
 
+    args, origins = choose_speed(args, origins)
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = common.start_run(args, backend)
     model_source = common.model_source(args, backend)

@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.backends.collective import on_all
     from lm_experiments_tools.checkpoint.source import ModelFiles
     from lm_experiments_tools.models.pretrained import pretrained_model
+    from lm_experiments_tools.models.speed import choose_speed
     from lm_experiments_tools.models.tokenizers import load_tokenizer
     from lm_experiments_tools.recipes.common import (
         close_run,
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     from lm_experiments_tools.recipes.finetuning_data import finetuning_data
 
+    args, origins = choose_speed(args, origins, found)
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = start_run(args, backend)
     show_inherited(args, origins)

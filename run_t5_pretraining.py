@@ -36,22 +36,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     sources = attempt(lambda: T5Sources(args))
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.backends.collective import on_all
+    from lm_experiments_tools.models.speed import choose_speed
     from lm_experiments_tools.modules.inspection import forward_names
-    from lm_experiments_tools.recipes import common
+    from lm_experiments_tools.recipes import common, t5_data
     from lm_experiments_tools.recipes.objectives import check_causality, check_model
-    from lm_experiments_tools.recipes.report import t5_examples, write_report
-    from lm_experiments_tools.recipes.t5_data import pretraining_data, pretraining_loss, pretraining_metrics
+    from lm_experiments_tools.recipes.report import filled_right, t5_examples, write_report
     from lm_experiments_tools.training.trainer import TrainingLoop
 
+    args, origins = choose_speed(args, origins)
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = common.start_run(args, backend)
     sources = on_all(backend, sources)
     model_source = common.model_source(args, backend)
     check_model(args, model_source, sources.vocabulary.size)  # before hours of tokenizing
-    data = pretraining_data(args, backend, sources, model_source.kind)
+    data = t5_data.pretraining_data(args, backend, sources, model_source.kind)
     model = common.model_from_args(args, model_source, data.vocabulary.size)
     check_causality(args, model)
-    loss = pretraining_loss(args, backend, model)
+    loss = t5_data.pretraining_loss(args, backend, model)
     optimizer = common.optimizer_from_args(args, model)
     common.seed_worker(args.seed, backend.rank)
     trainer = TrainingLoop(
@@ -61,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         optimizer,
         None if args.validate_only else data.train,
         data.valid,
-        batch_metrics_fn=pretraining_metrics,  # none of logits, which modeling_t5 then need not hold whole
+        batch_transform_fn=t5_data.without_full_masks(model),
+        batch_metrics_fn=t5_data.pretraining_metrics,  # none of logits, which modeling_t5 then need not hold whole
         forward_kwargs={"return_logits": False} if "return_logits" in forward_names(model) else None,
         generate_kwargs={"do_sample": False},
         tokenizer_dir=data.tokenizer_dir,
@@ -71,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.train_or_validate(trainer)
     trainer.save_metrics(args.model_path)
     if args.report:
-        write_report(trainer, t5_examples(trainer, data))
+        write_report(trainer, t5_examples(trainer, data), filled_right(trainer, data))
     common.close_run(backend, data)
 
 

@@ -6,7 +6,9 @@
 Each loop trains in a process of its own and waits for its turn in the source of its batches. The turns go round robin,
 one step each, so that whatever else the machine does falls on all alike. On a CPU the clock is the CPU time of the
 process on one thread, on a GPU wall time. tokens/s counts inputs and targets without padding. The ratio is to the
-first loop named. The share of peak is that of the best matrix product (4096 x 512 by 512 x 1024) of the same run.
+first loop named. T5 trains without dropout, as nanoT5 does, BERT with its own 0.1. Rows of real lengths stand in the
+order that each program reads them in: ours by length, Trainer's at random; their tokens/s is of all steps together.
+The share of peak is that of the best matrix product (4096 x 512 by 512 x 1024) of the same run.
 Memory is the largest resident set of the process (CPU) or what CUDA allocated. No network or TensorFlow is needed.
 """
 
@@ -26,34 +28,32 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from step_data import batches_of
 from step_loops import LOOPS, Shape, config_of, nanot5
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 SHAPES = {
-    "t5-v1_1-small, 4 x 512/114": Shape("t5-v1_1-small", 4, 512, 114),
+    "t5-v1_1-small, 4 x 512/114": Shape("t5-v1_1-small", 4, 512, 114, rounds=8),
     "t5-v1_1-small, 8 x 512/114": Shape("t5-v1_1-small", 8, 512, 114),
     "t5-v1_1-base, 2 x 512/114": Shape("t5-v1_1-base", 2, 512, 114),
     "t5-v1_1-base, 128 x 512/114": Shape("t5-v1_1-base", 128, 512, 114),
-    "t5-v1_1-small, real lengths, 8 x 512/114": Shape("t5-v1_1-small", 8, 512, 114, real_lengths=True),
-    "bert-base, 8 x 128": Shape("bert_base_uncased", 8, 128),
+    "bert-base, 8 x 128": Shape("bert_base_uncased", 8, 128, rounds=6),
     "bert-base, 4 x 512": Shape("bert_base_uncased", 4, 512),
+    "fine-tuning, t5-v1_1-small, 8 rows of SciTLDR": Shape("t5-v1_1-small", 8, 512, 128, rounds=12, real_lengths=True),
 }
 GPU_ONLY = ("t5-v1_1-base, 128 x 512/114",)
-MASKED = 0.15
 
 
 class Turns(IterableDataset):
     """Batches that are handed out when the parent says so, with what the step before them cost."""
 
-    def __init__(self, shape: Shape, vocabulary_size: int, out: object) -> None:
-        self.shape, self.vocabulary_size, self.out = shape, vocabulary_size, out
+    def __init__(self, batches: Iterator[dict[str, Tensor]], out: object) -> None:
+        self.batches, self.out = batches, out
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        generator = torch.Generator().manual_seed(0)
         on_gpu = torch.cuda.is_available()
-        while True:
-            batch = make_batch(self.shape, self.vocabulary_size, generator)
+        for batch in self.batches:
             if on_gpu:
                 torch.cuda.synchronize()
             print(json.dumps({"cpu": time.process_time(), "wall": time.time(), "memory": memory()}), file=self.out)
@@ -72,41 +72,6 @@ def memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def make_batch(shape: Shape, vocabulary_size: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Tokens drawn as words are, by Zipf's law, with loss near that of text."""
-    ranks = torch.arange(3, vocabulary_size, dtype=torch.float64)
-
-    def draw(length: int) -> Tensor:
-        picked = torch.multinomial(1 / ranks, shape.rows * length, replacement=True, generator=generator)
-        return (picked + 3).view(shape.rows, length)
-
-    if shape.is_t5:
-        inputs, labels = draw(shape.inputs), draw(shape.targets)
-        if not shape.real_lengths:
-            return {"input_ids": inputs, "labels": labels}
-        # lengths of scientific abstracts and their summaries, log-normal (SciTLDR: medians 190 and 25 tokens)
-        lengths = [
-            torch.empty(shape.rows).log_normal_(mean, sigma, generator=generator).long().clamp(8, longest)
-            for mean, sigma, longest in ((5.25, 0.45, shape.inputs), (3.2, 0.45, shape.targets))
-        ]
-        masks = [torch.arange(int(length.max())) < length[:, None] for length in lengths]
-        inputs, labels = inputs[:, : masks[0].shape[1]], labels[:, : masks[1].shape[1]]
-        return {
-            "input_ids": inputs.masked_fill(~masks[0], 0),
-            "attention_mask": masks[0].long(),
-            "labels": labels.masked_fill(~masks[1], -100),
-        }
-    inputs = draw(shape.inputs)
-    is_masked = torch.rand(inputs.shape, generator=generator) < MASKED
-    return {
-        "input_ids": inputs,
-        "attention_mask": torch.ones_like(inputs),
-        "token_type_ids": torch.zeros_like(inputs),
-        "labels": inputs.masked_fill(~is_masked, -100),
-        "next_sentence_label": torch.randint(0, 2, (shape.rows,), generator=generator),
-    }
-
-
 def tokens_of(batch: dict[str, Tensor]) -> int:
     inputs = int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
     is_bert = "token_type_ids" in batch
@@ -118,7 +83,7 @@ def train_in_turns(loop: str, shape: Shape, precision: str, checkout: Path | Non
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what loops print goes to stderr
-    batches = Turns(shape, config_of(shape).vocab_size, out)
+    batches = Turns(batches_of(shape, config_of(shape).vocab_size, loop.startswith("ours")), out)
     if "nanoT5" in loop:
         nanot5(shape, batches, precision, checkout, compiled="compiled" in loop)
     else:
@@ -211,7 +176,7 @@ def compare(name: str, loops: list[str], options: argparse.Namespace) -> list[st
             if not workers[loop].failed:
                 workers[loop].step()
         print(f"{name}: {loop} {'failed, see its log' if workers[loop].failed else 'is warm'}", flush=True)
-    for _ in range(options.rounds):
+    for _ in range(options.rounds or shape.rounds):
         for worker in workers.values():
             if not worker.failed:
                 worker.step()
@@ -224,6 +189,8 @@ def compare(name: str, loops: list[str], options: argparse.Namespace) -> list[st
             continue
         rates = [step["tokens"] / step[clock] for step in steps]
         rate, fastest = statistics.median(rates), max(rates)
+        if shape.real_lengths:  # steps differ in what they hold
+            rate = sum(step["tokens"] for step in steps) / sum(step[clock] for step in steps)
         base = base or (rate, fastest)
         share = "" if shape.real_lengths else f"{flops(shape) / min(s[clock] for s in steps) / peak:.0%}"
         lines.append(
@@ -234,13 +201,25 @@ def compare(name: str, loops: list[str], options: argparse.Namespace) -> list[st
     return [f"## {name}, {options.precision}", "", f"Peak {peak / 1e12:.2f} TFLOP/s.", "", head, *lines, ""]
 
 
+def loops_of(shape: Shape) -> list[str]:
+    """Those that are compared where none are named."""
+    if shape.real_lengths:
+        return ["transformers Trainer", "ours, --speed off", "ours"]
+    loops = list(LOOPS)
+    if not shape.is_t5:
+        return [loop for loop in loops if "nanoT5" not in loop]
+    if shape.preset != "t5-v1_1-small" or shape.rows != 4:  # compiling takes longer than the steps: once is enough
+        loops = [loop for loop in loops if not (loop.startswith("transformers") and "compiled" in loop)]
+    return loops
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="*", help="parts of names of shapes: " + "; ".join(SHAPES))
     parser.add_argument("--loops", nargs="*", choices=LOOPS, help="those to compare, the one to relate to first")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--rounds", type=int, default=10, help="measured steps of each loop")
-    parser.add_argument("--warm_up", type=int, default=3, help="steps of each loop before")
+    parser.add_argument("--rounds", type=int, help="measured steps of each loop; default: the shape's, 4 to 12")
+    parser.add_argument("--warm_up", type=int, default=2, help="steps of each loop before")
     parser.add_argument("--nanot5", type=Path, help="a checkout of nanoT5; without one it is left out")
     parser.add_argument("--output", type=Path, help="default: step_cpu.md or step_<GPU>.md beside this script")
     parser.add_argument("--logs", type=Path, default=Path("runs/bench_step"), help="folder of what the loops print")
@@ -261,10 +240,10 @@ def main() -> None:
     text += [
         f"{where}, {platform.processor() or platform.machine()}; torch {torch.__version__}; one thread; medians of "
     ]
-    text[-1] += f"{options.rounds} interleaved steps, in parentheses the ratio of the fastest."
+    text[-1] += f"{options.rounds or '4 to 12'} interleaved steps, in parentheses the ratio of the fastest."
     text += ["Each loop's cost is explained at the head of benchmarks/step.py.", ""]
     for name in names:
-        loops = options.loops or [loop for loop in LOOPS if SHAPES[name].is_t5 or "nanoT5" not in loop]
+        loops = options.loops or loops_of(SHAPES[name])
         loops = [loop for loop in loops if options.nanot5 or "nanoT5" not in loop]
         lines = compare(name, loops, options)
         print("\n".join(lines), flush=True)

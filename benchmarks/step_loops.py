@@ -33,6 +33,7 @@ class Shape:
     rows: int
     inputs: int
     targets: int | None = None
+    rounds: int = 4  # measured steps of each loop
     real_lengths: bool = False  # rows as long as texts are, padded to the longest of their batch
 
     @property
@@ -41,29 +42,29 @@ class Shape:
 
 
 def config_of(shape: Shape) -> Any:
-    """The preset's configuration, without dropout, as nanoT5 trains."""
+    """The preset's configuration; T5's without dropout, as nanoT5 trains."""
     from lm_experiments_tools.models.build import load_model_config
 
     config = load_model_config(shape.preset)
-    for name in ("dropout_rate", "hidden_dropout_prob", "attention_probs_dropout_prob"):
-        if hasattr(config, name):
-            setattr(config, name, 0.0)
+    if shape.is_t5:
+        config.dropout_rate = 0.0
     return config
 
 
-def ours(shape: Shape, batches: Batches, precision: str, **flags: Any) -> None:
+def ours(shape: Shape, batches: Batches, precision: str, fast: bool = True, **flags: Any) -> None:
     """As run_t5_pretraining.py and run_bert_pretraining.py build and train it, with these flags."""
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.config.bert import BertPretrainingArgs
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
     from lm_experiments_tools.recipes import common
+    from lm_experiments_tools.training.losses import MODEL_LOSS, bert_loss
     from lm_experiments_tools.training.trainer import TrainingLoop
 
     values = {
         "model_cfg": shape.preset,
         "data_path": ("none",),
         "vocab" if shape.is_t5 else "vocab_file": "none",
-        "dropout_rate": 0.0,
+        "input_seq_len": shape.inputs,
         "optimizer": "AdamWScale",
         "lr": 1e-3,
         "clip_grad_norm": 1.0,
@@ -71,15 +72,31 @@ def ours(shape: Shape, batches: Batches, precision: str, **flags: Any) -> None:
         "batch_size": shape.rows,
         "log_interval": 100,
         precision: True,
+        **({"dropout_rate": 0.0} if shape.is_t5 else {}),
         **flags,
     }
     values.pop("fp32", None)
-    args = (T5PretrainingArgs if shape.is_t5 else BertPretrainingArgs)(**values)
+    args = (T5PretrainingArgs if shape.is_t5 else BertPretrainingArgs)(**_with_speed(shape, values, fast))
     backend = get_backend(args)
     source = common.model_source(args, backend)
     model = common.model_from_args(args, source, source.config.vocab_size)
+    if fast and hasattr(model, "use_fast_step"):
+        model.use_fast_step()
+    loss = MODEL_LOSS
+    if not shape.is_t5:
+        most = common.labels_alone(args, backend, model, lambda rows: rows * args.most_predictions())
+        loss = bert_loss(use_nsp=True, most_labels=most)
     optimizer = common.optimizer_from_args(args, model)
-    TrainingLoop(args, backend, model, optimizer, DataLoader(batches, batch_size=None)).train()
+    TrainingLoop(args, backend, model, optimizer, DataLoader(batches, batch_size=None), loss=loss).train()
+
+
+def _with_speed(shape: Shape, values: dict[str, Any], fast: bool) -> dict[str, Any]:
+    """Settings with what `--speed auto` puts in, or as they are."""
+    if not fast:
+        return values
+    name = "modeling_t5:T5ForConditionalGeneration" if shape.is_t5 else "modeling_bert:BertForPreTraining"
+    torch.set_flush_denormal(True)
+    return {"model_cls": name, **values}
 
 
 def _transformers_model(shape: Shape, attention: str) -> nn.Module:
@@ -109,12 +126,14 @@ def bare(shape: Shape, batches: Batches, precision: str, attention: str = "sdpa"
 def trainer(shape: Shape, batches: Batches, precision: str, compiled: bool = False) -> None:
     """transformers' model in transformers' Trainer, as its examples set it up."""
 
-    class Trainer(transformers.Trainer):
+    kind = "Seq2Seq" if shape.real_lengths else ""
+
+    class Trainer(getattr(transformers, f"{kind}Trainer")):
         def get_train_dataloader(self) -> DataLoader:
             return self.accelerator.prepare(DataLoader(batches, batch_size=None))
 
     with tempfile.TemporaryDirectory() as folder:
-        options = transformers.TrainingArguments(
+        options = getattr(transformers, f"{kind}TrainingArguments")(
             folder,
             max_steps=10**6,
             per_device_train_batch_size=shape.rows,
@@ -211,8 +230,8 @@ def _import_nanot5(checkout: Path) -> dict[str, types.ModuleType]:
 
 
 LOOPS: dict[str, Callable[..., None]] = {
+    "ours, --speed off": lambda *args: ours(*args, fast=False),
     "ours": ours,
-    "ours, eager": lambda *args: ours(*args),
     "ours, compiled": lambda *args: ours(*args, compile=True),
     "transformers, bare loop": bare,
     "transformers, bare loop, compiled": lambda *args: bare(*args, compiled=True),

@@ -2,6 +2,7 @@
 
 from lm_experiments_tools.ancestor.arguments import TrainerArgs
 from lm_experiments_tools.ancestor.trainer import Trainer, TrainerAccelerate
-from lm_experiments_tools.training.loop import TrainingDiverged, TrainingLoop
+from lm_experiments_tools.training.attempt import TrainingDiverged
+from lm_experiments_tools.training.loop import TrainingLoop
 
 __all__ = ["Trainer", "TrainerAccelerate", "TrainerArgs", "TrainingDiverged", "TrainingLoop"]

@@ -18,6 +18,7 @@ from lm_experiments_tools.attention.huggingface import configured_layout
 from lm_experiments_tools.attention.kernels.bias import Bias
 from lm_experiments_tools.attention.layouts import SparsityConfig
 from lm_experiments_tools.attention.positions import PositionScheme
+from lm_experiments_tools.modules.fast_step import dense_attention, dropped, joined, normed, stream_dtype
 from modeling_bert.configuration_bert import BertConfig
 from modeling_bert.positions import content_position, shared_position
 
@@ -29,7 +30,21 @@ class Allowed(NamedTuple):
     mask: Tensor | None  # bool [B, 1 or H, L, L], True where allowed
 
 
-class BertEmbeddings(nn.Module):
+class CanBeFast(nn.Module):
+    """A part with a quicker way to the same numbers in training, which `use_fast_step` switches on."""
+
+    is_fast = False
+
+    def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return normed(norm, x) if self.is_fast else norm(x)
+
+    def drop(self, dropout: nn.Dropout, x: Tensor) -> Tensor:
+        if self.is_fast and self.training and type(dropout) is nn.Dropout:
+            return dropped(x, dropout.p)
+        return dropout(x)
+
+
+class BertEmbeddings(CanBeFast):
     """Tokens, token types and, for "absolute" positions, positions: added up and normed."""
 
     def __init__(self, config: BertConfig) -> None:
@@ -53,10 +68,11 @@ class BertEmbeddings(nn.Module):
             if position_ids is None:
                 position_ids = torch.arange(x.shape[1], device=x.device)[None]
             x = x + self.position_embeddings(position_ids)
-        return self.dropout(self.LayerNorm(x))
+        x = self.LayerNorm(x)
+        return self.drop(self.dropout, x.to(stream_dtype(x)) if self.is_fast else x)
 
 
-class BertSelfAttention(nn.Module):
+class BertSelfAttention(CanBeFast):
     """Attention of each token to all that it may see; positions and sparsity are arguments, not branches."""
 
     def __init__(self, config: BertConfig, layout: SparsityConfig | None) -> None:
@@ -82,13 +98,17 @@ class BertSelfAttention(nn.Module):
         output_attentions: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """[B, L, D] -> [B, L, D] and, if asked for, the weights [B, H, L, L]."""
-        q, k, v = (
-            project(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, L, d]
-            for project in (self.query, self.key, self.value)
-        )
+        projections = self.query, self.key, self.value
+        features = joined(x, *projections) if self.is_fast and self.training else (part(x) for part in projections)
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in features)  # [B, H, L, d]
         q, k = position.rotate(q, k)
         if self.distance_embedding is not None:
             bias = self.distance_embedding(q, k)
+        dropout_p = self.config.attention_probs_dropout_prob if self.training else 0.0
+        is_dense = bias is None and allowed.mask is None and implementation(self.config) == "sdpa"
+        if self.is_fast and q.is_cpu and is_dense and not output_attentions and q.dtype != torch.float16:
+            output = dense_attention(q, k, v, allowed.key_padding_mask, dropout_p)
+            return output.transpose(1, 2).flatten(2), None
         output, weights = attend(
             q,
             k,
@@ -98,13 +118,13 @@ class BertSelfAttention(nn.Module):
             bias=bias,
             key_padding_mask=allowed.key_padding_mask,
             mask=allowed.mask,
-            dropout_p=self.config.attention_probs_dropout_prob if self.training else 0.0,
+            dropout_p=dropout_p,
             output_attentions=output_attentions,
         )
         return output.transpose(1, 2).flatten(2), weights
 
 
-class BertResidual(nn.Module):
+class BertResidual(CanBeFast):
     """Back to D features, onto the residual stream; the sum is normed, unless `pre_layer_norm` norms elsewhere."""
 
     def __init__(self, config: BertConfig, width: int) -> None:
@@ -114,7 +134,7 @@ class BertResidual(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self.LayerNorm(self.dropout(self.dense(x)) + residual)
+        return self.norm(self.LayerNorm, self.drop(self.dropout, self.dense(x)) + residual)
 
 
 class BertAttention(nn.Module):
@@ -138,7 +158,7 @@ class BertIntermediate(nn.Module):
         return self.activation(self.dense(x))
 
 
-class BertLayer(GradientCheckpointingLayer):
+class BertLayer(CanBeFast, GradientCheckpointingLayer):
     """Attention and feed-forward, with norms in front of them (`pre_layer_norm`) or behind their sums.
 
     The norms in front have the names of t5-experiments, which the GENA-LM checkpoints made with it carry.
@@ -161,13 +181,15 @@ class BertLayer(GradientCheckpointingLayer):
         allowed: Allowed,
         output_attentions: bool,
     ) -> Tensor:
-        attended, _ = self.attention.self(self.pre_attention_ln(x), bias, position, allowed, output_attentions)
+        attended, _ = self.attention.self(
+            self.norm(self.pre_attention_ln, x), bias, position, allowed, output_attentions
+        )
         x = self.attention.output(attended, x)
         return apply_chunking_to_forward(self.feed_forward, self.config.chunk_size_feed_forward, 1, x)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """[B, L, D] -> [B, L, D], each token by itself."""
-        return self.output(self.intermediate(self.post_attention_ln(x)), x)
+        return self.output(self.intermediate(self.norm(self.post_attention_ln, x)), x)
 
 
 class BertEncoder(nn.Module):

@@ -31,7 +31,7 @@ from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.modules.user_classes import set_own_values
 from lm_experiments_tools.modules.variants import TakesBothConfigs
 from modeling_bert.configuration_bert import BertConfig
-from modeling_bert.layers import Allowed, BertEmbeddings, BertEncoder, BertLayer, BertSelfAttention
+from modeling_bert.layers import Allowed, BertEmbeddings, BertEncoder, BertLayer, BertSelfAttention, CanBeFast
 from modeling_bert.positions import RelativeKeyPosition
 
 TIED = {
@@ -51,6 +51,7 @@ class BertPreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
     _supports_sdpa = True
     _can_record_outputs = {"hidden_states": BertLayer, "attentions": BertSelfAttention}
     _supports_attention_backend = True  # "block_sparse", which lm_experiments_tools.attention registers
+    is_fast = False
     accepts_loss_kwargs = False  # of the Trainer: losses are means over the batch, of which it takes the mean
 
     def __init__(self, config: BertConfig, *args: Any, **kwargs: Any) -> None:
@@ -63,6 +64,12 @@ class BertPreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
         if config.position_embedding_type != "absolute":  # and this table, whether it was used or not
             unused = r"embeddings\.position_embeddings\.weight$"
             self._keys_to_ignore_on_load_unexpected = [*self._keys_to_ignore_on_load_unexpected, unused]
+
+    def use_fast_step(self, enabled: bool = True) -> None:
+        """Train by the quickest way to the same numbers (modules/fast_step.py); nothing that is saved changes."""
+        for part in self.modules():
+            if isinstance(part, CanBeFast | BertPreTrainedModel):
+                part.is_fast = enabled
 
     def _initialize_weights(self, module: nn.Module, *args: Any) -> None:
         """Without the flag that tells transformers of code that is not its own, where it would leave out schemes that
@@ -143,6 +150,8 @@ class BertModel(BertPreTrainedModel):
             inputs_embeds = self.embeddings.word_embeddings(input_ids)
         self._check_positions(inputs_embeds.shape[1], position_ids)
         allowed = _allowed(attention_mask, *inputs_embeds.shape[:2])
+        if self.is_fast and allowed.key_padding_mask is not None and _is_full(allowed.key_padding_mask):
+            allowed = Allowed(None, None)
         if output_attentions is None:
             output_attentions = self.config.output_attentions
         x = self.embeddings(inputs_embeds, token_type_ids, position_ids)
@@ -433,6 +442,11 @@ def _allowed(attention_mask: Tensor | None, batch: int, length: int) -> Allowed:
         )
     mask = attention_mask if attention_mask.dim() == 4 else attention_mask[:, None]
     return Allowed(None, mask != 0)
+
+
+def _is_full(mask: Tensor) -> bool:
+    """True if a mask is known to hide nothing; on a GPU it is not looked at, as that would wait for it."""
+    return mask.is_cpu and not torch.compiler.is_compiling() and bool(mask.all())
 
 
 def _exact(logits: Tensor) -> Tensor:

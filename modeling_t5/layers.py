@@ -31,6 +31,7 @@ from lm_experiments_tools.attention.positions import (
 )
 from lm_experiments_tools.names import resolve_name
 from modeling_t5.configuration_t5 import T5Config
+from modeling_t5.fast_step import activate, dense_attention, joined, norm
 from modeling_t5.packing import Segments
 
 ENCODER_SELF = "encoder_self_attention"
@@ -48,6 +49,11 @@ class Allowed(NamedTuple):
     causal: bool = False  # query i sees keys 0..i
     segments: Segments | None = None  # queries see keys of their own example
     added: Tensor | None = None  # [1 or B, 1 or H, Q, K], added to scores: a user's mask of floats
+
+    @property
+    def has_matrix(self) -> bool:
+        """True if queries are not all alike."""
+        return not (self.mask is None and self.segments is None and self.added is None)
 
 
 def allowed_by(attention_mask: Tensor | Segments | None, causal: bool = False) -> Allowed:
@@ -73,12 +79,16 @@ def allowed_by(attention_mask: Tensor | Segments | None, causal: bool = False) -
 class T5LayerNorm(nn.Module):
     """Root mean square norm (Zhang and Sennrich 2019, arXiv 1910.07467), the mean in float32."""
 
+    is_fast = False
+
     def __init__(self, features: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(features))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.is_fast and x.dtype == torch.bfloat16:
+            return norm(x, self.weight, self.eps)
         x = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
         if self.weight.dtype in (torch.float16, torch.bfloat16):
             x = x.to(self.weight.dtype)
@@ -89,6 +99,7 @@ class FeedForward(nn.Module):
     """wo(inner(x)), where subclasses say what is inside; `inner_layers` are the names of its matrices [d_ff, D]."""
 
     inner_layers: tuple[str, ...]
+    is_fast = False
 
     def __init__(self, config: T5Config) -> None:
         super().__init__()
@@ -100,11 +111,14 @@ class FeedForward(nn.Module):
 
     def act(self, x: Tensor) -> Tensor:
         """The activation; in float32 for float16, whose cube in GELU makes infinite gradients from 40 on."""
-        return self.activation(x.float()).to(x.dtype) if x.dtype == torch.float16 else self.activation(x)
+        if x.dtype == torch.float16:
+            return self.activation(x.float()).to(x.dtype)
+        return activate(self.activation, x) if self.is_fast else self.activation(x)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.dropout(limit_float16(self.inner(x)))
-        if self.wo.weight.is_floating_point():  # it may be kept in float32, or quantized to integers
+        is_cast = self.is_fast and torch.is_autocast_enabled(x.device.type)  # by autocast
+        if self.wo.weight.is_floating_point() and not is_cast:  # it may be kept in float32, or quantized to integers
             x = x.to(self.wo.weight.dtype)
         return limit_float16(self.wo(x))
 
@@ -124,7 +138,11 @@ class T5DenseGatedActDense(FeedForward):
     inner_layers = ("wi_0", "wi_1")
 
     def inner(self, x: Tensor) -> Tensor:
-        return self.act(limit_float16(self.wi_0(x))) * limit_float16(self.wi_1(x))
+        if self.is_fast and self.training:
+            gate, value = joined(x, self.wi_0, self.wi_1)
+        else:
+            gate, value = self.wi_0(x), self.wi_1(x)
+        return self.act(limit_float16(gate)) * limit_float16(value)
 
 
 class T5LayerFF(nn.Module):
@@ -203,6 +221,8 @@ class T5Attention(nn.Module):
         layer_idx: number of the layer in its stack.
     """
 
+    is_fast = False  # never of a class derived from it
+
     def __init__(self, config: T5Config, kind: str, layer_idx: int) -> None:
         super().__init__()
         self.config, self.kind, self.layer_idx = config, kind, layer_idx
@@ -254,8 +274,14 @@ class T5Attention(nn.Module):
             [B, Q, D]; the bias, for layers that share it; weights [B, H, Q, K] if asked for or "eager", else None.
         """
         offset = self.tokens_seen(past_key_values)
-        q = self.split_heads(self.q(x))
-        k, v, q = self.keys_and_values(q, x if key_value_states is None else key_value_states, past_key_values, offset)
+        states = x if key_value_states is None else key_value_states
+        if self.is_fast and self.training and past_key_values is None:
+            q, k, v = (self.split_heads(features) for features in self.projected(x, states))
+            if bias is None:  # else the scheme is one that adds, and the first layer is compiled as the others
+                q, k = self.position.rotate(q, k)
+        else:
+            q = self.split_heads(self.q(x))
+            k, v, q = self.keys_and_values(q, states, past_key_values, offset)
         if self.kind == DECODER_SELF:
             allowed = with_cache(allowed, q.shape[2], k.shape[2], offset, x.device)
         bias = self.position_bias(bias, q.shape[2], k.shape[2], offset, x.device)
@@ -272,6 +298,11 @@ class T5Attention(nn.Module):
         output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """[B, H, Q, d] from queries, keys and values of that form, and the weights or None."""
+        if self.is_fast and q.is_cpu and not output_attentions and self.implementation != "block_sparse":
+            if not allowed.causal and not allowed.has_matrix and q.dtype != torch.float16:
+                dropout_p = self.dropout if self.training else 0.0
+                bias = shared_bias(bias, q.shape[2], k.shape[2], "eager")
+                return dense_attention(q, k, v, bias, allowed.key_padding_mask, dropout_p), None
         if allowed.added is not None:
             bias = shared_bias(bias, q.shape[2], k.shape[2], "eager")
             added = limit_float16(allowed.added.to(q.dtype))
@@ -291,6 +322,12 @@ class T5Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             output_attentions=output_attentions,
         )
+
+    def projected(self, x: Tensor, states: Tensor) -> tuple[Tensor, ...]:
+        """Queries of x, keys and values of the states, [B, L, H * d] each, in as few products as can be."""
+        if self.kind == DECODER_CROSS:
+            return self.q(x), *joined(states, self.k, self.v)
+        return joined(x, self.q, self.k, self.v)
 
     def split_heads(self, x: Tensor) -> Tensor:
         """[B, L, H * d] -> [B, H, L, d]."""

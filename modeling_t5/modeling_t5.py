@@ -25,6 +25,7 @@ from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 
 from modeling_t5.cdq import T5CDQAttention as T5CDQAttention  # found here too, by configurations
 from modeling_t5.configuration_t5 import T5Config
+from modeling_t5.fast_step import LOSS_CHUNK, embed_both
 from modeling_t5.layers import T5Attention as T5Attention
 from modeling_t5.layers import T5ClassificationHead
 from modeling_t5.losses import IGNORED, chunked_token_loss, classification_loss, token_loss
@@ -117,6 +118,11 @@ class T5Model(T5PreTrainedModel):
             attention_mask = self.encoder.mask_of(Segments(segment_ids, segment_ids))
             decoder_attention_mask = self.decoder.mask_of(Segments(decoder_segment_ids, decoder_segment_ids))
             cross_mask = self.decoder.mask_of(Segments(decoder_segment_ids, segment_ids), is_cross=True)
+        has_ids = input_ids is not None and decoder_input_ids is not None
+        if self.is_fast and self.training and has_ids and encoder_outputs is None:
+            both = embed_both(self.encoder.embed_tokens, self.decoder.embed_tokens, input_ids, decoder_input_ids)
+            if both is not None:
+                input_ids, decoder_input_ids, (inputs_embeds, decoder_inputs_embeds) = None, None, both
         if encoder_outputs is None:
             encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         elif not isinstance(encoder_outputs, ModelOutput):
@@ -207,15 +213,23 @@ class T5ForConditionalGeneration(T5Model, GenerationMixin):
         x = outputs.last_hidden_state
         if self.config.scale_decoder_outputs:
             x = x * self.config.d_model**-0.5
+        chunk_size = self.config.cross_entropy_chunk_size
+        if not chunk_size and self.is_fast and return_logits is False:
+            chunk_size = LOSS_CHUNK
         if return_logits is None:
             return_logits = not self.training
-        is_chunked = labels is not None and self.config.cross_entropy_chunk_size > 0
+        is_chunked = labels is not None and chunk_size > 0
         logits = None if is_chunked and not return_logits else self.lm_head(x)
-        loss = None if labels is None else self.loss(x, logits, labels, num_items_in_batch)
+        loss = None if labels is None else self.loss(x, logits, labels, num_items_in_batch, chunk_size)
         return Seq2SeqLMOutput(loss=loss, logits=logits, **_all_but_last_hidden_state(outputs))
 
     def loss(
-        self, x: Tensor, logits: Tensor | None, labels: Tensor, num_items_in_batch: Tensor | int | None = None
+        self,
+        x: Tensor,
+        logits: Tensor | None,
+        labels: Tensor,
+        num_items_in_batch: Tensor | int | None = None,
+        chunk_size: int = 0,
     ) -> Tensor:
         """Mean over valid labels [B, T] of the loss of logits, or, chunk by chunk, of those made from x [B, T, D]."""
         labels = labels.to(x.device).flatten()
@@ -223,7 +237,6 @@ class T5ForConditionalGeneration(T5Model, GenerationMixin):
         if logits is not None:
             total = token_loss(logits.flatten(0, -2), labels, **extras)
         else:
-            chunk_size = self.config.cross_entropy_chunk_size
             total = chunked_token_loss(x.flatten(0, -2), self.lm_head, labels, chunk_size, **extras)
         if num_items_in_batch is None:
             num_items_in_batch = (labels != IGNORED).sum().clamp(min=1)

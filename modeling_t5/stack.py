@@ -14,11 +14,14 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from lm_experiments_tools.attention.attend import shared_bias
 from lm_experiments_tools.attention.positions import PositionScheme, RelativeBiasPosition
 from lm_experiments_tools.modules.user_classes import set_own_values
 from lm_experiments_tools.modules.variants import TakesBothConfigs
 from modeling_t5.configuration_t5 import T5Config
+from modeling_t5.fast_step import is_whole, stream_dtype
 from modeling_t5.layers import (
+    Allowed,
     FeedForward,
     T5Attention,
     T5Block,
@@ -43,6 +46,7 @@ class T5PreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
     _supports_attention_backend = True  # "block_sparse", which lm_experiments_tools.attention registers
     _can_compile_fullgraph = True
     linear_layers: tuple[str, ...] = ()  # of a head, for `_init_weights`
+    is_fast = False
     accepts_loss_kwargs = False  # of the Trainer: losses are means over the batch, of which it takes the mean
     _can_record_outputs = {
         "hidden_states": OutputRecorder(T5Block, index=0),
@@ -58,6 +62,12 @@ class T5PreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
             )
         super().__init__(config, *args, **kwargs)
         self._keep_in_fp32_modules = list(config.keep_in_fp32)
+
+    def use_fast_step(self, enabled: bool = True) -> None:
+        """Train by the quickest way to the same numbers (`fast_step`); nothing that is saved changes."""
+        for part in self.modules():
+            if isinstance(part, T5LayerNorm | FeedForward | T5PreTrainedModel) or type(part) is T5Attention:
+                part.is_fast = enabled
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
         """Of the stacks too, whose configurations are copies, which transformers 5.17 would leave as they are."""
@@ -182,12 +192,16 @@ class T5Stack(T5PreTrainedModel):
             attention_mask = self.with_memory(attention_mask)
         if self.config.fp32_residual:
             x = x.to(torch.promote_types(x.dtype, torch.float32))
+        elif self.is_fast:
+            x = x.to(stream_dtype(x))
         past_key_values = self._cache(past_key_values, use_cache)
         allowed = allowed_by(attention_mask, causal=self.is_decoder)
         encoder_allowed = allowed_by(encoder_attention_mask)
         if output_attentions is None:
             output_attentions = self.config.output_attentions
         bias = None
+        if self.is_fast and past_key_values is None:
+            bias, allowed = self.folded_bias(x, allowed)
         x = self.dropout(x)
         for block in self.block:
             x, made = block(
@@ -197,6 +211,24 @@ class T5Stack(T5PreTrainedModel):
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=self.dropout(self.final_layer_norm(x)), past_key_values=past_key_values
         )
+
+    def folded_bias(self, x: Tensor, allowed: Allowed) -> tuple[Tensor | None, Allowed]:
+        """The position bias [1, H, L, L] of all layers, -inf for what comes later, and what is then left to mask.
+
+        None where layers make, or want, another: so that the first layer is as the others, and one graph serves all.
+        """
+        layers = [block.layer[0].SelfAttention for block in self.block]
+        first = layers[0]
+        if not self.config.shares_position_bias or first.implementation == "block_sparse":
+            return None, allowed
+        if not all(layer.is_fast for layer in layers) or not all(map(is_whole, first.position.parameters())):
+            return None, allowed
+        length = x.shape[1]
+        bias = shared_bias(first.position.bias(length, length, 0, x.device), length, length, "eager")
+        if bias is not None and allowed.causal and allowed.key_padding_mask is None and not allowed.has_matrix:
+            past = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+            return bias.masked_fill(~past, -torch.inf), Allowed()
+        return bias, allowed
 
     def mask_of(self, segments: Segments, is_cross: bool = False) -> Tensor | Segments:
         """What layers are given of packed rows: the segments if all can do with them, else one mask for all."""

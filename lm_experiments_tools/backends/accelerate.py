@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from lm_experiments_tools.backends.backend import (
 )
 from lm_experiments_tools.backends.compression import send_as_fp16
 from lm_experiments_tools.backends.precision import ApexAmp, Precision, get_precision
-from lm_experiments_tools.backends.roll_call import limit_waiting, meeting, missing_ranks
+from lm_experiments_tools.backends.roll_call import host_group, limit_waiting, meeting, missing_ranks
 from lm_experiments_tools.backends.trees import as_carrier, map_tensors, put_back
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.inspection import is_adapted
@@ -60,6 +61,7 @@ class AccelerateBackend(DataParallelBackend):
 
     name = "accelerate"
     wrapping = "DDP"
+    _unused_checked = True  # but with DDP at work
 
     def __init__(
         self, accelerator: Accelerator, precision: Precision | None = None, *, fp16_allreduce: bool = False
@@ -70,6 +72,7 @@ class AccelerateBackend(DataParallelBackend):
         self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
         self.local_rank = accelerator.local_process_index
         # Accelerate's way of trading communication for memory: reduce in every micro-batch.
+        self._host_group = host_group(self.world_size, self.device, STALL_SECONDS)
         self._sync_always = self.world_size == 1 or accelerator.gradient_state.plugin_kwargs.get(
             "sync_each_batch", False
         )
@@ -87,14 +90,16 @@ class AccelerateBackend(DataParallelBackend):
             UserError: the Accelerator and the arguments disagree, or a flag has no meaning for its kind.
         """
         check_agreement(accelerator, args)
-        limit_waiting(args.stall_timeout)  # an Accelerator may be the user's
         kind = str(accelerator.distributed_type.value)
-        if kind == "DEEPSPEED":
-            return DeepSpeedBackend(accelerator, args)
-        precision = get_precision(**args.precision_options())
-        if kind == "FSDP":
-            return FullyShardedBackend(accelerator, precision)
-        return AccelerateBackend(accelerator, precision, fp16_allreduce=args.fp16_allreduce)
+        precision = get_precision(**args.precision_options()) if kind != "DEEPSPEED" else None
+        if precision is None:
+            backend = DeepSpeedBackend(accelerator, args)
+        elif kind == "FSDP":
+            backend = FullyShardedBackend(accelerator, precision)
+        else:
+            backend = AccelerateBackend(accelerator, precision, fp16_allreduce=args.fp16_allreduce)
+        limit_waiting(args.stall_timeout)  # an Accelerator may be the user's
+        return backend
 
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         check_unprepared(model, optimizer)
@@ -113,6 +118,9 @@ class AccelerateBackend(DataParallelBackend):
     def accumulate(self, sync: bool) -> AbstractContextManager[None]:
         self._sync = sync
         return nullcontext() if sync or self._sync_always else self.model.no_sync()
+
+    def begin_update(self, *clip: float | None) -> Callable[[], tuple[float, bool]] | None:
+        return super().begin_update(*clip) if self._unused_checked else None
 
     def update(self, max_norm: float | None = None, max_value: float | None = None) -> tuple[float, bool]:
         if not self._unused_checked:
@@ -135,9 +143,9 @@ class AccelerateBackend(DataParallelBackend):
     def sum(self, values: Tensor) -> Tensor:
         if self.world_size == 1:
             return values
-        total = values.to(self.device, copy=True)
-        dist.all_reduce(total)
-        return total.to(values.device)
+        total = values.clone()
+        dist.all_reduce(total, group=self._host_group)
+        return total
 
     def gather(self, value: Any) -> list[Any]:
         if self.world_size == 1:
@@ -162,7 +170,7 @@ class AccelerateBackend(DataParallelBackend):
     def close(self) -> None:
         # DDP first, which holds the group from C++: a gloo group freed through it keeps the GIL while it waits for a
         # thread that may want it, and then the process never ends.
-        self.model = getattr(self, "_inner", None)
+        self.model, self._host_group = getattr(self, "_inner", None), None
         self.accelerator.free_memory()
         PartialState().destroy_process_group()
 
@@ -227,9 +235,6 @@ class FullyShardedBackend(AccelerateBackend):
         self.model.set_requires_gradient_sync(sync or self._sync_always)
         return nullcontext()
 
-    def update(self, max_norm: float | None = None, max_value: float | None = None) -> tuple[float, bool]:
-        return super(AccelerateBackend, self).update(max_norm, max_value)  # without DDP's check
-
     def model_state(self) -> dict[str, Tensor] | None:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -271,6 +276,7 @@ class DeepSpeedBackend(AccelerateBackend):
 
     def __init__(self, accelerator: Accelerator, args: TrainerArgs) -> None:
         super().__init__(accelerator, Precision())  # the engine casts the model, so forward passes need no autocast
+        self.runs_ahead = False  # its step waits for the device
         from deepspeed.accelerator import get_accelerator
 
         if args.fp16 and not get_accelerator().is_fp16_supported():
@@ -357,8 +363,7 @@ class DeepSpeedBackend(AccelerateBackend):
                 continue
             done.add(id(tensor))
             shape, dtype = shapes[name]
-            value = state[name] if self.is_main else torch.empty(shape, dtype=dtype)
-            value = value.to(self.device)
+            value = (state[name] if self.is_main else torch.empty(shape, dtype=dtype)).to(self.device)
             self._broadcast_tensors([value])
             with GatheredParameters([tensor] if hasattr(tensor, "ds_id") else [], modifier_rank=0):
                 if not hasattr(tensor, "ds_id") or self.is_main:
@@ -375,8 +380,7 @@ class DeepSpeedBackend(AccelerateBackend):
     def optimizer_state(self) -> Any:
         """This worker's fp32 slices, optimizer state and loss scale: DeepSpeed's state dict without its objects."""
         state = self.optimizer.state_dict()
-        plain = (bool, int, float, str)
-        scaler = {key: value for key, value in vars(state.pop("loss_scaler")).items() if isinstance(value, plain)}
+        scaler = {k: v for k, v in vars(state.pop("loss_scaler")).items() if isinstance(v, (bool, int, float, str))}
         for key in ("param_slice_mappings", "overflow"):  # objects of universal checkpoints; whether the last step did
             state.pop(key, None)
         state["zero_stage"] = int(state["zero_stage"])

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import resource
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,7 @@ class Backend:
         optimizer: the wrapped optimizer; read its param_groups, set their lr.
         shards_model: forward passes are collective (FSDP, ZeRO-3), so every worker runs equally many.
         shards_optimizer: each worker's `optimizer_state` is a part of its own.
+        runs_ahead: the device works through a queue, and idles while the host waits for it (see `begin_update`).
     """
 
     name: str
@@ -67,6 +68,7 @@ class Backend:
 
     def __init__(self, precision: Precision | None = None, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.runs_ahead = self.device.type == "cuda"
         self.precision = precision or Precision()
         self._sync = True
 
@@ -120,6 +122,37 @@ class Backend:
         applied = self.precision.step(self.optimizer, finite, self._step_optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         return grad_norm, applied
+
+    def begin_update(
+        self, max_norm: float | None = None, max_value: float | None = None
+    ) -> Callable[[], tuple[float, bool]] | None:
+        """Queue what `update` does, and leave to the device whether it is applied, so that nobody has to wait for it.
+
+        Returns:
+            What waits for the device and gives what `update` returns; None, with nothing done, where `update` is to be
+            called: the device has no queue, or precision or optimizer have to be told whether to skip. An optimizer
+            that has not does as torch's fused ones: it says so by `_step_supports_amp_scaling`, and leaves its weights
+            and state alone where its attribute `found_inf`, a scalar on the device, is 1.
+        """
+        decides = self.runs_ahead and self.precision.skips_on_device
+        if not decides or not getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            return None
+        parameters = self.precision.parameters(self.optimizer)
+        if any(p.device.type != self.device.type for p in parameters):  # then part of it has no queue
+            return None
+        norm = global_gradient_norm(parameters)
+        if max_norm:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        elif max_value:
+            torch.nn.utils.clip_grad_value_(parameters, max_value)
+        self.optimizer.found_inf, self.optimizer.grad_scale = (~norm.isfinite()).float(), None
+        try:
+            self.precision.step(self.optimizer, True, self._step_optimizer)
+        finally:
+            del self.optimizer.found_inf, self.optimizer.grad_scale
+        self.optimizer.zero_grad(set_to_none=True)
+        read = read_later(norm)
+        return lambda: (read(), math.isfinite(read()))
 
     def _reduce_gradients(self) -> None:
         """Average gradients over workers; nothing to do for one process."""
@@ -310,3 +343,18 @@ def total_norm(tensors: list[Tensor]) -> Tensor:
     """L2 norm over all tensors, a plain scalar tensor also where they are sharded (DTensor); then collective."""
     norm = torch.nn.utils.get_total_norm(tensors)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def read_later(value: Tensor) -> Callable[[], float]:
+    """Copy a scalar to the host behind all that its device has queued; what is returned waits for it, and gives it."""
+    copy = value.detach().to("cpu", non_blocking=True)
+    if value.device.type == "cpu":
+        return copy.item
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(value.device))
+
+    def read() -> float:
+        event.synchronize()
+        return copy.item()
+
+    return read

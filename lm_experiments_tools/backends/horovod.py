@@ -58,6 +58,8 @@ class HorovodBackend(DataParallelBackend):
             os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(stall_timeout)
             os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(min(60, stall_timeout // 2))  # it warns, then ends
         os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(STALL_SECONDS))
+        # Else a GPU's gradients would be waited for by the host, not by the GPU's next work.
+        os.environ.setdefault("HOROVOD_ENABLE_ASYNC_COMPLETION", "1")
         hvd.init()
         super().__init__(precision, _local_device())
         self.rank, self.local_rank, self.world_size = hvd.rank(), hvd.local_rank(), hvd.size()

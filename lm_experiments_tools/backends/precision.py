@@ -24,6 +24,7 @@ class Precision:
     """Full precision, or autocast to `dtype` (bf16 needs no loss scaling)."""
 
     scaler: Any = None  # holds the state to save, where the loss is scaled
+    skips_on_device = True  # nothing but the optimizer has to know of a gradient that is not finite
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype
@@ -66,6 +67,8 @@ class LossScaledFp16(Precision):
     A step with non-finite gradients is skipped and the scale halved; 2000 good steps double it (torch's defaults).
     """
 
+    skips_on_device = False
+
     def __init__(self, min_scale: float | None = None, max_scale: float | None = None) -> None:
         super().__init__(torch.float16)
         self.min_scale, self.max_scale = min_scale or 0.0, max_scale or float("inf")
@@ -97,6 +100,8 @@ class LossScaledFp16(Precision):
 
 class ApexAmp(Precision):
     """NVIDIA apex.amp (O0 to O3). Deprecated upstream in favour of torch.amp; kept for those who have it installed."""
+
+    skips_on_device = False
 
     def __init__(self, opt_level: str, min_scale: float | None = None, max_scale: float | None = None) -> None:
         super().__init__(None)

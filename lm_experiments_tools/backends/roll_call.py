@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -40,6 +41,18 @@ def limit_waiting(seconds: float | None) -> None:
     if seconds is not None:
         for group in list(c10d._world.pg_map):
             c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def host_group(world_size: int, device: torch.device, seconds: float) -> dist.ProcessGroup | None:
+    """A group for tensors of the host, so that no count waits behind a GPU's work; None where the first is one.
+
+    Raises:
+        RunError: the workers do not reach one another within `seconds`.
+    """
+    if world_size == 1 or device.type == "cpu":
+        return None
+    with meeting(seconds):
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
 
 
 def missing_ranks(rank: int, world_size: int) -> list[int]:

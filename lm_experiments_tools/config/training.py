@@ -73,8 +73,11 @@ class ModelArgs:
     """Dropout probability, instead of the configuration's."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
-    compile: bool = False
-    """Run the model through torch.compile."""
+    speed: Annotated[Literal["auto", "off"], HARMLESS] = "auto"
+    """auto: of --model_cls, --bf16 and --compile, take what is fastest here for each that is not given, and the fused
+    step of our own models; off: plain. A run begun without this flag goes on with off."""
+    compile: Annotated[bool, HARMLESS] = False
+    """Run each transformer block through torch.compile."""
 
     def check(self) -> None:
         check_conflict(self, "model_cfg", "base_model", "both give the model's configuration")

@@ -252,13 +252,24 @@ class ValidLoader:
         return ceil(self.num_samples / (self.rows_per_batch * self.world_size))
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Tensors int64[rows_per_batch, length], fewer rows in the last batch."""
-        for number in range(len(self)):
-            rows = number * self.rows_per_batch + np.arange(self.rows_per_batch, dtype=np.int64)
-            samples = rows * self.world_size + self.rank
-            real = samples[samples < self.num_samples]
-            batch = self.dataset.batch(real if real.size else np.array([self.num_samples - 1]))
-            if not real.size:
-                for name in LABELS & batch.keys():
-                    batch[name][:] = IGNORED_LABEL
-            yield _to_torch(batch)
+        """Tensors int64[rows_per_batch, length], fewer rows in the last batch; made while the one before is used."""
+        following = in_background(self._make, 0)
+        try:
+            for number in range(1, len(self) + 1):
+                batch = following.result()
+                if number < len(self):
+                    following = in_background(self._make, number)
+                yield _to_torch(batch)
+        finally:
+            following.exception()  # on its way where a pass is given up: no two batches are ever made at once
+
+    def _make(self, number: int) -> dict[str, np.ndarray]:
+        """This worker's rows of batch `number`."""
+        rows = number * self.rows_per_batch + np.arange(self.rows_per_batch, dtype=np.int64)
+        samples = rows * self.world_size + self.rank
+        real = samples[samples < self.num_samples]
+        batch = self.dataset.batch(real if real.size else np.array([self.num_samples - 1]))
+        if not real.size:
+            for name in LABELS & batch.keys():
+                batch[name][:] = IGNORED_LABEL
+        return batch

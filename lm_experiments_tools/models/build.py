@@ -84,7 +84,7 @@ def load_model_config(path_or_preset: str | Path, config_cls: type | None = None
             configuration does not have (the nearest one is named), or a value it refuses.
     """
     path = _find_config(path_or_preset)
-    values = _read_with_base(path, seen=())
+    values = read_model_settings(path)
     config_cls = config_cls or _config_class(values.get("model_type"), path)
     kinds = [getattr(cls, name, None) for cls in config_cls.__mro__ for name in ("model_type", "variant_type")]
     if values.get("model_type", kinds[0]) not in kinds:
@@ -109,6 +109,11 @@ def load_model_config(path_or_preset: str | Path, config_cls: type | None = None
     if "tie_word_embeddings" in values:
         config.tie_word_embeddings = values["tie_word_embeddings"]
     return config
+
+
+def read_model_settings(path_or_preset: str | Path) -> dict:
+    """The keys and values of a JSON file or preset over those of its `base`. Raises UserError."""
+    return _read_with_base(_find_config(path_or_preset), seen=())
 
 
 def pretrained_config(name: str, config_cls: type | None = None) -> PreTrainedConfig:

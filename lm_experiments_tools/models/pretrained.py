@@ -43,6 +43,7 @@ from lm_experiments_tools.models.build import (
 )
 from lm_experiments_tools.models.freezing import freeze
 from lm_experiments_tools.models.placement import keep_embeddings_on_cpu, loading_options, say_where, weights_dtype
+from lm_experiments_tools.models.speed import speed_up
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 
 if TYPE_CHECKING:
@@ -111,8 +112,7 @@ def pretrained_model(
     else:
         freeze(model, args.freeze)
     _check_length(model, args)
-    if args.compile:
-        model.compile()
+    speed_up(model, args, plain=adapter is None and args.peft is None and args.quantize is None)
     return model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,11 +14,11 @@ from lm_experiments_tools.optimizers.sharding import (
     local,
     own_slice,
     replica,
-    sharded_root_mean_squares,
+    roots_of,
     squares_of,
     sums_over_slices,
 )
-from lm_experiments_tools.optimizers.state import LOW_PRECISION, Float32StateOptimizer, root_mean_square
+from lm_experiments_tools.optimizers.state import Float32StateOptimizer, float32_of, root_mean_square, round_into
 
 
 class Adafactor(Float32StateOptimizer):
@@ -93,31 +94,34 @@ class Adafactor(Float32StateOptimizer):
             if step_sizes and isinstance(step_sizes[0], Tensor):
                 group["scaled_lr"] = torch.stack([size.to(step_sizes[0].device) for size in step_sizes]).mean()
             elif step_sizes:
-                group["scaled_lr"] = sum(step_sizes) / len(step_sizes)
+                group["scaled_lr"] = float(sum(step_sizes)) / len(step_sizes)
 
     def _update_sharded(self, work: list[tuple[Tensor, dict]]) -> dict[Tensor, Tensor | float]:
-        """One step of DTensors, in three collectives at most for all of them; returns their step sizes.
+        """One step of DTensors, in two collectives for all of them; returns their step sizes.
 
         The update is computed twice, for its norm and to be applied: to keep it would cost another gradient's memory.
         """
-        scaled = [p for p, group in work if group["scale_parameter"]]
-        scales = sharded_root_mean_squares(scaled) if scaled else {}
-        sums = sums_over_slices([p for p, _ in work], [_row_and_column_sums(p) for p, _ in work])
+        weights = [p for p, _ in work]
+        own = zip(squares_of([local(p) for p in weights]), map(_row_and_column_sums, weights), strict=True)
+        sums = sums_over_slices(weights, [torch.cat([square.view(1), both]) for square, both in own])
+        scales = roots_of([both[0] for both in sums])
         sizes: dict[Tensor, Tensor | float] = {}
-        for (parameter, group), both in zip(work, sums, strict=True):
+        for (parameter, group), both, norm in zip(work, sums, scales, strict=True):
             state = self._advanced(parameter, parameter.grad, group)
             step = int(state["step"])
             size = _relative_step(step, group) if group["relative_step"] else group["lr"]
-            if parameter in scales:
-                size = scales[parameter].clamp(min=group["eps"][1]).mul_(size)
+            if group["scale_parameter"]:
+                size = _scaled(size, norm / parameter.numel() ** 0.5, group["eps"][1])
             sizes[parameter] = size
-            _advance_second_moment(parameter, both, state, 1.0 - step ** group["decay_rate"], group["eps"][0])
-        squares = [squares_of([_sharded_update(p, self.state[p])])[0] for p, _ in work]
-        for (parameter, group), square in zip(work, sums_over_slices([p for p, _ in work], squares), strict=True):
-            norm = square.sqrt() / parameter.numel() ** 0.5
+            _advance_second_moment(parameter, both[1:], state, 1.0 - step ** group["decay_rate"], group["eps"][0])
+        squares = [squares_of([_sharded_update(p, self.state[p])])[0] for p in weights]
+        for (parameter, group), norm in zip(work, roots_of(sums_over_slices(weights, squares)), strict=True):
             moment = local(self.state[parameter]["exp_avg"]) if group["beta1"] is not None else None
             update = _sharded_update(parameter, self.state[parameter])
-            _apply(local(parameter), update, sizes[parameter], norm, group, moment)
+            shard = local(parameter)
+            updated = float32_of(shard)
+            _apply(updated, update, sizes[parameter], norm / parameter.numel() ** 0.5, group, moment)
+            round_into(shard, updated)
         return sizes
 
     def state_dict(self) -> dict:
@@ -132,14 +136,16 @@ class Adafactor(Float32StateOptimizer):
         state = self._advanced(parameter, grad, group)
         step = int(state["step"])
 
-        step_size = _relative_step(step, group) if group["relative_step"] else group["lr"]
-        if group["scale_parameter"]:
-            weights = parameter.float() if parameter.dtype in LOW_PRECISION else parameter
-            step_size = root_mean_square(weights).clamp_(min=group["eps"][1]).mul_(step_size)
-
         update = _precondition(grad, state, 1.0 - step ** group["decay_rate"], group["eps"][0], self._work_space(grad))
+        norm = root_mean_square(update)
+        # only now, so that `_apply` finds the weights in the cache
+        step_size = _relative_step(step, group) if group["relative_step"] else group["lr"]
+        weights = float32_of(parameter)
+        if group["scale_parameter"]:
+            step_size = _scaled(step_size, root_mean_square(weights), group["eps"][1])
         moment = state["exp_avg"] if group["beta1"] is not None else None
-        _apply(parameter, update, step_size, root_mean_square(update), group, moment)
+        _apply(weights, update, step_size, norm, group, moment)
+        round_into(parameter, weights)
         return step_size
 
     def _advanced(self, parameter: Tensor, grad: Tensor, group: dict) -> dict:
@@ -179,21 +185,42 @@ def _zeros(grad: Tensor, shape: torch.Size) -> Tensor:
     return replica(zeros, grad) if is_sharded(grad) else zeros
 
 
+def _scaled(step_size: float, norm: Tensor | np.float32, floor: float) -> Tensor | np.float32:
+    """The step size times the root mean square of a parameter, or the floor of it, in fp32."""
+    if isinstance(norm, Tensor):
+        return norm.clamp(min=floor).mul_(step_size)
+    return np.maximum(norm, np.float32(floor)) * np.float32(step_size)
+
+
+def _clipped(step_size: Tensor | np.float32 | float, norm: Tensor | np.float32, threshold: float) -> Tensor:
+    """step_size / max(1, norm / threshold), 0-dim fp32."""
+    if isinstance(norm, Tensor):
+        return step_size / (norm / threshold).clamp_(min=1.0)
+    one = np.float32(1.0)
+    divisor = np.maximum(norm / np.float32(threshold), one)
+    # a number divided by a tensor is, in torch, the number times the reciprocal: the same bits here
+    factor = step_size / divisor if isinstance(step_size, np.float32) else one / divisor * np.float32(step_size)
+    return torch.full((), float(factor), dtype=torch.float32)
+
+
 def _apply(
-    parameter: Tensor, update: Tensor, step_size: Tensor | float, norm: Tensor, group: dict, moment: Tensor | None
+    weights: Tensor,
+    update: Tensor,
+    step_size: Tensor | np.float32 | float,
+    norm: Tensor | np.float32,
+    group: dict,
+    moment: Tensor | None,
 ) -> None:
-    """Subtract an update whose root mean square over the whole parameter is `norm`."""
-    weights = parameter.float() if parameter.dtype in LOW_PRECISION else parameter
-    factor = step_size / (norm / group["clip_threshold"]).clamp_(min=1.0)
+    """Subtract an update whose root mean square over the whole parameter is `norm` from the (fp32) weights."""
+    factor = _clipped(step_size, norm, group["clip_threshold"])
     if group["weight_decay"] != 0:
-        weights.mul_(1.0 - group["weight_decay"] * step_size)
+        kept = 1.0 - group["weight_decay"] * step_size
+        weights.mul_(float(kept) if isinstance(kept, np.float32) else kept)
     if moment is not None:
         moment.mul_(group["beta1"])
         weights.sub_(moment.addcmul_(update, factor, value=1.0 - group["beta1"]))
     else:
         weights.addcmul_(update, factor, value=-1.0)
-    if weights is not parameter:
-        parameter.copy_(weights)
 
 
 def _relative_step(step: int, group: dict) -> float:
@@ -204,17 +231,18 @@ def _relative_step(step: int, group: dict) -> float:
 
 def _precondition(grad: Tensor, state: dict, beta2: float, eps: float, work: Tensor | None) -> Tensor:
     """grad / sqrt(second moment), the moment in `state` updated with decay beta2; written to `work` if given."""
-    squared = torch.mul(grad, grad, out=work)
     if grad.ndim < 2:
+        squared = grad * grad
         moment = state["exp_avg_sq"].mul_(beta2).add_(squared.add_(eps), alpha=1.0 - beta2)
         return moment.rsqrt().mul_(grad)
     rows, columns = grad.shape[-2:]
+    squared = torch.mul(grad, grad, out=work)
     # sums, not means: over unevenly sharded dimensions only the sum of the shards' sums is right
-    row = state["exp_avg_sq_row"].mul_(beta2).add_(squared.sum(dim=-1) / columns + eps, alpha=1.0 - beta2)
-    column = state["exp_avg_sq_col"].mul_(beta2).add_(squared.sum(dim=-2) / rows + eps, alpha=1.0 - beta2)
+    by_row, by_column = squared.sum(dim=-1).div_(columns).add_(eps), squared.sum(dim=-2).div_(rows).add_(eps)
+    row = state["exp_avg_sq_row"].mul_(beta2).add_(by_row, alpha=1.0 - beta2)
+    column = state["exp_avg_sq_col"].mul_(beta2).add_(by_column, alpha=1.0 - beta2)
     row_factor = (row / (row.sum(dim=-1, keepdim=True) / rows)).rsqrt_()
-    update = torch.mul(grad, row_factor.unsqueeze(-1), out=work).mul_(column.rsqrt().unsqueeze(-2))
-    return update
+    return torch.mul(grad, row_factor.unsqueeze(-1), out=work).mul_(column.rsqrt().unsqueeze(-2))
 
 
 def _row_and_column_sums(parameter: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.optimizers.sharding import local, sharded_root_mean_squares
-from lm_experiments_tools.optimizers.state import LOW_PRECISION, Float32StateOptimizer, root_mean_square
+from lm_experiments_tools.optimizers.sharding import local, root_mean_squares
+from lm_experiments_tools.optimizers.state import Float32StateOptimizer, float32_of, root_mean_square, round_into
 
 MIN_SCALE = 1e-3
 
@@ -62,11 +62,11 @@ class AdamWScale(Float32StateOptimizer):
 
     def update(self, work: list[tuple[list[Tensor], dict]]) -> None:
         device_steps: dict = {}
-        sharded = sharded_root_mean_squares([p for parameters, _ in work for p in parameters])
+        scales = root_mean_squares([p for parameters, _ in work for p in parameters])
         for parameters, group in work:
             for parameter in parameters:
-                # of the whole parameter, though only our slice of it is updated
-                scale = sharded[parameter] if parameter in sharded else root_mean_square(parameter)
+                # on the CPU just before the update, which then finds the weights in the cache
+                scale = scales[parameter] if parameter in scales else float(root_mean_square(parameter))
                 self._update(parameter, group, scale, device_steps)
 
     def _init_moments(self, parameter: Tensor) -> dict:
@@ -78,20 +78,19 @@ class AdamWScale(Float32StateOptimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
         return state
 
-    def _update(self, parameter: Tensor, group: dict, scale: Tensor, device_steps: dict) -> None:
+    def _update(self, parameter: Tensor, group: dict, scale: Tensor | float, device_steps: dict) -> None:
         state = self._init_moments(parameter)
         state["step"] += 1
 
         shard = local(parameter)
-        weights = shard.float() if shard.dtype in LOW_PRECISION else shard
+        weights = float32_of(shard)
         grad = local(parameter.grad).float()
         moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
         if not group["use_fused_kernel"] or weights.device.type not in ("cpu", "cuda"):
-            _plain_update(weights, grad, *moments, int(state["step"]), scale.clamp(min=MIN_SCALE), group)
+            _plain_update(weights, grad, *moments, int(state["step"]), scale, group)
         elif weights.numel() > 0:  # a rank may hold an empty shard of a small parameter
             _fused_update(weights, grad, *moments, state["step"], scale, group, device_steps)
-        if weights is not shard:
-            shard.copy_(weights)
+        round_into(shard, weights)
 
 
 def _fused_update(
@@ -100,7 +99,7 @@ def _fused_update(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     step: Tensor,
-    scale: Tensor,
+    scale: Tensor | float,
     group: dict,
     device_steps: dict,
 ) -> None:
@@ -116,7 +115,7 @@ def _fused_update(
         step_on_device = device_steps[key]
     else:
         # the kernel decays before the update, nanoT5 after it: (p - u)(1 - d) = p (1 - d) - u (1 - d), in one pass
-        lr = group["lr"] * max(MIN_SCALE, scale.item()) * (1.0 - decay)
+        lr = group["lr"] * max(MIN_SCALE, float(scale)) * (1.0 - decay)
         kernel_decay = decay / lr if lr > 0 else 0.0
         step_on_device = step
     torch._fused_adamw_(
@@ -139,9 +138,10 @@ def _fused_update(
 
 
 def _plain_update(
-    weights: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, scale: Tensor, group: dict
+    weights: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, scale: Tensor | float, group: dict
 ) -> None:
     beta1, beta2 = group["betas"]
+    scale = torch.as_tensor(scale, dtype=torch.float32).clamp(min=MIN_SCALE)
     exp_avg.lerp_(grad, 1.0 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
     step_size = scale * (group["lr"] * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step))

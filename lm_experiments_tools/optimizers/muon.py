@@ -12,7 +12,7 @@ from torch.optim.adam import adam
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.optimizers.adamw_scale import AdamWScale
 from lm_experiments_tools.optimizers.sharding import is_sharded, local, own_slice, sums_over_slices
-from lm_experiments_tools.optimizers.state import LOW_PRECISION
+from lm_experiments_tools.optimizers.state import float32_of, round_into
 
 HIDDEN = "is_hidden"  # key of a parameter group: its matrices are orthogonalized
 OTHERS = ("AdamWScale", "AdamW")
@@ -94,11 +94,10 @@ class Muon(AdamWScale):
             if is_sharded(parameter):
                 update = update[own_slice(parameter)]
             shard = local(parameter)
-            weights = shard.float() if shard.dtype in LOW_PRECISION else shard
+            weights = float32_of(shard)
             weights.mul_(1 - group["lr"] * group["weight_decay"])
             weights.add_(update, alpha=-torchs._adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape))
-            if weights is not shard:
-                shard.copy_(weights)
+            round_into(shard, weights)
 
     def _direction(self, parameter: Tensor, group: dict) -> Tensor:
         """Advance the momentum of a matrix and return what is to be made orthogonal, in its sharding."""
@@ -113,7 +112,7 @@ class Muon(AdamWScale):
         """As torch.optim.AdamW, on this worker's slices: fused on the CPU, foreach elsewhere."""
         states = [self._init_moments(parameter) for parameter in parameters]
         shards = [local(parameter) for parameter in parameters]
-        weights = [shard.float() if shard.dtype in LOW_PRECISION else shard for shard in shards]
+        weights = [float32_of(shard) for shard in shards]
         on_cpu = all(shard.device.type == "cpu" for shard in shards)
         beta1, beta2 = group["betas"]
         adam(
@@ -135,8 +134,7 @@ class Muon(AdamWScale):
             maximize=False,
         )
         for shard, computed in zip(shards, weights, strict=True):
-            if computed is not shard:
-                shard.copy_(computed)
+            round_into(shard, computed)
 
 
 def hidden_matrices_first(groups: list[dict], named_parameters: Iterable[tuple[str, Tensor]]) -> list[dict]:

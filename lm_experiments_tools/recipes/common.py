@@ -28,6 +28,7 @@ from lm_experiments_tools.models.build import (
     pretrained_config,
     set_dropout,
 )
+from lm_experiments_tools.models.speed import check_agreement, describe_speed, speed_up
 from lm_experiments_tools.modules.inspection import forward_names_of
 from lm_experiments_tools.modules.labelled_head import pick_labelled
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
@@ -60,6 +61,7 @@ def start_run(args: TrainerArgs, backend: Backend) -> RunDirectory | None:
     os.chdir(args.working_folder())
     on_all(backend, lambda: setup_logging(args.model_path, backend.rank))
     on_all(backend, lambda: _check_optimization(args))
+    check_agreement(args, backend)
     if args.model_path is None:
         return None
     return claim_for_all(args, backend)
@@ -106,6 +108,7 @@ def show_run(
         "optimizer": ", ".join([args.optimizer, *args.optimizer_options, f"lr {args.lr}"])
         + ", ".join([f", schedule {args.lr_scheduler or 'constant'}", *args.lr_scheduler_options]),
         "precision": _precision(args),
+        "speed": describe_speed(args, origins, model),
     }
     if run is not None:
         panel["run"] = f"{run.path} (tensorboard --logdir {run.path})"
@@ -208,8 +211,7 @@ def model_from_args(args: ExperimentArgs, source: ModelSource, vocabulary_size: 
     model = build_model(source.cls, source.config, seed=args.seed)
     if args.gradient_checkpointing:
         enable_checkpointing(model)
-    if args.compile:
-        model.compile()
+    speed_up(model, args)
     return model
 
 

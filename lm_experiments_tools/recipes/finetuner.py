@@ -49,6 +49,7 @@ from lm_experiments_tools.metrics.metric import GivenFunction
 from lm_experiments_tools.models.freezing import ModelSummary, freeze, summary
 from lm_experiments_tools.models.inherited import inherited_settings
 from lm_experiments_tools.models.pretrained import pretrained_model
+from lm_experiments_tools.models.speed import choose_speed
 from lm_experiments_tools.models.tokenizers import load_tokenizer
 from lm_experiments_tools.modules.inspection import forward_names, is_adapted
 from lm_experiments_tools.recipes.common import optimizer_from_args, seed_worker, show_run, start_run
@@ -119,6 +120,8 @@ class FineTuner:
         found: list[Source] = []
         inherited = inherited_settings(settings, found)
         self.args = _changed(None, {**{name: value for name, (value, _) in inherited.items()}, **settings})
+        given = dict.fromkeys(settings, "given")
+        self.args, _ = choose_speed(self.args, given, found, unless_said="off")
         show_inherited(self.args, {name: origin for name, (_, origin) in inherited.items()})
         self.files = ModelFiles(self.args, found)
         self.tokenizer = load_tokenizer(self.args, self.files)

@@ -121,6 +121,7 @@ def finetuning_loop(
         return Predictions(args, split, data.splits[split].examples, TextDecoder(tokenizer), data.label_names, folder)
 
     valid = data.splits.get("valid")
+    is_fast = getattr(model, "is_fast", False) and "return_logits" in forward_names(model)
     return TrainingLoop(
         args,
         backend,
@@ -128,6 +129,7 @@ def finetuning_loop(
         optimizer,
         None if args.validate_only else data.train,
         None if valid is None else valid.loader,
+        forward_kwargs={"return_logits": False} if is_fast else None,  # what is written is measured, not logits
         generate_kwargs=args.generation_options(),
         tokenizer_dir=tokenizer_dir,
         loss=LANGUAGE_MODEL_LOSS if args.task == "causal_lm" else MODEL_LOSS,

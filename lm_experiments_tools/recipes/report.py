@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -24,12 +26,15 @@ NUM_EXAMPLES = 3
 WINDOW = 48  # tokens of text in an example
 NUM_BLANKS = 2
 NUM_OTHERS = 3  # next best first pieces to show
+NUM_MEASURED = 400  # one-word blanks that are counted
+_MEASURED_AT_ONCE = 100
+_PUNCTUATION = ".,;:!?)\"'”’"
 
 
-def write_report(trainer: TrainingLoop, examples: Sequence[tuple[str, str, str]]) -> None:
+def write_report(trainer: TrainingLoop, examples: Sequence[tuple[str, str, str]], share: str | None = None) -> None:
     """Print the report on rank 0 and write it to report.txt and loss.png of the run; every worker calls it.
 
-    `examples` are made by `t5_examples` or `fill_in_masked_words`.
+    `examples` are made by `t5_examples` or `fill_in_masked_words`, `share` by `filled_right`.
     """
     if not trainer.backend.is_main:
         return
@@ -37,6 +42,7 @@ def write_report(trainer: TrainingLoop, examples: Sequence[tuple[str, str, str]]
     start = metrics.get("start")
     before = f"{start['loss']:.3f} before training, " if start else ""
     lines = [f"Loss on held-out text: {before}{metrics['valid']['loss']:.3f} after {trainer.state.step} steps"]
+    lines += [share] if share else []
     for number, (text, truth, guess) in enumerate(examples, start=1):
         lines += ["", f"Held-out text {number}:", f"  {text}", f"  true:  {truth}", f"  model: {guess}"]
     curve = plot_curve(folder / "metrics.jsonl", folder / "loss.png")
@@ -53,10 +59,84 @@ def t5_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tuple[str,
     objective = args.objective()
     if objective.report == "continuation":
         return continued_examples(trainer, data)
+    return fill_in_examples(trainer, data, _mode(trainer, data))
+
+
+def _mode(trainer: TrainingLoop, data: PretrainingData) -> list[int]:
+    """Ids in front of an input with blanks: UL2's mode of short spans, where the run has modes."""
     from lm_experiments_tools.data.objectives.ul2 import mode_ids
 
-    has_mode = "mode_tokens" in objective.reads and args.mode_tokens
-    return fill_in_examples(trainer, data, [mode_ids(data.vocabulary)["R"]] if has_mode else [])
+    has_mode = "mode_tokens" in trainer.args.objective().reads and trainer.args.mode_tokens
+    return [mode_ids(data.vocabulary)["R"]] if has_mode else []
+
+
+def filled_right(trainer: TrainingLoop, data: PretrainingData) -> str | None:
+    """The number of one-word blanks in held-out text, of up to 400, that the model fills right; every worker calls it.
+
+    Words are of letters only and drawn at random, each of the held-out text as likely as any other; an input of
+    `input_seq_len` tokens has one blank. The answer is generated greedily and has to be the word and no more.
+    None for a run that fills no blanks, or whose held-out text is shorter than one input.
+    """
+    vocabulary, args = data.vocabulary, trainer.args
+    if args.objective().report == "continuation":
+        return None
+    before = _mode(trainer, data)
+    blanks = _one_word_blanks(data.valid_tokens, vocabulary, args.input_seq_len - len(before) - 1)
+    if not blanks:
+        return None
+    right, words = 0, Counter(vocabulary.decode(word).strip() for _, word in blanks)
+    for start in range(0, len(blanks), _MEASURED_AT_ONCE):
+        batch = blanks[start : start + _MEASURED_AT_ONCE]
+        ids = torch.tensor([[*before, *text, vocabulary.eos_id] for text, _ in batch], device=trainer.backend.device)
+        longest = max(len(word) for _, word in batch)
+        output = _generate(trainer, ids, max_new_tokens=longest + 2)  # the sentinel before it, the one that ends it
+        right += sum(
+            _first_blank(answer, vocabulary) == vocabulary.decode(word).strip()
+            for answer, (_, word) in zip(output.tolist(), batch, strict=True)
+        )
+    (commonest, count), total = words.most_common(1)[0], len(blanks)
+    return (
+        f"{right} of {total} one-word blanks in held-out text are filled right ({right / total:.1%}); "
+        f'always "{commonest}" would be right in {count} ({count / total:.1%})'
+    )
+
+
+def _one_word_blanks(tokens: IndexedDataset, vocabulary: Vocabulary, length: int) -> list[tuple[list[int], list[int]]]:
+    """(text of `length` tokens with a sentinel in its middle, the word's pieces) for words at random places.
+
+    Places are drawn and those where no word begins are passed over, so that all words are equally likely.
+    """
+    size, half, blanks = len(tokens.tokens), length // 2, []
+    places = range(half, size - length)  # room on both sides
+    for place in random.Random(0).sample(places, min(len(places), 20 * NUM_MEASURED)):
+        text = np.asarray(tokens.tokens[place - half : place + length], dtype=np.int64).tolist()
+        if pieces := _word_at(text[half:], vocabulary):
+            after = text[half + pieces :]
+            blanks.append(
+                ([*text[:half], int(vocabulary.sentinel_ids[0]), *after][:length], text[half : half + pieces])
+            )
+        if len(blanks) == NUM_MEASURED:
+            break
+    return blanks
+
+
+def _word_at(ids: list[int], vocabulary: Vocabulary) -> int:
+    """Number of pieces of the word of letters that begins here, punctuation behind it left out; 0 if none does."""
+    if not vocabulary.starts_word(ids[0]):
+        return 0
+    end = next((i for i in range(1, len(ids)) if vocabulary.starts_word(ids[i])), len(ids))
+    word = vocabulary.decode(ids[:end]).strip().rstrip(_PUNCTUATION)
+    if not word.isalpha():
+        return 0
+    return next((i for i in range(1, end + 1) if vocabulary.decode(ids[:i]).strip() == word), 0)
+
+
+def _first_blank(ids: Sequence[int], vocabulary: Vocabulary) -> str:
+    """The text that a generated target, with its start token, has for the first blank."""
+    special = set(vocabulary.special_ids)
+    begin = 2 if len(ids) > 1 and ids[1] == vocabulary.sentinel_ids[0] else 1
+    end = next((i for i in range(begin, len(ids)) if ids[i] in special), len(ids))
+    return vocabulary.decode(ids[begin:end]).strip()
 
 
 def continued_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tuple[str, str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -70,6 +70,22 @@ def pretraining_metrics(batch: Mapping[str, Any], outputs: Mapping[str, Any]) ->
     width = min(labels.shape[1], generated.shape[1])
     right = (generated[:, :width] == labels[:, :width]).sum()
     return {"generation_accuracy": (right, (labels != IGNORED_LABEL).sum())}
+
+
+def without_full_masks(model: nn.Module) -> Callable[[Mapping[str, Any]], Mapping[str, Any]] | None:
+    """A `batch_transform_fn` that leaves out an `attention_mask` of ones, which a model that takes its fast step need
+    not add to the scores of each layer. It looks at the loader's batch, on the CPU: no device is waited for.
+    """
+    if not getattr(model, "is_fast", False):
+        return None
+
+    def transform(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        mask = batch.get("attention_mask")
+        if mask is None or not mask.is_cpu or not mask.all():
+            return batch
+        return {name: value for name, value in batch.items() if name != "attention_mask"}
+
+    return transform
 
 
 def pretraining_loss(args: T5PretrainingArgs, backend: Backend, model: nn.Module) -> Loss:

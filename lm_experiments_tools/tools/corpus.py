@@ -13,7 +13,7 @@ class CorpusArgs:
     max_megabytes: float = 20.0
     """Stop at this much text; a small installation holds less."""
     validation_share: float = 0.03
-    """Share of the documents that go to valid.jsonl."""
+    """Share of the files of documentation that go to valid.jsonl, each whole."""
     workers: int | None = None
     """Processes. None: one per core. The files are the same for any number."""
 

@@ -78,15 +78,15 @@ def _evaluated(name: str, settings: Mapping[str, object]) -> list[dict[str, str 
     return rows
 
 
-def table(rows: Sequence[Mapping[str, str | float]]) -> list[str]:
-    """Lines of text: a model and split each, a column for each value that any of them has."""
+def table(rows: Sequence[Mapping[str, str | float]], texts: Sequence[str] = ("checkpoint", "split")) -> list[str]:
+    """Lines of text: a row each, a column for each value that any of them has; `texts` are the first columns."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     cells = [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
     widths = [max(len(line[number]) for line in cells) for number in range(len(columns))]
-    texts = sum(name in ("checkpoint", "split") for name in columns)  # the first ones; numbers stand to the right
+    left = sum(name in texts for name in columns)  # numbers stand to the right
     return [
         "  ".join(
-            cell.ljust(width) if number < texts else cell.rjust(width)
+            cell.ljust(width) if number < left else cell.rjust(width)
             for number, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in cells

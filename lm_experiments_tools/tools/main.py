@@ -10,6 +10,9 @@ lmtools inspect_finetuning --config RUN.yaml
 lmtools attention --model DIR --text TEXT --output maps.html
 lmtools evaluate --checkpoints RUNS --valid_data_path FILE
 lmtools export --from_pretrained DIR --output DIR.onnx
+lmtools compare RUNS --html page.html
+lmtools watch RUN
+lmtools doctor
 lmtools settings --output .
 lmtools pretrain-t5 | pretrain-bert | finetune: the scripts, with their flags
 lmtools build-horovod
@@ -28,7 +31,8 @@ from lm_experiments_tools.errors import UserError, os_sentence
 
 # Module NAME of this folder has a frozen dataclass NameArgs and a function run(args); of two_words, TwoWordsArgs. A
 # `run` that tells given flags from defaults takes `origins` too, and a module whose settings may follow from others
-# has a function `inherit`, both as of `parse`.
+# has a function `inherit`, both as of `parse`. POSITIONAL of a module names the flag of words before the first flag.
+# What `run` returns is the exit code, None being 0.
 COMMANDS = {
     "corpus": "build a text corpus from the documentation of this Python installation",
     "vocab": "train a SentencePiece vocabulary (T5) or a WordPiece one (BERT) on text",
@@ -40,6 +44,9 @@ COMMANDS = {
     "attention": "attention maps of a model on a text, and pictures of block-sparse layouts",
     "evaluate": "measure several fine-tuned models, or checkpoints of a run, on the same data: one table",
     "export": "write a fine-tuned model as ONNX and check it against torch",
+    "compare": "runs beside each other: how far, how good, what was set otherwise; a page of their curves",
+    "watch": "watch a run from a terminal: progress, loss curve, speed, warnings; until it ends",
+    "doctor": "what works here: versions, backends tried by two workers, devices, compilers; what to install",
     "settings": "write the settings that accelerate launch takes, accelerate_configs/, to a folder",
 }
 # Scripts of the repository's top, which an installation has as well.
@@ -52,7 +59,7 @@ SCRIPTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `lmtools`; returns 0, 2 for a mistake the user can mend, 1 for a disk that refuses, 130 after Ctrl-C."""
+    """Run `lmtools`; returns 0 or the command's own code, 2 for a mistake, 1 for a full disk, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         if not argv or argv[0] in ("-h", "--help"):
@@ -82,6 +89,8 @@ def _run(name: str, argv: list[str]) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     command = importlib.import_module(f"lm_experiments_tools.tools.{name}")
+    if argv and not argv[0].startswith("-") and hasattr(command, "POSITIONAL"):
+        argv = [f"--{command.POSITIONAL}", *argv]
     args_class = "".join(word.capitalize() for word in name.split("_")) + "Args"
     args, origins = parse(
         getattr(command, args_class),
@@ -91,8 +100,7 @@ def _run(name: str, argv: list[str]) -> int:
         program=f"lmtools {name}",
     )
     more = {"origins": origins} if "origins" in signature(command.run).parameters else {}
-    command.run(args, **more)
-    return 0
+    return command.run(args, **more) or 0
 
 
 def _run_script(file: str, argv: list[str]) -> int:

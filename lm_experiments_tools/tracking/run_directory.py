@@ -129,7 +129,7 @@ class RunDirectory:
         """
         if self.rank != 0:
             return
-        self._start = self._starts()
+        self._start = _starts(self.path)
         config = dict(args)
         config["ENV"] = {name: os.environ.get(name, "") for name in _ENVIRONMENT}
         config["MACHINE"] = platform.node()
@@ -173,11 +173,8 @@ class RunDirectory:
         Raises:
             UserError: the directory is in use by another configuration and `resume` is False; shows the differences.
         """
-        before = self._previous_config()
-        in_use = _has_entries(self.checkpoints) or (
-            self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
-        )
-        if before is None or not in_use:
+        before = settings_in_use(self.path)
+        if before is None:
             return {}
         differing = _differences(before, {**args, "WORLD_SIZE": world_size}, harmless)
         shown = ", ".join(f"{name} ({_show(then)} then, {_show(now)} now)" for name, (then, now) in differing.items())
@@ -189,26 +186,6 @@ class RunDirectory:
         if differing:
             logger.warning("continuing %s with other settings: %s", self.path, shown)
         return differing
-
-    def _starts(self) -> int:
-        count = 0
-        while (self.path / _numbered("config.json", count)).exists():
-            count += 1
-        return count
-
-    def _previous_config(self) -> dict[str, Any] | None:
-        """The settings of the newest start that trained: one with --validate_only binds nobody."""
-        for number in reversed(range(self._starts())):
-            path = self.path / _numbered("config.json", number)
-            try:
-                config = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise UserError(
-                    f"{path} cannot be read ({error}): mend or remove it, or choose another --model_path."
-                ) from error
-            if isinstance(config, dict) and not config.get("validate_only"):
-                return config
-        return None
 
     def _write(self, name: str, content: str | bytes) -> None:
         path = self.path / _numbered(name, self._start)
@@ -232,6 +209,37 @@ def claim_run(args: TrainerArgs, world_size: int, *, once_more: bool = False) ->
     if not (resume and once_more):
         run.check_compatible(asdict(args), resume, world_size=world_size, harmless=harmless)
     return run
+
+
+def settings_in_use(run_dir: Path) -> dict[str, Any] | None:
+    """The settings of the newest start that trained, of a directory with checkpoints or metrics; else None.
+
+    A start with --validate_only binds nobody.
+
+    Raises:
+        UserError: they cannot be read.
+    """
+    metrics = run_dir / "metrics.jsonl"
+    if not (_has_entries(run_dir / "checkpoints") or (metrics.exists() and metrics.stat().st_size > 0)):
+        return None
+    for number in reversed(range(_starts(run_dir))):
+        path = run_dir / _numbered("config.json", number)
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{path} cannot be read ({error}): mend or remove it, or choose another --model_path."
+            ) from error
+        if isinstance(config, dict) and not config.get("validate_only"):
+            return config
+    return None
+
+
+def _starts(run_dir: Path) -> int:
+    count = 0
+    while (run_dir / _numbered("config.json", count)).exists():
+        count += 1
+    return count
 
 
 def began_without(run_dir: Path | str | None, flag: str) -> bool:

@@ -92,13 +92,13 @@ class ValidateHook:
 class ProfileHook:
     """A torch profiler trace of `num_steps` steps after step `start`, for Perfetto or TensorBoard's profile tab."""
 
-    every = 1
-
     def __init__(self, start: int, folder: Path, num_steps: int = 3) -> None:
         self.start, self.stop, self.folder = start, start + num_steps, folder
+        self.every: int | None = start  # then `stop`, then never: a step with a hook waits for the device
         self._profiler: torch.profiler.profile | None = None
 
     def __call__(self, loop: Loop, info: StepInfo) -> None:
+        self.every = self.stop if info.step == self.start else None
         if info.step == self.start:
             self._profiler = torch.profiler.profile(profile_memory=True)
             self._profiler.start()

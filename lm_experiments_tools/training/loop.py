@@ -33,9 +33,10 @@ from lm_experiments_tools.checkpoint.train_state import (
     load_weights_for_all,
 )
 from lm_experiments_tools.config.flags import telling_settings
-from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.inspection import drops_first_label, forward_names
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
+from lm_experiments_tools.training.attempt import Attempt
 from lm_experiments_tools.training.first_batches import checked, same_on_all
 from lm_experiments_tools.training.generation import generate
 from lm_experiments_tools.training.generators import preserved_random_state, random_state, set_random_state
@@ -53,10 +54,6 @@ if TYPE_CHECKING:
     from lm_experiments_tools.config.training import TrainerArgs
 
 logger = logging.getLogger(__name__)
-
-
-class TrainingDiverged(RunError):
-    """Too many updates in a row had a gradient that was not finite."""
 
 
 class TrainingLoop:
@@ -123,6 +120,7 @@ class TrainingLoop:
         self.collect = collect or (lambda split: KeptOutputs(keep_for_metrics_fn, metrics_fn))
         self.learning_rate = LearningRate(args, optimizer)
         self.signals, self.tracker = StopSignals(), None
+        self._attempt: Attempt | None = None  # an update of which a device has yet to say what became
         self._random_state: dict[str, Any] | None = None  # of the process once training goes on, if not that it has
         self._saved_at: tuple[int, int] | None = None
         self._set_up_model(model, optimizer)
@@ -220,9 +218,8 @@ class TrainingLoop:
             batches = checked(self._timed_batches(), self.stream, self.backend, self.args)
             while not self.signals.agreed and not self._is_over():
                 info = self.train_step(*next(batches))
-                if info.applied:
+                if info is not None and info.applied:
                     self._run_hooks(info)
-                    self.tracker.advance(info.step)
             self._finish()
         self.tracker = None
         if self.signals.agreed:
@@ -256,19 +253,25 @@ class TrainingLoop:
             self._random_state = None
         yield from self.stream.timed()
 
-    def train_step(self, batch: Mapping[str, Any], data_seconds: float = 0.0) -> StepInfo:
+    def train_step(self, batch: Mapping[str, Any], data_seconds: float = 0.0) -> StepInfo | None:
         """Forward and backward over the micro-batches of `batch`, and one update of the weights.
 
+        A device with a queue of its own is given each step while it computes the one before, and is asked what became
+        of that one's update just before it gets the next: it never waits for us. Where a hook is due, we wait.
+
         `train` has put the model into training mode; that walks over all modules, so it is not done every step.
+
+        Returns:
+            What became of the update; None where the device has yet to say, or a signal asked to stop.
         """
         started = time.perf_counter()
-        backend, state = self.backend, self.state
-        self._set_lr()
+        backend = self.backend
         part = self._split(batch, self.args.batch_size)
         weights, samples, tokens, num_micro_batches = self._agree(part)
         if self.signals.agreed:  # no pass more: a launcher kills a few seconds after its signal
+            self._settle()
             self._random_state = self.stream.put_back()
-            return StepInfo(state.step, False, 0.0, 0, 0, 0.0, data_seconds)
+            return None
         micro_batches = list(padded(part.micro_batches, num_micro_batches))
         sums = MetricSums()
         for i, micro_batch in enumerate(micro_batches):
@@ -280,14 +283,27 @@ class TrainingLoop:
                 loss = self.loss.part(means, micro_batch.weights, weights) * backend.world_size
                 del outputs, means  # logits would otherwise live on through the backward pass and the update
                 backend.backward(loss)
-        grad_norm, applied = backend.update(self.args.clip_grad_norm, self.args.clip_grad_value)
-        state.step += int(applied)
-        state.consumed_samples += samples
-        state.consumed_tokens += tokens
+        self._settle()  # the learning rate depends on whether the update before was applied
+        self._set_lr()
+        clip, due = (self.args.clip_grad_norm, self.args.clip_grad_value), self._is_due(self.state.step + 1)
+        outcome = None if due else backend.begin_update(*clip)
+        known = backend.update(*clip) if outcome is None else None
         seconds = time.perf_counter() - started
-        info = StepInfo(state.step, applied, grad_norm, samples, tokens, seconds, data_seconds)
-        self.window.add(sums, info)
-        self._count_skipped(info)
+        self._attempt = Attempt(outcome or (lambda: known), sums, samples, tokens, seconds, data_seconds)
+        return self._settle() if outcome is None else None
+
+    def _is_due(self, step: int) -> bool:
+        """True if something is to be done after this step that needs to know what became of it."""
+        return step >= self.args.iters or any(is_due(hook, step) for hook in self.hooks)
+
+    def _settle(self) -> StepInfo | None:
+        """Count the update that was made last, if that has not been done."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            return None
+        info = attempt.settle(self.state, self.window, self.args.max_skipped_updates)
+        if info.applied and self.tracker is not None:
+            self.tracker.advance(info.step)
         return info
 
     def _split(self, batch: Mapping[str, Any], rows: int) -> StepBatch:
@@ -326,24 +342,6 @@ class TrainingLoop:
 
     def _set_lr(self) -> None:
         self.learning_rate.set(self.backend.optimizer, self.state.step - self.state.schedule_start)
-
-    def _count_skipped(self, info: StepInfo) -> None:
-        state = self.state
-        if info.applied:
-            state.skipped_in_a_row = 0
-            return
-        state.skipped_updates += 1
-        state.skipped_in_a_row += 1
-        first = state.consumed_samples - info.samples
-        logger.warning(
-            "gradient norm %s after step %d: update skipped on all workers (samples %d to %d; %d skipped so far)",
-            info.grad_norm, info.step, first, state.consumed_samples - 1, state.skipped_updates,
-        )  # fmt: skip
-        if state.skipped_in_a_row >= self.args.max_skipped_updates:
-            raise TrainingDiverged(
-                f"{state.skipped_in_a_row} updates in a row had a non-finite gradient (--max_skipped_updates); the "
-                "weights are those of the last applied one; lower --lr, set --clip_grad_norm, or use --bf16 not --fp16"
-            )
 
     def _finish(self) -> None:
         """End a run with the log line of the last part window, a validation and a checkpoint."""

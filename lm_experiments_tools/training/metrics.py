@@ -110,13 +110,15 @@ class KeptOutputs:
         if self.keep is None:
             return
         for name, value in self.keep(batch, outputs).items():
-            value = value.detach().cpu() if isinstance(value, Tensor) else value
+            value = value.detach().to("cpu", non_blocking=value.is_cuda) if isinstance(value, Tensor) else value
             self.data.setdefault(name, []).append(value)
 
     def reduce(self, backend: Backend) -> dict[str, float]:
         """`metrics_fn` of the data of all workers, computed on rank 0 and told to the others; clears the data."""
         if self.metrics is None:
             return {}
+        if backend.device.type == "cuda":
+            torch.cuda.synchronize(backend.device)  # `add` did not wait for what it kept
         gathered = backend.gather(self.data)
         self.data = {}
         values = None

@@ -30,6 +30,7 @@ from lm_experiments_tools.training.generators import (
 
 logger = logging.getLogger(__name__)
 
+_IDS = {"input_ids", "labels", "decoder_input_ids", "attention_mask", "decoder_attention_mask", "token_type_ids"}
 _EPOCH_START = {"epoch_random_state", "epoch_generators"}
 
 
@@ -293,7 +294,7 @@ def split_batch(
     labels = {name: batch.get(name) for name in label_names}
     if first_label and labels.get("labels") is not None:
         labels["labels"] = labels["labels"][:, first_label:]
-    batch = {k: v.to(device, non_blocking=True) if k in rows else v for k, v in batch.items()}
+    batch = {k: to_device(v, device, is_ids=k in _IDS) if k in rows else v for k, v in batch.items()}
     micro_batches = []
     for start in range(0, num_rows, batch_size):
         span = slice(start, start + batch_size)
@@ -307,6 +308,19 @@ def split_batch(
         micro_batches.append(MicroBatch(inputs, part, weights))
     weights = {name: sum(m.weights[name] for m in micro_batches) for name in label_names}
     return StepBatch(micro_batches, num_rows, weights, tokens + (weights["labels"] if has_decoder else 0))
+
+
+def to_device(values: Tensor, device: torch.device, is_ids: bool = False) -> Tensor:
+    """The same tensor on a device; to a GPU by a copy that the host does not wait for, ids in half the bytes.
+
+    Args:
+        is_ids: the values of an int64 tensor are those of an int32.
+    """
+    if device.type != "cuda" or values.device.type != "cpu" or values.is_pinned():
+        return values.to(device, non_blocking=True)
+    sent_as = torch.int32 if is_ids and values.dtype == torch.int64 else values.dtype
+    pinned = torch.empty(values.shape, dtype=sent_as, pin_memory=True).copy_(values)
+    return pinned.to(device, non_blocking=True).to(values.dtype)
 
 
 def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) -> dict[str, int]:

@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.tracking.run_directory import setup_logging
-from lm_experiments_tools.training.loop import TrainingDiverged, TrainingLoop
+from lm_experiments_tools.training.attempt import TrainingDiverged
+from lm_experiments_tools.training.loop import TrainingLoop
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

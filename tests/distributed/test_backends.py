@@ -24,7 +24,8 @@ from tests.helpers.toys import tiny_t5
 
 pytestmark = pytest.mark.distributed
 
-PLAIN = ["trained", "talked", "clipped", "factored", "evaluated", "fp16", "bf16", "sparse", "sparse_own", "bert_bias"]
+PLAIN = ["ahead", "trained", "talked", "clipped", "factored", "evaluated", "fp16", "bf16"]
+PLAIN += ["sparse", "sparse_own", "bert_bias"]
 ZERO = ["trained", "talked", "evaluated", "zero_refusals"]
 
 
@@ -208,6 +209,19 @@ def test_block_sparse_attention_equals_one_process(results, kind, scenario):
     assert largest_difference(alone, together) < 1e-5  # float32 in another order: up to 2.7e-6, depending on the CPU
     bias = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     assert (alone[bias] - tiny_t5(seed=0).state_dict()[bias]).abs().max() > 1e-3, "the bias did not train"
+
+
+@pytest.mark.parametrize("kind", UNSHARDED)
+def test_a_device_that_skips_by_itself_ends_where_one_that_is_told_does(results, kind):
+    """Also where gradients are sharded, or not finite on one worker alone. DDP's first update is not queued."""
+    for rank in results.of(kind, "ahead"):
+        assert rank["late"]["queued"] == [kind != "ddp", True, True, True, True]
+        assert not any(rank["at_once"]["queued"])
+        assert rank["sent"] == ([True] * 5 if kind == "horovod" else [])  # while the backward pass goes on
+        assert rank["host_group"] == (kind in ("ddp", "fsdp"))
+        assert [step["applied"] for step in rank["late"]["steps"]] == [True, True, False, True, True]
+        assert str(rank["late"]["steps"]) == str(rank["at_once"]["steps"])  # the norm of one is NaN
+        assert rank["late"]["state"] == rank["at_once"]["state"]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

@@ -28,6 +28,7 @@ from lm_experiments_tools.attention.kernels import dispatch as functional
 from lm_experiments_tools.backends import detect_backend, get_backend
 from lm_experiments_tools.backends.backend import Backend, LocalBackend
 from lm_experiments_tools.backends.precision import get_precision
+from lm_experiments_tools.backends.roll_call import host_group
 from lm_experiments_tools.checkpoint.tree import load_tree, save_tree
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
@@ -310,6 +311,45 @@ def with_precision(backend: Backend, **options: Any) -> Backend:
     if backend.name == "horovod":
         return type(backend)(precision)
     return type(backend)(precision) if type(backend) is LocalBackend else type(backend)(backend.accelerator, precision)
+
+
+def reductions_begun(backend: Backend) -> list[bool]:
+    """Filled at each reduction by Horovod with whether all gradients had been sent by then, by the backward pass."""
+    sent, wait = [], backend._reduce_gradients
+
+    def noted() -> None:
+        handles = backend._reducer._handles
+        sent.append(
+            len(handles) == len(backend._reduced) and all(handle is not None for handle, _ in handles.values())
+        )
+        wait()
+
+    if backend.name == "horovod":
+        backend._reduce_gradients = noted
+    return sent
+
+
+def scenario_ahead(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
+    """Steps whose updates are asked about at once, and again with a device that is trusted to skip the broken one."""
+    update, result = backend.update, {"host_group": backend.name == "accelerate"}
+    if result["host_group"]:  # as beside NCCL
+        backend._host_group = host_group(backend.world_size, torch.device("cuda"), 60.0)
+    for name in ("at_once", "late"):
+        backend.runs_ahead, queued = name == "late", []
+
+        def ahead(max_norm: float, queued: list[bool] = queued) -> tuple[float, bool]:
+            outcome = backend.begin_update(max_norm)
+            queued.append(outcome is not None)
+            return outcome() if outcome is not None else update(max_norm)
+
+        setup(backend, fused=True)
+        backend.update, sent = ahead, reductions_begun(backend)
+        steps = [train_step(backend, step, broken=step == 2, max_norm=0.5) for step in range(5)]
+        state = bits([backend.model_state(), backend.optimizer_state()])
+        result["sent"] = sent
+        result[name] = {"steps": json.loads(json.dumps(steps)), "state": state, "queued": queued}
+        backend.update = update
+    return result
 
 
 def scenario_fp16(backend: Backend, out: Path, _: Path) -> dict[str, Any]:

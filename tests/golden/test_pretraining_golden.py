@@ -40,7 +40,7 @@ def test_first_losses(data, tmp_path, monkeypatch, batch_size, accumulation):
         "--model_cfg", str(data / "tiny.json"), "--dropout_rate", "0", "--input_seq_len", "64",
         "--target_seq_len", "32", "--batch_size", str(batch_size), "--gradient_accumulation_steps",
         str(accumulation), "--lr", "1e-3",
-        "--iters", "4", "--log_interval", "1", "--backend", "local",
+        "--iters", "4", "--log_interval", "1", "--backend", "local", "--speed", "off",
     ])  # fmt: skip
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [r["loss"] for r in records if r["split"] == "train"] == pytest.approx(GOLDEN, abs=5e-4)

@@ -110,7 +110,7 @@ def hashed_batches(task: str) -> list[str]:
         patch.setattr(model_cls, "forward", hashing)
         run_t5_pretraining.main([
             "--data_path=tokens", f"--task={task}", *OBJECTIVES[task], "--input_seq_len=32", "--batch_size=4",
-            "--lr=1e-3", "--iters=3", "--backend=local",
+            "--lr=1e-3", "--iters=3", "--backend=local", "--speed=off",
         ])  # fmt: skip
     return found
 

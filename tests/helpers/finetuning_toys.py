@@ -36,9 +36,8 @@ def word_tokenizer(end: str = "template", pad: bool = True) -> PreTrainedTokeniz
 
 def lone_backend(rank: int = 0, world_size: int = 1) -> Any:
     """One worker, who hears nobody."""
-    return SimpleNamespace(
-        rank=rank, world_size=world_size, is_main=rank == 0, gather=lambda x: [x], broadcast=lambda x: x
-    )
+    alone = {"gather": lambda x: [x], "broadcast": lambda x: x, "sum": lambda x: x}
+    return SimpleNamespace(rank=rank, world_size=world_size, is_main=rank == 0, **alone)
 
 
 def read(tokenizer: Any, rank: int = 0, world_size: int = 1, **flags: Any) -> FinetuningData:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ from torch import Tensor
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import check_positions
-from lm_experiments_tools.tools.attention_maps.page import PAGE
+from lm_experiments_tools.tools.attention_maps.page import BODY, SCRIPT, STYLE
+from lm_experiments_tools.tools.pages.html import html_page
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -164,8 +164,8 @@ def _page(maps: Sequence[AttentionMap], title: str) -> str:
         }
         for m in maps
     ]
-    data = json.dumps({"title": title, "tokens": tokens, "maps": values}, ensure_ascii=False)
-    return PAGE.replace("@DATA@", data.replace("</", "<\\/"))
+    data = {"title": title, "tokens": tokens, "maps": values}
+    return html_page("Attention maps", data, style=STYLE, body=BODY, script=SCRIPT)
 
 
 def _draw(maps: Sequence[AttentionMap], path: Path, title: str) -> None:

@@ -1,13 +1,6 @@
-"""The page that shows attention maps: one HTML file without anything to load, its data in place of @DATA@."""
+"""The parts of the page that shows attention maps, see `pages.html`."""
 
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Attention maps</title>
-<style>
-:root { --ink: #222; --paper: #fff; --soft: #777; --mark: 31, 83, 153; }
-@media (prefers-color-scheme: dark) { :root { --ink: #ddd; --paper: #181a1f; --soft: #999; --mark: 96, 165, 250; } }
-body { font: 14px/1.5 system-ui, sans-serif; margin: 1.5rem; color: var(--ink); background: var(--paper); }
-h1 { font-size: 1.1rem } h2 { font-size: .95rem; margin: 1rem 0 .3rem; color: var(--soft) }
-main { display: grid; grid-template-columns: minmax(14rem, 24rem) 1fr; gap: 2rem; align-items: start }
+STYLE = """main { display: grid; grid-template-columns: minmax(14rem, 24rem) 1fr; gap: 2rem; align-items: start }
 #list { max-height: 88vh; overflow: auto } .grid { display: flex; flex-wrap: wrap; gap: .4rem }
 figure { margin: 0; cursor: pointer; border: 2px solid transparent; padding: 2px }
 figure.on { border-color: rgb(var(--mark)) }
@@ -16,19 +9,16 @@ figure canvas { width: 72px; height: 72px; image-rendering: pixelated; display: 
 #large { image-rendering: pixelated; max-width: 100%; cursor: crosshair }
 #tokens span { padding: 1px 2px; border-radius: 2px; white-space: pre-wrap; cursor: pointer }
 #tokens .query { outline: 2px solid rgb(var(--mark)) }
-p { margin: .4rem 0 } .soft { color: var(--soft) }
-</style></head><body>
-<h1 id="title"></h1>
+"""
+
+BODY = """<h1 id="title"></h1>
 <main><div id="list"></div><div>
 <p id="name"></p><canvas id="large"></canvas>
 <p id="says" class="soft">Point at the map: rows are queries, columns are keys. Shades are square roots of weights.</p>
 <p id="tokens"></p></div></main>
-<script type="application/json" id="data">@DATA@</script>
-<script>
-"use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
-const byId = id => document.getElementById(id);
-const mark = getComputedStyle(document.documentElement).getPropertyValue("--mark").split(",").map(Number);
+"""
+
+SCRIPT = """const mark = getComputedStyle(document.documentElement).getPropertyValue("--mark").split(",").map(Number);
 byId("title").textContent = data.title;
 for (const map of data.maps) {
   const bytes = Uint8Array.from(atob(map.weights), c => c.charCodeAt(0));
@@ -89,5 +79,4 @@ for (const kind of Object.keys(data.tokens)) {
     if (!current) choose(map, figure);
   }
 }
-</script></body></html>
 """

@@ -48,6 +48,8 @@ _SKIPPED_NAMES = (
 )
 _DOCUMENT_CHARACTERS = 3000  # cut here, between docstrings: ~700 tokens, longer than one training example
 _SHORTEST_DOCUMENT = 300
+_RUN_WORDS = 8
+_KNOWN_SHARE = 0.2  # of a held-out paragraph's runs of so many words; with more in training text it is left out
 _DOCSTRING_SHARE = 0.25  # a source file with less of it in triple quotes is not worth parsing
 _LARGEST_FILE = 2 << 20
 _TOPICS = "pydoc_data/topics.py"
@@ -78,12 +80,13 @@ def build_corpus(
 ) -> CorpusSummary:
     """Write manifest.json, README.md, valid.jsonl and, last, train.jsonl into `output_dir`.
 
-    Each line is {"text", "source"}. A document belongs to the validation set by a hash of its text, so another run, or
-    an installation with more packages, never moves a document from one set to the other.
+    Each line is {"text", "source"}. A file belongs to the validation set, whole, by a hash of its name: another run,
+    or an installation with more packages, never moves one from set to set. Its paragraphs that much resemble one of
+    the training set are left out.
 
     Args:
         max_bytes: stop at this much text; a small installation may hold less.
-        validation_share: of documents, in (0, 1).
+        validation_share: of files, in (0, 1).
         workers: processes that read files; None takes one for each CPU this process may use. The result is the same.
 
     Raises:
@@ -96,29 +99,46 @@ def build_corpus(
         raise UserError(f"workers is {workers}; at least one process has to do the work")
     output_dir = Path(output_dir)
     _clear(output_dir)
-    train: list[str] = []
-    valid: list[str] = []
-    sizes = {"train": 0, "valid": 0}
-    packages: Counter[str] = Counter()
+    train: list[tuple[str, str]] = []
+    valid: list[tuple[str, str]] = []
     with closing(_documents(max_bytes, workers or available_cores())) as documents:
         for text, source in documents:
-            name, lines = ("valid", valid) if _hash(text) < validation_share * 2**64 else ("train", train)
-            lines.append(json.dumps({"text": text, "source": source}, ensure_ascii=False) + "\n")
-            size = len(text.encode())
-            sizes[name] += size
-            packages[source.split("/")[0]] += size
+            (valid if _hash(source) < validation_share * 2**64 else train).append((text, source))
+    valid = list(_unlike(valid, train))
     if not valid or not train:
         raise UserError(
             f"the Python installation at {sysconfig.get_path('stdlib')} gave {len(train)} training and {len(valid)} "
             f"validation documents, too few to go on with; install its documentation or use text of your own"
         )
-    summary = CorpusSummary(
-        output_dir / "train.jsonl", output_dir / "valid.jsonl", len(train), len(valid), sizes["train"], sizes["valid"]
-    )
+    packages: Counter[str] = Counter()
+    for text, source in train + valid:
+        packages[source.split("/")[0]] += len(text.encode())
+    sizes = [sum(len(text.encode()) for text, _ in documents) for documents in (train, valid)]
+    summary = CorpusSummary(output_dir / "train.jsonl", output_dir / "valid.jsonl", len(train), len(valid), *sizes)
     _describe(output_dir, summary, packages)
-    write_atomic(summary.valid_path, "".join(valid))
-    write_atomic(summary.train_path, "".join(train))
+    for path, documents in ((summary.valid_path, valid), (summary.train_path, train)):
+        rows = ({"text": text, "source": source} for text, source in documents)
+        write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return summary
+
+
+def _unlike(valid: list[tuple[str, str]], train: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Held-out documents without the paragraphs that say much of what a training paragraph says in its words."""
+    known = {run for text, _ in train for paragraph in text.split("\n") for run in _runs(paragraph)}
+    for text, source in valid:
+        kept = []
+        for paragraph in text.split("\n"):
+            runs = _runs(paragraph)
+            if sum(run in known for run in runs) <= _KNOWN_SHARE * len(runs):
+                kept.append(paragraph)
+        if sum(map(len, kept)) > _SHORTEST_DOCUMENT:
+            yield "\n".join(kept), source
+
+
+def _runs(paragraph: str) -> list[int]:
+    """Hashes of all runs of words of one length in a paragraph."""
+    words = paragraph.lower().split()
+    return [hash(tuple(words[i : i + _RUN_WORDS])) for i in range(len(words) - _RUN_WORDS + 1)]
 
 
 def _describe(output_dir: Path, summary: CorpusSummary, packages: Counter) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import transformers
@@ -106,8 +108,21 @@ MODELS = {
     ),
 }
 
+IMPLEMENTATIONS, OFTEN = ("eager", "sdpa", "block_sparse"), [*MODELS]
+for kind, make, positions in (
+    ("t5", t5, modeling_t5.configuration_t5.POSITIONS),
+    ("bert", bert, modeling_bert.configuration_bert.POSITIONS),
+):
+    for position in positions:
+        for implementation in IMPLEMENTATIONS:
+            name = f"{kind} {implementation} {position}"
+            MODELS[name] = partial(make, implementation, position_embedding_type=position)
+OFTEN += ["t5 sdpa rotary", "bert sdpa relative_key"]
 
-@pytest.mark.parametrize("name", MODELS)
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 def test_a_compiled_model_has_one_graph_for_a_shape_and_two_for_all_lengths(name):
     model, graphs, numbers = MODELS[name](), Graphs(), []
     model.compile(backend=graphs)

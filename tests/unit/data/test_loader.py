@@ -1,6 +1,7 @@
 """Dataset and loaders: every token once an epoch, one order for any number of workers, exact resume."""
 
 import logging
+import threading
 from collections import Counter
 from types import SimpleNamespace
 
@@ -295,6 +296,24 @@ def test_validation_reads_each_sample_once_on_any_number_of_workers(world_size, 
     chosen = data.batch(np.arange(min(num_samples or 30, 30)))
     expected = Counter(map(tuple, np.concatenate([chosen["input_ids"], chosen["labels"]], axis=1).tolist()))
     assert seen == expected and set(seen.values()) == {1}
+
+
+def test_the_next_validation_batch_is_made_while_one_is_used():
+    data, made, asked = dataset(), [], threading.Event()
+    batch = data.batch
+
+    def noted(samples: np.ndarray) -> dict:
+        made.append(samples.tolist())
+        if len(made) == 2:
+            asked.set()
+        return batch(samples)
+
+    data.batch = noted
+    batches = iter(ValidLoader(data, 2))
+    next(batches)
+    assert asked.wait(10.0)
+    batches.close()
+    assert made == [[0, 1], [2, 3]]
 
 
 def test_validation_noise_is_the_same_at_every_pass():

@@ -61,7 +61,7 @@ def test_training_is_that_of_the_script(folder, sets, tmp_path):
         "test_data_path": folder / "train.jsonl", **LENGTHS,
     }  # fmt: skip
     of_script = by_script(tmp_path / "script", from_pretrained=folder / "t5", **sets, **flags)
-    tuner = FineTuner(folder / "t5", **sets, **{**flags, "iters": 1, "save_best": False})
+    tuner = FineTuner(folder / "t5", speed="auto", **sets, **{**flags, "iters": 1, "save_best": False})
     metrics = tuner.train(iters=4, model_path=str(tmp_path / "run"), save_best=True)
     assert set(metrics) == {"train", "valid", "test"}
     assert metrics == {split: pytest.approx(values, rel=1e-5) for split, values in of_script.items()}

@@ -68,7 +68,7 @@ def test_test_data_alone_is_evaluated_or_predicted(folder, saved, tmp_path):
     flags = [f"--{name}={value}" for name, value in CLASSES.items()] + ["--from_pretrained", str(path)]
     for name in ("labels", "texts"):
         data, run = folder / f"{name}.tsv", tmp_path / name
-        main([*flags, "--validate_only", "--test_data_path", str(data), "--model_path", str(run)])
+        main([*flags, "--speed=off", "--validate_only", "--test_data_path", str(data), "--model_path", str(run)])
         metrics = json.loads((run / "metrics.json").read_text())
         assert metrics.keys() == {"test"}
         assert metrics["test"] == FineTuner(path, **CLASSES, test_data_path=data).evaluate("test")

@@ -1,12 +1,15 @@
 """The closing report: which words are hidden, and how a generated target is read."""
 
+from types import SimpleNamespace
+
 import numpy as np
+import pytest
 import torch
 
 from lm_experiments_tools.data.tokens import indexed
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.recipes import report
-from lm_experiments_tools.recipes.report import hide_words, read_guesses
+from lm_experiments_tools.recipes.report import filled_right, hide_words, read_guesses
 
 
 class Words:
@@ -15,6 +18,7 @@ class Words:
     words = ("the", "cat", ",", "sat", "on", "a", "mat", ".")
     sentinel_ids = np.array([90, 89])
     eos_id, pad_id = 1, 0
+    special_ids = (0, 1, 2, 90, 89)
 
     def starts_word(self, index):
         return True
@@ -54,3 +58,43 @@ def test_guesses_are_read_between_sentinels_up_to_eos():
     scores[1][0, [6, 3, 4, 7]] = torch.tensor([4.0, 3.0, 2.0, 1.0])
     guesses = read_guesses([0, 90, 6, 3, 89, 1, 7], scores, Words())
     assert guesses == {0: "sat the (or: the | cat | on)", 1: "(nothing)"}
+
+
+class Answering(torch.nn.Module):
+    """A model of `the cat , sat on a mat .` over and over, which `answer`s with ids, given the blank's true id."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer, self.lengths = answer, set()
+
+    def generate(self, input_ids, **_):
+        self.lengths.add(input_ids.shape[1])
+        assert ((input_ids == 90).sum(1) == 1).all() and (input_ids[:, -1] == 1).all()
+        places = (input_ids == 90).int().argmax(1)
+        truths = [3 + int(row[place - 1] - 3 + 1) % 8 for row, place in zip(input_ids, places, strict=True)]
+        assert not {5, 10} & set(truths)  # no comma, no full stop
+        return torch.tensor([[0, 90, *self.answer(truth), 1] for truth in truths])
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [(lambda truth: [truth], 400), (lambda truth: [3, 0], None), (lambda truth: [truth, 4], 0), (lambda truth: [], 0)],
+    ids=["always right", "always the", "one word too many", "nothing"],
+)
+def test_one_word_blanks_are_counted_where_the_answer_is_the_word_and_no_more(tmp_path, answer, right):
+    with IndexedDatasetWriter(tmp_path / "t", np.uint16) as writer:
+        writer.add_sequence(np.tile(np.arange(3, 11), 300))
+        writer.end_document()
+    model = Answering(answer)
+    backend = SimpleNamespace(device="cpu", unwrap=lambda: model, shards_model=False)
+    objective = SimpleNamespace(report="blanks", reads=())
+    trainer = SimpleNamespace(args=SimpleNamespace(objective=lambda: objective, input_seq_len=24), backend=backend)
+    data = SimpleNamespace(vocabulary=Words(), valid_tokens=IndexedDataset(tmp_path / "t"))
+    line = filled_right(trainer, data)
+    assert line == filled_right(trainer, data) and model.lengths == {24}
+    found, commonest = int(line.split()[0]), int(line.split(" would be right in ")[1].split()[0])
+    assert " of 400 one-word blanks in held-out text are filled right (" in line
+    assert 400 / 6 <= commonest < 100  # six words, equally common
+    assert found == right if right is not None else 50 < found <= commonest
+    objective.report = "continuation"
+    assert filled_right(trainer, data) is None

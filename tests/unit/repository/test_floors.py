@@ -23,7 +23,8 @@ FLOORS = (
     ("data.tokens", "data.objectives", "data.examples"),
     ("data.seqio", "data.streaming", "evaluation", "megatron", "models", "training"),
     ("recipes", "ancestor"),
-    ("tools.attention_maps", "tools.demo_corpus"),
+    ("tools.pages", "tools.diagnosis"),
+    ("tools.attention_maps", "tools.demo_corpus", "tools.runs"),
     ("tools", "scripts"),
     ("trainer", "trainer_accelerate", "utils", "megatron.data", "megatron.tokenizer", PACKAGE),  # public names alone
 )

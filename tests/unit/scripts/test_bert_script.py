@@ -219,7 +219,10 @@ def test_the_ancestors_command_line_is_understood(caplog, data, work):
             {"model_cls": "transformers:BertModel", "use_nsp": 0},
             "gives no loss; choose.*transformers:BertForPreTraining",
         ),
-        ({"model_cfg": "bert_base_uncased-4L_preln_rel"}, "'pre_layer_norm', which --model_cls modeling_bert"),
+        (
+            {"model_cfg": "bert_base_uncased-4L_preln_rel", "speed": "off"},
+            "'pre_layer_norm', which --model_cls modeling_bert",
+        ),
         ({"data_path": "nowhere"}, "nowhere"),
         ({"vocab_file": "nowhere.txt"}, "nowhere.txt does not exist"),
     ],

@@ -131,6 +131,7 @@ def installation(tmp_path, monkeypatch):
     put(site, "pkg-1.dist-info/METADATA", "Name: pkg\nSummary: x\n\n" + "\n\n".join(docs(970, 25)))
     paths = {"stdlib": str(stdlib), "purelib": str(site), "platlib": str(site)}
     monkeypatch.setattr(module.sysconfig, "get_path", paths.__getitem__)
+    monkeypatch.setattr(module, "_KNOWN_SHARE", 1.0)  # all sentences are of one pattern
     return tmp_path
 
 
@@ -151,6 +152,17 @@ def test_corpus_of_a_small_installation(installation, tmp_path):
     assert any("number 994" in line for line in counts) and not any("number 999" in line for line in counts)
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["num_train_documents"] == len(train) and manifest["num_bytes_of_package"]["pkg"] > 1000
+
+
+def test_held_out_files_are_whole_and_say_nothing_that_training_text_says(installation, tmp_path, monkeypatch):
+    build_corpus(tmp_path / "out", validation_share=0.3)
+    train, valid = ({row["source"] for row in read(tmp_path / "out" / f"{name}.jsonl")} for name in ("train", "valid"))
+    assert train and valid and not train & valid
+    monkeypatch.setattr(module, "_KNOWN_SHARE", 0.2)
+    copy = "Returns the number of rows that the reader has given since it was opened for the last time."
+    own = "Whoever wants to know more than a short text holds looks for it here, in a page that no file repeats."
+    kept = module._unlike([(f"{own * 3}\nAs before: {copy}", "valid.py"), (copy * 9, "copy.py")], [(copy, "train.py")])
+    assert list(kept) == [(own * 3, "valid.py")]
 
 
 def test_corpus_is_the_same_again_and_nothing_moves_between_the_sets(installation, tmp_path):
@@ -246,7 +258,7 @@ def test_real_installation_gives_real_prose_without_network_or_imports(tmp_path,
 
 
 def test_vocabulary_has_t5s_layout_exact_size_and_is_the_same_again(installation, tmp_path):
-    summary = build_corpus(tmp_path / "out", validation_share=0.3)
+    summary = build_corpus(tmp_path / "out", validation_share=0.11)
     first = train_vocab([str(summary.train_path)], 200, tmp_path / "a.model")
     again = train_vocab([str(summary.train_path)], 200, tmp_path / "b.model")
     assert first.sha256 == again.sha256 and first.size == 200

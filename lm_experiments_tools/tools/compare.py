@@ -1,0 +1,125 @@
+"""Compare runs: how far each is and how well it does, and which of their settings differ.
+
+    lmtools compare runs/a runs/b
+    lmtools compare runs --html page.html
+
+Reads run directories, or folders of them, finished or not. The page holds the curves, over steps, samples, tokens or
+training time, and needs no network.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tools.runs.records import POSITION, Run, differences, find_runs
+
+POSITIONAL = "runs"  # words before the first flag are its values
+_WIDEST = 60  # characters of a setting in the terminal
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareArgs:
+    """What is compared."""
+
+    runs: tuple[str, ...] = ()
+    """Run directories, or folders of them; the name of this flag may be left out where they stand first."""
+    html: str | None = None
+    """File to write the page of curves to. None: none."""
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise UserError(
+                "lmtools compare: name the run directories to compare, as in lmtools compare runs/a runs/b."
+            )
+        if self.html is not None and Path(self.html).suffix not in (".html", ".htm"):
+            raise UserError(f"--html {self.html}: a page's name ends in .html.")
+
+
+def run(args: CompareArgs) -> None:
+    """Print the tables, and sentences on what could not be shown; write the page.
+
+    Raises:
+        UserError: there is nothing to show.
+    """
+    from lm_experiments_tools.tools.runs.curves import curves_page
+
+    found, problems = find_runs(args.runs)
+    runs = [run for run in found if run.records or run.config]
+    differing = differences(runs)
+    problems += [problem for run in found for problem in run.problems]
+    if not runs:
+        raise UserError(f"there is no run to show: {' '.join(problems)}")
+    tables = {
+        "runs": [progress(run) for run in runs],
+        "validation: last (best @ its step)": measured(runs),
+        "settings that differ": differing_rows(runs, differing),
+    }
+    print("\n".join(_lines(tables)))
+    if args.html is not None:
+        path = Path(args.html)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(curves_page(runs, tables, problems), encoding="utf-8")
+        print(f"\ncurves: {path}")
+    for problem in problems:
+        print(problem, file=sys.stderr)
+
+
+def progress(run: Run) -> dict[str, str]:
+    """How far a run is, a row of a table."""
+    newest = {name: max((r[name] for r in run.records if r.get(name) is not None), default=None) for name in POSITION}
+    iters = run.config.get("iters")
+    row = {"run": run.name, "state": run.state}
+    row |= {name: "-" if value is None else f"{value:,.0f}" for name, value in newest.items()}
+    if isinstance(iters, int) and newest["step"] is not None:
+        row["step"] += f"/{iters:,}"
+    speed, loss = run.last("tokens_per_second"), run.last("loss")
+    return row | {
+        "tokens/s": "-" if speed is None else f"{speed:,.0f}",
+        "train loss": "-" if loss is None else f"{loss:.4g}",
+    }
+
+
+def measured(runs: Sequence[Run]) -> list[dict[str, str]]:
+    """Metrics of validation, a row a run: the last value, the best, and the step of the best."""
+    rows = [{"run": run.name} | {name: _measured(run, name) for name in run.metrics("valid")} for run in runs]
+    return rows if any(len(row) > 1 for row in rows) else []
+
+
+def _measured(run: Run, name: str) -> str:
+    last, best = run.last(name, "valid"), run.best(name)
+    return "-" if best is None else f"{last:.4g} ({best[name]:.4g} @ {best['step']:,})"
+
+
+def differing_rows(runs: Sequence[Run], differing: Mapping[str, Sequence[Any]]) -> list[dict[str, str]]:
+    """Settings that differ, a row each with a column for each run."""
+    names = [run.name for run in runs]
+    return [
+        {"setting": name} | dict(zip(names, map(_setting, values), strict=True)) for name, values in differing.items()
+    ]
+
+
+def _setting(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return "-" if value is None else text if text.strip() else json.dumps(text)
+
+
+def _lines(tables: Mapping[str, Sequence[Mapping[str, str]]]) -> list[str]:
+    from lm_experiments_tools.tools.evaluate import table
+
+    lines = []
+    for title, rows in tables.items():
+        short = [{name: _cut(text) for name, text in row.items()} for row in rows]
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        if short:
+            lines += ["", title, *table(short, texts=columns if title.startswith("settings") else ("run", "state"))]
+    return lines[1:]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"

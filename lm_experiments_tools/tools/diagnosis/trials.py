@@ -1,0 +1,210 @@
+"""Trials of backends: two processes under each one's launcher add up a vector, each job on its own with a time limit.
+
+Horovod and Accelerate are tried through the backends of this package, DeepSpeed on a CPU through its own calls: there
+its training is refused.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_OTHERS = ("ACCELERATE_", "HOROVOD_", "FSDP_", "OMPI_", "PMI_", "MPI_", "SLURM_", "TORCHELASTIC_")
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RIGHT = "the sum is right"
+_FACTS = "facts of torch: "
+
+# One update on the device that a run would take; then what torch knows, and what --speed would choose.
+_STEP = f"""
+import importlib.util, json, torch
+from lm_experiments_tools.backends.backend import LocalBackend
+backend = LocalBackend()
+model = torch.nn.Linear(8, 8)
+backend.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+with backend.accumulate(sync=True):
+    with backend.autocast():
+        loss = backend.model(torch.ones(2, 8, device=backend.device)).square().sum()
+    backend.backward(loss)
+assert backend.update()[1]
+facts = {{"device": str(backend.device), "cuda": torch.version.cuda, "threads": torch.get_num_threads()}}
+facts["cpu capability"] = torch.backends.cpu.get_cpu_capability()
+if backend.device.type == "cuda":
+    facts["gpu bf16"] = torch.cuda.is_bf16_supported()
+    facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+print({_FACTS!r} + json.dumps(facts), flush=True)
+print({_RIGHT!r}, flush=True)
+"""
+
+_SUM = f"""
+import torch
+from lm_experiments_tools.backends import get_backend
+from lm_experiments_tools.config.training import TrainerArgs
+backend = get_backend(TrainerArgs())
+vector = torch.arange(1000, dtype=torch.float32)
+total = backend.sum(vector * (backend.rank + 1))
+assert backend.world_size == 2 and torch.equal(total, 3 * vector), (backend.world_size, total)
+print({_RIGHT!r}, flush=True)
+backend.close()
+"""
+
+_DEEPSPEED_SUM = f"""
+import deepspeed.ops
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # minutes to compile; gloo does the same
+import deepspeed, torch
+deepspeed.init_distributed("gloo")
+vector = torch.arange(1000, dtype=torch.float32)
+total = vector * (deepspeed.comm.get_rank() + 1)
+deepspeed.comm.all_reduce(total)
+assert deepspeed.comm.get_world_size() == 2 and torch.equal(total, 3 * vector), total
+print({_RIGHT!r}, flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+_SPEED = f"""
+from lm_experiments_tools.models.speed import choose_speed
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+given = {{"data_path": ("text.jsonl",), "lr": 0.02, "model_cfg": "t5-v1_1-small", "iters": 65536}}
+args, origins = choose_speed(T5PretrainingArgs(**given), dict.fromkeys(given, "command line"))
+chosen = {{name: getattr(args, name) for name in ("model_cls", "bf16", "compile")}}
+print({_FACTS!r} + __import__("json").dumps({{name: [str(v), origins.get(name, "")] for name, v in chosen.items()}}))
+print({_RIGHT!r}, flush=True)
+"""
+
+
+@dataclass
+class Trial:
+    """One job and how it went.
+
+    Attributes:
+        packages: import names that it needs.
+        state: works, fails, absent (a package is not installed), late (it did not end in time).
+        facts: what a job told about torch.
+    """
+
+    name: str
+    command: list[str]
+    packages: tuple[str, ...] = ()
+    workers: int = 2
+    environment: tuple[tuple[str, str], ...] = ()
+    state: str = "absent"
+    says: str = ""
+    seconds: float = 0.0
+    facts: dict[str, Any] | None = None
+
+
+def trials(gpus: int) -> list[Trial]:
+    """The jobs to try on this machine."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python"]
+    python = [sys.executable, "-c"]
+    on_cpu = (("CUDA_VISIBLE_DEVICES", ""), ("ACCELERATE_USE_CPU", "true"), ("OMP_NUM_THREADS", "1"))
+    horovodrun = ["horovodrun", "--gloo", "-np", "2"]
+    cpu_deepspeed = (*on_cpu[::2], ("DS_ACCELERATOR", "cpu"))
+    jobs = [
+        Trial("one process", [*python, _STEP], ("torch",), 1),
+        Trial("accelerate, gloo", [*torchrun, *python, _SUM], ("torch", "accelerate"), 2, on_cpu),
+        Trial("horovod, gloo", [*horovodrun, *python, _SUM], ("torch", "horovod"), 2, on_cpu[::2]),
+        Trial("deepspeed, gloo", [*torchrun, *python, _DEEPSPEED_SUM], ("torch", "deepspeed"), 2, cpu_deepspeed),
+    ]
+    if gpus > 1:
+        jobs.append(Trial("accelerate, nccl", [*torchrun, *python, _SUM], ("torch", "accelerate")))
+        stage = (("ACCELERATE_USE_DEEPSPEED", "true"), ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1"))
+        jobs.append(Trial("deepspeed, nccl", [*torchrun, *python, _SUM], ("torch", "deepspeed"), 2, stage))
+    if importlib.util.find_spec("lm_experiments_tools.models.speed") is not None:
+        jobs.append(Trial("--speed auto", [*python, _SPEED], ("torch",), 1))
+    return jobs
+
+
+def run_trials(jobs: Sequence[Trial], limit: float) -> None:
+    """Run the jobs side by side and note in each how it went; after `limit` seconds those that go on are ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        begun = time.monotonic()
+        for number, job in enumerate(jobs):
+            lacking = [name for name in job.packages if importlib.util.find_spec(name) is None]
+            if lacking:
+                job.says = f"{lacking[0]} is not installed"
+                continue
+            log = Path(folder) / f"{number}.log"
+            with open(log, "wb") as output:
+                try:
+                    process = subprocess.Popen(
+                        job.command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                        env=_environment(job), start_new_session=True,
+                    )  # fmt: skip
+                except OSError as error:
+                    job.state, job.says = "fails", f"{job.command[0]}: {error.strerror}"
+                    continue
+            started.append((job, process, log))
+        try:
+            _wait(started, begun, limit)
+        finally:
+            for _, process, _ in started:
+                _end(process)
+
+
+def _wait(started: Sequence[tuple[Trial, subprocess.Popen, Path]], begun: float, limit: float) -> None:
+    waiting = list(started)
+    while waiting and time.monotonic() - begun < limit:
+        for entry in [entry for entry in waiting if entry[1].poll() is not None]:
+            job, process, log = entry
+            job.seconds = round(time.monotonic() - begun, 1)
+            _judge(job, process.returncode, log.read_text(encoding="utf-8", errors="replace"))
+            waiting.remove(entry)
+        time.sleep(0.05)
+    for job, _, _ in waiting:
+        job.state, job.says, job.seconds = "late", f"it had not ended after {limit:g} s", limit
+
+
+def _judge(job: Trial, code: int, output: str) -> None:
+    right = output.count(_RIGHT)
+    if code == 0 and right == job.workers:
+        job.state, job.says = "works", ""
+    else:
+        job.state, job.says = "fails", _reason(output, code)
+    facts = [line.partition(_FACTS)[2] for line in output.splitlines() if _FACTS in line]
+    job.facts = json.loads(facts[0]) if facts else None
+
+
+def _reason(output: str, code: int) -> str:
+    """The sentence of the first error that a job printed."""
+    errors = re.findall(r"^(?:\[\d\]<std\w+>:)?((?:[\w.]*\.)?\w*(?:Error|Exception|Exit): .+)", output, re.MULTILINE)
+    lines = output.strip().splitlines()
+    return (errors[0] if errors else lines[-1] if lines else f"exit code {code} without a word")[:300]
+
+
+def _environment(job: Trial) -> dict[str, str]:
+    """This process's, without marks of a launcher, the package importable, the job's own variables on top."""
+    clean = {n: v for n, v in os.environ.items() if not n.startswith(_OTHERS) and n not in _RANKS}
+    root = str(Path(__file__).resolve().parents[3])
+    clean["PYTHONPATH"] = os.pathsep.join(filter(None, [clean.get("PYTHONPATH"), root]))
+    clean["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), clean.get("PATH", "")])
+    return {**clean, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **dict(job.environment)}
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a job with everything that it started."""
+    if process.poll() is not None:
+        return
+    with suppress(psutil.Error):
+        family = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGTERM)
+        _, alive = psutil.wait_procs(family, timeout=2)
+        for child in alive:
+            with suppress(psutil.Error):
+                child.kill()
+    process.kill()
+    process.wait()

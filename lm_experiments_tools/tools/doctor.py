@@ -1,0 +1,120 @@
+"""Look what works on this machine: versions, backends tried by two workers each, devices, compilers, space.
+
+    lmtools doctor
+    lmtools doctor --json
+
+Ends with 0 if training can run here, in one process at least, else with 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from lm_experiments_tools.config.flags import POSITIVE, check_groups
+from lm_experiments_tools.files import dump_json
+from lm_experiments_tools.tools.diagnosis import machine
+from lm_experiments_tools.tools.diagnosis.trials import run_trials, trials
+
+_BUILD = "lmtools build-horovod"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorArgs:
+    """How it is looked and told."""
+
+    json: bool = False
+    """Print everything as one JSON object."""
+    timeout: Annotated[float, POSITIVE] = 60.0
+    """Seconds that the trials of backends, all at the same time, may take."""
+
+    def __post_init__(self) -> None:
+        check_groups(self, (DoctorArgs,))
+
+
+def run(args: DoctorArgs) -> int:
+    """Print what was found; returns 0 if training can run here."""
+    found = examine(args.timeout)
+    print(dump_json(found) if args.json else "\n".join(report(found)))
+    return 0 if found["can train"] else 1
+
+
+def examine(timeout: float) -> dict[str, Any]:
+    """Everything that is reported, as plain JSON types."""
+    gpus = machine.gpus()
+    jobs = trials(len(gpus))
+    with ThreadPoolExecutor(1) as pool:  # beside the trials
+        building = pool.submit(machine.builds_cpp)
+        run_trials(jobs, timeout)
+        no_cpp = building.result()
+    by_name = {job.name: job for job in jobs}
+    speed = by_name.pop("--speed auto", None)
+    backends = {name: {"state": job.state, "says": job.says, "seconds": job.seconds} for name, job in by_name.items()}
+    can_train, lacking = by_name["one process"].state == "works", machine.missing()
+    return {
+        "can train": can_train and not lacking.get("", []),
+        "versions": machine.versions(),
+        "backends": backends,
+        "torch": by_name["one process"].facts,
+        "cpu": machine.cpu(),
+        "gpus": gpus,
+        "compilers": {**machine.compilers(), "C++ for torch.compile": no_cpp or "works"},
+        "space": machine.space(),
+        "missing": {extra: {"packages": names, "install": remedy(extra)} for extra, names in lacking.items()},
+        "speed": speed_choice(speed.state, speed.says, speed.facts) if speed is not None else None,
+    }
+
+
+def remedy(extra: str) -> str:
+    """The command for an extra; Horovod is then built."""
+    command = machine.remedy(extra)
+    return f"{command} && {_BUILD}" if extra == "horovod" else command
+
+
+def speed_choice(state: str, says: str, facts: Mapping[str, Sequence[str]] | None) -> dict[str, str]:
+    """{setting: what --speed auto takes for a long run of t5-v1_1-small here, and why}."""
+    if facts is None:
+        return {"--speed auto": f"{state}: {says}"}
+    reasons = {name: why.removeprefix("--speed auto: ") for name, (_, why) in facts.items()}
+    return {n: f"{value} ({reasons[n]})" if reasons[n] else value for n, (value, _) in facts.items()}
+
+
+def report(found: Mapping[str, Any]) -> list[str]:
+    """The lines of a terminal."""
+    versions = [f"{name} {version or '-'}" for name, version in found["versions"].items()]
+    lines = ["versions", *_wrapped(versions), "", "backends (a sum over two processes each)"]
+    for name, trial in found["backends"].items():
+        took = f"  {trial['seconds']:.1f} s" if trial["state"] == "works" else f": {trial['says']}"
+        lines.append(f"  {name:<18} {trial['state']}{took}")
+    cpu, torch = found["cpu"], found["torch"] or {}
+    bf16 = "bf16 units" if cpu["bf16"] else "no bf16 units"
+    lines += ["", "devices", f"  cpu  {cpu['model']}, {cpu['cores']} cores, {cpu['usable']} threads for this process"]
+    lines += [f"       {bf16}; {' '.join(cpu['units'])}"]
+    lines += [
+        f"  gpu  {gpu['name']}, {gpu['memory.free']} free of {gpu['memory.total']}, driver {gpu['driver_version']}"
+        for gpu in found["gpus"]
+    ] or ["  gpu  none that nvidia-smi knows"]
+    lines += [f"  torch takes {torch.get('device', '?')}; built for CUDA {torch.get('cuda') or 'none'}"]
+    for title in ("compilers", "space", "speed"):
+        if found[title]:
+            named = "--speed auto for t5-v1_1-small" if title == "speed" else title
+            lines += ["", named, *(f"  {name:<22} {text or '-'}" for name, text in found[title].items())]
+    if found["missing"]:
+        lines += ["", "to install"]
+        for extra, lacking in found["missing"].items():
+            lines.append(f"  {extra or 'needed':<12} {', '.join(lacking['packages'])}: {lacking['install']}")
+    for name, trial in found["backends"].items():
+        if trial["state"] != "works" and name.startswith("horovod"):
+            lines.append(f"  {'horovod':<12} compiled against this torch by: {_BUILD}")
+    return [*lines, "", f"training {'can' if found['can train'] else 'cannot'} run here"]
+
+
+def _wrapped(words: Sequence[str], width: int = 100) -> list[str]:
+    lines = [" "]
+    for word in words:
+        if len(lines[-1]) + len(word) > width:
+            lines.append(" ")
+        lines[-1] += f" {word}" if lines[-1] == " " else f" | {word}"
+    return lines

@@ -1,0 +1,1 @@
+"""Pages of HTML that load nothing: what they have in common; imports nothing of ours."""

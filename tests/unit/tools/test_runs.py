@@ -1,0 +1,243 @@
+"""Runs read back by `lmtools compare` and `lmtools watch`: real, damaged, old and unfinished ones."""
+
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lm_experiments_tools.files import dump_json
+from lm_experiments_tools.tools.main import main
+from lm_experiments_tools.tools.runs.curves import MAX_POINTS, curves_page
+from lm_experiments_tools.tools.runs.records import differences, read_run
+from lm_experiments_tools.tools.runs.terminal import bar, plot
+from run_t5_pretraining import main as pretrain
+from tests.helpers import ROOT
+from tests.helpers.runs import TINY, records, words
+from tests.helpers.vocabulary_toys import numbered_words_vocabulary
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two real runs, of other learning rates and lengths."""
+    folder = tmp_path_factory.mktemp("compared")
+    vocab = numbered_words_vocabulary(folder)
+    lines = [json.dumps({"text": " ".join(f"word{i} token{j}" for j in range(40))}) for i in range(40)]
+    (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "tiny.json").write_text(json.dumps(TINY))
+    flags = {
+        "data_path": folder / "text.jsonl", "valid_data_path": folder / "text.jsonl", "vocab": vocab, "batch_size": 4,
+        "model_cfg": folder / "tiny.json", "input_seq_len": 32, "target_seq_len": 16, "data_n_workers": 1,
+        "valid_interval": 2, "log_interval": 1, "save_interval": 2, "data_pipeline": "native", "valid_samples": 8,
+    }  # fmt: skip
+    for name, lr, iters in (("a", 1e-3, 4), ("b", 1e-2, 6)):
+        pretrain(words(**flags, model_path=folder / "runs" / name, lr=lr, iters=iters))
+    (folder / "runs" / "no_run").mkdir()
+    for name in "ab":  # this process has made them, and lives
+        (folder / "runs" / name / ".lock").write_text("process 999999999 on " + platform.node())
+    return folder / "runs"
+
+
+@pytest.fixture
+def copied(folder, tmp_path):
+    """Copies to damage."""
+    for name in "ab":
+        shutil.copytree(folder / name, tmp_path / name, symlinks=True)
+    return tmp_path
+
+
+def rows(text: str, title: str) -> list[list[str]]:
+    """The cells of a printed table."""
+    block = text.partition(f"{title}\n")[2].partition("\n\n")[0]
+    return [re.split(r"\s{2,}", line.strip()) for line in block.splitlines()]
+
+
+def test_tables_show_what_the_runs_logged_and_only_settings_that_differ(folder, capsys):
+    assert main(["compare", str(folder)]) == 0
+    printed = capsys.readouterr()
+    head, *found = rows(printed.out, "runs")
+    for name, iters, cells in zip("ab", (4, 6), found, strict=True):
+        row, last = dict(zip(head, cells, strict=True)), records(folder / name)[-1]
+        assert (row["run"], row["state"], row["step"]) == (name, "ended", f"{iters}/{iters}")
+        assert row["samples"] == str(4 * iters) and row["tokens"] == f"{last['tokens']:,}"
+        assert row["train loss"] == f"{last['loss']:.4g}" and row["tokens/s"] == f"{last['tokens_per_second']:,.0f}"
+        valid = records(folder / name, "valid")
+        best = min(valid, key=lambda record: record["loss"])
+        shown = dict(rows(printed.out, "validation: last (best @ its step)")[1:])[name]
+        assert shown == f"{valid[-1]['loss']:.4g} ({best['loss']:.4g} @ {best['step']})"
+    settings = {cells[0]: cells[1:] for cells in rows(printed.out, "settings that differ")[1:]}
+    assert settings == {"lr": ["0.001", "0.01"], "iters": ["4", "6"]} and not printed.err
+
+
+def test_seconds_are_those_of_steps_without_validation_and_pauses(copied):
+    lines = [json.loads(line) for line in (copied / "a" / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["time"] += 10_000 * line["step"]  # as if each step were another start
+    (copied / "a" / "metrics.jsonl").write_text("".join(dump_json(line, indent=None) + "\n" for line in lines))
+    expected = sum(record["seconds_per_step"] for record in records(copied / "a"))
+    assert math.isclose(read_run(copied / "a").records[-1]["seconds"], expected)
+
+
+def test_the_page_has_every_number_and_loads_nothing(folder, tmp_path, capsys):
+    page = tmp_path / "new" / "page.html"
+    assert main(["compare", str(folder / "a"), str(folder / "b"), "--html", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r"(src|href)=|url\((?!#)|@import|https?://(?!www\.w3\.org/2000/svg)", text)
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+    for run in data["runs"]:
+        for split in ("train", "valid"):
+            logged = records(folder / run["name"], split)
+            part = run["splits"][split]
+            assert part["x"]["step"] == [record["step"] for record in logged]
+            assert part["x"]["tokens"] == [record["tokens"] for record in logged]
+            assert part["curves"]["loss"]["mean"] == pytest.approx([record["loss"] for record in logged], rel=1e-5)
+    assert {row["setting"] for table in data["tables"] for row in table["rows"] if "setting" in row} == {"lr", "iters"}
+
+
+def test_a_name_cannot_leave_the_page_s_data(copied):
+    run = read_run(copied / "a", "</script><script>alert(1)</script>")
+    assert "</script><script>" not in curves_page([run], {}, [])
+
+
+def test_ten_long_runs_are_thinned_to_means_with_their_range(tmp_path):
+    steps = range(1, 10_001)
+    lines = [
+        {"step": s, "split": "train", "samples": s, "tokens": s, "loss": float(s % 10), "metrics": ["loss"], "time": s}
+        for s in steps
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    start = time.process_time()
+    page = curves_page([read_run(tmp_path)], {}, [])
+    assert time.process_time() - start < 5  # of one; ten take four seconds where this takes 0.4
+    curve = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["runs"][0]["splits"]["train"]["curves"]["loss"]
+    assert curve == {"mean": [4.5] * MAX_POINTS, "low": [0] * MAX_POINTS, "high": [9] * MAX_POINTS}
+
+
+def test_what_is_damaged_is_a_sentence_and_the_rest_is_shown(copied, capsys):
+    with (copied / "a" / "metrics.jsonl").open("a") as file:
+        older = '{"step": 9, "split": "train", "loss": 1.5, "metrics": ["loss"]}'
+        file.write(f'{{"step": 5, "split"\nnull\n{older}\n{{"torn')
+    (copied / "a" / "env.json").write_text("{")
+    (copied / "b" / "config.json").write_text("{")
+    (copied / "empty").mkdir()
+    assert main(["compare", str(copied / "a"), str(copied / "b"), str(copied / "empty"), str(copied / "none")]) == 0
+    printed = capsys.readouterr()
+    assert "9/4" in printed.out and "settings that differ" not in printed.out
+    for sentence in (
+        "a: 2 of ", "a is of an older version: 1 lines", "a: env.json is left out", "config.json is not valid JSON",
+        "empty holds no metrics.jsonl", "none is no directory",
+    ):  # fmt: skip
+        assert sentence in printed.err
+    (copied / "a" / "config.json").unlink()
+    assert "records no settings" in " ".join(read_run(copied / "a").problems)
+    assert read_run(copied / "a").records[-1]["seconds"] > 0
+
+
+def test_nothing_to_show_is_an_error(tmp_path, capsys):
+    assert main(["compare", str(tmp_path)]) == 2
+    assert main(["compare"]) == 2
+    assert main(["watch", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "there is no run to show" in error and "name the run directories" in error and "no run directory" in error
+
+
+def test_older_settings_and_other_machines_are_told_apart(copied):
+    config = json.loads((copied / "b" / "config.json").read_text())
+    (copied / "b" / "config.1.json").write_text(json.dumps({**config, "lr": 0.5, "COMMIT": "abc"}))
+    (copied / "b" / "config.2.json").write_text(json.dumps({**config, "lr": 0.7, "validate_only": True}))
+    found = differences([read_run(copied / "a"), read_run(copied / "b")])
+    assert found["lr"] == [0.001, 0.5] and found["COMMIT"][1] == "abc" and "model_path" not in found
+
+
+def test_the_best_value_is_the_highest_of_what_rises(copied):
+    lines = [
+        {"step": s, "split": "valid", "samples": s, "tokens": s, "bleu": b, "loss": s, "metrics": ["bleu", "loss"]}
+        for s, b in ((1, 3.0), (2, 5.0), (3, None), (4, 4.0))
+    ]
+    (copied / "a" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(copied / "a")
+    assert (run.best("bleu")["step"], run.best("loss")["step"], run.last("bleu", "valid")) == (2, 1, 4.0)
+
+
+def test_states(copied):
+    a = copied / "a"
+    assert read_run(a).state == "ended"
+    (a / ".lock").write_text(f"process {os.getpid()} on {platform.node()}")
+    assert read_run(a).state == "running"
+    (a / ".lock").write_text("process 1 on elsewhere")
+    (a / "metrics.json").unlink()
+    config = json.loads((a / "config.json").read_text())
+    (a / "config.json").write_text(json.dumps({**config, "iters": 100}))
+    assert read_run(a).state == "unknown"
+    (a / ".lock").write_text(f"process 999999999 on {platform.node()}")
+    assert read_run(a).state == "stopped"
+    with (a / "logs" / "rank0.log").open("a") as log:
+        log.write("2026-01-02 03:04:05,678 rank0 ERROR run: rank 0 step 4: ValueError: no\n")
+    run = read_run(a)
+    assert (run.state, run.failure) == ("failed", "rank 0 step 4: ValueError: no")
+    assert run.warnings[-1] == ("03:04:05", "ERROR", "rank 0 step 4: ValueError: no")
+
+
+def test_once_prints_one_picture_with_the_exit_state(copied, capsys):
+    assert main(["watch", str(copied / "b"), "--once"]) == 0
+    printed = capsys.readouterr().out
+    last = records(copied / "b")[-1]
+    for text in (
+        "b  ended",
+        "6/6  100 %",
+        f"loss {last['loss']:.3f}",
+        "tok/s",
+        "lr ",
+        "last step_000006",
+        "best loss on",
+    ):
+        assert text in printed
+    assert "\033" not in printed and "│" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    (copied / "b" / "metrics.json").unlink()
+    (copied / "b" / "config.json").write_text("{}")
+    assert main(["watch", str(copied / "b"), "--metric", "wer"]) == 1  # no terminal: once, too
+    assert "b  stopped" in (printed := capsys.readouterr().out) and "no wer to draw yet" in printed
+
+
+def test_in_a_terminal_it_follows_the_run_to_its_end(copied):
+    pexpect = pytest.importorskip("pexpect")
+    sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    (copied / "b" / ".lock").write_text(f"process {sleeper.pid} on {platform.node()}")
+    lines = (copied / "b" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    half = next(number for number, line in enumerate(lines) if json.loads(line)["step"] > 3)
+    (copied / "b" / "metrics.jsonl").write_text("".join(lines[:half]))
+    command = ["-m", "lm_experiments_tools.tools.main", "watch", str(copied / "b"), "--every", "0.1"]
+    env = {**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
+    child = pexpect.spawn(sys.executable, command, cwd=str(ROOT), env=env, encoding="utf-8", timeout=20)
+    try:
+        child.expect("running")
+        child.expect("3/6 ")
+        with (copied / "b" / "metrics.jsonl").open("a") as file:
+            file.write("".join(lines[half:]))
+        child.expect("6/6 ")
+        sleeper.communicate(b"\n")
+        child.expect("ended")
+        child.expect(pexpect.EOF)
+        child.close()
+        assert child.exitstatus == 0
+    finally:
+        sleeper.kill()
+        child.close(force=True)
+
+
+def test_pictures():
+    assert [bar(part, 4) for part in (0, 0.25, 0.5, 1, 7)] == ["░░░░", "█░░░", "██░░", "████", "████"]
+    assert bar(0.5, 4, dots=False) == "##.."
+    lines = plot({"train": [(0, 0.0), (10, 10.0)]}, 30, 7, dots=False)
+    assert [line.split("|")[-1].index("*") for line in lines[:5]] == sorted(
+        (line.split("|")[-1].index("*") for line in lines[:5]), reverse=True
+    )
+    assert lines[0].split()[0] == "10" and lines[-1].split() == ["0", "10"]
+    assert plot({"train": [(1, 2.0)]}, 30, 8) and not plot({"train": []}, 30, 8)

@@ -1,0 +1,328 @@
+"""A device with a queue never waits for the host: it is asked one step later what became of an update."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+
+from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.backends.precision import LossScaledFp16
+from lm_experiments_tools.config.training import TrainerArgs
+from lm_experiments_tools.training.micro_batches import to_device
+from lm_experiments_tools.training.trainer import TrainingDiverged, TrainingLoop
+from modeling_t5 import T5Config, T5ForConditionalGeneration
+from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller, tiny_t5, weights_of
+
+QUEUE = torch.device("cpu", 0)  # stands for a device: tensors are copied to it from "cpu", and marked by `Queue`
+
+
+class AheadBackend(LocalBackend):
+    """A CPU that is treated as a device with a queue."""
+
+    def __init__(self) -> None:
+        super().__init__(device=QUEUE)
+        self.runs_ahead = True
+
+
+class Queue(TorchDispatchMode):
+    """Knows which tensors a device would hold, and notes calls that would have the host wait for one.
+
+    A device holds what is copied or made there, and what is computed from it. Reading what was copied to the host
+    without waiting is no wait: when that may be done, another test below says.
+    """
+
+    READS = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "equal",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: set[StorageWeakRef] = set()
+        self.waits: list[str] = []
+        self.counting = False
+
+    def hold(self, values: Any) -> None:
+        tensors = [v for v in tree_leaves(values) if isinstance(v, Tensor)]
+        self.held |= {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and StorageWeakRef(value.untyped_storage()) in self.held
+
+    def note(self, name: str) -> None:
+        if self.counting:
+            self.waits.append(name + "\n" + "".join(traceback.format_stack(limit=14)[:-2]))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, there = function.overloadpacket.__name__, any(map(self.holds, tree_leaves((args, kwargs))))
+        by_mask = name == "index" and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+        if there and (name in self.READS or by_mask):
+            self.note(name)
+        result = function(*args, **kwargs)
+        if there or kwargs.get("device") == QUEUE:
+            self.hold(result)
+        return result
+
+
+class Reads(TorchFunctionMode):
+    """Notes reads that torch answers without a call that `Queue` would see, because the memory is the CPU's anyway.
+
+    The device of a tensor that is held is "cpu" too: to copy to that of another one is no wait, to copy to "cpu" is.
+    """
+
+    NAMES = ("cpu", "tolist", "numpy", "__array__")
+
+    def __init__(self, queue: Queue) -> None:
+        super().__init__()
+        self.queue = queue
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if args and name in (*self.NAMES, "to") and self.queue.holds(args[0]):
+            if name != "to":
+                self.queue.note(name)
+            elif "cpu" in [a for a in (*args[1:], kwargs.get("device")) if isinstance(a, str)]:
+                if kwargs.get("non_blocking"):
+                    return torch.tensor(args[0].detach().numpy().copy())  # the host's, to be read after a wait
+                self.queue.note(name)
+        return function(*args, **kwargs)
+
+
+def make_loop(args: dict, model: nn.Module, *, backend: LocalBackend | None = None, hooks: tuple = (), **options: Any):
+    args = TrainerArgs(**{"batch_size": 2, "gradient_accumulation_steps": 2, "clip_grad_norm": 0.5, **args})
+    optimizer = options.pop("optimizer", None) or torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    loader = options.pop("loader", None) or SeekableBatches(RaggedPairs(24), args.rows_per_worker())
+    return TrainingLoop(args, backend or AheadBackend(), model, optimizer, loader, hooks=hooks, **options)
+
+
+@contextmanager
+def around_steps(loop: TrainingLoop, first: int, last: int, before: Callable, after: Callable) -> Iterator[None]:
+    """Calls `before` ahead of step `first` and of the fetch of its batch, and `after` behind step `last`."""
+    step, made = loop.train_step, []
+
+    def counted(*batch: Any) -> Any:
+        info = step(*batch)
+        made.append(info)
+        if len(made) == first - 1:
+            before()
+        if len(made) == last:
+            after()
+        return info
+
+    loop.train_step = counted
+    yield
+    assert len(made) >= last
+
+
+def own_t5() -> nn.Module:
+    return T5ForConditionalGeneration(T5Config(**tiny_t5().config.to_dict()))
+
+
+@pytest.mark.parametrize("make_model", [TinyLabeller, own_t5])
+def test_steps_3_to_10_never_wait_for_the_device(make_model):
+    queue, model = Queue(), make_model()
+    loop = make_loop({"iters": 12, "log_interval": 12}, model)
+    queue.hold([*model.parameters(), *model.buffers()])
+
+    def count(on: bool) -> None:
+        queue.counting = on
+
+    with ExitStack() as stack:
+        stack.enter_context(around_steps(loop, 3, 10, lambda: count(True), lambda: count(False)))
+        stack.enter_context(Reads(queue))
+        stack.enter_context(queue)
+        loop.train()
+    assert not queue.waits, "\n".join(queue.waits)
+
+
+@pytest.mark.parametrize(
+    "read", [float, bool, Tensor.tolist, Tensor.cpu, Tensor.nonzero, lambda t: t[t > 0], lambda t: t.to("cpu")]
+)
+def test_the_count_of_waits_sees_every_kind(read):
+    queue = Queue()
+    with Reads(queue), queue:
+        queue.counting = True
+        there = torch.ones(1).to(QUEUE) * 2
+        assert not queue.waits
+        there.to("cpu", non_blocking=True).tolist()
+        torch.ones(1).nonzero()
+        assert not queue.waits
+        read(there)
+    assert queue.waits
+
+
+@pytest.mark.gpu
+def test_steps_3_to_10_never_wait_for_the_gpu():
+    model = own_t5()
+    loop = make_loop({"iters": 12, "log_interval": 12, "bf16": True}, model, backend=LocalBackend())
+    assert loop.backend.device.type == "cuda"
+    mode = torch.cuda.set_sync_debug_mode
+    try:
+        with around_steps(loop, 3, 10, lambda: mode("error"), lambda: mode("default")):
+            loop.train()
+    finally:
+        mode("default")
+    assert loop.state.step == 12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.bool])
+def test_a_batch_reaches_the_gpu_as_it_is(dtype):
+    for values in (torch.arange(-100, 30, 2).to(dtype), torch.full((2, 0), -100).to(dtype)):
+        for is_ids in (False, True):
+            there = to_device(values, torch.device("cuda"), is_ids)
+            assert there.dtype == dtype and torch.equal(there.cpu(), values)
+
+
+def test_an_update_is_asked_about_only_after_the_next_backward_pass():
+    events, model, backend = [], TinyLabeller(), AheadBackend()
+    backward, begin = backend.backward, backend.begin_update
+
+    def noted_backward(loss: Tensor) -> None:
+        backward(loss)
+        events.append("backward")
+
+    def noted_begin(*clip: float | None) -> Any:
+        outcome, number = begin(*clip), events.count("backward") // 2
+        events.append(f"update {number}")
+        return lambda: events.append(f"ask {number}") or outcome()
+
+    backend.backward, backend.begin_update = noted_backward, noted_begin
+    make_loop({"iters": 4, "log_interval": 4}, model, backend=backend).train()
+    expected = ["backward", "backward", "update 1"]
+    for number in (2, 3):
+        expected += ["backward", "backward", f"ask {number - 1}", f"update {number}"]
+    assert events == [*expected, "backward", "backward", "ask 3"]  # the last update is waited for
+
+
+def poison(model: nn.Module, when: set[int]) -> None:
+    """Makes the gradient of these steps, each of two backward passes, not finite."""
+    calls = []
+
+    def hook(gradient: Tensor) -> Tensor:
+        calls.append(1)
+        return gradient * math.nan if (len(calls) + 1) // 2 in when else gradient
+
+    next(iter(model.parameters())).register_hook(hook)
+
+
+SCHEDULE = {"iters": 14, "log_interval": 5, "save_interval": 4, "lr_scheduler": "linear", "num_warmup_steps": 6}
+
+
+def run(
+    tmp_path: Any, ahead: bool, skipped: set[int], *, options: dict | None = None, **args: Any
+) -> tuple[TrainingLoop, list[float]]:
+    """A run whose gradient is not finite in the steps `skipped`, with the learning rate of each of its attempts."""
+    model, rates = tiny_t5(dropout=0.1), []
+    poison(model, skipped)
+    torch.manual_seed(3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    backend = AheadBackend() if ahead else LocalBackend()
+    args = {**SCHEDULE, "model_path": str(tmp_path), **args}
+    loop = make_loop(args, model, backend=backend, optimizer=optimizer, **(options or {}))
+    set_rate = loop._set_lr
+    loop._set_lr = lambda: set_rate() or rates.append(optimizer.param_groups[0]["lr"])
+    loop.train()
+    return loop, rates
+
+
+def lines(path: Any) -> list[dict]:
+    """What was logged, less what is measured by a clock."""
+    read = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    clocked = ("seconds", "tokens_per_second", "time", "wait", "memory")
+    return [{k: v for k, v in line.items() if not any(word in k for word in clocked)} for line in read]
+
+
+@pytest.mark.parametrize("skipped", [set(), {2, 3, 6}, {5}, {14}])
+def test_asking_late_gives_the_run_of_asking_at_once(tmp_path, caplog, skipped):
+    runs, logged = {}, {}
+    for ahead in (False, True):
+        caplog.clear()
+        runs[ahead] = run(tmp_path / str(ahead), ahead, skipped)
+        logged[ahead] = [r.getMessage() for r in caplog.records if "update skipped" in r.getMessage()]
+    (once, rates), (late, late_rates) = runs[False], runs[True]
+    assert logged[True] == logged[False] and len(logged[True]) == len(skipped)
+    assert late.state == once.state and late.state.consumed_samples == (14 + len(skipped)) * 4
+    assert lines(tmp_path / "True") == lines(tmp_path / "False")
+    assert late_rates == rates and len(rates) == 14 + len(skipped)
+    for name, tensor in weights_of(once.backend.model).items():
+        assert torch.equal(weights_of(late.backend.model)[name], tensor), name
+    both = (tree_leaves(r.backend.optimizer_state()) for r in (once, late))
+    for one, other in zip(*both, strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+@pytest.mark.parametrize("seeks", [True, False])
+@pytest.mark.parametrize("stop_at", [3, 7])
+def test_a_run_that_asks_late_goes_on_bit_for_bit_after_a_signal_and_from_a_checkpoint(tmp_path, stop_at, seeks):
+    """The signal comes while the batch after step `stop_at` is fetched, when nobody has asked about that step."""
+
+    def loader() -> Any:
+        return SeekableBatches(RaggedPairs(24), 4) if seeks else DataLoader(RaggedPairs(18), 4, shuffle=True)
+
+    whole, _ = run(tmp_path / "whole", True, {2}, options={"loader": loader()}, keep_checkpoints=None)
+    calls = []
+
+    def signalled(batch: dict) -> dict:
+        calls.append(1)
+        if len(calls) == stop_at + 2:  # one was skipped
+            signal.raise_signal(signal.SIGTERM)
+        return batch
+
+    with pytest.raises(SystemExit, match="143"):
+        run(tmp_path / "parts", True, {2}, options={"loader": loader(), "batch_transform_fn": signalled})
+    resumed, _ = run(tmp_path / "parts", True, set(), options={"loader": loader()})
+    older = str(tmp_path / "whole" / "checkpoints" / "step_000008")
+    other, _ = run(tmp_path / "whole", True, set(), options={"loader": loader()}, resume=older)
+    for loop in (resumed, other):
+        assert loop.state == whole.state
+        for name, tensor in weights_of(whole.backend.model).items():
+            assert torch.equal(weights_of(loop.backend.model)[name], tensor), name
+
+
+def test_skips_learned_of_late_end_the_run_too():
+    model = TinyLabeller()
+    poison(model, set(range(4, 100)))
+    loop = make_loop({"iters": 50, "log_interval": 50, "max_skipped_updates": 3}, model)
+    before = []
+    loop.backend.optimizer.register_step_post_hook(lambda *_: before.append(weights_of(model)))
+    with pytest.raises(TrainingDiverged, match="3 updates in a row"):
+        loop.train()
+    assert loop.state.step == 3 and loop.state.skipped_updates == 3 and loop.state.consumed_samples == 6 * 4
+    assert all(torch.equal(before[2][name], tensor) for name, tensor in weights_of(model).items())
+
+
+def test_what_cannot_skip_on_the_device_is_waited_for():
+    model = TinyLabeller()
+    for optimizer, precision in [
+        (torch.optim.AdamW(model.parameters(), foreach=True), None),
+        (torch.optim.AdamW(model.parameters(), fused=True), LossScaledFp16()),
+    ]:
+        backend = AheadBackend()
+        backend.precision = precision or backend.precision
+        backend.setup(model, optimizer)
+        assert backend.begin_update(1.0) is None
+    poison(model, {2})
+    loop = make_loop({"iters": 3}, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    loop.train()
+    assert loop.state.step == 3 and loop.state.skipped_updates == 1
