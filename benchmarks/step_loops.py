@@ -57,6 +57,7 @@ def ours(shape: Shape, batches: Batches, precision: str, speed: str = "auto", **
     from lm_experiments_tools.config.bert import BertPretrainingArgs
     from lm_experiments_tools.config.pretraining import T5PretrainingArgs
     from lm_experiments_tools.models.speed import choose_speed
+    from lm_experiments_tools.modules.inspection import forward_names
     from lm_experiments_tools.recipes import common
     from lm_experiments_tools.training.losses import MODEL_LOSS, bert_loss
     from lm_experiments_tools.training.trainer import TrainingLoop
@@ -88,7 +89,9 @@ def ours(shape: Shape, batches: Batches, precision: str, speed: str = "auto", **
         most = common.labels_alone(args, backend, model, lambda rows: rows * args.most_predictions())
         loss = bert_loss(use_nsp=True, most_labels=most)
     optimizer = common.optimizer_from_args(args, model)
-    TrainingLoop(args, backend, model, optimizer, DataLoader(batches, batch_size=None), loss=loss).train()
+    options = {"return_logits": False} if "return_logits" in forward_names(model) else None
+    loader = DataLoader(batches, batch_size=None)
+    TrainingLoop(args, backend, model, optimizer, loader, loss=loss, forward_kwargs=options).train()
 
 
 def _transformers_model(shape: Shape, attention: str) -> nn.Module:

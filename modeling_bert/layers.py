@@ -107,7 +107,7 @@ class BertSelfAttention(CanBeFast):
         dropout_p = self.config.attention_probs_dropout_prob if self.training else 0.0
         is_dense = bias is None and allowed.mask is None and implementation(self.config) == "sdpa"
         if self.is_fast and q.is_cpu and is_dense and not output_attentions and q.dtype != torch.float16:
-            output = dense_attention(q, k, v, allowed.key_padding_mask, dropout_p)
+            output = dense_attention(q * q.shape[-1] ** -0.5, k, v, allowed.key_padding_mask, dropout_p)
             return output.transpose(1, 2).flatten(2), None
         output, weights = attend(
             q,

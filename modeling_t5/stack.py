@@ -16,10 +16,10 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from lm_experiments_tools.attention.attend import shared_bias
 from lm_experiments_tools.attention.positions import PositionScheme, RelativeBiasPosition
+from lm_experiments_tools.modules.fast_step import Dropout, is_whole, stream_dtype
 from lm_experiments_tools.modules.user_classes import set_own_values
 from lm_experiments_tools.modules.variants import TakesBothConfigs
 from modeling_t5.configuration_t5 import T5Config
-from modeling_t5.fast_step import is_whole, stream_dtype
 from modeling_t5.layers import (
     Allowed,
     FeedForward,
@@ -66,7 +66,7 @@ class T5PreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
     def use_fast_step(self, enabled: bool = True) -> None:
         """Train by the quickest way to the same numbers (`fast_step`); nothing that is saved changes."""
         for part in self.modules():
-            if isinstance(part, T5LayerNorm | FeedForward | T5PreTrainedModel) or type(part) is T5Attention:
+            if isinstance(part, T5LayerNorm | FeedForward | T5PreTrainedModel | Dropout) or type(part) is T5Attention:
                 part.is_fast = enabled
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
@@ -159,7 +159,7 @@ class T5Stack(T5PreTrainedModel):
         )
         self.block = nn.ModuleList([T5Block(config, layer_idx) for layer_idx in range(config.num_layers)])
         self.final_layer_norm = T5LayerNorm(config.d_model, config.layer_norm_epsilon)
-        self.dropout = nn.Dropout(config.dropout_rate)
+        self.dropout = Dropout(config.dropout_rate)
         self.gradient_checkpointing = False
         self.post_init()
 

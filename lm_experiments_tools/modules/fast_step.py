@@ -24,16 +24,18 @@ def stream_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
+def is_whole(parameter: Tensor) -> bool:
+    """True if it may be read outside its module's forward: not sharded (FSDP2, DeepSpeed), not quantized."""
+    return parameter.is_floating_point() and not hasattr(parameter, "to_local") and not hasattr(parameter, "ds_id")
+
+
 def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """True if calling the module does what its class does with its parameters whole: no adapter, hook, or forward of
-    its own, no shards (FSDP2, DeepSpeed), no quantized weights."""
+    """True if calling the module does what its class does with a whole weight: no adapter, hook or own forward."""
     if type(module) is not cls:
         return False
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    is_own = not hooks and "forward" not in vars(module)
-    weight = module.weight
-    is_whole = weight.is_floating_point() and not hasattr(weight, "to_local") and not hasattr(weight, "ds_id")
-    return is_own and is_whole and not _has_any_global_hook()
+    is_own = not hooks and "forward" not in vars(module) and not _has_any_global_hook()
+    return is_own and is_whole(module.weight)
 
 
 def joined(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
@@ -67,6 +69,15 @@ def dropped(x: Tensor, probability: float) -> Tensor:
     return _Dropout.apply(x, probability)
 
 
+class Dropout(nn.Dropout):
+    """torch's, or with `is_fast` `dropped`."""
+
+    is_fast = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dropped(x, self.p) if self.is_fast and self.training else super().forward(x)
+
+
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, probability: float) -> Tensor:
@@ -89,12 +100,25 @@ def _masked(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     return (x.contiguous().view(mask.dtype) & mask).view(x.dtype).mul_(scale)
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, dropout_p: float) -> Tensor:
-    """Attention [B, H, Q, d] of whole rows by plain products, on a CPU quicker than its fused kernels.
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding_mask: Tensor | None,
+    dropout_p: float,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Unscaled attention [B, H, Q, d] by plain products, on a CPU quicker than its fused kernels, biased or not.
 
     Softmax reads and writes the dtype of q, and computes in float32. A row without any key gets zeros.
+
+    Args:
+        key_padding_mask: [B, K], False for padding.
+        bias: added to scores, [1 or B, 1 or H, Q, K].
     """
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+    scores = q @ k.transpose(-1, -2)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
     if key_padding_mask is not None:
         scores = scores.masked_fill(~key_padding_mask[:, None, None], torch.finfo(scores.dtype).min)
     out = dropped(scores.softmax(-1), dropout_p) @ v

@@ -83,9 +83,11 @@ def _attend_outside(request: Request, backend: str, run: Run) -> Tensor:
 
 def number_of_layout(layout: AnyLayout) -> int:
     """A number that `attend_in_graph` takes for the layout, where that comes of a function that is not traced."""
-    if not any(layout is known for known in _layouts):
-        _layouts.append(layout)
-    return next(number for number, known in enumerate(_layouts) if layout is known)
+    for number, known in enumerate(_layouts):
+        if layout is known:
+            return number
+    _layouts.append(layout)
+    return len(_layouts) - 1
 
 
 def _tensor_of(bias: Bias | None, length: int) -> tuple[Tensor | None, int, tuple[bool, int, int]]:

@@ -69,8 +69,9 @@ def block_sparse_attention(
             documents packed into one row must.
         causal: query i attends to keys 0..i only, token by token whatever the layout.
         scale: head_dim ** -0.5 if None; T5 takes 1.0.
-        dropout_p: probability of dropping an attention weight; "gather" rounds it to a multiple of 2 ** -16. The seed
-            is drawn from torch's CPU generator and kept for the backward pass ("sdpa" uses the device's generator).
+        dropout_p: probability of dropping an attention weight; "gather" rounds it to a multiple of 2 ** -16, "triton"
+            takes one of the two multiples of 2 ** -8 beside it for each head, by chance, and so is right on average.
+            The seed is drawn from torch's CPU generator and kept for the backward pass ("sdpa" uses the device's).
         backend: "auto", or one of "gather" (PyTorch alone, any device), "triton" (GPU, deterministic), "sdpa" (dense),
             "flex" (FlexAttention, GPU) and "reference" (dense float64). `explain` says what "auto" takes, and why.
 

@@ -27,6 +27,7 @@ _LOG2_E = math.log2(math.e)
 _NO_BIAS, _T5, _ALIBI = 0, 1, 2
 _PROGRAMS = 512  # of the bias gradient: about four for each multiprocessor of a large GPU
 _OLDEST = 8, 0  # compute capability that Triton supports from on
+_LARGEST = 128  # tokens of a tile, at most
 _UNEVEN = 4  # lists this much longer than the average are started first
 
 
@@ -211,7 +212,8 @@ class Call:
     ) -> None:
         """Run any kernel; in place of a tensor that it does not read, it is given one that exists."""
         query_segments, key_segments = self.segments or (None, None)
-        masks = {"key_mask": self.key_mask, "query_segments": query_segments, "key_segments": key_segments}
+        hidden = self.hidden(parts)
+        masks = {"key_mask": hidden, "query_segments": query_segments, "key_segments": key_segments}
         pointers = {name: tensors["q"] if x is None else x for name, x in {**tensors, **masks}.items()}
         output = tensors["o"] if "o" in tensors else tensors["do"]
         strides = {
@@ -220,19 +222,30 @@ class Call:
             for dimension, stride in zip("bhn", x.stride()[:3], strict=True)
         }
         _, num_heads, query_length, key_length = self.request.scores_shape
+        dropout_p, below = self.request.dropout_p, int(256 * self.request.dropout_p)
         getattr(self.kernels, f"{kernel}_kernel")[(programs,)](
             **pointers,
             seed=self.seed,
-            dropout_p=self.request.dropout_p,
+            drop_below=below,
+            drop_chance=int((256 * dropout_p - below) * (1 << 24)),
+            grow=1 / (1 - dropout_p),
             scale2=self.request.scale * _LOG2_E,
             num_heads=num_heads,
             layout_heads=parts.active.shape[0],
             query_length=query_length,
             key_length=key_length,
             **strides,
+            stride_mask=0 if hidden is None or hidden.shape[0] == 1 else hidden.stride(0),
             **self.constants(parts),
             **more,
         )
+
+    def hidden(self, parts: Cut) -> Tensor | None:
+        """What is added to the scores of keys: -inf where masked or beyond the last; None if that is nowhere."""
+        if self.key_mask is not None:
+            return self.key_mask
+        length = self.request.scores_shape[3]
+        return None if length % parts.tile.keys == 0 else _beyond(length, self.device)
 
     def constants(self, parts: Cut) -> dict[str, object]:
         """Compile-time arguments that all kernels take."""
@@ -245,10 +258,10 @@ class Call:
             "BLOCK_V": power_of_two(v.shape[3]),
             "BLOCK_M": parts.tile.queries,
             "SUB_M": parts.sub_queries,
-            "SATURATION": self.saturation,
+            "WIDTH": _width(self.saturation),
             "CAUSAL": self.request.causal,
             "HAS_BITS": parts.has_bits,
-            "HAS_PADDING": self.key_mask is not None,
+            "HAS_PADDING": self.hidden(parts) is not None,
             "HAS_SEGMENTS": self.segments is not None,
             "HAS_DROPOUT": self.request.dropout_p > 0,
             "EVEN_M": query_length % parts.tile.queries == 0,
@@ -279,7 +292,7 @@ class _TritonAttention(torch.autograd.Function):
             o = v.new_empty(*q.shape[:3], v.shape[3])
             lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
             with torch.cuda.device_of(q):
-                call.launch("forward", {"q": q, "k": k, "v": v, "o": o, "lse": lse, "table": _base_two(table)})
+                call.launch("forward", {"q": q, "k": k, "v": v, "o": o, "lse": lse, "table": _base_two(table, call)})
             kept.lse = lse
         ctx.save_for_backward(q, k, v, o, lse, table)
         ctx.call = call
@@ -291,7 +304,7 @@ class _TritonAttention(torch.autograd.Function):
         q, k, v, o, lse, table = ctx.saved_tensors
         call, scale, train_bias = ctx.call, ctx.call.request.scale, ctx.needs_input_grad[3]
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        given = {"q": q, "k": k, "v": v, "do": do.contiguous(), "lse": lse, "table": _base_two(table)}
+        given = {"q": q, "k": k, "v": v, "do": do.contiguous(), "lse": lse, "table": _base_two(table, call)}
         given["delta"] = torch.empty_like(lse)  # filled by the first kernel
         far_sums = None  # of the scores' gradients, left and right of near tiles
         if train_bias:
@@ -307,8 +320,40 @@ class _TritonAttention(torch.autograd.Function):
         return dq, dk, dv, d_table, None, None
 
 
-def _base_two(table: Tensor | None) -> Tensor | None:
-    return None if table is None else (table * _LOG2_E).contiguous()
+def _hidden(mask: Tensor) -> Tensor:
+    """0 where a mask [rows, keys] is True, else -inf; up to a whole number of tiles: float32."""
+    length = num_blocks(mask.shape[1], _LARGEST) * _LARGEST
+    hidden = torch.full((mask.shape[0], length), -math.inf, device=mask.device)
+    hidden[:, : mask.shape[1]].masked_fill_(mask, 0.0)
+    return hidden
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _beyond(length: int, device: torch.device) -> Tensor:
+    return _hidden(torch.ones(1, length, dtype=torch.bool, device=device))
+
+
+def _width(saturation: int) -> int:
+    """Distances that near tiles hold: from -width / 2 up."""
+    return 2 * (num_blocks(saturation, 16) * 16 + 2 * _LARGEST)
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _copies(saturation: int, device: torch.device) -> Tensor:
+    """Places in a table of what `bias_of` reads: [2, 4, width], by key - query four times, then by query - key."""
+    places = torch.arange(_width(saturation), device="cpu") - torch.arange(4, device="cpu")[:, None]
+    distances = places - _width(saturation) // 2
+    both = torch.stack([distances, -distances])
+    return (both.clamp(-saturation, saturation) + saturation).to(device)
+
+
+def _base_two(table: Tensor | None, call: Call) -> Tensor | None:
+    """The table as kernels read it: slopes, or copies of a T5 table, all times log2(e)."""
+    if table is None or call.bias == _ALIBI:
+        return None if table is None else (table * _LOG2_E).contiguous()
+    return (table * _LOG2_E)[:, _copies(call.saturation, call.device)]
 
 
 def _bias_gradient(call: Call, given: Mapping[str, Tensor], far_sums: Tensor) -> Tensor:
@@ -357,6 +402,8 @@ def refusal(request: Request) -> str | None:
         return f"head_dim {widest} is above 256"
     if isinstance(request.bias, Tensor):
         return "the bias is a matrix, not a T5Bias or AlibiBias"
+    if request.dropout_p > 255 / 256:
+        return f"dropout_p {request.dropout_p} is above 255/256"
     if not request.is_dense and (block < 16 or block & (block - 1)):
         return f"the layout's block {block} is not a power of two from 16 up"
     return refusal_of_device(request)
@@ -427,7 +474,7 @@ def attend_kept(request: Request, seed: int, kept: Kept) -> Tensor:
         kind,
         saturation,
         # copies, because the backward pass reads them after their owner may have written the next batch into them
-        key_mask=None if mask is None else mask.clone(memory_format=torch.contiguous_format).view(torch.uint8),
+        key_mask=None if mask is None else _hidden(mask),
         segments=None if segments is None else tuple(ids.to(torch.int64, copy=True).contiguous() for ids in segments),
         seed=seed,
     )

@@ -18,22 +18,37 @@ the first three dimensions, the output and its gradient those of `o`. M is a til
 import triton
 import triton.language as tl
 
+from lm_experiments_tools.attention.kernels.triton_dropout import gradient_of, kept
+
 T5 = tl.constexpr(1)
 ALIBI = tl.constexpr(2)  # 0 is no bias
 
 # Arguments whose values do not make another kernel.
-VARYING = ["seed", "num_heads", "layout_heads", "query_length", "key_length", "num_tiles", "sequences"]
+VARYING = [
+    "seed",
+    "drop_below",
+    "drop_chance",
+    "num_heads",
+    "layout_heads",
+    "query_length",
+    "key_length",
+    "num_tiles",
+    "sequences",
+]
 
 
 @triton.jit
-def load_rows(base, rows, stride, length, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EVEN: tl.constexpr):
-    """Rows of a [length, DIM] matrix as [rows, BLOCK_DIM], zeros outside of it."""
-    dims = tl.arange(0, BLOCK_DIM)
-    pointers = base + rows[:, None] * stride + dims[None, :]
+def load_rows(
+    base, tile, ROWS: tl.constexpr, stride, length, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, EVEN: tl.constexpr
+):
+    """One tile of the rows of a [length, DIM] matrix, [ROWS, BLOCK_DIM], zeros outside of it."""
+    first = tile * ROWS
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_DIM)
+    pointers = base + first * stride + (rows[:, None] * stride + dims[None, :])  # the sum in brackets leaves a loop
     if EVEN and DIM == BLOCK_DIM:
         values = tl.load(pointers)
     else:
-        values = tl.load(pointers, mask=(rows[:, None] < length) & (dims[None, :] < DIM), other=0.0)
+        values = tl.load(pointers, mask=(first + rows[:, None] < length) & (dims[None, :] < DIM), other=0.0)
     return values
 
 
@@ -47,26 +62,41 @@ def store_rows(base, values, rows, stride, length, DIM: tl.constexpr, BLOCK_DIM:
 
 
 @triton.jit
-def score(
-    product, queries, keys, bits, scale2, value, table, key_mask, query_segments, key_segments,
-    query_length, key_length, SATURATION: tl.constexpr, BIAS: tl.constexpr, NEAR: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_BITS: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, EVEN_N: tl.constexpr,
+def bias_of(table, columns_less_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The bias of a tile near the diagonal, [ROWS, COLUMNS].
+
+    `table` holds the values by column - row, four times, each copy one further to the right. Row r reads copy r % 4,
+    so that what four neighbours of a row read is aligned: one load, which goes through the pipeline.
+    """
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    starts = columns_less_rows + WIDTH // 2 + rows % 4 * WIDTH - rows // 4 * 4
+    return tl.load(table + starts[:, None] + columns[None, :], cache_modifier=".ca")
+
+
+@triton.jit
+def base_of(
+    base, table, columns_less_rows, value, key_mask, keys, WIDTH: tl.constexpr, BIAS: tl.constexpr, NEAR: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_PADDING: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 scores with bias, -inf where masked; of the positions `queries` and `keys` one is a column, one a row."""
-    scores = product * scale2
+    """The base of a tile's scores with its bias and, where keys are columns, its mask."""
     if BIAS == T5:
-        if NEAR:
-            distances = tl.minimum(tl.maximum(keys - queries, -SATURATION), SATURATION)
-            scores += tl.load(table + SATURATION + distances)
-        else:
-            scores += value
-    if BIAS == ALIBI:
-        scores -= value * tl.abs(keys - queries).to(tl.float32)
-    if not EVEN_N:
-        scores = tl.where(keys < key_length, scores, float("-inf"))
+        added = bias_of(table, columns_less_rows, WIDTH, ROWS, COLUMNS) if NEAR else value
+        base = added if ZERO else base + added  # adding a constant 0 would cost an instruction
     if HAS_PADDING:
-        scores = tl.where(tl.load(key_mask + keys, mask=keys < key_length, other=0) != 0, scores, float("-inf"))
+        base += tl.load(key_mask + keys)[None, :]
+    return base
+
+
+@triton.jit
+def score(
+    product, scale2, base, value, queries, keys, bits, query_segments, key_segments, query_length, key_length,
+    BIAS: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, HAS_BITS: tl.constexpr, SUB_M: tl.constexpr,
+    SUB_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """Base-2 scores plus `base`, -inf where masked; of positions `queries` and `keys` one is a column, one a row."""
+    scores = product * scale2 + base
+    if BIAS == ALIBI:
+        scores -= value * tl.abs(keys.to(tl.float32) - queries.to(tl.float32))
     if HAS_SEGMENTS:
         mine = tl.load(query_segments + queries, mask=queries < query_length, other=0)
         scores = tl.where(mine == tl.load(key_segments + keys, mask=keys < key_length, other=0), scores, float("-inf"))
@@ -76,20 +106,6 @@ def score(
     if CAUSAL and NEAR:
         scores = tl.where(keys <= queries, scores, float("-inf"))
     return scores
-
-
-@triton.jit
-def kept(seed, sequence, queries, keys, dropout_p):
-    """True for weights that dropout leaves: a function of the seed and of where they stand, not of the tiles."""
-    zeros = queries * 0 + keys * 0
-    words, _, _, _ = tl.philox(seed, zeros + keys, zeros + queries, zeros + sequence, zeros, 7)
-    return tl.uint_to_uniform_float(words) >= dropout_p
-
-
-@triton.jit
-def dropped(values, seed, sequence, queries, keys, dropout_p):
-    """The values that dropout leaves, scaled up for those that it does not."""
-    return tl.where(kept(seed, sequence, queries, keys, dropout_p), values / (1.0 - dropout_p), 0.0)
 
 
 @triton.jit
@@ -132,12 +148,14 @@ def steps_of(begin, near, after, end, NEAR: tl.constexpr):
 
 
 @triton.jit
-def values_of(table, head, SATURATION: tl.constexpr, BIAS: tl.constexpr):
-    """(this head's table, value of far-left tiles, of far-right tiles); for ALiBi the slope, in both places."""
+def values_of(table, head, WIDTH: tl.constexpr, BIAS: tl.constexpr, BY_KEY: tl.constexpr):
+    """(this head's copies, value of far-left tiles, of far-right tiles); for ALiBi the slope, in both places."""
     left, right = 0.0, 0.0
     if BIAS == T5:
-        table += head * (2 * SATURATION + 1)
-        left, right = tl.load(table), tl.load(table + 2 * SATURATION)
+        table += head * (8 * WIDTH)
+        left, right = tl.load(table), tl.load(table + WIDTH - 1)
+        if BY_KEY:
+            table += 4 * WIDTH
     if BIAS == ALIBI:
         left = tl.load(table + head)
         right = left
@@ -146,58 +164,61 @@ def values_of(table, head, SATURATION: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    q, k, v, o, lse, table, key_mask, query_segments, key_segments, ranges, order, tiles, tile_bits,
-    seed, dropout_p, scale2, num_tiles, num_heads, layout_heads, sequences, query_length, key_length,
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_on,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr,
-    SATURATION: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
-    RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    q, k, v, o, lse, table, key_mask, query_segments, key_segments, ranges, order, tiles, tile_bits, seed,
+    drop_below, drop_chance, grow, scale2, num_tiles, num_heads, layout_heads, sequences, query_length,
+    key_length, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_on, stride_mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SUB_M: tl.constexpr, SUB_N: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
+    DENSE: tl.constexpr, RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr,
+    HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Output and lse of one tile of queries."""
     sequence, batch, head, tile, begin, near, after, end = list_of(
         ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
     )
-    table, left, right = values_of(table, head, SATURATION, BIAS)
-    key_mask += batch * key_length
+    table, left, right = values_of(table, head, WIDTH, BIAS, False)
+    key_mask += batch * stride_mask
     query_segments += batch * query_length
     key_segments += batch * key_length
     k += batch * stride_kb + head * stride_kh
     v += batch * stride_vb + head * stride_vh
     queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     q_base = q + batch * stride_qb + head * stride_qh
-    q_tile = load_rows(q_base, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
+    q_tile = load_rows(q_base, tile, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
     output = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for NEAR in tl.static_range(2):
-        if NEAR == 0 or BIAS == T5 or CAUSAL:
-            steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
-            for step in tl.range(0, steps, num_stages=1 if NEAR else STAGES):
-                key_tile, bits = tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE, HAS_BITS)
-                keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                k_tile = load_rows(k, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
-                scores = score(
-                    tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), queries[:, None], keys[None, :], bits,
-                    scale2, tl.where(step < first_steps, left, right), table, key_mask, query_segments, key_segments,
-                    query_length, key_length, SATURATION, BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M,
-                    BLOCK_N, HAS_PADDING, HAS_SEGMENTS, EVEN_N,
-                )  # fmt: skip
-                new_peak = tl.maximum(peak, tl.max(scores, 1))
-                finite_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-                weights = tl.exp2(scores - finite_peak[:, None])
-                shrink = tl.exp2(peak - finite_peak)
-                total = total * shrink + tl.sum(weights, 1)
-                if HAS_DROPOUT:
-                    weights = dropped(weights, seed, sequence, queries[:, None], keys[None, :], dropout_p)
-                v_tile = load_rows(v, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
-                output = tl.dot(weights.to(v_tile.dtype), v_tile, output * shrink[:, None], input_precision=PRECISION)
-                peak = new_peak
+    for NEAR in tl.static_range(2 if BIAS == T5 or CAUSAL else 1):
+        steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
+        for step in tl.range(0, steps, num_stages=2 if NEAR else STAGES):
+            key_tile, bits = tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE, HAS_BITS)
+            keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            k_tile = load_rows(k, key_tile, BLOCK_N, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
+            value = tl.where(step < first_steps, left, right)
+            away = key_tile * BLOCK_N - tile * BLOCK_M
+            base = base_of(
+                0.0, table, away, value, key_mask, keys, WIDTH, BIAS, NEAR, BLOCK_M, BLOCK_N, HAS_PADDING, True
+            )  # fmt: skip
+            scores = score(
+                tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), scale2, base, value,
+                queries[:, None], keys[None, :], bits, query_segments, key_segments, query_length, key_length,
+                BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M, BLOCK_N, HAS_SEGMENTS,
+            )  # fmt: skip
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            finite_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weights = tl.exp2(scores - finite_peak[:, None])
+            shrink = tl.exp2(peak - finite_peak)
+            total = total * shrink + tl.sum(weights, 1)
+            if HAS_DROPOUT:
+                keep = kept(seed, sequence, drop_below, drop_chance, tile, key_tile, BLOCK_M, BLOCK_N, False)
+                weights = tl.where(keep, weights, 0.0)
+            v_tile = load_rows(v, key_tile, BLOCK_N, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
+            output = tl.dot(weights.to(v_tile.dtype), v_tile, output * shrink[:, None], input_precision=PRECISION)
+            peak = new_peak
     nothing = total == 0.0
-    output = output / tl.where(nothing, 1.0, total)[:, None]
+    output = output * (grow / tl.where(nothing, 1.0, total))[:, None]
     o_base = o + batch * stride_ob + head * stride_oh
     store_rows(o_base, output, queries, stride_on, query_length, VALUE_DIM, BLOCK_V)
     logarithm = tl.where(nothing, float("inf"), peak + tl.log2(tl.where(nothing, 1.0, total)))
@@ -205,100 +226,103 @@ def forward_kernel(
 
 
 @triton.jit
-def add_far(first_sum, second_sum, ds, queries, keys, is_first, BIAS: tl.constexpr, NEAR: tl.constexpr):
+def add_far(first_sum, second_sum, ds, queries, keys, step, first_steps, BIAS: tl.constexpr, NEAR: tl.constexpr):
     """Sums of the bias gradient of each row, those of a tile added: of far-left and far-right tiles, or of ALiBi's."""
+    rows: tl.constexpr = ds.shape[0]
+    columns: tl.constexpr = ds.shape[1]
     if BIAS == ALIBI:
-        first_sum -= tl.sum(ds * tl.abs(keys[None, :] - queries[:, None]).to(tl.float32), 1)
+        distances = tl.abs(keys[None, :].to(tl.float32) - queries[:, None].to(tl.float32))
+        first_sum -= tl.sum(tl.reshape(ds * distances, [rows, columns // 8, 8]), 1)
     if BIAS == T5 and NEAR == 0:
-        row_sum = tl.sum(ds, 1)
-        first_sum += tl.where(is_first, row_sum, 0.0)
-        second_sum += tl.where(is_first, 0.0, row_sum)
+        partial = tl.sum(tl.reshape(ds, [rows, columns // 8, 8]), 1)  # of numbers that one thread has
+        share = (step < first_steps).to(tl.float32)
+        first_sum += partial * share
+        second_sum += partial * (1.0 - share)
     return first_sum, second_sum
 
 
 @triton.jit(do_not_specialize=VARYING)
 def query_gradient_kernel(
     q, k, v, o, do, lse, delta, dq, far_sums, table, key_mask, query_segments, key_segments, ranges, order, tiles,
-    tile_bits, seed, dropout_p, scale, scale2, num_tiles, num_heads, layout_heads, sequences, query_length, key_length,
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_on,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr,
-    SATURATION: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
-    RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, TRAIN_BIAS: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    tile_bits, seed, drop_below, drop_chance, grow, scale, scale2, num_tiles, num_heads, layout_heads, sequences,
+    query_length, key_length, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb,
+    stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_mask, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr,
+    CAUSAL: tl.constexpr, DENSE: tl.constexpr, RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, TRAIN_BIAS: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries, delta (sum of o * do) for the other kernels, and the bias gradient of far tiles."""
     sequence, batch, head, tile, begin, near, after, end = list_of(
         ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
     )
-    table, left, right = values_of(table, head, SATURATION, BIAS)
-    key_mask += batch * key_length
-    query_segments += batch * query_length
-    key_segments += batch * key_length
-    k += batch * stride_kb + head * stride_kh
-    v += batch * stride_vb + head * stride_vh
+    table, left, right = values_of(table, head, WIDTH, BIAS, False)
+    key_mask += batch * stride_mask
+    query_segments, key_segments = query_segments + batch * query_length, key_segments + batch * key_length
+    k, v = k + batch * stride_kb + head * stride_kh, v + batch * stride_vb + head * stride_vh
     of_query, of_output = batch * stride_qb + head * stride_qh, batch * stride_ob + head * stride_oh
     queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_tile = load_rows(q + of_query, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
-    o_tile = load_rows(o + of_output, queries, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
-    do_tile = load_rows(do + of_output, queries, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
+    q_tile = load_rows(q + of_query, tile, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
+    o_tile = load_rows(o + of_output, tile, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
+    do_tile = load_rows(do + of_output, tile, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
     rows, inside = sequence.to(tl.int64) * query_length + queries, queries < query_length
-    row_lse = tl.load(lse + rows, mask=inside, other=float("inf"))
+    less = -tl.load(lse + rows, mask=inside, other=float("inf"))[:, None]
     row_delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     tl.store(delta + rows, row_delta, mask=inside)
     gradient = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    first_sum, second_sum = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    for NEAR in tl.static_range(2):
-        if NEAR == 0 or BIAS == T5 or CAUSAL:
-            steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
-            for step in tl.range(0, steps, num_stages=1 if NEAR else STAGES):
-                key_tile, bits = tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE, HAS_BITS)
-                keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                k_tile = load_rows(k, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
-                v_tile = load_rows(v, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
-                scores = score(
-                    tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), queries[:, None], keys[None, :], bits,
-                    scale2, tl.where(step < first_steps, left, right), table, key_mask, query_segments, key_segments,
-                    query_length, key_length, SATURATION, BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M,
-                    BLOCK_N, HAS_PADDING, HAS_SEGMENTS, EVEN_N,
-                )  # fmt: skip
-                dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-                if HAS_DROPOUT:
-                    dp = dropped(dp, seed, sequence, queries[:, None], keys[None, :], dropout_p)
-                ds = tl.exp2(scores - row_lse[:, None]) * (dp - row_delta[:, None])
-                gradient = tl.dot(ds.to(k_tile.dtype), k_tile, gradient, input_precision=PRECISION)
-                if TRAIN_BIAS:
-                    is_first = step < first_steps
-                    first_sum, second_sum = add_far(first_sum, second_sum, ds, queries, keys, is_first, BIAS, NEAR)
+    first_sum, second_sum = tl.zeros([BLOCK_M, 8], tl.float32), tl.zeros([BLOCK_M, 8], tl.float32)
+    for NEAR in tl.static_range(2 if BIAS == T5 or CAUSAL else 1):
+        steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
+        for step in tl.range(0, steps, num_stages=2 if NEAR else STAGES):
+            key_tile, bits = tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE, HAS_BITS)
+            keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            k_tile = load_rows(k, key_tile, BLOCK_N, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
+            v_tile = load_rows(v, key_tile, BLOCK_N, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
+            value, away = tl.where(step < first_steps, left, right), key_tile * BLOCK_N - tile * BLOCK_M
+            base = base_of(
+                less, table, away, value, key_mask, keys, WIDTH, BIAS, NEAR, BLOCK_M, BLOCK_N, HAS_PADDING, False,
+            )  # fmt: skip
+            scores = score(
+                tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), scale2, base, value,
+                queries[:, None], keys[None, :], bits, query_segments, key_segments, query_length, key_length,
+                BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M, BLOCK_N, HAS_SEGMENTS,
+            )  # fmt: skip
+            _, ds = gradient_of(
+                tl.exp2(scores), tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION), row_delta[:, None],
+                grow, seed, sequence, drop_below, drop_chance, tile, key_tile, BLOCK_M, BLOCK_N, False, HAS_DROPOUT,
+            )  # fmt: skip
+            gradient = tl.dot(ds.to(k_tile.dtype), k_tile, gradient, input_precision=PRECISION)
+            if TRAIN_BIAS:
+                first_sum, second_sum = add_far(
+                    first_sum, second_sum, ds, queries, keys, step, first_steps, BIAS, NEAR
+                )
     store_rows(dq + of_query, gradient * scale, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D)
     if TRAIN_BIAS:
         far_sums += (sequence.to(tl.int64) * num_tiles + tile) * 2
-        tl.store(far_sums, tl.sum(first_sum, 0))
-        tl.store(far_sums + 1, tl.sum(second_sum, 0))
+        tl.store(far_sums, tl.sum(tl.sum(first_sum, 1), 0))
+        tl.store(far_sums + 1, tl.sum(tl.sum(second_sum, 1), 0))
 
 
 @triton.jit(do_not_specialize=VARYING)
 def key_gradient_kernel(
-    q, k, v, do, lse, delta, dk, dv, table, key_mask, query_segments, key_segments, ranges, order, tiles, tile_bits,
-    seed, dropout_p, scale, scale2, num_tiles, num_heads, layout_heads, sequences, query_length, key_length,
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_on,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr,
-    SATURATION: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr,
-    RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    q, k, v, do, lse, delta, dk, dv, table, key_mask, query_segments, key_segments, ranges, order, tiles,
+    tile_bits, seed, drop_below, drop_chance, grow, scale, scale2, num_tiles, num_heads, layout_heads, sequences,
+    query_length, key_length, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb,
+    stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_mask, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr,
+    CAUSAL: tl.constexpr, DENSE: tl.constexpr, RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys. Its list starts with the queries that it is far right of. Keys are rows of the
     scores, so that no product needs its left side transposed."""
     sequence, batch, head, tile, begin, near, after, end = list_of(
         ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
     )
-    table, left, right = values_of(table, head, SATURATION, BIAS)
-    key_mask += batch * key_length
+    table, left, right = values_of(table, head, WIDTH, BIAS, True)
+    key_mask += batch * stride_mask
     query_segments += batch * query_length
     key_segments += batch * key_length
     q += batch * stride_qb + head * stride_qh
@@ -307,86 +331,100 @@ def key_gradient_kernel(
     delta += sequence.to(tl.int64) * query_length
     of_key, of_value = batch * stride_kb + head * stride_kh, batch * stride_vb + head * stride_vh
     keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    k_tile = load_rows(k + of_key, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
-    v_tile = load_rows(v + of_value, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
+    k_tile = load_rows(k + of_key, tile, BLOCK_N, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
+    v_tile = load_rows(v + of_value, tile, BLOCK_N, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
     dk_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_tile = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
-    for NEAR in tl.static_range(2):
-        if NEAR == 0 or BIAS == T5 or CAUSAL:
-            steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
-            for step in tl.range(0, steps, num_stages=1 if NEAR else STAGES):
-                query_tile, bits = tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE, HAS_BITS)
-                queries = query_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-                inside = queries < query_length
-                q_tile = load_rows(q, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
-                do_tile = load_rows(do, queries, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
-                row_lse = tl.load(lse + queries, mask=inside, other=float("inf"))
-                row_delta = tl.load(delta + queries, mask=inside, other=0.0)
-                scores = score(
-                    tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION), queries[None, :], keys[:, None], bits,
-                    scale2, tl.where(step < first_steps, right, left), table, key_mask, query_segments, key_segments,
-                    query_length, key_length, SATURATION, BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M,
-                    BLOCK_N, HAS_PADDING, HAS_SEGMENTS, EVEN_N,
-                )  # fmt: skip
-                weights = tl.exp2(scores - row_lse[None, :])
-                dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
-                dropped = weights
-                if HAS_DROPOUT:
-                    keep = kept(seed, sequence, queries[None, :], keys[:, None], dropout_p)
-                    dropped = tl.where(keep, weights / (1.0 - dropout_p), 0.0)
-                    dp = tl.where(keep, dp / (1.0 - dropout_p), 0.0)
-                dv_tile = tl.dot(dropped.to(do_tile.dtype), do_tile, dv_tile, input_precision=PRECISION)
-                ds = weights * (dp - row_delta[None, :])
-                dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision=PRECISION)
+    for NEAR in tl.static_range(2 if BIAS == T5 or CAUSAL else 1):
+        steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
+        for step in tl.range(0, steps, num_stages=2 if NEAR else STAGES):
+            query_tile, bits = tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE, HAS_BITS)
+            queries = query_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+            inside = queries < query_length
+            q_tile = load_rows(q, query_tile, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
+            do_tile = load_rows(do, query_tile, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
+            row_lse = tl.load(lse + queries, mask=inside, other=float("inf"))
+            row_delta = tl.load(delta + queries, mask=inside, other=0.0)
+            value = tl.where(step < first_steps, right, left)
+            base, away = -row_lse[None, :], query_tile * BLOCK_M - tile * BLOCK_N
+            base = base_of(base, table, away, value, key_mask, keys, WIDTH, BIAS, NEAR, BLOCK_N, BLOCK_M, False, False)
+            scores = score(
+                tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION), scale2, base, value,
+                queries[None, :], keys[:, None], bits, query_segments, key_segments, query_length, key_length,
+                BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M, BLOCK_N, HAS_SEGMENTS,
+            )  # fmt: skip
+            dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
+            dropped, ds = gradient_of(
+                tl.exp2(scores), dp, row_delta[None, :], grow, seed, sequence, drop_below, drop_chance, query_tile,
+                tile, BLOCK_M, BLOCK_N, True, HAS_DROPOUT,
+            )  # fmt: skip
+            dv_tile = tl.dot(dropped.to(do_tile.dtype), do_tile, dv_tile, input_precision=PRECISION)
+            dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision=PRECISION)
+    if HAS_PADDING:  # until here nothing of a key reached another
+        seen = (tl.load(key_mask + keys) == 0.0)[:, None]
+        dk_tile, dv_tile = tl.where(seen, dk_tile, 0.0), tl.where(seen, dv_tile, 0.0)
     store_rows(dk + of_key, dk_tile * scale, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D)
-    store_rows(dv + of_value, dv_tile, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V)
+    store_rows(dv + of_value, dv_tile * grow, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V)
 
 
-@triton.jit(do_not_specialize=[*VARYING[:5], "num_diagonals", "splits", "batch_size"])
+@triton.jit(do_not_specialize=[*VARYING[:7], "num_diagonals", "splits", "batch_size"])
 def bias_gradient_kernel(
-    q, k, v, do, lse, delta, sums, table, key_mask, query_segments, key_segments, starts, tiles, tile_bits,
-    seed, dropout_p, scale2, num_diagonals, splits, batch_size, num_heads, layout_heads, query_length, key_length,
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_on,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, SUB_M: tl.constexpr, SATURATION: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_BITS: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, do, lse, delta, sums, table, key_mask, query_segments, key_segments, starts, tiles, tile_bits, seed,
+    drop_below, drop_chance, grow, scale2, num_diagonals, splits, batch_size, num_heads, layout_heads,
+    query_length, key_length, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb,
+    stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_mask, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    SUB_M: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, HAS_BITS: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum of the scores' gradients over a share of the near tiles of one head on one diagonal, all batch rows."""
     program = tl.program_id(0)
     split, diagonal = program % splits, program // splits % num_diagonals
     head = (program // splits // num_diagonals).to(tl.int64)
-    table += head * (2 * SATURATION + 1)
+    table += head * (8 * WIDTH)
     run = starts + (head % layout_heads) * num_diagonals + diagonal
     begin, end = tl.load(run), tl.load(run + 1)
+    q, k, v, do = q + head * stride_qh, k + head * stride_kh, v + head * stride_vh, do + head * stride_oh
+    bias = bias_of(table, (diagonal - num_diagonals // 2) * BLOCK_M, WIDTH, BLOCK_M, BLOCK_M)
     total = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
-    for item in range(begin * batch_size + split, end * batch_size, splits):
-        batch = (item % batch_size).to(tl.int64)
-        tile = tl.load(tiles + item // batch_size)
-        bits = tl.load(tile_bits + item // batch_size) if HAS_BITS else 0
-        queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        keys = (tile + diagonal - num_diagonals // 2) * BLOCK_M + tl.arange(0, BLOCK_M)
-        q_base, k_base = q + batch * stride_qb + head * stride_qh, k + batch * stride_kb + head * stride_kh
-        v_base, do_base = v + batch * stride_vb + head * stride_vh, do + batch * stride_ob + head * stride_oh
-        q_tile = load_rows(q_base, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
-        k_tile = load_rows(k_base, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
-        v_tile = load_rows(v_base, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
-        do_tile = load_rows(do_base, queries, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
+    # items are places in the list times rows of the batch, of which this program takes every `splits`th
+    place, row = begin + split // batch_size, split % batch_size
+    more_places, more_rows = splits // batch_size, splits % batch_size
+    steps = tl.cdiv(tl.maximum((end - begin) * batch_size - split, 0), splits)
+    for _ in tl.range(0, steps, num_stages=2):
+        batch = row.to(tl.int64)
+        tile = tl.load(tiles + place)
+        bits = tl.load(tile_bits + place) if HAS_BITS else 0
+        row += more_rows
+        wraps = row >= batch_size
+        place += tl.where(wraps, more_places + 1, more_places)
+        row = tl.where(wraps, row - batch_size, row)
+        key_tile = tile + diagonal - num_diagonals // 2
+        queries, keys = tile * BLOCK_M + tl.arange(0, BLOCK_M), key_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        q_tile = load_rows(q + batch * stride_qb, tile, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
+        k_tile = load_rows(k + batch * stride_kb, key_tile, BLOCK_M, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
+        v_tile = load_rows(v + batch * stride_vb, key_tile, BLOCK_M, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
+        do_tile = load_rows(do + batch * stride_ob, tile, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
         sequence = batch * num_heads + head
         inside = queries < query_length
         row_lse = tl.load(lse + sequence * query_length + queries, mask=inside, other=float("inf"))
         row_delta = tl.load(delta + sequence * query_length + queries, mask=inside, other=0.0)
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         scores = score(
-            product, queries[:, None], keys[None, :], bits, scale2, 0.0, table, key_mask + batch * key_length,
-            query_segments + batch * query_length, key_segments + batch * key_length, query_length, key_length,
-            SATURATION, T5, True, CAUSAL, HAS_BITS, SUB_M, SUB_M, BLOCK_M, BLOCK_M, HAS_PADDING, HAS_SEGMENTS, EVEN_N,
+            product, scale2, -row_lse[:, None], 0.0, queries[:, None], keys[None, :], bits,
+            query_segments + batch * query_length, key_segments + batch * key_length, query_length, key_length, T5,
+            True, CAUSAL, HAS_BITS, SUB_M, SUB_M, BLOCK_M, BLOCK_M, HAS_SEGMENTS,
         )  # fmt: skip
+        scores += bias
+        if HAS_PADDING:
+            scores += tl.load(key_mask + batch * stride_mask + keys)[None, :]
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-        if HAS_DROPOUT:
-            dp = dropped(dp, seed, sequence.to(tl.int32), queries[:, None], keys[None, :], dropout_p)
-        total += tl.exp2(scores - row_lse[:, None]) * (dp - row_delta[:, None])
+        _, ds = gradient_of(
+            tl.exp2(scores), dp, row_delta[:, None], grow, seed, sequence.to(tl.int32), drop_below, drop_chance, tile,
+            key_tile, BLOCK_M, BLOCK_M, False, HAS_DROPOUT,
+        )  # fmt: skip
+        total += ds
     places = tl.arange(0, BLOCK_M)
     sums += program.to(tl.int64) * BLOCK_M * BLOCK_M
     tl.store(sums + places[:, None] * BLOCK_M + places[None, :], total)

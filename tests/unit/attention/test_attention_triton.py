@@ -29,6 +29,7 @@ QUICK = [
     Case("dense", 16, 70, 70, "alibi", causal=True, batch=1),
     Case("dense", 16, 1, 70, batch=1),
     Case("dense", 16, 40, 70, dropout_p=0.25, batch=1, compiled=True),
+    Case("dense", 16, 130, 150, batch=1, heads=1),  # diagonals of which every other tile is near
 ]
 SLOW = [
     Case(
@@ -73,42 +74,47 @@ def test_kernels_are_exact_over_the_whole_matrix_in_the_interpreter(part):
         assert max(found.values()) < 1e-5, (case, found)
 
 
+DROPPED = """
+import json, sys
+import torch
+from lm_experiments_tools.attention import block_sparse_attention
+from lm_experiments_tools.attention.kernels import tiles
+
+q = torch.zeros(2, 4, 64, 16)
+masks = []
+for queries, keys in ((64, 64), (16, 32), (32, 16)):
+    tiles.TILES["forward", 64] = tiles.Tile(2 * queries, 2 * keys, 4, 2)
+    torch.manual_seed(0)
+    output = block_sparse_attention(q, q, torch.eye(64).expand(2, 4, 64, 64), dropout_p=0.1, backend="triton")
+    masks.append(output != 0)
+print(json.dumps([all(torch.equal(masks[0], mask) for mask in masks), 1 - masks[0].double().mean().item()]))
+"""
+
+
+def test_dropout_does_not_depend_on_tiles_and_has_its_probability():
+    command = [sys.executable, "-c", DROPPED]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
+    assert result.returncode == 0, result.stderr
+    same, share = json.loads(result.stdout)
+    assert same and abs(share - 0.1) < 5 * (0.1 * 0.9 / (2 * 4 * 64 * 64)) ** 0.5
+
+
 COMPILE = """
 import json, sys
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from lm_experiments_tools.attention.kernels import tiles
-from lm_experiments_tools.attention.kernels import triton_kernels
+import torch
+from benchmarks.attention_clocks import compiled, launches_of
+from lm_experiments_tools.attention import Layout
 
 capability, masked = json.loads(sys.argv[1])
-types = {"seed": "i64", "dropout_p": "fp32", "scale": "fp32", "scale2": "fp32", "key_mask": "*u8"}
-types.update(dict.fromkeys(["q", "k", "v", "o", "do", "dq", "dk", "dv"], "*bf16"))
-types.update(dict.fromkeys(["lse", "delta", "table", "sums", "far_sums"], "*fp32"))
-types.update(dict.fromkeys(["query_segments", "key_segments"], "*i64"))
-types.update(dict.fromkeys(["ranges", "order", "tiles", "tile_bits", "starts"], "*i32"))
-for name in ("forward", "query_gradient", "key_gradient", "bias_gradient"):
-    tile = tiles.tile_of(name, 64, 64 if masked else None, 2)
-    constants = dict(
-        HEAD_DIM=56 if masked else 64, BLOCK_D=64, VALUE_DIM=64, BLOCK_V=64, BLOCK_M=tile.queries, BLOCK_N=tile.keys,
-        SUB_M=16 if masked else tile.queries, SUB_N=16 if masked else tile.keys, SATURATION=91, BIAS=1, CAUSAL=masked,
-        DENSE=not masked, RANK_MAJOR=masked, HAS_BITS=masked, HAS_PADDING=masked, HAS_SEGMENTS=masked,
-        HAS_DROPOUT=masked, TRAIN_BIAS=True, EVEN_M=not masked, EVEN_N=not masked, PRECISION="ieee",
-        STAGES=tile.num_stages,
-    )
-    kernel = getattr(triton_kernels, f"{name}_kernel")
-    signature, fixed, attributes = {}, {}, {}
-    for place, argument in enumerate(kernel.arg_names):
-        if argument in constants:
-            signature[argument], fixed[place,] = "constexpr", constants[argument]
-        else:
-            signature[argument] = types.get(argument, "i32")
-            if signature[argument].startswith("*") or argument.startswith("stride"):
-                attributes[place,] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, fixed, attributes)
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    print(json.dumps({"name": name, "shared": compiled.metadata.shared, "ptx": compiled.asm["ptx"]}), flush=True)
+settings = {}
+if masked:
+    layout = Layout(torch.rand(1, 32, 32) < 0.5, 16)
+    settings = dict(padding=True, segments=True, causal=True, dropout_p=0.1, layout=layout, head_dim=56)
+for launch in launches_of(500 if masked else 512, **settings):
+    kernel = compiled(launch, capability)
+    found = {"name": launch.name, "shared": kernel.metadata.shared, "ptx": kernel.asm["ptx"]}
+    print(json.dumps(found), flush=True)
 """
 
 

@@ -27,6 +27,7 @@ ONLY_IN = {
     "seqio": SEQIO_FILES,
     # the seqio worker only loads it, before TensorFlow does: after it, triton aborts the process
     "triton": (
+        "lm_experiments_tools/attention/kernels/triton_dropout.py",
         "lm_experiments_tools/attention/kernels/triton_kernels.py",
         "lm_experiments_tools/data/seqio/worker.py",
     ),
