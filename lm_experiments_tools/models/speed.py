@@ -53,11 +53,11 @@ KINDS = {"t5": "t5", "bert": "bert", "lm_experiments_t5": "t5", "lm_experiments_
 # Measured on one thread of an EPYC with avx512_bf16, T5 with 2 + 2 layers, 8 x 256/57: bf16 takes 0.99, 0.81, 0.66 and
 # 0.43 of fp32's time at d_model 32, 64, 128 and 512.
 BF16_WIDTH = 64
-# Operations a second that training reaches, uncompiled: per thread of such a CPU 0.19e12 in bf16 and 0.08e12 in fp32
-# (t5-v1_1-small, 4 x 512/114); of a GPU about a third of an A100's 312e12 (nanoT5's published 0.56 s a step).
-RATES = {("cpu", True): 0.19e12, ("cpu", False): 0.08e12, ("cuda", True): 1e14, ("cuda", False): 0.4e14}
+# 6 x weights x input tokens of an uncompiled step by its seconds: on one such thread 1.49 for t5-v1_1-small, 4 x
+# 512/114, in bf16, 2.3 times as long in fp32; on an A100 1.30 and 1.39 s for base, 128 x 512/114 (nanoT5's README).
+RATES = {("cpu", True): 0.55e12, ("cpu", False): 0.24e12, ("cuda", True): 0.7e14, ("cuda", False): 0.6e14}
+SAVED = {"cpu": 0.09, "cuda": 0.5}  # of a step's time by compiling, in the same steps
 COMPILING_SECONDS = 70  # of t5-v1_1-small by blocks, nothing cached; 11 with a filled cache
-SAVED = 0.2  # of a step's time, by compiling: 0.11 to 0.28 in the same runs
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 
@@ -100,7 +100,7 @@ def choose_speed(
         if before is not None and before.get("speed") == "auto" and name in before:
             value, reason = before[name], "as the run was begun"
             if name == "compile" and value and (lacking := lacks_compiler(device)):
-                value, reason = False, f"{lacking}, so each step takes about {1 / (1 - SAVED):.2g} times as long"
+                value, reason = False, _uncompiled(lacking, device)
         args = replace(args, **{name: value})
         origins[name] = f"{AUTO}: {reason}"
     set_up_process(fast=True, device=device)
@@ -300,13 +300,17 @@ def _choose_compile(args: ExperimentArgs, device: str, model: _Model) -> tuple[b
     if isinstance(args, FinetuningArgs):
         return False, "how long fine-tuning takes is not known yet"
     if lacking := lacks_compiler(device):
-        return False, f"{lacking}, so each step takes about {1 / (1 - SAVED):.2g} times as long"
+        return False, _uncompiled(lacking, device)
     tokens = args.iters * args.rows_per_worker() * args.input_seq_len
     threads = torch.get_num_threads() if device == "cpu" else 1
     bf16 = args.bf16 or args.fp16
     seconds = 6 * model.weights * tokens / (RATES[device, bf16] * threads)
-    pays = SAVED * seconds > 2 * COMPILING_SECONDS
+    pays = SAVED[device] * seconds > 2 * COMPILING_SECONDS
     return pays, f"about {_minutes(seconds)} of computing {'pay' if pays else 'do not pay'} for it"
+
+
+def _uncompiled(lacking: str, device: str) -> str:
+    return f"{lacking}, so each step takes about {1 / (1 - SAVED[device]):.2g} times as long"
 
 
 def _minutes(seconds: float) -> str:

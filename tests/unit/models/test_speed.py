@@ -60,9 +60,9 @@ def test_off_is_plain():
 
 
 def test_compiling_has_to_pay():
-    """The smallest run that is compiled takes ten times as long as compiling, and shorter ones never wait for it."""
+    """The smallest run that is compiled takes hours; shorter ones never wait for it."""
     pays = [iters for iters in (10, 100, 1000, 10**4, 10**5) if chosen(*t5(iters=iters, batch_size=16))[0][3]]
-    assert pays == [1000, 10**4, 10**5]
+    assert pays == [10**4, 10**5]
     assert not chosen(*t5(validate_only=True, valid_data_path="v"))[0][3]
     assert not chosen(*t5(gradient_checkpointing=True))[0][3]
 
@@ -74,7 +74,7 @@ def test_what_is_not_there_is_replaced_and_its_cost_said(machine):
     line = describe_speed(args, origins, modeling_t5.T5Model(modeling_t5.T5Config(**SIZES)))
     assert (args.bf16, args.compile) == (False, False)
     assert "fp32 (this CPU has no bfloat16: about 2 times slower" in line
-    assert "not compiled (there is no C++ compiler g++, so each step takes about 1.2 times as long)" in line
+    assert "not compiled (there is no C++ compiler g++, so each step takes about 1.1 times as long)" in line
 
 
 def test_what_is_not_there_is_refused_where_it_was_asked_for(machine):
