@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -65,6 +66,8 @@ def test_compiling_has_to_pay():
     assert pays == [10**4, 10**5]
     assert not chosen(*t5(validate_only=True, valid_data_path="v"))[0][3]
     assert not chosen(*t5(gradient_checkpointing=True))[0][3]
+    (*_, compiled), origins = chosen(*t5(dropout_rate=0.1))
+    assert not compiled and "dropout" in origins["compile"]
 
 
 def test_what_is_not_there_is_replaced_and_its_cost_said(machine):
@@ -102,6 +105,8 @@ def test_small_models_and_unknown_kinds_stay_as_they_are(tmp_path):
 
 def test_bert_and_fine_tuning(tmp_path):
     bert = BertPretrainingArgs(data_path=("d",), vocab_file="v", lr=1e-3, model_cfg="bert_base_uncased", iters=LONG)
+    assert chosen(bert, {})[0] == ("auto", "modeling_bert:BertForPreTraining", True, False)  # it has dropout
+    bert = replace(bert, dropout_rate=0.0)
     assert chosen(bert, {})[0] == ("auto", "modeling_bert:BertForPreTraining", True, True)
     for kind, config, model_cls in (
         ("encoder-decoder", {"model_type": "t5"}, OURS),
