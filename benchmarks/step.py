@@ -205,7 +205,8 @@ def loops_of(shape: Shape) -> list[str]:
     """Those that are compared where none are named."""
     if shape.real_lengths:
         return ["transformers Trainer", "ours, --speed off", "ours, not compiled"]  # as fine-tuning is by default
-    loops = list(LOOPS)
+    as_chosen = "ours, compiled" if shape.is_t5 else "ours, not compiled"  # by --speed auto, so "ours" again
+    loops = [loop for loop in LOOPS if loop != as_chosen]
     if not shape.is_t5:
         return [loop for loop in loops if "nanoT5" not in loop]
     if shape.preset != "t5-v1_1-small" or shape.rows != 4:  # compiling takes longer than the steps: once is enough

@@ -228,6 +228,7 @@ LOOPS: dict[str, Callable[..., None]] = {
     "ours, --speed off": lambda *args: ours(*args, speed="off", compile=False),
     "ours": ours,
     "ours, not compiled": lambda *args: ours(*args, compile=False),
+    "ours, compiled": lambda *args: ours(*args, compile=True),
     "transformers, bare loop": bare,
     "transformers, bare loop, compiled": lambda *args: bare(*args, compiled=True),
     "transformers Trainer": trainer,
