@@ -184,7 +184,8 @@ def test_states(copied):
     assert run.warnings[-1] == ("03:04:05", "ERROR", "rank 0 step 4: ValueError: no")
 
 
-def test_once_prints_one_picture_with_the_exit_state(copied, capsys):
+def test_once_prints_one_picture_with_the_exit_state(copied, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["watch", str(copied / "b"), "--once"]) == 0
     printed = capsys.readouterr().out
     last = records(copied / "b")[-1]
