@@ -103,7 +103,23 @@ def measure(name: str, model: torch.nn.Module, flags: dict[str, Any], rows: int,
                 cells[way] = cells[way][0] + tokens_of(batch), cells[way][1] + cells_of(batch)
     for way, found in rates.items():
         ratios = [mine / base for mine, base in zip(found, rates["padded, random order"], strict=True)]
-        columns = "padding", "tokens per CPU-second, median", "most", "ratio, median", "of the most"
+        print(
+            f"| {name} | {way}, {batch_of[way]} rows | {1 - cells[way][0] / cells[way][1]:.1%} "
+            f"| {statistics.median(found):,.0f} | {max(found):,.0f} | **{statistics.median(ratios):.2f}** "
+            f"| {max(found) / max(rates['padded, random order']):.2f} |",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--only", nargs="+", default=["bert", "t5"], choices=["bert", "t5"])
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    columns = "padding", "tokens per CPU-second, median", "most", "ratio, median", "of the most"
     print(f"| | | {' | '.join(columns)} |\n|---|---{'|---:' * len(columns)}|")
     size = f"{options.layers} x {options.width}"
     for limit in (64, 128, 512) if "bert" in options.only else ():
