@@ -34,13 +34,12 @@ def load_tokenizer(args: FinetuningArgs, files: ModelFiles | None = None) -> Pre
     files = files or ModelFiles(args)
     flag, name = files.tokenizer_flag
     from_vocabulary = Path(name).suffix == ".model"
-    tokenizer = _from_sentencepiece(Path(name)) if from_vocabulary else _from_source(files.tokenizer, f"{flag} {name}")
-    _check_vocabulary(tokenizer, f"{flag} {name}")
+    named = f"{flag} {name}"
+    tokenizer = _from_sentencepiece(Path(name)) if from_vocabulary else read_tokenizer(files.tokenizer, named)
+    _check_vocabulary(tokenizer, named)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
-            raise UserError(
-                f"{flag} {name}: the tokenizer has neither a padding nor an end-of-text token to pad with."
-            )
+            raise UserError(f"{named}: the tokenizer has neither a padding nor an end-of-text token to pad with.")
         tokenizer.pad_token = tokenizer.eos_token
         logger.info("the tokenizer has no padding token: %s, its end of text, is used", tokenizer.eos_token)
     if args.peft == "new_tokens":
@@ -58,7 +57,7 @@ def _from_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder)
 
 
-def _from_source(source: Source, named: str) -> PreTrainedTokenizerBase:
+def read_tokenizer(source: Source, named: str) -> PreTrainedTokenizerBase:
     """Read a tokenizer; `named` is the flag with its value, for the message."""
     from transformers import AutoTokenizer, BertTokenizerFast
 

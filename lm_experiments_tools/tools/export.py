@@ -26,7 +26,7 @@ def run(args: ExportArgs) -> None:
     from pathlib import Path
 
     from lm_experiments_tools.checkpoint.source import find_source
-    from lm_experiments_tools.models.pretrained import whole_model
+    from lm_experiments_tools.models.saved import whole_model
     from lm_experiments_tools.tools.onnx_export import check_onnxruntime, copy_tokenizer, export
 
     check_onnxruntime()
