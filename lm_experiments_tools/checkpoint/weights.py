@@ -76,8 +76,8 @@ def save_model(
     except SafetensorError as error:
         raise as_os_error(error, Path(path)) from error
     apply_umask(*Path(path).rglob("*.safetensors"))  # of a model that writes its own
-    if tokenizer_dir is not None:
-        _copy_tokenizer(Path(tokenizer_dir), Path(path))
+    if tokenizer_dir is not None and not copy_tokenizer(Path(tokenizer_dir), Path(path)):
+        raise UserError(f"{tokenizer_dir} has no tokenizer files (tokenizer*.json, *.model, vocab*).")
 
 
 def _write_model(
@@ -301,12 +301,12 @@ def _unshared(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return result
 
 
-def _copy_tokenizer(source: Path, target: Path) -> None:
+def copy_tokenizer(source: Path, target: Path) -> bool:
+    """Copy the files of a tokenizer, and what it was fine-tuned for; False if there is none."""
     files = {file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}
-    if not files:
-        raise UserError(f"{source} has no tokenizer files (tokenizer*.json, *.model, vocab*).")
     for file in files:
         shutil.copyfile(file, target / file.name)
+    return any(file.name != TASK_FILE for file in files)
 
 
 @contextlib.contextmanager

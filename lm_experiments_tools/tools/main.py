@@ -10,7 +10,7 @@ lmtools inspect_finetuning --config RUN.yaml
 lmtools attention --model DIR --text TEXT --output maps.html
 lmtools evaluate --checkpoints RUNS --valid_data_path FILE
 lmtools generate RUN "The <extra_id_0> of the file."
-lmtools export --from_pretrained DIR --output DIR.onnx
+lmtools export RUN --to FOLDER | --output DIR.onnx
 lmtools compare RUNS --html page.html
 lmtools watch RUN
 lmtools doctor
@@ -46,7 +46,7 @@ COMMANDS = {
     "attention": "attention maps of a model on a text, and pictures of block-sparse layouts",
     "evaluate": "measure several fine-tuned models, or checkpoints of a run, on the same data: one table",
     "generate": "let a model write, fill in blanks or label texts: a quick look",
-    "export": "write a fine-tuned model as ONNX and check it against torch",
+    "export": "write a model for the Hugging Face Hub, or as ONNX, and check what is loaded from it",
     "compare": "runs beside each other: how far, how good, what was set otherwise; a page of their curves",
     "watch": "watch a run from a terminal: progress, loss curve, speed, warnings; until it ends",
     "doctor": "what works here: versions, backends tried by two workers, devices, compilers; what to install",
