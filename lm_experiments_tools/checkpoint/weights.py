@@ -19,6 +19,7 @@ from lm_experiments_tools.checkpoint.adapter_files import read_adapter, read_ada
 from lm_experiments_tools.checkpoint.legacy import read_pickle, state_dict_of, strip_wrappers
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, is_plain_relative_name, verify_files
 from lm_experiments_tools.checkpoint.source import TASK_FILE, holds_adapter
+from lm_experiments_tools.checkpoint.t5x import is_t5x, read_t5x
 from lm_experiments_tools.checkpoint.tensor_files import WriteTensors, write_now
 from lm_experiments_tools.checkpoint.tree import as_os_error, load_tensors
 from lm_experiments_tools.errors import UserError
@@ -143,7 +144,7 @@ def load_weights(
 
     Args:
         source: a checkpoint of ours, any Hugging Face directory (one file or shards), a `.safetensors` file, a
-            t5-experiments `model_N.pth`, a nanoT5 `pytorch_model.bin`.
+            t5-experiments `model_N.pth`, a nanoT5 `pytorch_model.bin`, a folder of t5x.
         allow_partial: load what matches by name and shape and report the rest.
         allow_pickle: see `legacy.read_pickle`.
         verified: the files have just been compared with the manifest of `source`.
@@ -247,6 +248,8 @@ def _read_directory(path: Path, allow_pickle: bool, verified: bool) -> dict[str,
         for name in names:
             weights.update(_read_file(path / name, allow_pickle))
         return weights
+    if is_t5x(path):
+        return read_t5x(path)
     if holds_adapter(path):
         raise UserError(
             f"{path} holds an adapter, not a whole model: name it by --from_pretrained, which loads its base too."

@@ -139,7 +139,7 @@ def same_logits(opened: Opened, folder: Path) -> Loading:
     model = loaded(
         lambda: reader.from_pretrained(str(folder), dtype=torch.float32, output_loading_info=True), str(folder), name
     )
-    _compare(logits_of(model.eval(), inputs), expected, folder)
+    check_same(logits_of(model.eval(), inputs), expected, folder)
     return Loading(code, "The class is one of `lm_experiments_tools`, which has to be installed." if ours else "")
 
 
@@ -162,7 +162,8 @@ def logits_of(model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return output[next((name for name in _OUTPUTS if name in output), 0)]
 
 
-def _compare(found: Tensor, expected: Tensor, folder: Path) -> None:
+def check_same(found: Tensor, expected: Tensor, folder: Path) -> None:
+    """Raises UserError unless the two are equal in every bit; `folder` is what was written."""
     if found.shape != expected.shape or not torch.equal(found, expected):
         differ = (
             f"by up to {float((found - expected).abs().max()):.3g}" if found.shape == expected.shape else "in shape"
@@ -237,7 +238,7 @@ def _try_stranger(code: str, folder: Path, inputs: dict[str, Tensor], expected: 
         if done.returncode != 0:
             return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         try:
-            _compare(torch.load(answered), expected, folder)
+            check_same(torch.load(answered), expected, folder)
         except UserError as error:
             return str(error)
     return None

@@ -8,9 +8,10 @@ lmtools inspect --config RUN.yaml
 lmtools inspect_bert --config RUN.yaml
 lmtools inspect_finetuning --config RUN.yaml
 lmtools attention --model DIR --text TEXT --output maps.html
-lmtools evaluate --checkpoints RUNS --valid_data_path FILE
+lmtools evaluate RUNS --valid_data_path FILE | --suite lm_eval --tasks TASKS
 lmtools generate RUN "The <extra_id_0> of the file."
 lmtools export RUN --to FOLDER | --output DIR.onnx
+lmtools convert FILE --to FOLDER --model_cfg NAME
 lmtools compare RUNS --html page.html
 lmtools watch RUN
 lmtools doctor
@@ -44,9 +45,10 @@ COMMANDS = {
     "inspect_bert": "the same for the sentences of run_bert_pretraining.py",
     "inspect_finetuning": "the same for the examples of run_finetuning.py: labels, lengths, what is cut off",
     "attention": "attention maps of a model on a text, and pictures of block-sparse layouts",
-    "evaluate": "measure several fine-tuned models, or checkpoints of a run, on the same data: one table",
+    "evaluate": "measure models, or checkpoints of a run, on the same data or by lm_eval, mteb, ...: one table",
     "generate": "let a model write, fill in blanks or label texts: a quick look",
     "export": "write a model for the Hugging Face Hub, or as ONNX, and check what is loaded from it",
+    "convert": "make a folder for from_pretrained of weights of t5-experiments, nanoT5 or t5x",
     "compare": "runs beside each other: how far, how good, what was set otherwise; a page of their curves",
     "watch": "watch a run from a terminal: progress, loss curve, speed, warnings; until it ends",
     "doctor": "what works here: versions, backends tried by two workers, devices, compilers; what to install",
