@@ -46,14 +46,14 @@ class ConvertArgs:
             )
         if self.model_cfg is None:
             raise UserError(f"--model_cfg is missing: {self.source} does not say what model it is of.")
-        if not Path(self.source).exists():
-            raise UserError(f"--source {self.source}: there is no such file or folder.")
         if not re.fullmatch(r"[1-9]\d*[KMGT]B", self.max_shard_size):
             raise UserError(f"--max_shard_size {self.max_shard_size}: write a size as 5GB or 500MB.")
 
 
 def run(args: ConvertArgs) -> None:
     """Convert, and say what was written."""
+    if not Path(args.source).exists():
+        raise UserError(f"--source {args.source}: there is no such file or folder.")
     import torch
 
     from lm_experiments_tools.checkpoint.weights import load_weights, without_progress_bars

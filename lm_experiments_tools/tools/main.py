@@ -94,7 +94,7 @@ def _run(name: str, argv: list[str]) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     command = importlib.import_module(f"lm_experiments_tools.tools.{name}")
-    argv = _named(argv, getattr(command, "POSITIONAL", ()))
+    argv = with_names(argv, getattr(command, "POSITIONAL", ()))
     args_class = "".join(word.capitalize() for word in name.split("_")) + "Args"
     args, origins = parse(
         getattr(command, args_class),
@@ -107,7 +107,7 @@ def _run(name: str, argv: list[str]) -> int:
     return command.run(args, **more) or 0
 
 
-def _named(argv: list[str], flags: str | tuple[str, str]) -> list[str]:
+def with_names(argv: list[str], flags: str | tuple[str, str]) -> list[str]:
     """The command line with names before the words that stand before its first flag."""
     flags = (flags,) if isinstance(flags, str) else flags
     if not argv or not flags or argv[0].startswith("-"):

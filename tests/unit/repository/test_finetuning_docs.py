@@ -1,4 +1,4 @@
-"""Commands of docs/finetuning.md and examples/ are understood, and the notebooks run."""
+"""Commands of docs/ (fine-tuning, evaluation, interchange) and examples/ are understood, and the notebooks run."""
 
 import ast
 import importlib
@@ -14,20 +14,25 @@ from lm_experiments_tools import FineTuner
 from lm_experiments_tools.config import cli
 from lm_experiments_tools.config.finetuning import LEARNING_RATES, FinetuningArgs
 from lm_experiments_tools.metrics import METRICS, values_of
+from lm_experiments_tools.tools.main import with_names
 from tests.helpers import ROOT
 
-PAGE = (ROOT / "docs" / "finetuning.md").read_text(encoding="utf-8")
+PAGE, *OTHERS = (
+    (ROOT / "docs" / f"{n}.md").read_text(encoding="utf-8") for n in ("finetuning", "evaluation", "interchange")
+)
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 YAML_FILES = sorted((ROOT / "examples").glob("finetune_*.yaml"))
 FLAGS = {field.name for field in fields(FinetuningArgs)}
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.M | re.S)
+def blocks(language: str, page: str = PAGE) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.M | re.S)
 
 
 def commands() -> list[list[str]]:
-    lines = "".join(blocks("bash")).replace("\\\n", " ").splitlines()
+    lines = (
+        "".join(text for page in (PAGE, *OTHERS) for text in blocks("bash", page)).replace("\\\n", " ").splitlines()
+    )
     return [shlex.split(line, comments=True) for line in lines if line.strip()]
 
 
@@ -62,7 +67,8 @@ def test_command_of_the_page_parses(words, monkeypatch):
         assert re.search(rf"^{words[1]}:.*## ", (ROOT / "Makefile").read_text(), flags=re.M)
     elif words[0] == "lmtools":
         tool = importlib.import_module(f"lm_experiments_tools.tools.{words[1]}")
-        cli.parse(getattr(tool, "".join(map(str.capitalize, words[1].split("_"))) + "Args"), words[2:])
+        argv = with_names(words[2:], getattr(tool, "POSITIONAL", ()))
+        cli.parse(getattr(tool, "".join(map(str.capitalize, words[1].split("_"))) + "Args"), argv)
     else:
         args, origins = cli.parse(FinetuningArgs, words[words.index("run_finetuning.py") + 1 :])
         args.resolved().without_epochs_beside_iters(origins)
