@@ -36,6 +36,7 @@ EXTRAS = {
     # suites of lmtools evaluate
     "suites": ["lm_eval>=0.4.13", "mteb>=2", "sentence-transformers>=6"],
     "plots": ["matplotlib>=3.9"],
+    "docs": ["mkdocstrings-python>=2.0", "zensical>=0.0.70"],
     "dev": [
         "datasets>=5.0",
         "hypothesis>=6.100",
