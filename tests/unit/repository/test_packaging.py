@@ -89,7 +89,7 @@ def test_installed_wheel_trains_away_from_the_sources(site, tmp_path):
         return done.stdout + done.stderr
 
     for command, flag in (("pretrain-t5", "--target_seq_len"), ("pretrain-bert", "--use_nsp"), ("finetune", "--peft")):
-        assert flag in lmtools(command, "--help")
+        assert flag in lmtools(command, "--help", "all")
     assert "did you mean --lr" in lmtools("pretrain-t5", "--lrr", "1", code=2)
     assert "--rebuild" in lmtools("build-horovod", "--help")
     lmtools("settings")
