@@ -33,6 +33,7 @@ EXTRAS = {
     "quantize": ["bitsandbytes>=0.50", "peft>=0.21"],
     "onnx": ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5"],
     "metrics": ["rouge-score>=0.1.2", "sacrebleu>=2.5"],
+    "sweep": ["optuna>=5"],
     "plots": ["matplotlib>=3.9"],
     "dev": [
         "datasets>=5.0",

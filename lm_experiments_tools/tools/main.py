@@ -11,6 +11,7 @@ lmtools attention --model DIR --text TEXT --output maps.html
 lmtools evaluate --checkpoints RUNS --valid_data_path FILE
 lmtools export --from_pretrained DIR --output DIR.onnx
 lmtools compare RUNS --html page.html
+lmtools sweep SWEEP.yaml --output RUNS
 lmtools watch RUN
 lmtools doctor
 lmtools settings --output .
@@ -45,6 +46,7 @@ COMMANDS = {
     "evaluate": "measure several fine-tuned models, or checkpoints of a run, on the same data: one table",
     "export": "write a fine-tuned model as ONNX and check it against torch",
     "compare": "runs beside each other: how far, how good, what was set otherwise; a page of their curves",
+    "sweep": "run a script once for each of several settings, and compare: a grid, or what Optuna proposes",
     "watch": "watch a run from a terminal: progress, loss curve, speed, warnings; until it ends",
     "doctor": "what works here: versions, backends tried by two workers, devices, compilers; what to install",
     "settings": "write the settings that accelerate launch takes, accelerate_configs/, to a folder",
@@ -105,11 +107,20 @@ def _run(name: str, argv: list[str]) -> int:
 
 def _run_script(file: str, argv: list[str]) -> int:
     """Run a script as `python FILE` does; it stands beside the package, and `scripts` in it where it is installed."""
-    package = Path(__file__).resolve().parents[1]
-    path = next(path for path in (package.parent / file, package / file) if path.is_file())
+    path = _find(file)
     sys.argv = [str(path), *argv]
     runpy.run_path(str(path), run_name="__main__")
     return 0
+
+
+def script_path(name: str) -> Path:
+    """The file of one of `SCRIPTS`."""
+    return _find(SCRIPTS[name][0])
+
+
+def _find(file: str) -> Path:
+    package = Path(__file__).resolve().parents[1]
+    return next(path for path in (package.parent / file, package / file) if path.is_file())
 
 
 def _usage() -> str:
