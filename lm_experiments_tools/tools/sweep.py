@@ -41,7 +41,7 @@ import yaml
 
 from lm_experiments_tools.config.suggestions import suggestion
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import write_atomic
+from lm_experiments_tools.files import read_json, write_atomic
 from lm_experiments_tools.tools.runs.candidates import Candidate, Grid, OptunaSearch, check_parameters, run_name
 
 POSITIONAL = "settings"  # words before the first flag are its values
@@ -126,7 +126,7 @@ def read_sweep(path: Path) -> Sweep:
     for key in said:
         if key not in _KEYS:
             raise UserError(f"{path}: unknown setting {key!r}: there are {', '.join(_KEYS)}.")
-    if said.get("script") not in _ARGS:
+    if said.get("script") not in list(_ARGS):  # a list, which may be asked for anything
         raise UserError(f"{path}: script is {said.get('script')!r}: choose one of {', '.join(_ARGS)}.")
     module, _, name = _ARGS[said["script"]].partition(":")
     args_class = getattr(importlib.import_module(f"lm_experiments_tools.config.{module}"), name)
@@ -140,6 +140,8 @@ def read_sweep(path: Path) -> Sweep:
     trials, launcher = said.get("trials"), said.get("launcher", [])
     if trials is not None and (type(trials) is not int or trials < 1):
         raise UserError(f"{path}: trials is {trials!r}: it is the number of runs, at least 1.")
+    if not isinstance(said.get("metric", "loss"), str):
+        raise UserError(f"{path}: metric is {said['metric']!r}: name one of validation, such as loss.")
     if said.get("direction", "min") not in ("min", "max"):
         raise UserError(f"{path}: direction is {said['direction']!r}: choose min or max.")
     launcher = launcher.split() if isinstance(launcher, str) else launcher
@@ -168,8 +170,8 @@ def _check_same(folder: Path, sweep: Sweep) -> None:
     asked = {name: getattr(sweep, name) for name in ("script", "metric", "direction")}
     asked["search"] = "grid" if sweep.trials is None else "optuna"
     if not file.exists():
-        file.write_text(json.dumps(asked) + "\n", encoding="utf-8")
-    elif (before := json.loads(file.read_text(encoding="utf-8"))) != asked:
+        write_atomic(file, json.dumps(asked) + "\n")
+    elif (before := read_json(file)) != asked:
         raise UserError(f"--output {folder} holds a sweep of {before}, this is one of {asked}: choose another folder.")
 
 
@@ -189,7 +191,11 @@ class _Work:
         self.done: dict[str, dict[str, Any]] = {}
         if self._results.exists():
             whole, _, cut_short = self._results.read_text(encoding="utf-8").rpartition("\n")
-            self.done = {result["run"]: result for result in map(json.loads, whole.splitlines())}
+            try:
+                self.done = {result["run"]: result for result in map(json.loads, whole.splitlines())}
+            except (ValueError, KeyError, TypeError):
+                sentence = f"{self._results} is damaged: remove it; the runs that have ended are then read again."
+                raise UserError(sentence) from None
             if cut_short:  # by a kill
                 write_atomic(self._results, whole + "\n" * bool(whole))
         if retry:

@@ -124,6 +124,8 @@ def test_names_are_those_of_values():
     ("changes", "words"),
     [
         ({"script": "pretrain"}, ["script is 'pretrain': choose one of pretrain-t5"]),
+        ({"script": ["a"]}, ["script is ['a']"]),
+        ({"metric": 3}, ["metric is 3: name one of validation"]),
         ({"parameters": {"lrr": [1]}}, ["unknown flag 'lrr': did you mean lr?"]),
         ({"parameters": {"lr": 1e-3}}, ["lr must be a list of values, or a range"]),
         ({"parameters": {"lr": {"low": 1, "high": 0}}, "trials": 2}, ["low must be below high"]),
@@ -149,3 +151,7 @@ def test_folder_of_another_question_is_refused(write, tmp_path, capsys):
     (tmp_path / "out" / "sweep.json").write_text(json.dumps(asked))
     assert main(["sweep", *write({"lr": [1e-3]})]) == 2
     assert "holds a sweep of" in capsys.readouterr().err
+    (tmp_path / "out" / "sweep.json").unlink()
+    (tmp_path / "out" / "results.jsonl").write_text('{"run"\n')
+    assert main(["sweep", *write({"lr": [1e-3]})]) == 2
+    assert "results.jsonl is damaged: remove it" in capsys.readouterr().err
