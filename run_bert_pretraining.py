@@ -27,7 +27,9 @@ from lm_experiments_tools.config.cli import parse, run_main
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args, origins = parse(BertPretrainingArgs, argv, description=__doc__)
+    args, origins = parse(
+        BertPretrainingArgs, argv, description=__doc__, settle="lm_experiments_tools.models.speed:choose_speed"
+    )
 
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend

@@ -35,7 +35,13 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> None:
     found: list[Source] = []
-    args, origins = parse(FinetuningArgs, argv, description=__doc__, inherit=partial(_inherited, found))
+    args, origins = parse(
+        FinetuningArgs,
+        argv,
+        description=__doc__,
+        inherit=partial(_inherited, found),
+        settle="lm_experiments_tools.models.speed:choose_speed",
+    )
     args.check_used()
     args = args.resolved().without_epochs_beside_iters(origins)
 

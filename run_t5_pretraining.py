@@ -27,7 +27,9 @@ from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args, origins = parse(T5PretrainingArgs, argv, description=__doc__)
+    args, origins = parse(
+        T5PretrainingArgs, argv, description=__doc__, settle="lm_experiments_tools.models.speed:choose_speed"
+    )
 
     # imported after parsing, so that --help and a mistyped flag answer at once, as does a vocabulary of other tokens
     from lm_experiments_tools.backends.cluster import attempt

@@ -13,6 +13,7 @@ lmtools generate RUN "The <extra_id_0> of the file."
 lmtools export RUN --to FOLDER | --output DIR.onnx
 lmtools convert FILE --to FOLDER --model_cfg NAME
 lmtools compare RUNS --html page.html
+lmtools sweep SWEEP.yaml --output RUNS
 lmtools watch RUN
 lmtools doctor
 lmtools settings --output .
@@ -50,6 +51,7 @@ COMMANDS = {
     "export": "write a model for the Hugging Face Hub, or as ONNX, and check what is loaded from it",
     "convert": "make a folder for from_pretrained of weights of t5-experiments, nanoT5 or t5x",
     "compare": "runs beside each other: how far, how good, what was set otherwise; a page of their curves",
+    "sweep": "run a script once for each of several settings, and compare: a grid, or what Optuna proposes",
     "watch": "watch a run from a terminal: progress, loss curve, speed, warnings; until it ends",
     "doctor": "what works here: versions, backends tried by two workers, devices, compilers; what to install",
     "settings": "write the settings that accelerate launch takes, accelerate_configs/, to a folder",
@@ -118,11 +120,20 @@ def with_names(argv: list[str], flags: str | tuple[str, str]) -> list[str]:
 
 def _run_script(file: str, argv: list[str]) -> int:
     """Run a script as `python FILE` does; it stands beside the package, and `scripts` in it where it is installed."""
-    package = Path(__file__).resolve().parents[1]
-    path = next(path for path in (package.parent / file, package / file) if path.is_file())
+    path = _find(file)
     sys.argv = [str(path), *argv]
     runpy.run_path(str(path), run_name="__main__")
     return 0
+
+
+def script_path(name: str) -> Path:
+    """The file of one of `SCRIPTS`."""
+    return _find(SCRIPTS[name][0])
+
+
+def _find(file: str) -> Path:
+    package = Path(__file__).resolve().parents[1]
+    return next(path for path in (package.parent / file, package / file) if path.is_file())
 
 
 def _usage() -> str:
