@@ -24,12 +24,12 @@ class State(NamedTuple):
     why: str
 
 
-def state_of(name: str, model: Model, trained: int, *, momentum: float = 0, beta1: bool = False) -> State:
+def state_of(name: str, model: Model, trained: int, *, momentum: bool = False, beta1: bool = False) -> State:
     """State of the optimizer for `trained` of the model's parameters, float32.
 
     Args:
         name: as `--optimizer` takes it; of module:Class the class decides.
-        momentum: of SGD.
+        momentum: SGD has one.
         beta1: Adafactor has a first moment.
     """
     name = name.replace(".", ":").rsplit(":", 1)[-1]
@@ -37,7 +37,7 @@ def state_of(name: str, model: Model, trained: int, *, momentum: float = 0, beta
     matrices = [(number, rows, columns) for number, rows, columns in model.matrices() if number * rows * columns]
     largest = max(rows * columns for _, rows, columns in matrices) * 4 * (share == 1)
     if name in ("SGD", "FusedSGD"):
-        return State(4 * trained * bool(momentum), 0, "a momentum, 4 N" if momentum else "none without momentum")
+        return State(4 * trained * momentum, 0, "a momentum, 4 N" if momentum else "none without momentum")
     if name == "Adafactor":
         sums = 4 * share * sum(number * (rows + columns) for number, rows, columns in matrices)
         first = 4 * trained if beta1 else 0

@@ -95,7 +95,7 @@ def make_plan(
     step, notes = _step(args, model, config, device)
     trained = _trained(args, model)
     options = dict(option.partition("=")[::2] for option in args.optimizer_options)
-    momentum = float(options.get("momentum", 0) or 0)
+    momentum = options.get("momentum", "0") not in ("0", "0.0")
     state = state_of(args.optimizer, model, trained, momentum=momentum, beta1="beta1" in options)
     fixed = _fixed(args, planning, model, trained, state)
     peak = walk(model, step, fixed, args.gradient_accumulation_steps > 1, trained)
@@ -189,7 +189,7 @@ def lengths(args: ExperimentArgs, model: Model) -> tuple[int, int]:
     if getattr(args, "task", "") == "span_corruption":
         counts = plan_spans(args.input_seq_len, args.noise_density, args.mean_noise_span_length, _SENTINELS)
         return args.input_seq_len, counts.targets_length
-    return args.input_seq_len, args.target_seq_len
+    return args.input_seq_len, getattr(args, "target_seq_len", args.input_seq_len)
 
 
 def _scored(args: ExperimentArgs, model: Model) -> int | None:

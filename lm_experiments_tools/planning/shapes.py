@@ -120,7 +120,10 @@ def describe(config: Mapping[str, Any]) -> Model:
         )
     values = {**(_T5 if kind == "t5" else _BERT), **{key: value for key, value in config.items() if value is not None}}
     try:
-        return _t5(values) if kind == "t5" else _bert(values)
+        model = _t5(values) if kind == "t5" else _bert(values)
+        if min(model.width, model.heads, model.inner, model.wide, model.vocabulary, model.encoder_layers) < 1:
+            raise ValueError("a size below 1")
+        return model
     except (TypeError, ValueError, AttributeError) as error:
         raise UserError(f"the configuration has a value of the wrong kind: {error}") from error
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from lm_experiments_tools.config.launchers import launcher_rank
 from lm_experiments_tools.config.planning import PlanningArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import human_bytes
@@ -43,6 +45,22 @@ def show(args: ExperimentArgs, planning: PlanningArgs, origins: Mapping[str, str
         print("\n" + "\n".join(lines_of_fit(found, args, planning.fit)), flush=True)
         if planning.trace and found.changed:
             print("\n".join(_traced(found.plan)), flush=True)
+
+
+def show_run(args: ExperimentArgs, origins: Mapping[str, str]) -> None:
+    """Print the plan of a script's run (`--plan`), on rank 0, for the workers that its launcher has started."""
+    if launcher_rank() == 0:
+        show(args, of_launcher(), origins)
+
+
+def of_launcher(environ: Mapping[str, str] = os.environ) -> PlanningArgs:
+    """Workers and sharding as the launcher's environment tells them."""
+    told = [environ.get(name, "") for name in ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")]
+    workers = max((int(text) for text in told if text.isdigit()), default=1)
+    sharded = workers > 1 and environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "") if workers > 1 else ""
+    sharding = "fsdp" if sharded else f"zero{stage}" if stage in ("1", "2", "3") else "none"
+    return PlanningArgs(workers=workers, sharding=sharding)
 
 
 def _traced(plan: Plan) -> list[str]:
