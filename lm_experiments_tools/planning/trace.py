@@ -7,6 +7,7 @@ appears in the first step, so the peak is that of the second. What only data wou
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -19,6 +20,7 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_KEEPERS = ("lm_experiments_tools.attention", "modeling_t5", "modeling_bert")
 _KINDS = {
     "parameters": _MemRefType.PARAM,
     "buffers": _MemRefType.BUFFER,
@@ -96,8 +98,22 @@ def _step(prepared: Prepared, tracker: _PeakTracker, micro_batches: int) -> None
 
 @contextlib.contextmanager
 def _no_data() -> Iterator[None]:
-    with _fake_mode(), _Answers():
-        yield
+    _forget_kept()
+    try:
+        with _fake_mode(), _Answers():
+            yield
+    finally:
+        _forget_kept()
+
+
+def _forget_kept() -> None:
+    """Empty what modules of ours keep from one forward pass to the next: tensors with data and such without must not
+    meet."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_KEEPERS):
+            for value in vars(module).values():
+                if callable(getattr(value, "cache_clear", None)) and getattr(value, "__module__", None) == name:
+                    value.cache_clear()
 
 
 @cache

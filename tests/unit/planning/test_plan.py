@@ -80,9 +80,11 @@ def test_the_closed_form_is_within_5_percent_of_the_trace(tmp_path, config, flag
     assert plan.peak.total == pytest.approx(traced(plan).peak, rel=0.05)
 
 
-def test_the_trace_is_what_the_same_steps_hold_with_real_tensors(tmp_path):
-    plan = make_plan(args := settings(tmp_path, T5, batch_size=2, input_seq_len=32), args, GIVEN)
-    fake, real = traced(plan), traced(plan, fake=False)
+@pytest.mark.parametrize(("cls", "speed"), [(None, "off"), (OWN_T5, "auto")])
+def test_the_trace_is_what_the_same_steps_hold_with_real_tensors(tmp_path, cls, speed):
+    args = settings(tmp_path, T5, cls, speed=speed, batch_size=2, input_seq_len=32)
+    plan = make_plan(args, args, GIVEN)
+    fake, real = traced(plan), traced(plan, fake=False)  # in this order: nothing of the first may be left behind
     assert fake.peak == pytest.approx(real.peak, rel=1e-3)
     assert fake.parts["parameters"] == 4 * plan.model.parameters()
 

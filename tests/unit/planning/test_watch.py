@@ -1,4 +1,4 @@
-"""The plan in a run: printed before it by --plan, beside what was measured, and in the sentence of one that ran out."""
+"""The plan in a run: printed before it by --plan, beside what was measured, and said when memory ran out."""
 
 import logging
 
@@ -41,7 +41,7 @@ def test_running_out_of_memory_quotes_the_plan_and_proposes_the_next_setting(run
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has more to say")
     sentence = str(caught.value)
     assert sentence.startswith("out of memory (CUDA out of memory); planned were ")
-    assert "for micro-batches of 8: weights 4" in sentence
+    assert "for micro-batches of 8: weights 5.5 MiB, optimizer state 1" in sentence
     assert "; try --batch_size 4 --gradient_accumulation_steps 2, planned at " in sentence
 
 
