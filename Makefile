@@ -23,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster test-all lint bench bench-step clean
+.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster test-all lint docs bench bench-step clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -112,6 +112,9 @@ test-all: env-full horovod-if-possible ## the whole test suite
 lint: env-full ## ruff: style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+docs: env-full ## the documentation as a site in build/site; ARGS=serve: shown while pages are written
+	$(BIN)/python scripts/build_site.py $(ARGS)
 
 bench-step: env ## one training step of ours, transformers and (NANOT5=a checkout of it) nanoT5, about 40 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step.py $(if $(NANOT5),--nanot5 $(NANOT5)) $(ARGS)

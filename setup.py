@@ -34,6 +34,7 @@ EXTRAS = {
     "onnx": ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5"],
     "metrics": ["rouge-score>=0.1.2", "sacrebleu>=2.5"],
     "plots": ["matplotlib>=3.9"],
+    "docs": ["mkdocstrings-python>=2.0", "zensical>=0.0.70"],
     "dev": [
         "datasets>=5.0",
         "hypothesis>=6.100",

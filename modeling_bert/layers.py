@@ -26,8 +26,10 @@ from modeling_bert.positions import content_position, shared_position
 class Allowed(NamedTuple):
     """Which keys attention may look at; None where a mask would say "all"."""
 
-    key_padding_mask: Tensor | None  # bool [B, L], True for real tokens
-    mask: Tensor | None  # bool [B, 1 or H, L, L], True where allowed
+    key_padding_mask: Tensor | None = None  # bool [B, L], True for real tokens
+    mask: Tensor | None = None  # bool [B, 1 or H, L, L], True where allowed
+    segments: Tensor | None = None  # int [B, L], documents of packed rows: queries see keys of their own
+    offset: int | Tensor = 0  # int64 [B, 1, L], where the documents' positions begin, for schemes that rotate
 
 
 class CanBeFast(nn.Module):
@@ -101,13 +103,14 @@ class BertSelfAttention(CanBeFast):
         projections = self.query, self.key, self.value
         features = joined(x, *projections) if self.is_fast and self.training else (part(x) for part in projections)
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in features)  # [B, H, L, d]
-        q, k = position.rotate(q, k)
+        q, k = position.rotate(q, k, allowed.offset)
         if self.distance_embedding is not None:
-            bias = self.distance_embedding(q, k)
+            of_content = self.distance_embedding(q, k)
+            bias = of_content if bias is None else of_content + bias
         dropout_p = self.config.attention_probs_dropout_prob if self.training else 0.0
-        is_dense = bias is None and allowed.mask is None and implementation(self.config) == "sdpa"
+        is_dense = allowed.mask is None and implementation(self.config) == "sdpa"
         if self.is_fast and q.is_cpu and is_dense and not output_attentions and q.dtype != torch.float16:
-            output = dense_attention(q * q.shape[-1] ** -0.5, k, v, allowed.key_padding_mask, dropout_p)
+            output = dense_attention(q * q.shape[-1] ** -0.5, k, v, allowed.key_padding_mask, dropout_p, bias)
             return output.transpose(1, 2).flatten(2), None
         output, weights = attend(
             q,
@@ -117,6 +120,7 @@ class BertSelfAttention(CanBeFast):
             layout=self.layout,
             bias=bias,
             key_padding_mask=allowed.key_padding_mask,
+            segment_ids=None if allowed.segments is None else (allowed.segments, allowed.segments),
             mask=allowed.mask,
             dropout_p=dropout_p,
             output_attentions=output_attentions,
@@ -209,9 +213,19 @@ class BertEncoder(nn.Module):
         bias = self.position.bias(length, length, device=x.device)
         is_dense = self.config.sparse_config_cls is None
         bias = shared_bias(bias, length, length, implementation(self.config), x.device, is_dense, self.training)
+        if allowed.segments is not None:
+            bias, allowed = self.for_packed_rows(bias, allowed, x.dtype)
         for layer in self.layer:
             x = layer(x, bias, self.position, allowed, output_attentions)
         return self.last_layer_ln(x)
+
+    def for_packed_rows(self, bias: Bias | None, allowed: Allowed, dtype: torch.dtype) -> tuple[Bias | None, Allowed]:
+        """Documents kept apart by the bias, once for all layers; block-sparse kernels are given their numbers."""
+        if implementation(self.config) == "block_sparse":
+            return bias, allowed
+        same = allowed.segments[:, None, :, None] == allowed.segments[:, None, None, :]
+        mask = torch.zeros(same.shape, dtype=dtype, device=same.device).masked_fill(~same, -torch.inf)
+        return mask if bias is None else bias + mask, allowed._replace(segments=None)
 
 
 def implementation(config: BertConfig) -> str:

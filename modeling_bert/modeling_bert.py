@@ -32,6 +32,7 @@ from lm_experiments_tools.modules.user_classes import set_own_values
 from lm_experiments_tools.modules.variants import TakesBothConfigs
 from modeling_bert.configuration_bert import BertConfig
 from modeling_bert.layers import Allowed, BertEmbeddings, BertEncoder, BertLayer, BertSelfAttention, CanBeFast
+from modeling_bert.packing import allowed_in_packed_rows, of_documents, positions_of, starts_of
 from modeling_bert.positions import RelativeKeyPosition
 
 TIED = {
@@ -98,15 +99,16 @@ class BertPreTrainedModel(PreTrainedModel, metaclass=TakesBothConfigs):
 
 
 class BertPooler(nn.Module):
-    """tanh of a linear layer, of the first token alone."""
+    """tanh of a linear layer, of the first token alone, or of that of each document of a packed row."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, L, D] -> [B, D]"""
-        return self.dense(x[:, 0]).tanh()
+    def forward(self, x: Tensor, starts: Tensor | None = None) -> Tensor:
+        """[B, L, D] -> [B, D], or with the places of S first tokens, int64 [B, S] -> [B, S, D]"""
+        first = x[:, 0] if starts is None else x[torch.arange(len(x), device=x.device)[:, None], starts]
+        return self.dense(first).tanh()
 
 
 class BertModel(BertPreTrainedModel):
@@ -131,6 +133,8 @@ class BertModel(BertPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        segment_ids: Tensor | None = None,
+        num_segments: int | None = None,
     ) -> BaseModelOutputWithPooling:
         """Encode a batch; `capture_outputs` collects hidden states and attention weights where they are asked for.
 
@@ -140,24 +144,33 @@ class BertModel(BertPreTrainedModel):
                 [B, L, L] or [B, 1 or heads, L, L].
             token_type_ids: [B, L]; all 0 if None.
             position_ids: [B or 1, L], for position_embedding_type "absolute" alone; 0..L-1 if None.
+            segment_ids: int [B, L], the documents of packed rows (packing.py), from 1 on, 0 for padding.
+            num_segments: of a row at most, each of which is then pooled; None looks them up, and makes a GPU wait.
 
         Raises:
-            ValueError: more tokens than positions, or inputs that are missing, doubled or of another shape.
+            ValueError: more tokens than positions, inputs that are missing, doubled or of another shape, or packed
+                rows under a layout of blocks, or with more than a mask of tokens.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds.")
         if inputs_embeds is None:
             inputs_embeds = self.embeddings.word_embeddings(input_ids)
         self._check_positions(inputs_embeds.shape[1], position_ids)
-        allowed = _allowed(attention_mask, *inputs_embeds.shape[:2])
+        allowed, starts = _allowed(attention_mask, *inputs_embeds.shape[:2]), None
+        if segment_ids is not None:
+            allowed = allowed_in_packed_rows(segment_ids, allowed, self.config, self.encoder.position)
+            if position_ids is None and self.embeddings.position_embeddings is not None:
+                position_ids = positions_of(segment_ids)
+            if self.pooler is not None:
+                starts = starts_of(segment_ids, num_segments or int(segment_ids.max()))
         if self.is_fast and allowed.key_padding_mask is not None and _is_full(allowed.key_padding_mask):
-            allowed = Allowed(None, None)
+            allowed = Allowed()
         if output_attentions is None:
             output_attentions = self.config.output_attentions
         x = self.embeddings(inputs_embeds, token_type_ids, position_ids)
         x = self.encoder(x, allowed, output_attentions)
         return BaseModelOutputWithPooling(
-            last_hidden_state=x, pooler_output=None if self.pooler is None else self.pooler(x)
+            last_hidden_state=x, pooler_output=None if self.pooler is None else self.pooler(x, starts)
         )
 
     def _check_positions(self, length: int, position_ids: Tensor | None) -> None:
@@ -259,21 +272,22 @@ class BertForPreTraining(_WithWords):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         next_sentence_label: Tensor | None = None,
+        segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BertForPreTrainingOutput:
         """Args as of `BertModel`, and:
 
         Args:
             labels: [B, L], the masked words, -100 elsewhere.
-            next_sentence_label: [B], 0 for a pair in its order and 1 for another.
+            next_sentence_label: [B], 0 for a pair in its order and 1 for another; of packed rows [B, S].
 
         Returns:
             `loss` is the sum of what labels were given for: `loss_mlm`, a mean over labels that are not -100, and
             `loss_nsp`, a mean over sequences; 0 where no label is valid.
         """
-        outputs = self.bert(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
-        )
+        inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        packed = of_documents(segment_ids, next_sentence_label)
+        outputs = self.bert(*inputs, **packed, return_dict=True, **kwargs)
         words = self.cls.predictions(outputs.last_hidden_state)
         pairs = self.cls.seq_relationship(outputs.pooler_output)
         loss_mlm = None if labels is None else _mean_loss(words, labels)
@@ -303,12 +317,12 @@ class BertForMaskedLM(_WithWords):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
         """Args as of `BertModel`; labels [B, L] are the masked words, -100 elsewhere."""
-        outputs = self.bert(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
-        )
+        inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        outputs = self.bert(*inputs, segment_ids=segment_ids, return_dict=True, **kwargs)
         words = self.cls.predictions(outputs.last_hidden_state)
         loss = None if labels is None else _mean_loss(words, labels)
         return MaskedLMOutput(loss=loss, logits=words, **_recorded(outputs))
@@ -343,19 +357,20 @@ class BertForSequenceClassification(_WithClassifier):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
         """Args as of `BertModel`, and labels by `config.problem_type`, told from them where it is None: numbers [B]
         (num_labels 1) or [B, num_labels] for "regression", classes [B] for "single_label_classification", 0. and 1.
-        [B, num_labels] for "multi_label_classification"."""
-        outputs = self.bert(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
-        )
+        [B, num_labels] for "multi_label_classification". Of packed rows they are [B, S] or [B, S, num_labels], with
+        -100 for documents that a row does not have, and logits [B, S, num_labels]."""
+        inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        outputs = self.bert(*inputs, **of_documents(segment_ids, labels), return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(outputs.pooler_output))
-        loss = None if labels is None else self._loss(logits, labels)
+        loss = None if labels is None else self._loss(logits, labels, segment_ids is not None)
         return SequenceClassifierOutput(loss=loss, logits=logits, **_recorded(outputs))
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _loss(self, logits: Tensor, labels: Tensor, is_packed: bool) -> Tensor:
         problem = self.config.problem_type
         if problem is None and self.num_labels == 1:
             problem = "regression"
@@ -365,9 +380,12 @@ class BertForSequenceClassification(_WithClassifier):
             return _mean_loss(logits, labels)
         logits = _exact(logits)
         labels = labels.to(logits.dtype)
-        if problem == "regression":
-            return mse_loss(logits, labels.reshape(logits.shape))
-        return binary_cross_entropy_with_logits(logits, labels)
+        distance = mse_loss if problem == "regression" else binary_cross_entropy_with_logits
+        labels = labels.reshape(logits.shape) if problem == "regression" else labels
+        if not is_packed:
+            return distance(logits, labels)
+        valid = labels != IGNORED_LABEL
+        return (distance(logits, labels, reduction="none") * valid).sum() / valid.sum().clamp(min=1)
 
 
 class BertForTokenClassification(_WithClassifier):
@@ -384,12 +402,12 @@ class BertForTokenClassification(_WithClassifier):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TokenClassifierOutput:
         """Args as of `BertModel`; labels [B, L] are classes, -100 where there is none."""
-        outputs = self.bert(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
-        )
+        inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        outputs = self.bert(*inputs, segment_ids=segment_ids, return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
         loss = None if labels is None else _mean_loss(logits, labels)
         return TokenClassifierOutput(loss=loss, logits=logits, **_recorded(outputs))
@@ -418,6 +436,8 @@ class BertForQuestionAnswering(BertPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
         """Args as of `BertModel`; start_positions and end_positions [B]; those beyond the text do not count."""
+        if "segment_ids" in kwargs:
+            raise ValueError("an answer is looked for in the whole row, so segment_ids cannot part it.")
         outputs = self.bert(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
@@ -430,9 +450,9 @@ class BertForQuestionAnswering(BertPreTrainedModel):
 
 def _allowed(attention_mask: Tensor | None, batch: int, length: int) -> Allowed:
     if attention_mask is None:
-        return Allowed(None, None)
+        return Allowed()
     if attention_mask.shape == (batch, length):
-        return Allowed(attention_mask != 0, None)
+        return Allowed(attention_mask != 0)
     shape = list(attention_mask.shape)
     fits = attention_mask.dim() in (3, 4) and shape[-2:] == [length, length] and shape[0] in (1, batch)
     if not fits or attention_mask.is_floating_point():
@@ -441,7 +461,7 @@ def _allowed(attention_mask: Tensor | None, batch: int, length: int) -> Allowed:
             f"[{batch}, {length}, {length}] or [{batch}, heads, {length}, {length}], not 0 where attention is allowed."
         )
     mask = attention_mask if attention_mask.dim() == 4 else attention_mask[:, None]
-    return Allowed(None, mask != 0)
+    return Allowed(mask=mask != 0)
 
 
 def _is_full(mask: Tensor) -> bool:

@@ -249,9 +249,10 @@ class T5Attention(nn.Module):
 
     @property
     def takes_segments(self) -> bool:
-        """True if packed rows need no mask here: the kernels know segments, and no variant of yours is in between."""
+        """True if packed rows need no mask here: kernels or the fast step know segments, and no variant of yours is in
+        between."""
         is_plain = type(self).forward is T5Attention.forward and type(self).attend is T5Attention.attend
-        return is_plain and self.implementation == "block_sparse"
+        return is_plain and (self.is_fast or self.implementation == "block_sparse")
 
     def forward(
         self,
@@ -300,9 +301,12 @@ class T5Attention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """[B, H, Q, d] from queries, keys and values of that form, and the weights or None."""
         if self.is_fast and q.is_cpu and not output_attentions and self.implementation != "block_sparse":
-            if not allowed.causal and not allowed.has_matrix and q.dtype != torch.float16:
+            knows_mask = allowed.segments is not None or not (allowed.causal or allowed.has_matrix)
+            if knows_mask and q.dtype != torch.float16:
                 dropout_p = self.dropout if self.training else 0.0
                 bias = shared_bias(bias, q.shape[2], k.shape[2], "eager")
+                if allowed.segments is not None:
+                    bias = allowed.segments.added_to(bias, allowed.causal)
                 return dense_attention(q, k, v, allowed.key_padding_mask, dropout_p, bias), None
         if allowed.added is not None:
             bias = shared_bias(bias, q.shape[2], k.shape[2], "eager")

@@ -115,6 +115,8 @@ class T5Model(T5PreTrainedModel):
         if segment_ids is not None:
             if self.config.num_cdq_heads:
                 raise ValueError("num_cdq_heads: these queries know the whole row, so segment_ids cannot part it.")
+            if self.encoder.block[0].layer[0].SelfAttention.layout is not None:
+                raise ValueError("the blocks of a sparse layout are laid over the row, so segment_ids cannot part it.")
             attention_mask = self.encoder.mask_of(Segments(segment_ids, segment_ids))
             decoder_attention_mask = self.decoder.mask_of(Segments(decoder_segment_ids, decoder_segment_ids))
             cross_mask = self.decoder.mask_of(Segments(decoder_segment_ids, segment_ids), is_cross=True)

@@ -33,6 +33,10 @@ class Segments(NamedTuple):
         same = self.queries[:, None, :, None] == self.keys[:, None, None, :]
         return same.tril() if causal else same | ~same.any(-1, keepdim=True)
 
+    def added_to(self, bias: Tensor | None, causal: bool = False) -> Tensor:
+        """A bias [1, H, Q, K] that is -inf where the mask is False, [B, 1 or H, Q, K]."""
+        return torch.where(self.mask(causal), 0.0 if bias is None else bias, -torch.inf)
+
 
 def shift_right_in_segments(labels: Tensor, decoder_segment_ids: Tensor, start: int, padding: int) -> Tensor:
     """The decoder's input for labels int64[B, T]: those before each, and the start token where an example begins."""

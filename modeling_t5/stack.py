@@ -213,7 +213,8 @@ class T5Stack(T5PreTrainedModel):
         )
 
     def folded_bias(self, x: Tensor, allowed: Allowed) -> tuple[Tensor | None, Allowed]:
-        """The position bias [1, H, L, L] of all layers, -inf for what comes later, and what is then left to mask.
+        """The position bias [1 or B, H, L, L] of all layers, -inf for what comes later or is another example, and what
+        is then left to mask.
 
         None where layers make, or want, another: so that the first layer is as the others, and one graph serves all.
         """
@@ -225,6 +226,8 @@ class T5Stack(T5PreTrainedModel):
             return None, allowed
         length = x.shape[1]
         bias = shared_bias(first.position.bias(length, length, 0, x.device), length, length, "eager")
+        if bias is not None and allowed.segments is not None:
+            return allowed.segments.added_to(bias, allowed.causal), Allowed()
         if bias is not None and allowed.causal and allowed.key_padding_mask is None and not allowed.has_matrix:
             past = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
             return bias.masked_fill(~past, -torch.inf), Allowed()

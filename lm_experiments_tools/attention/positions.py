@@ -23,7 +23,8 @@ class PositionScheme(nn.Module):
 
         Args:
             q, k: [batch, heads, length, head_dim], of the tokens at positions offset, offset + 1, ...
-            offset: tokens already in the cache.
+            offset: tokens already in the cache; of packed rows, what the position of each token is beyond its place,
+                [batch, 1, length].
         """
         return q, k
 
@@ -73,7 +74,7 @@ class RotaryPosition(PositionScheme):
         exact = torch.promote_types(q.dtype, torch.float32)
         pairs = torch.arange(0, self.rotary_dim, 2, device=q.device, dtype=exact)
         positions = torch.arange(q.shape[2], device=q.device) + offset
-        angles = positions[:, None] * self.base ** (-pairs / self.rotary_dim)  # [length, rotary_dim / 2]
+        angles = positions[..., None] * self.base ** (-pairs / self.rotary_dim)  # [(batch, 1,) length, rotary_dim / 2]
         return self._turn(q, angles.cos(), angles.sin()), self._turn(k, angles.cos(), angles.sin())
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from lm_experiments_tools.backends.trees import load_optimizer_tree, to_paramete
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.host_embedding import HostEmbedding
 from lm_experiments_tools.modules.inspection import is_adapted, is_spread, trained_parameters
+from lm_experiments_tools.modules.reading import read_later
 
 if TYPE_CHECKING:
     from lm_experiments_tools.config.training import TrainerArgs
@@ -343,18 +344,3 @@ def total_norm(tensors: list[Tensor]) -> Tensor:
     """L2 norm over all tensors, a plain scalar tensor also where they are sharded (DTensor); then collective."""
     norm = torch.nn.utils.get_total_norm(tensors)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-
-def read_later(value: Tensor) -> Callable[[], float]:
-    """Copy a scalar to the host behind all that its device has queued; what is returned waits for it, and gives it."""
-    copy = value.detach().to("cpu", non_blocking=True)
-    if value.device.type == "cpu":
-        return copy.item
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(value.device))
-
-    def read() -> float:
-        event.synchronize()
-        return copy.item()
-
-    return read

@@ -31,7 +31,6 @@ from lm_experiments_tools.config.finetuning_notes import (
     SENTENCE_TASKS,
     TO_BE_WRITTEN,
     WEIGHTS_READ,
-    WITH_TARGETS,
 )
 from lm_experiments_tools.config.flags import (
     COUNT,
@@ -154,7 +153,7 @@ class LengthArgs:
     """Most tokens of a target, end of sequence included."""
     bucket_rows: Annotated[int | None, COUNT, OF_LENGTHS] = None
     """Rows of similar length to put together. None: all rows of a step, over all workers; 1: none."""
-    packing: Annotated[bool, WITH_TARGETS] = False
+    packing: Annotated[bool, NO_BLOCKS] = False
     """Several examples in one row, which do not see each other. Not for every model: see docs/finetuning.md."""
 
 

@@ -13,10 +13,6 @@ TO_BE_WRITTEN = Unread(
     lambda args: args.model_type == "encoder",
     "is about a text to be written, and an encoder writes none: leave it out",
 )
-WITH_TARGETS = Unread(
-    lambda args: args.task not in ("text_to_text", "instructions"),
-    "puts texts together with their targets, which --task {task} has none of",
-)
 BESIDE_ADAPTER = Unread(
     lambda args: not args.peft and not args.validate_only,
     "{quantize} holds weights that cannot be trained: add --peft lora (or another kind), which trains a few beside "

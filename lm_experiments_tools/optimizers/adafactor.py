@@ -12,13 +12,23 @@ from torch import Tensor
 from lm_experiments_tools.optimizers.sharding import (
     is_sharded,
     local,
+    on_host,
     own_slice,
     replica,
     roots_of,
     squares_of,
     sums_over_slices,
 )
-from lm_experiments_tools.optimizers.state import Float32StateOptimizer, float32_of, root_mean_square, round_into
+from lm_experiments_tools.optimizers.state import (
+    Float32StateOptimizer,
+    Skip,
+    decay_into,
+    float32_of,
+    kept_if,
+    root_mean_square,
+    round_into,
+    unless,
+)
 
 
 class Adafactor(Float32StateOptimizer):
@@ -113,14 +123,16 @@ class Adafactor(Float32StateOptimizer):
             if group["scale_parameter"]:
                 size = _scaled(size, norm / parameter.numel() ** 0.5, group["eps"][1])
             sizes[parameter] = size
-            _advance_second_moment(parameter, both[1:], state, 1.0 - step ** group["decay_rate"], group["eps"][0])
+            beta2, skip = 1.0 - step ** group["decay_rate"], self.skip_on(norm.device)
+            _advance_second_moment(parameter, both[1:], state, beta2, group["eps"][0], skip)
         squares = [squares_of([_sharded_update(p, self.state[p])])[0] for p in weights]
         for (parameter, group), norm in zip(work, roots_of(sums_over_slices(weights, squares)), strict=True):
             moment = local(self.state[parameter]["exp_avg"]) if group["beta1"] is not None else None
             update = _sharded_update(parameter, self.state[parameter])
             shard = local(parameter)
             updated = float32_of(shard)
-            _apply(updated, update, sizes[parameter], norm / parameter.numel() ** 0.5, group, moment)
+            norm, skip = norm / parameter.numel() ** 0.5, self.skip_on(shard.device)
+            _apply(updated, update, sizes[parameter], norm, group, moment, skip)
             round_into(shard, updated)
         return sizes
 
@@ -134,9 +146,9 @@ class Adafactor(Float32StateOptimizer):
         """One step of one parameter; returns its step size."""
         grad = parameter.grad.float()
         state = self._advanced(parameter, grad, group)
-        step = int(state["step"])
-
-        update = _precondition(grad, state, 1.0 - step ** group["decay_rate"], group["eps"][0], self._work_space(grad))
+        step, skip = int(state["step"]), self.skip_on(grad.device)
+        beta2, work = 1.0 - step ** group["decay_rate"], self._work_space(grad)
+        update = _precondition(grad, state, beta2, group["eps"][0], work, skip)
         norm = root_mean_square(update)
         # only now, so that `_apply` finds the weights in the cache
         step_size = _relative_step(step, group) if group["relative_step"] else group["lr"]
@@ -144,7 +156,7 @@ class Adafactor(Float32StateOptimizer):
         if group["scale_parameter"]:
             step_size = _scaled(step_size, root_mean_square(weights), group["eps"][1])
         moment = state["exp_avg"] if group["beta1"] is not None else None
-        _apply(weights, update, step_size, norm, group, moment)
+        _apply(weights, update, step_size, norm, group, moment, skip)
         round_into(parameter, weights)
         return step_size
 
@@ -161,7 +173,7 @@ class Adafactor(Float32StateOptimizer):
 
         One buffer of the size of the largest matrix serves all; other devices have caching allocators.
         """
-        if grad.device.type != "cpu" or grad.ndim < 2:
+        if not on_host(grad) or grad.ndim < 2:
             return None
         if self._memory.numel() < grad.numel():
             self._memory = torch.empty(grad.numel())
@@ -210,17 +222,19 @@ def _apply(
     norm: Tensor | np.float32,
     group: dict,
     moment: Tensor | None,
+    skip: Skip | None,
 ) -> None:
     """Subtract an update whose root mean square over the whole parameter is `norm` from the (fp32) weights."""
-    factor = _clipped(step_size, norm, group["clip_threshold"])
+    factor = unless(skip, _clipped(step_size, norm, group["clip_threshold"]))
     if group["weight_decay"] != 0:
         kept = 1.0 - group["weight_decay"] * step_size
-        weights.mul_(float(kept) if isinstance(kept, np.float32) else kept)
+        weights.mul_(unless(skip, float(kept) if isinstance(kept, np.float32) else kept, instead=1))
     if moment is not None:
-        moment.mul_(group["beta1"])
-        weights.sub_(moment.addcmul_(update, factor, value=1.0 - group["beta1"]))
+        with kept_if(skip, [weights, moment]):
+            moment.mul_(group["beta1"])
+            weights.sub_(moment.addcmul_(update, factor, value=1.0 - group["beta1"]))
     else:
-        weights.addcmul_(update, factor, value=-1.0)
+        weights.addcmul_(unless(skip, update), factor, value=-1.0)
 
 
 def _relative_step(step: int, group: dict) -> float:
@@ -229,18 +243,20 @@ def _relative_step(step: int, group: dict) -> float:
     return min(ceiling, 1.0 / math.sqrt(step))
 
 
-def _precondition(grad: Tensor, state: dict, beta2: float, eps: float, work: Tensor | None) -> Tensor:
+def _precondition(
+    grad: Tensor, state: dict, beta2: float, eps: float, work: Tensor | None, skip: Skip | None
+) -> Tensor:
     """grad / sqrt(second moment), the moment in `state` updated with decay beta2; written to `work` if given."""
     if grad.ndim < 2:
         squared = grad * grad
-        moment = state["exp_avg_sq"].mul_(beta2).add_(squared.add_(eps), alpha=1.0 - beta2)
+        moment = decay_into(state["exp_avg_sq"], squared.add_(eps), beta2, skip)
         return moment.rsqrt().mul_(grad)
     rows, columns = grad.shape[-2:]
     squared = torch.mul(grad, grad, out=work)
     # sums, not means: over unevenly sharded dimensions only the sum of the shards' sums is right
     by_row, by_column = squared.sum(dim=-1).div_(columns).add_(eps), squared.sum(dim=-2).div_(rows).add_(eps)
-    row = state["exp_avg_sq_row"].mul_(beta2).add_(by_row, alpha=1.0 - beta2)
-    column = state["exp_avg_sq_col"].mul_(beta2).add_(by_column, alpha=1.0 - beta2)
+    row = decay_into(state["exp_avg_sq_row"], by_row, beta2, skip)
+    column = decay_into(state["exp_avg_sq_col"], by_column, beta2, skip)
     row_factor = (row / (row.sum(dim=-1, keepdim=True) / rows)).rsqrt_()
     return torch.mul(grad, row_factor.unsqueeze(-1), out=work).mul_(column.rsqrt().unsqueeze(-2))
 
@@ -257,17 +273,19 @@ def _row_and_column_sums(parameter: Tensor) -> Tensor:
     return torch.cat([row.reshape(-1), column.reshape(-1)])
 
 
-def _advance_second_moment(parameter: Tensor, both: Tensor, state: dict, beta2: float, eps: float) -> None:
+def _advance_second_moment(
+    parameter: Tensor, both: Tensor, state: dict, beta2: float, eps: float, skip: Skip | None
+) -> None:
     """Take this step's sums, as `_row_and_column_sums` gives them and summed over ranks, into the second moment."""
     shape = parameter.shape
     if len(shape) < 2:
         squared = local(parameter.grad).float().square()
-        local(state["exp_avg_sq"]).mul_(beta2).add_(squared.add_(eps), alpha=1.0 - beta2)
+        decay_into(local(state["exp_avg_sq"]), squared.add_(eps), beta2, skip)
         return
     row, column = local(state["exp_avg_sq_row"]), local(state["exp_avg_sq_col"])
     sums = both.split([row.numel(), column.numel()])
-    row.mul_(beta2).add_(sums[0].view(row.shape) / shape[-1] + eps, alpha=1.0 - beta2)
-    column.mul_(beta2).add_(sums[1].view(column.shape) / shape[-2] + eps, alpha=1.0 - beta2)
+    decay_into(row, sums[0].view(row.shape) / shape[-1] + eps, beta2, skip)
+    decay_into(column, sums[1].view(column.shape) / shape[-2] + eps, beta2, skip)
 
 
 def _sharded_update(parameter: Tensor, state: dict) -> Tensor:

@@ -8,10 +8,19 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.optimizers.sharding import local, root_mean_squares
-from lm_experiments_tools.optimizers.state import Float32StateOptimizer, float32_of, root_mean_square, round_into
+from lm_experiments_tools.optimizers.sharding import local, on_host, root_mean_squares
+from lm_experiments_tools.optimizers.state import (
+    Float32StateOptimizer,
+    Skip,
+    float32_of,
+    kept_if,
+    root_mean_square,
+    round_into,
+    unless,
+)
 
 MIN_SCALE = 1e-3
+Scalars = dict[tuple, Tensor]  # numbers of one step on a device, by what they are: made once for all parameters
 
 
 class AdamWScale(Float32StateOptimizer):
@@ -61,13 +70,13 @@ class AdamWScale(Float32StateOptimizer):
         )
 
     def update(self, work: list[tuple[list[Tensor], dict]]) -> None:
-        device_steps: dict = {}
+        known: Scalars = {}
         scales = root_mean_squares([p for parameters, _ in work for p in parameters])
         for parameters, group in work:
             for parameter in parameters:
                 # on the CPU just before the update, which then finds the weights in the cache
                 scale = scales[parameter] if parameter in scales else float(root_mean_square(parameter))
-                self._update(parameter, group, scale, device_steps)
+                self._update(parameter, group, scale, known)
 
     def _init_moments(self, parameter: Tensor) -> dict:
         """The parameter's state, made at its first step."""
@@ -78,7 +87,7 @@ class AdamWScale(Float32StateOptimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
         return state
 
-    def _update(self, parameter: Tensor, group: dict, scale: Tensor | float, device_steps: dict) -> None:
+    def _update(self, parameter: Tensor, group: dict, scale: Tensor | float, known: Scalars) -> None:
         state = self._init_moments(parameter)
         state["step"] += 1
 
@@ -86,10 +95,12 @@ class AdamWScale(Float32StateOptimizer):
         weights = float32_of(shard)
         grad = local(parameter.grad).float()
         moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
+        skip = self.skip_on(weights.device)
         if not group["use_fused_kernel"] or weights.device.type not in ("cpu", "cuda"):
-            _plain_update(weights, grad, *moments, int(state["step"]), scale, group)
+            with kept_if(skip, [weights, *moments]):
+                _plain_update(weights, grad, *moments, int(state["step"]), scale, group)
         elif weights.numel() > 0:  # a rank may hold an empty shard of a small parameter
-            _fused_update(weights, grad, *moments, state["step"], scale, group, device_steps)
+            _fused_update(weights, grad, *moments, state["step"], scale, group, skip, known)
         round_into(shard, weights)
 
 
@@ -101,40 +112,74 @@ def _fused_update(
     step: Tensor,
     scale: Tensor | float,
     group: dict,
-    device_steps: dict,
+    skip: Skip | None,
+    known: Scalars,
 ) -> None:
-    """One call of torch's fused AdamW kernel; `device_steps` caches the copies of `step` on CUDA devices."""
-    beta1, beta2 = group["betas"]
+    """One call of torch's fused AdamW kernel."""
     decay = group["lr"] * group["weight_decay"]
-    if weights.device.type == "cuda":
-        lr: Tensor | float = scale.clamp(min=MIN_SCALE).mul_(group["lr"])
-        kernel_decay = 0.0
-        key = (weights.device, int(step))
-        if key not in device_steps:
-            device_steps[key] = torch.full((), int(step), dtype=torch.float32, device=weights.device)
-        step_on_device = device_steps[key]
-    else:
+    if on_host(weights):
         # the kernel decays before the update, nanoT5 after it: (p - u)(1 - d) = p (1 - d) - u (1 - d), in one pass
-        lr = group["lr"] * max(MIN_SCALE, float(scale)) * (1.0 - decay)
+        lr: Tensor | float = group["lr"] * max(MIN_SCALE, float(scale)) * (1.0 - decay)
         kernel_decay = decay / lr if lr > 0 else 0.0
-        step_on_device = step
+    else:
+        lr, kernel_decay = scale.clamp(min=MIN_SCALE).mul_(group["lr"]), 0.0
+    eps = group["eps"] / math.sqrt(1.0 - group["betas"][1] ** int(step))
+    call_adamw(
+        weights,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        step,
+        skip,
+        known,
+        lr=lr,
+        betas=group["betas"],
+        weight_decay=kernel_decay,
+        eps=eps,
+    )
+    if decay != 0 and kernel_decay == 0:
+        key = weights.device, "kept", decay
+        if key not in known:
+            known[key] = unless(skip, 1.0 - decay, instead=1)
+        weights.mul_(known[key])
+
+
+def call_adamw(
+    weights: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    skip: Skip | None,
+    known: Scalars,
+    *,
+    lr: Tensor | float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """torch's fused AdamW kernel on one plain fp32 tensor; `step` is on the host, and is not counted here."""
+    if not on_host(weights):
+        key = weights.device, "step", int(step)
+        if key not in known:
+            known[key] = torch.full((), int(step), dtype=torch.float32, device=weights.device)
+        step = known[key]
     torch._fused_adamw_(
         [weights],
         [grad],
         [exp_avg],
         [exp_avg_sq],
         [],
-        [step_on_device],
+        [step],
         lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=kernel_decay,
-        eps=group["eps"] / math.sqrt(1.0 - beta2 ** int(step)),
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
         amsgrad=False,
         maximize=False,
+        found_inf=None if skip is None else skip.found_inf,
     )
-    if decay != 0 and kernel_decay == 0:
-        weights.mul_(1.0 - decay)
 
 
 def _plain_update(

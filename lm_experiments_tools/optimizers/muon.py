@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.optimizers.adamw_scale import AdamWScale
+from lm_experiments_tools.optimizers.adamw_scale import AdamWScale, Scalars, call_adamw
 from lm_experiments_tools.optimizers.sharding import is_sharded, local, own_slice, sums_over_slices
-from lm_experiments_tools.optimizers.state import float32_of, round_into
+from lm_experiments_tools.optimizers.state import float32_of, kept_if, round_into, unless
 
 HIDDEN = "is_hidden"  # key of a parameter group: its matrices are orthogonalized
 OTHERS = ("AdamWScale", "AdamW")
@@ -94,9 +93,11 @@ class Muon(AdamWScale):
             if is_sharded(parameter):
                 update = update[own_slice(parameter)]
             shard = local(parameter)
-            weights = float32_of(shard)
-            weights.mul_(1 - group["lr"] * group["weight_decay"])
-            weights.add_(update, alpha=-torchs._adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape))
+            weights, skip = float32_of(shard), self.skip_on(shard.device)
+            weights.mul_(unless(skip, 1 - group["lr"] * group["weight_decay"], instead=1))
+            weights.add_(
+                unless(skip, update), alpha=-torchs._adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
+            )
             round_into(shard, weights)
 
     def _direction(self, parameter: Tensor, group: dict) -> Tensor:
@@ -105,36 +106,22 @@ class Muon(AdamWScale):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(grad)
         buffer = state["momentum_buffer"]
-        buffer.lerp_(grad, 1 - group["momentum"])
+        with kept_if(self.skip_on(buffer.device), [local(buffer)]):
+            buffer.lerp_(grad, 1 - group["momentum"])
         return grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
     def _update_by_adamw(self, parameters: list[Tensor], group: dict) -> None:
-        """As torch.optim.AdamW, on this worker's slices: fused on the CPU, foreach elsewhere."""
-        states = [self._init_moments(parameter) for parameter in parameters]
-        shards = [local(parameter) for parameter in parameters]
-        weights = [float32_of(shard) for shard in shards]
-        on_cpu = all(shard.device.type == "cpu" for shard in shards)
-        beta1, beta2 = group["betas"]
-        adam(
-            weights,
-            [local(parameter.grad).float() for parameter in parameters],
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
-            [],
-            [state["step"] for state in states],
-            foreach=not on_cpu,
-            fused=on_cpu,
-            decoupled_weight_decay=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        for shard, computed in zip(shards, weights, strict=True):
-            round_into(shard, computed)
+        """As torch.optim.AdamW with its fused kernel, on this worker's slices."""
+        known: Scalars = {}
+        options = {key: group[key] for key in ("lr", "betas", "weight_decay", "eps")}
+        for parameter in parameters:
+            state, shard = self._init_moments(parameter), local(parameter)
+            state["step"] += 1
+            weights, grad = float32_of(shard), local(parameter.grad).float()
+            moments, skip = (local(state["exp_avg"]), local(state["exp_avg_sq"])), self.skip_on(weights.device)
+            if weights.numel() > 0:
+                call_adamw(weights, grad, *moments, state["step"], skip, known, **options)
+            round_into(shard, weights)
 
 
 def hidden_matrices_first(groups: list[dict], named_parameters: Iterable[tuple[str, Tensor]]) -> list[dict]:

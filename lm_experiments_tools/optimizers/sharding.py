@@ -19,6 +19,11 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
+def on_host(tensor: Tensor) -> bool:
+    """True if to read a tensor's elements is no wait for a device, and numbers may be taken out of it."""
+    return tensor.device.type == "cpu"
+
+
 def sums_over_slices(tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
     """The sum over all slices of what each rank computed of its own: one collective for all tensors of a mesh.
 
@@ -50,7 +55,7 @@ def root_mean_squares(tensors: Sequence[Tensor]) -> dict[Tensor, Tensor]:
     One collective for all DTensors. Plain tensors on the CPU are left out: there one after another is faster.
     """
     sharded = [tensor for tensor in tensors if is_sharded(tensor)]
-    plain = [tensor for tensor in tensors if not is_sharded(tensor) and tensor.device.type != "cpu"]
+    plain = [tensor for tensor in tensors if not is_sharded(tensor) and not on_host(tensor)]
     norms = roots_of(sums_over_slices(sharded, squares_of([local(tensor) for tensor in sharded]))) + _norms_of(plain)
     if norms:
         torch._foreach_div_(norms, [tensor.numel() ** 0.5 for tensor in sharded + plain])

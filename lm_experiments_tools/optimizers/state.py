@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lm_experiments_tools.modules.reading import read_later
+from lm_experiments_tools.optimizers.sharding import local, on_host
+
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class Skip(NamedTuple):
+    """A device's word on a step, 0-dim tensors: is it to change nothing (bool, and as a number); 0 and 1 to choose."""
+
+    here: Tensor
+    found_inf: Tensor
+    numbers: tuple[Tensor, Tensor]
 
 
 class Float32StateOptimizer(Optimizer):
@@ -22,7 +35,15 @@ class Float32StateOptimizer(Optimizer):
 
     The learning rates depend on the root mean square of a whole parameter: DTensor shards (FSDP2) are handled, flat
     partitions that mix parameters (DeepSpeed ZeRO, FSDP1) cannot be seen from here and must be refused by the backend.
+
+    A device may decide that a step is skipped, by torch's protocol for fused optimizers: where the attribute
+    `found_inf` (0-dim, on the device) is not 0, weights and state stay as they are, and nobody waits to know. `step`
+    counts at once, on the host; the count of a skipped step is taken back by the next `step` or `state_dict`.
     """
+
+    _step_supports_amp_scaling = True  # the loop and torch.amp.GradScaler set found_inf and grad_scale
+    _skips: dict[torch.device, Skip] | None = None  # see skip_on
+    _last: tuple[Callable[[], float | bool], list[Tensor]] | None = None  # was it skipped, and the parameters counted
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -37,8 +58,46 @@ class Float32StateOptimizer(Optimizer):
             if any(p.grad.is_sparse for p in parameters):
                 raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
             work.append((parameters, group))
-        self.update(work)
+        self._take_back()
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and on_host(found_inf):  # then there is nothing to wait for
+            if found_inf.item():
+                return loss
+            found_inf = None
+        counted = [p for parameters, _ in work for p in parameters]
+        if scale is not None:
+            for gradient in [local(p.grad) for p in counted]:
+                gradient.div_(scale.to(gradient.device, non_blocking=True))
+        self._skips = None if found_inf is None else {}
+        try:
+            self.update(work)
+        finally:
+            self._skips = None
+        if found_inf is not None:
+            self._last = read_later(found_inf), counted
         return loss
+
+    def skip_on(self, device: torch.device) -> Skip | None:
+        """The device's word on this step; None: it has none, and the step is made."""
+        if self._skips is None:
+            return None
+        if device not in self._skips:
+            here = self.found_inf.to(device, non_blocking=True) != 0
+            numbers = torch.zeros((), device=device), torch.ones((), device=device)
+            self._skips[device] = Skip(here, here.float(), numbers)
+        return self._skips[device]
+
+    def _take_back(self) -> None:
+        """Forget that the last step was counted if it was skipped."""
+        last, self._last = self._last, None
+        if last is not None and last[0]():
+            for state in [self.state[parameter] for parameter in last[1]]:
+                if "step" in state:
+                    state["step"] -= 1
+
+    def state_dict(self) -> dict:
+        self._take_back()
+        return super().state_dict()
 
     @abstractmethod
     def update(self, work: list[tuple[list[Tensor], dict]]) -> None:
@@ -46,6 +105,7 @@ class Float32StateOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
+        self._last = None
         saved_ids = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, parameter in zip(saved_ids, parameters, strict=True):
@@ -67,10 +127,35 @@ def round_into(weights: Tensor, updated: Tensor) -> None:
         weights.copy_(updated)
 
 
+def unless(skip: Skip | None, value: Tensor | float, instead: int = 0) -> Tensor | float:
+    """The value, or `instead`, 0 or 1, where the step is skipped."""
+    return value if skip is None else torch.where(skip.here, skip.numbers[instead], value)
+
+
+def decay_into(moment: Tensor, value: Tensor, beta: float, skip: Skip | None) -> Tensor:
+    """Move a running mean, beta of which is kept, towards a value, unless the step is skipped; returns the mean."""
+    if skip is None:
+        return moment.mul_(beta).add_(value, alpha=1.0 - beta)
+    return torch.where(skip.here, moment, moment.mul(beta).add_(value, alpha=1.0 - beta), out=moment)
+
+
+def kept_if(skip: Skip | None, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """A context after which plain tensors are what they were before it if the step is skipped."""
+    return nullcontext() if skip is None else _put_back_if(skip, tensors)
+
+
+@contextmanager
+def _put_back_if(skip: Skip, tensors: Sequence[Tensor]) -> Iterator[None]:
+    before = [tensor.clone() for tensor in tensors]
+    yield
+    for tensor, held in zip(tensors, before, strict=True):
+        torch.where(skip.here, held, tensor, out=tensor)
+
+
 def root_mean_square(tensor: Tensor) -> Tensor | np.float32:
     """sqrt(mean(x^2)) of a plain tensor, in fp32: 0-dim on its device; of a CPU tensor a number, which has the same
     bits and is calculated with in a tenth of the time."""
     norm = torch.linalg.vector_norm(tensor, dtype=torch.float32)
-    if norm.device.type == "cpu":
+    if on_host(norm):
         return np.float32(norm.item()) / np.float32(tensor.numel() ** 0.5)
     return norm / tensor.numel() ** 0.5

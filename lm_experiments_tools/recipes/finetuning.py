@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PROBE = 6  # tokens of an example by which --packing is checked
+_PACKING_CLASSES = {
+    "encoder": "modeling_bert:BertForSequenceClassification",
+    "encoder-decoder": "modeling_t5:T5ForConditionalGeneration",
+}
 _SAME = 1e-4  # relative difference of logits; kept apart they differ by 1e-6 at most, in OpenAI-GPT by 5e-3
 
 
@@ -138,21 +142,21 @@ def finetuning_loop(
 
 
 def check_packing(model: nn.Module, args: FinetuningArgs) -> None:
-    """Look whether `model` keeps the examples of a packed row apart, by a forward pass over two small rows.
+    """Look whether `model` keeps the examples of a packed row apart, by a forward pass over three small rows.
 
-    They differ in their first example alone, so the logits of the second one have to be the same. Both stand in one
-    batch, of which 8-bit layers take the scales. It is for the model before a backend cuts it into slices; one whose
-    weights are not here (on the meta device) is not looked at.
+    They have an example in common, beside others and in another place, of which the logits have to be the same. All
+    stand in one batch, of which 8-bit layers take the scales. It is for the model before a backend cuts it into
+    slices; one whose weights are not here (on the meta device) is not looked at.
 
     Raises:
         UserError: it does not, or does not take what says where examples begin.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     known, name = forward_names(model), type(base).__name__
-    if args.model_type == "encoder-decoder" and "segment_ids" not in known:
+    if args.model_type in _PACKING_CLASSES and "segment_ids" not in known:
         raise UserError(
             f"--packing: {name} does not take segment_ids, so the examples of a row would see each other; choose "
-            "--model_cls modeling_t5:T5ForConditionalGeneration, which loads the same weights."
+            f"--model_cls {_PACKING_CLASSES[args.model_type]}, which loads the same weights."
         )
     if args.model_type == "decoder" and "position_ids" not in known:
         raise UserError(
@@ -163,31 +167,40 @@ def check_packing(model: nn.Module, args: FinetuningArgs) -> None:
     if device is None:
         return
     length = max(1, min(max(_PROBE, args.pad_to_multiple_of or 1), args.input_seq_len // 2, args.target_seq_len // 2))
-    batch = _two_rows(length, base.get_input_embeddings().weight.shape[0], args.model_type)
+    batch = _probe(length, base.get_input_embeddings().weight.shape[0], args.model_type)
     inputs = {name: value.to(device) for name, value in batch.items()} | (
         {"use_cache": False} if "use_cache" in known else {}
     )
     with evaluated(model), preserved_random_state(), torch.no_grad():
-        logits = dict(model.forward(**inputs)).get("logits")  # `forward`: --compile need not compile for it
+        try:
+            logits = dict(model.forward(**inputs)).get("logits")  # `forward`: --compile need not compile for it
+        except ValueError as error:  # a variant of ours that looks at the whole row
+            raise UserError(f"--packing: {name} takes no packed rows: {error}") from error
     if logits is None:
         return
-    first, second = logits[:, length:].float()
-    if (first - second).abs().max() > _SAME * first.abs().max():
+    if logits.dim() < 3 or logits.shape[1] % 2:
         raise UserError(
-            f"--packing: in {name} the examples of a row see each other: leave it out, or choose a model that keeps "
-            "them apart, as GPT-2, GPT-NeoX, Llama and Qwen2 do."
+            f"--packing: {name} has logits {list(logits.shape)} for 3 rows of 2 examples, where a row needs some for "
+            "each: leave it out, or choose another --model_cls."
+        )
+    half = logits.shape[1] // 2
+    common = torch.stack([logits[0, half:], logits[1, half:], logits[2, :half]]).float()
+    if (common - common[0]).abs().max() > _SAME * common[0].abs().max():
+        raise UserError(
+            f"--packing: in {name} the examples of a row see each other, or know their place in it: leave it out, or "
+            "choose a model that keeps them apart, as GPT-2, GPT-NeoX, Llama and Qwen2 do."
         )
 
 
-def _two_rows(length: int, vocab_size: int, model_type: str) -> dict[str, Tensor]:
-    """Two packed rows of two examples with `length` tokens each, of which the second ones are the same."""
-    tokens = torch.arange(3 * length) % vocab_size
-    ids = torch.stack([tokens[: 2 * length], torch.cat([tokens[2 * length :], tokens[length : 2 * length]])])
+def _probe(length: int, vocab_size: int, model_type: str) -> dict[str, Tensor]:
+    """Rows a b, c b and b a of examples with `length` tokens each."""
+    a, b, c = (torch.arange(3 * length) % vocab_size).view(3, length)
+    ids = torch.stack([torch.cat(pair) for pair in ((a, b), (c, b), (b, a))])
     if model_type == "decoder":
-        return {"input_ids": ids, "position_ids": torch.arange(length).repeat(2, 2)}
-    segments = torch.tensor([1, 2]).repeat_interleave(length).repeat(2, 1)
-    same = {"segment_ids": segments, "decoder_segment_ids": segments, "attention_mask": torch.ones_like(ids)}
-    return {"input_ids": ids, "labels": ids, **same}
+        return {"input_ids": ids, "position_ids": torch.arange(length).repeat(3, 2)}
+    segments = torch.tensor([1, 2]).repeat_interleave(length).repeat(3, 1)
+    inputs = {"input_ids": ids, "segment_ids": segments, "attention_mask": torch.ones_like(ids)}
+    return inputs if model_type == "encoder" else {**inputs, "labels": ids, "decoder_segment_ids": segments}
 
 
 @contextmanager

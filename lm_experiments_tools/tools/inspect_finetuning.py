@@ -126,27 +126,30 @@ def _lines(row: Mapping[str, np.ndarray], label_names: Sequence[str], tokenizer:
     from lm_experiments_tools.labels import IGNORED_LABEL
 
     ids, labels, seen = row["input_ids"], row["labels"], row.get("attention_mask")
+    by_example = "segment_ids" in row and "decoder_segment_ids" not in row  # one entry each: a packed encoder's
     parts, of_labels = np.ones_like(ids) if seen is None else seen, np.ones_like(labels, np.int64)
     if "segment_ids" in row:
-        parts, of_labels = row["segment_ids"], row["decoder_segment_ids"]
+        parts, of_labels = row["segment_ids"], row.get("decoder_segment_ids")
     elif seen is None and "position_ids" in row:  # a packed row of a decoder; of its padding nothing is predicted
         parts = of_labels = np.cumsum(row["position_ids"] == 0)
     packed = "segment_ids" in row or "position_ids" in row
     for part in range(1, int(parts.max(initial=0)) + 1):
         chosen = ids[parts == part]
         head = f"example {part}: " if packed else ""
-        if packed and np.ndim(labels) and (labels[of_labels == part] == IGNORED_LABEL).all():
+        label = labels[part - 1] if by_example else labels
+        is_text = np.ndim(label) > 0 and np.issubdtype(label.dtype, np.integer)
+        if packed and is_text and (label[of_labels == part] == IGNORED_LABEL).all():
             continue
         yield f"{head}input_ids {_ids(chosen)}"
         yield f"   {tokenizer.decode(chosen.tolist())!r}"
-        if np.ndim(labels) and np.issubdtype(labels.dtype, np.integer):
-            target = labels[(of_labels == part) & (labels != IGNORED_LABEL)]
+        if is_text:
+            target = label[(of_labels == part) & (label != IGNORED_LABEL)]
             yield f"{head}labels    {_ids(target)}"
             yield f"   {tokenizer.decode(target.tolist())!r}"
-        elif np.min(labels) == IGNORED_LABEL:
-            yield "label     none"
+        elif np.min(label) == IGNORED_LABEL:
+            yield f"{head}label     none"
         else:
-            yield f"label     {np.array2string(labels)} = {label_text(labels, label_names)}"
+            yield f"{head}label     {np.array2string(label)} = {label_text(label, label_names)}"
 
 
 def _ids(ids: np.ndarray) -> str:

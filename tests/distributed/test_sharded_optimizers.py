@@ -48,6 +48,30 @@ def step(model, optimizer, number):
     optimizer.step()
 
 
+def check_skipped(model, optimizer):
+    """A step that the device says to skip leaves this worker's slices and state as they are, bit for bit."""
+    from torch.utils._pytree import tree_leaves
+
+    from lm_experiments_tools.optimizers import adafactor, adamw_scale, sharding, state
+
+    def held():
+        leaves = tree_leaves([list(model.parameters()), optimizer.state_dict()["state"]])
+        return [sharding.local(leaf).detach().clone() for leaf in leaves]
+
+    before, on_host = held(), sharding.on_host
+    for parameter in model.parameters():
+        parameter.grad.mul_(float("nan"))
+    try:
+        for module in (adafactor, adamw_scale, sharding, state):
+            module.on_host = lambda tensor: False  # as on a GPU
+        optimizer.found_inf = torch.tensor(1.0)
+        optimizer.step()
+    finally:
+        for module in (adafactor, adamw_scale, sharding, state):
+            module.on_host = on_host
+    assert all(torch.equal(*pair) for pair in zip(before, held(), strict=True)), type(optimizer)
+
+
 def worker():
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -101,6 +125,7 @@ def worker():
         scales_others = name == "Muon" and "others" not in options  # by AdamWScale
         expected = COLLECTIVES[name] + scales_others
         assert counter.get_total_counts() == expected, (name, options, counter.get_comm_counts())
+        check_skipped(sharded, ours)
     if dist.get_rank() == 0:
         print("all equal")
     dist.destroy_process_group()

@@ -46,11 +46,14 @@ def models(**changes):
     return theirs, ours
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "block_sparse"])
-def test_each_example_is_as_alone(packed, implementation, monkeypatch):
+@pytest.mark.parametrize("is_fast", [False, True])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "block_sparse"])
+def test_each_example_is_as_alone(packed, implementation, is_fast, monkeypatch):
     rows, examples = packed
     theirs, ours = models()
     ours.set_attn_implementation(implementation)
+    ours.use_fast_step(is_fast)
+    ours.train()
     segments = []
 
     def attention(*arguments):
@@ -84,9 +87,34 @@ def test_an_example_does_not_see_its_neighbours(packed):
     )
 
 
+@pytest.mark.parametrize("is_fast", [False, True])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "block_sparse"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"position_embedding_type": "rotary"},
+        {"position_embedding_type": "alibi"},
+        {"position_embedding_type": "none"},
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_with_other_positions_each_example_is_as_alone(packed, changes, implementation, is_fast):
+    rows, examples = packed
+    torch.manual_seed(1)
+    model = T5ForConditionalGeneration(T5Config(**SIZES, **changes)).eval()
+    model.set_attn_implementation(implementation)
+    model.use_fast_step(is_fast)
+    logits = model(**rows).logits
+    for row, there, source, target in examples:
+        alone = model(input_ids=source, labels=target).logits[0]
+        torch.testing.assert_close(logits[row, there], alone, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
+        ({"sparse_config_cls": "BigBird", "sparse_attention": {"block": 16}}, "blocks of a sparse layout"),
         ({"num_memory_tokens": 2}, "num_memory_tokens=2"),
         ({"num_cdq_heads": 3, "encoder_self_attention_layer": "modeling_t5:T5CDQAttention"}, "num_cdq_heads"),
     ],

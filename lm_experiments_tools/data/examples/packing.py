@@ -8,6 +8,9 @@ One worked example, sources 5 6 1 and 7 1, targets 8 1 and 9 1, padding 0:
     decoder           input_ids            5 6 1 8 1 7 1 9 1 0
                       labels               - - - 8 1 - - 9 1 -       (-: -100)
                       position_ids         0 1 2 3 4 0 1 2 3 0
+    encoder           input_ids            5 6 1 7 1 0     labels               2 0      (a class, value or classes of
+                      segment_ids          1 1 1 2 2 0      each example, -100 in rows that have fewer)
+                      attention_mask       1 1 1 1 1 0
 
 Tokens see those of their own segment alone (segment 0 is padding). A decoder gets no mask: transformers since 4.53
 takes positions that begin again for the beginning of another sequence, unless its cache is in use (`use_cache`).
@@ -34,15 +37,15 @@ class PackedDataset:
     """A `SampleDataset` whose samples are rows of several examples.
 
     Args:
-        dataset: examples with targets.
+        dataset: examples with targets or labels.
     """
 
     def __init__(self, dataset: ExampleDataset) -> None:
         self.dataset = dataset
         longest = _longest(dataset.encoded)
-        limits = np.array(dataset.limits)
         if dataset.kind == "decoder":
-            longest, limits = longest.sum(axis=0, keepdims=True), limits[:1]
+            longest = longest.sum(axis=0, keepdims=True)
+        limits = np.array(dataset.limits[: len(longest)])
         numbers = np.arange(len(dataset))
         order = permute(numbers, len(dataset), dataset.seed, np.zeros_like(numbers))
         self.members = first_fit(longest[:, order], limits)
@@ -65,10 +68,13 @@ class PackedDataset:
         epochs, places = np.divmod(np.asarray(samples, np.int64), len(self))
         rows = permute(places, len(self), self.dataset.seed, epochs)
         counts = self.members.lengths[rows]
-        sources, targets = self.dataset.draw(np.repeat(epochs, counts), self.members.flat(rows))
+        examples = self.members.flat(rows)
+        sources, targets = self.dataset.draw(np.repeat(epochs, counts), examples)
         encoded, pad = self.dataset.encoded, self.dataset.pad_id
         if self.dataset.kind == "decoder":
             return self._decoder_rows(counts, sources, targets)
+        if self.dataset.kind == "encoder":
+            return self._encoder_rows(counts, sources, examples)
         batch = {}
         for side, (name, ragged, chosen, fill) in enumerate(
             (("input_ids", encoded.sources, sources, pad), ("labels", encoded.targets, targets, IGNORED_LABEL))
@@ -77,6 +83,20 @@ class PackedDataset:
             batch[name] = cells.filled(ragged.flat(chosen), fill)
             batch["decoder_segment_ids" if side else "segment_ids"] = cells.filled(cells.segments, 0)
         return {**batch, "attention_mask": (batch["segment_ids"] > 0).astype(np.int64)}
+
+    def _encoder_rows(self, counts: np.ndarray, sources: np.ndarray, examples: np.ndarray) -> dict[str, np.ndarray]:
+        encoded = self.dataset.encoded
+        cells = _Cells(counts, encoded.sources.lengths[sources], lambda used: self.dataset.width(used, 0))
+        segments = cells.filled(cells.segments, 0)
+        batch = {
+            "input_ids": cells.filled(encoded.sources.flat(sources), self.dataset.pad_id),
+            "segment_ids": segments,
+            "attention_mask": (segments > 0).astype(np.int64),
+            "labels": cells.by_segment(encoded.labels[examples], IGNORED_LABEL),
+        }
+        if encoded.types is not None:
+            batch["token_type_ids"] = cells.filled(encoded.types.flat(sources), 0)
+        return batch
 
     def _decoder_rows(self, counts: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> dict[str, np.ndarray]:
         prompts, answers = self.dataset.encoded.sources, self.dataset.encoded.targets
@@ -107,16 +127,21 @@ class _Cells:
         used = np.add.reduceat(lengths, first)
         self.shape = (len(counts), width_of(used))
         row = np.repeat(np.arange(len(counts)), counts)
-        self.starts = row * self.shape[1] + before - before[first][row]
-        self.lengths, self.used = lengths, used
+        self.row, self.number, self.used = row, np.arange(len(lengths)) - first[row], used
         self.within = np.arange(lengths.sum()) - np.repeat(before, lengths)  # place of a token in its segment
-        self.cells = np.repeat(self.starts, lengths) + self.within
-        self.segments = np.repeat(np.arange(len(lengths)) - first[row] + 1, lengths)
+        self.cells = np.repeat(row * self.shape[1] + before - before[first][row], lengths) + self.within
+        self.segments = np.repeat(self.number + 1, lengths)
 
     def filled(self, values: np.ndarray, fill: int) -> np.ndarray:
         """int64[rows, width] with a value in the cell of each token."""
         out = np.full(self.shape, fill, np.int64)
         out.ravel()[self.cells] = values
+        return out
+
+    def by_segment(self, values: np.ndarray, fill: float) -> np.ndarray:
+        """[rows, segments of a row at most, ...] with the values [segments, ...]."""
+        out = np.full((self.shape[0], self.number.max() + 1, *values.shape[1:]), fill, values.dtype)
+        out[self.row, self.number] = values
         return out
 
     def positions(self) -> np.ndarray:
@@ -128,8 +153,10 @@ class _Cells:
 
 
 def _longest(encoded: EncodedExamples) -> np.ndarray:
-    """int64[2, n]: tokens of the longest source and target that an example may have."""
-    sides = (encoded.sources, encoded.first_source), (encoded.targets, encoded.first_target)
+    """int64[sides, n]: tokens of the longest source, and of the longest target, that an example may have."""
+    sides = [(encoded.sources, encoded.first_source)]
+    if encoded.targets is not None:
+        sides.append((encoded.targets, encoded.first_target))
     return np.stack([np.maximum.reduceat(ragged.lengths, firsts[:-1]) for ragged, firsts in sides])
 
 

@@ -284,7 +284,7 @@ class IndexedDataset:
         sequence_lengths: int32[n], in tokens.
         sequence_pointers: int64[n], byte offset of each sequence in the .bin.
         document_indices: int64[num_documents + 1], first sequence of each document.
-        dtype, num_tokens, num_documents.
+        dtype, num_tokens, num_documents: of the pair.
         fingerprint: sha256 over the index, the size of the .bin and, where PREFIX.json records it, its content.
         meta: what PREFIX.json holds, or {}.
 

@@ -31,14 +31,15 @@ GENERATION = {
 }  # fmt: skip
 READ = {
     ("encoder", "classification"): {
-        "prefix", "text_fields", "label_field", "label_names", "id_field", "bucket_rows", "show_valid_examples",
+        "prefix", "text_fields", "label_field", "label_names", "id_field", "bucket_rows", "packing",
+        "show_valid_examples",
     },
     ("encoder", "multi_label"): {
-        "prefix", "text_fields", "label_field", "label_names", "id_field", "thresholds", "bucket_rows",
+        "prefix", "text_fields", "label_field", "label_names", "id_field", "thresholds", "bucket_rows", "packing",
         "show_valid_examples",
     },
     ("encoder", "regression"): {
-        "prefix", "text_fields", "label_field", "id_field", "bucket_rows", "show_valid_examples",
+        "prefix", "text_fields", "label_field", "id_field", "bucket_rows", "packing", "show_valid_examples",
     },
     ("encoder-decoder", "text_to_text"): GENERATION | {
         "source_id", "target_id", "id_field", "prefix", "suffix", "target_seq_len", "bucket_rows", "packing",
@@ -46,10 +47,10 @@ READ = {
     },
     ("encoder-decoder", "classification"): GENERATION | {
         "prefix", "suffix", "text_fields", "label_field", "label_names", "label_words", "id_field",
-        "target_seq_len", "bucket_rows", "show_valid_examples",
+        "target_seq_len", "bucket_rows", "packing", "show_valid_examples",
     },
     ("encoder-decoder", "regression"): GENERATION | {
-        "prefix", "suffix", "text_fields", "label_field", "id_field", "target_seq_len", "bucket_rows",
+        "prefix", "suffix", "text_fields", "label_field", "id_field", "target_seq_len", "bucket_rows", "packing",
         "show_valid_examples",
     },
     ("encoder-decoder", "instructions"): GENERATION | INSTRUCTIONS | {

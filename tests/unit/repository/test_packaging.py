@@ -63,7 +63,10 @@ def test_wheel_metadata(wheel):
     info = next(name.partition("/")[0] for name in archive.namelist() if ".dist-info/" in name)
     metadata = archive.read(f"{info}/METADATA").decode()
     extras = re.findall(r"^Provides-Extra: (.+)$", metadata, flags=re.M)
-    assert sorted(extras) == "accelerate all bert deepspeed dev horovod metrics onnx peft plots quantize seqio".split()
+    assert (
+        sorted(extras)
+        == "accelerate all bert deepspeed dev docs horovod metrics onnx peft plots quantize seqio".split()
+    )
     assert "Requires-Python: >=3.10" in metadata and "License-Expression: Apache-2.0" in metadata
     assert "lmtools = lm_experiments_tools.tools.main:main" in archive.read(f"{info}/entry_points.txt").decode()
     assert "Apache License" in archive.read(f"{info}/licenses/LICENSE").decode()

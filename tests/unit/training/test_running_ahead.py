@@ -22,10 +22,37 @@ from torch.utils.data import DataLoader
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.backends.precision import LossScaledFp16
 from lm_experiments_tools.config.training import TrainerArgs
+from lm_experiments_tools.optimizers import Adafactor, AdamWScale, adafactor, adamw_scale, sharding, state
+from lm_experiments_tools.optimizers.muon import Muon
 from lm_experiments_tools.training.micro_batches import to_device
 from lm_experiments_tools.training.trainer import TrainingDiverged, TrainingLoop
 from modeling_t5 import T5Config, T5ForConditionalGeneration
 from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller, tiny_t5, weights_of
+
+OURS = {
+    "adamw_scale": lambda model, **options: AdamWScale(model.parameters(), lr=1e-2, weight_decay=0.1, **options),
+    "adamw_scale_plain": lambda model: OURS["adamw_scale"](model, fused=False),
+    "adafactor": lambda model: Adafactor(
+        model.parameters(), lr=1e-2, relative_step=False, weight_decay=0.1, beta1=0.9
+    ),
+    "adafactor_relative": lambda model: Adafactor(model.parameters(), warmup_init=True),
+    "muon": lambda model: muon_of(model, "AdamWScale"),
+    "muon_adamw": lambda model: muon_of(model, "AdamW"),
+}
+
+
+def muon_of(model: nn.Module, others: str) -> Muon:
+    hidden = [p for p in model.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if p.ndim != 2]
+    return Muon([{"params": hidden, "is_hidden": True}, {"params": rest}], lr=1e-2, weight_decay=0.1, others=others)
+
+
+@pytest.fixture
+def queued(monkeypatch):
+    """Our optimizers take the CPU for a device with a queue."""
+    for module in (adafactor, adamw_scale, sharding, state):
+        monkeypatch.setattr(module, "on_host", lambda tensor: False)
+
 
 QUEUE = torch.device("cpu", 0)  # stands for a device: tensors are copied to it from "cpu", and marked by `Queue`
 
@@ -138,10 +165,9 @@ def own_t5() -> nn.Module:
     return T5ForConditionalGeneration(T5Config(**tiny_t5().config.to_dict()))
 
 
-@pytest.mark.parametrize("make_model", [TinyLabeller, own_t5])
-def test_steps_3_to_10_never_wait_for_the_device(make_model):
-    queue, model = Queue(), make_model()
-    loop = make_loop({"iters": 12, "log_interval": 12}, model)
+def assert_steps_3_to_10_never_wait(model: nn.Module, **options: Any) -> None:
+    queue = Queue()
+    loop = make_loop({"iters": 12, "log_interval": 12}, model, **options)
     queue.hold([*model.parameters(), *model.buffers()])
 
     def count(on: bool) -> None:
@@ -153,6 +179,65 @@ def test_steps_3_to_10_never_wait_for_the_device(make_model):
         stack.enter_context(queue)
         loop.train()
     assert not queue.waits, "\n".join(queue.waits)
+
+
+@pytest.mark.parametrize("make_model", [TinyLabeller, own_t5])
+def test_steps_3_to_10_never_wait_for_the_device(make_model):
+    assert_steps_3_to_10_never_wait(make_model())
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_with_our_optimizers_steps_3_to_10_never_wait_either(queued, name):
+    model = TinyLabeller()
+    assert_steps_3_to_10_never_wait(model, optimizer=OURS[name](model))
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list:
+    return [
+        leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(optimizer.state_dict()["state"])
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OURS)
+def test_where_found_inf_is_set_our_optimizers_change_nothing_at_all(queued, name, dtype):
+    """As a twin that was never given the poisoned gradients; also if the first step of all is skipped."""
+    models = [tiny_t5().to(dtype) for _ in range(2)]
+    ours, twin = (OURS[name](model) for model in models)
+    generator = torch.Generator().manual_seed(5)
+    for skip in (True, False, False, True, True, False):
+        before, held = state_of(ours), weights_of(models[0])
+        gradients = [torch.randn(p.shape, generator=generator).to(dtype) for p in models[0].parameters()]
+        for one, other, gradient in zip(models[0].parameters(), models[1].parameters(), gradients, strict=True):
+            one.grad, other.grad = gradient * (math.nan if skip else 1), gradient.clone()
+        ours.found_inf, twin.found_inf = torch.tensor(float(skip)), torch.tensor(0.0)
+        ours.step()
+        if skip:
+            assert all(torch.equal(weights_of(models[0])[key], tensor) for key, tensor in held.items())
+            after = state_of(ours)
+            for one, other in zip(after, before or [torch.zeros_like(leaf) for leaf in after], strict=True):
+                assert torch.equal(one, other)
+        else:
+            twin.step()
+    assert all(torch.equal(one, other) for one, other in zip(state_of(ours), state_of(twin), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_on_the_host_found_inf_and_grad_scale_are_obeyed_at_once(name):
+    """Gradients scaled by a power of two and divided by it give the bits of a step that knows of no scale."""
+    models = [tiny_t5() for _ in range(2)]
+    ours, plain = (OURS[name](model) for model in models)
+    for number, skip in enumerate((True, False, True, False)):
+        for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            other.grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(number))
+            one.grad = other.grad * (math.inf if skip else 1024.0)
+        ours.found_inf, ours.grad_scale = torch.tensor(float(skip)), torch.tensor(1024.0)
+        ours.step()
+        if not skip:
+            plain.step()
+    assert all(torch.equal(one, other) for one, other in zip(state_of(ours), state_of(plain), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -172,9 +257,11 @@ def test_the_count_of_waits_sees_every_kind(read):
 
 
 @pytest.mark.gpu
-def test_steps_3_to_10_never_wait_for_the_gpu():
+@pytest.mark.parametrize("name", ["adamw", *OURS])
+def test_steps_3_to_10_never_wait_for_the_gpu(name):
     model = own_t5()
-    loop = make_loop({"iters": 12, "log_interval": 12, "bf16": True}, model, backend=LocalBackend())
+    options = {"optimizer": OURS[name](model)} if name in OURS else {}
+    loop = make_loop({"iters": 12, "log_interval": 12, "bf16": True}, model, backend=LocalBackend(), **options)
     assert loop.backend.device.type == "cuda"
     mode = torch.cuda.set_sync_debug_mode
     try:
@@ -194,9 +281,13 @@ def test_a_batch_reaches_the_gpu_as_it_is(dtype):
             assert there.dtype == dtype and torch.equal(there.cpu(), values)
 
 
-def test_an_update_is_asked_about_only_after_the_next_backward_pass():
+def test_an_update_is_asked_about_only_after_the_next_sum_of_counts_and_backward_pass():
     events, model, backend = [], TinyLabeller(), AheadBackend()
     backward, begin = backend.backward, backend.begin_update
+
+    def noted_sum(values: Tensor) -> Tensor:
+        events.append("sum")
+        return values
 
     def noted_backward(loss: Tensor) -> None:
         backward(loss)
@@ -207,12 +298,14 @@ def test_an_update_is_asked_about_only_after_the_next_backward_pass():
         events.append(f"update {number}")
         return lambda: events.append(f"ask {number}") or outcome()
 
-    backend.backward, backend.begin_update = noted_backward, noted_begin
+    backend.backward, backend.begin_update, backend.sum = noted_backward, noted_begin, noted_sum
     make_loop({"iters": 4, "log_interval": 4}, model, backend=backend).train()
-    expected = ["backward", "backward", "update 1"]
+    step = ["sum", "backward", "backward"]
+    expected = [*step, "update 1"]
     for number in (2, 3):
-        expected += ["backward", "backward", f"ask {number - 1}", f"update {number}"]
-    assert events == [*expected, "backward", "backward", "ask 3"]  # the last update is waited for
+        expected += [*step, f"ask {number - 1}", f"update {number}"]
+    expected += [*step, "ask 3"]  # the last update is waited for
+    assert events[: len(expected)] == expected and set(events[len(expected) :]) <= {"sum"}  # those of the log line
 
 
 def poison(model: nn.Module, when: set[int]) -> None:
@@ -230,13 +323,14 @@ SCHEDULE = {"iters": 14, "log_interval": 5, "save_interval": 4, "lr_scheduler": 
 
 
 def run(
-    tmp_path: Any, ahead: bool, skipped: set[int], *, options: dict | None = None, **args: Any
+    tmp_path: Any, ahead: bool, skipped: set[int], *, options: dict | None = None, name: str = "adamw", **args: Any
 ) -> tuple[TrainingLoop, list[float]]:
     """A run whose gradient is not finite in the steps `skipped`, with the learning rate of each of its attempts."""
     model, rates = tiny_t5(dropout=0.1), []
     poison(model, skipped)
     torch.manual_seed(3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    fused = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    optimizer = OURS[name](model) if name in OURS else fused
     backend = AheadBackend() if ahead else LocalBackend()
     args = {**SCHEDULE, "model_path": str(tmp_path), **args}
     loop = make_loop(args, model, backend=backend, optimizer=optimizer, **(options or {}))
@@ -255,10 +349,19 @@ def lines(path: Any) -> list[dict]:
 
 @pytest.mark.parametrize("skipped", [set(), {2, 3, 6}, {5}, {14}])
 def test_asking_late_gives_the_run_of_asking_at_once(tmp_path, caplog, skipped):
+    compare_late_with_at_once(tmp_path, caplog, skipped)
+
+
+@pytest.mark.parametrize("name", ["adamw_scale", "adafactor", "muon"])
+def test_a_skip_by_our_optimizers_is_counted_and_named_late_as_at_once(queued, tmp_path, caplog, name):
+    compare_late_with_at_once(tmp_path, caplog, {2, 3, 6}, name=name)
+
+
+def compare_late_with_at_once(tmp_path: Any, caplog: Any, skipped: set[int], **options: Any) -> None:
     runs, logged = {}, {}
     for ahead in (False, True):
         caplog.clear()
-        runs[ahead] = run(tmp_path / str(ahead), ahead, skipped)
+        runs[ahead] = run(tmp_path / str(ahead), ahead, skipped, **options)
         logged[ahead] = [r.getMessage() for r in caplog.records if "update skipped" in r.getMessage()]
     (once, rates), (late, late_rates) = runs[False], runs[True]
     assert logged[True] == logged[False] and len(logged[True]) == len(skipped)

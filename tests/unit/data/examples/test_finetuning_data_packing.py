@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lm_experiments_tools.data.examples.packing import first_fit
@@ -107,3 +108,42 @@ def test_huggingfaces_decoders_give_a_packed_example_the_logits_it_has_alone(kin
             torch.testing.assert_close(logits[row, begin : begin + len(ids)], alone, atol=1e-5, rtol=1e-4)
             checked += begin > 0
     assert checked >= 4
+
+
+@pytest.mark.parametrize("task", ["classification", "regression", "multi_label"])
+def test_an_epoch_of_an_encoder_has_each_example_once_with_its_label(task, tmp_path):
+    label = {
+        "classification": lambda number: "abc"[number % 3],
+        "regression": lambda number: number / 7,
+        "multi_label": lambda number: [name for name in "abc" if number % (ord(name) - 95)],
+    }[task]
+    rows = [{"s1": row["source"], "s2": row["target"], "label": label(number)} for number, row in enumerate(pairs(60))]
+    path = write_json(tmp_path / "a.jsonl", rows)
+    flags = {"model_type": "encoder", "task": task, "text_fields": ("s1", "s2"), "input_seq_len": 64}
+    tokenizer = word_tokenizer()
+    processor = TemplateProcessing(single="$A </s>", pair="$A </s> $B:1 </s>:1", special_tokens=[("</s>", 1)])
+    tokenizer.backend_tokenizer.post_processor = processor
+    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    alone, packed = (read(tokenizer, data_path=(path,), packing=packing, **flags).train for packing in (False, True))
+    alone.close(), packed.close()
+    single, packed = alone.dataset.dataset.batch(np.arange(60)), packed.dataset
+    expected = sorted(
+        (ids[:length].tolist(), types[:length].tolist(), np.array(label).tolist())
+        for ids, types, length, label in zip(
+            single["input_ids"], single["token_type_ids"], single["attention_mask"].sum(1), single["labels"],
+            strict=True,
+        )
+    )  # fmt: skip
+    for epoch in range(2):
+        batch = packed.batch(np.arange(len(packed)) + epoch * len(packed))
+        found = []
+        for ids, types, segments, mask, labels in zip(
+            *(batch[name] for name in ("input_ids", "token_type_ids", "segment_ids", "attention_mask", "labels")),
+            strict=True,
+        ):
+            assert ((segments > 0) == mask).all() and (labels[segments.max() :] == IGNORED_LABEL).all()
+            for number in range(1, segments.max() + 1):
+                here = segments == number
+                found.append((ids[here].tolist(), types[here].tolist(), labels[number - 1].tolist()))
+        assert sorted(found) == expected
+    assert packed.batch(np.arange(len(packed)))["input_ids"].shape[1] <= 64 and len(packed) < 60 / 2

@@ -1,0 +1,228 @@
+"""Every command of README.md and docs/ is understood, and runs, at the small sizes of small.yaml."""
+
+import dataclasses
+import functools
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lm_experiments_tools.config import cli
+from lm_experiments_tools.tools.main import COMMANDS
+from tests.helpers import ROOT
+from tests.helpers.pretrained_toys import save_toy
+
+SMALL = yaml.safe_load((ROOT / "tests" / "docs" / "small.yaml").read_text(encoding="utf-8"))
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+ARGUMENTS = {
+    "run_t5_pretraining.py": "lm_experiments_tools.config.pretraining:T5PretrainingArgs",
+    "run_bert_pretraining.py": "lm_experiments_tools.config.bert:BertPretrainingArgs",
+    "run_finetuning.py": "lm_experiments_tools.config.finetuning:FinetuningArgs",
+}
+SCRIPT_OF = {
+    "pretrain-t5": "run_t5_pretraining.py",
+    "pretrain-bert": "run_bert_pretraining.py",
+    "finetune": "run_finetuning.py",
+}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """Texts of a page's code blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+@functools.cache
+def commands(page: str) -> list[str]:
+    """Commands of a page's bash blocks, then those after `$` of its consoles, each on one line without comments."""
+    lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    shown = "".join(blocks(page, "console")).replace("\\\n", " ").splitlines()
+    lines = [line for line in lines if not line.startswith("#")] + [
+        line[2:] for line in shown if line.startswith("$ ")
+    ]
+    found = [re.sub(r"\s+#.*$", "", line).strip() for line in lines]
+    return [line for line in found if line and not re.match(r"(export |code=|exit |\[ )", line)]
+
+
+def program_of(words: list[str]) -> tuple[str, list[str], list[str]] | None:
+    """(program, words up to its name, its arguments) of a command; None where there is no program of ours."""
+    for place, word in enumerate(words):
+        if word in ARGUMENTS:
+            return word, words[: place + 1], words[place + 1 :]
+        if word == "lmtools" and place + 1 < len(words):
+            return f"lmtools {words[place + 1]}", words[: place + 2], words[place + 2 :]
+    return None
+
+
+def arguments_of(program: str) -> type | None:
+    """The dataclass of a program's flags; None for one that has none."""
+    name = program.removeprefix("lmtools ")
+    script = SCRIPT_OF.get(name, name)
+    if script in ARGUMENTS:
+        module, _, cls = ARGUMENTS[script].partition(":")
+    elif name in COMMANDS:
+        module, cls = f"lm_experiments_tools.tools.{name}", "".join(map(str.capitalize, name.split("_"))) + "Args"
+    else:
+        return None
+    return getattr(importlib.import_module(module), cls)
+
+
+def reason_not_to_run(command: str) -> str | None:
+    """Why a command is not run, by small.yaml, or because it is not a whole one."""
+    for beginning, reason in SMALL["not_run"].items():
+        if command == beginning or command.startswith(f"{beginning} "):
+            return reason
+    found = program_of(shlex.split(command))
+    if found is None and not command.startswith(("python -m ", "git ")):
+        return "a launcher alone, to be put before a script"
+    return "not whole" if "..." in command or "$" in command else None
+
+
+def all_commands() -> Iterator[Any]:
+    for page in PAGES:
+        for command in commands(page):
+            yield pytest.param(page, command, id=f"{page}: {command[:60]}")
+
+
+def small(command: str) -> str:
+    """The command with the flags of small.yaml."""
+    program, before, given = program_of(shlex.split(command))
+    for flag, value in SMALL["flags"].get(program, {}).items():
+        if f"--{flag}" in given:
+            given[given.index(f"--{flag}") + 1] = str(value)
+        elif flag not in SMALL["where_given"] or "--config" in given:
+            given += [f"--{flag}", str(value)]
+    return shlex.join([*before, *given])
+
+
+def write_text(folder: Path) -> None:
+    """Write the text and the rows that pages take as given."""
+    rows = [{"source": f"w{n} w{n + 1} w{n + 2}", "target": f"w{n}"} for n in range(1, 13)]
+    for name in ("train", "valid", "test", "other", "qasper/train", "qasper/validation"):
+        path = folder / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    labelled = "sentence\tlabel\n" + "".join(f"w{n} w{n + 1}\t{n % 2}\n" for n in range(1, 13))
+    for name in ("train.tsv", "dev.tsv", "glue/SST-2/train.tsv", "glue/SST-2/dev.tsv"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(labelled)
+    for name in ("my_text.txt", "held_out.txt"):
+        (folder / name).write_text("\n".join(" ".join(f"w{n + m}" for m in range(30)) for n in range(20)))
+    task = {
+        "Definition": ["Say w1."], "Positive Examples": [], "Negative Examples": [], "Categories": ["w"],
+        "Instances": [{"id": f"task1_w-{n}", "input": f"w{n}", "output": ["w1"]} for n in range(6)],
+    }  # fmt: skip
+    sni = folder / "natural-instructions"
+    (sni / "tasks").mkdir(parents=True)
+    (sni / "splits" / "default").mkdir(parents=True)
+    (sni / "tasks" / "task1_w.json").write_text(json.dumps(task))
+    for name in ("train", "test"):
+        (sni / "splits" / "default" / f"{name}_tasks.txt").write_text("task1_w\n")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """A folder of a little real text, from the documentation of this Python."""
+    folder = tmp_path_factory.mktemp("text")
+    command = [
+        sys.executable,
+        "-m",
+        "lm_experiments_tools.tools.main",
+        "corpus",
+        "--output",
+        "my_text",
+        "--max_megabytes",
+        "1",
+    ]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return folder / "my_text"
+
+
+@pytest.fixture
+def world(tmp_path, text, request) -> Path:
+    """A folder with what the pages take as given: the clone's files, text, rows, models."""
+    for path in ROOT.iterdir():
+        if path.suffix == ".py" or path.name in ("examples", "accelerate_configs", "models_configs", "scripts"):
+            (tmp_path / path.name).symlink_to(path)
+    write_text(tmp_path)
+    for name in ("my_text", "text", "TEXT"):
+        (tmp_path / name).symlink_to(text)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2}
+    (tmp_path / "small_t5.json").write_text(
+        json.dumps({"base": str(ROOT / "models_configs/t5_configs/t5-small.json"), **sizes, "vocab_size": 512})
+    )
+    bert = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "vocab_size": 512,
+    }
+    (tmp_path / "small_bert.json").write_text(
+        json.dumps({"base": str(ROOT / "models_configs/bert_configs/bert_base_uncased.json"), **bert})
+    )
+    page = request.node.callspec.params["page"]
+    for name, source in re.findall(r"^```python file=(\S+)\n(.*?)^```", (ROOT / page).read_text(), flags=re.M | re.S):
+        if "/" not in name:
+            (tmp_path / name).write_text(source)
+    for name, kind in SMALL["models"].items():
+        if name not in SMALL["makes"].get(page, ()):
+            save_toy(kind, tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page, command", all_commands())
+def test_flags_of_a_command_exist(page, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    if command.startswith("make "):
+        assert re.search(rf"^{command.split()[1]}:.*## ", (ROOT / "Makefile").read_text(), flags=re.M)
+    found = program_of([word for word in shlex.split(command) if word != "..."])
+    cls = found and arguments_of(found[0])
+    reason = reason_not_to_run(command)
+    if not cls or (reason and reason.startswith("test_")):  # that test reads it
+        assert reason or command.startswith("python -m ")
+        return
+    for word in found[1]:
+        assert not word.endswith(".yaml") or (ROOT / word).is_file()
+    given = found[2]
+    if given and not given[0].startswith("-"):
+        given = [f"--{importlib.import_module(cls.__module__).POSITIONAL}", *given]
+    files = [ROOT / given[place + 1] for place, word in enumerate(given) if word == "--config"]
+    if "..." in command or not all(path.is_file() for path in files):  # the rest of the settings stands elsewhere
+        names = {field.name for field in dataclasses.fields(cls)} | {"config"}
+        assert {word[2:].removeprefix("no_") for word in given if word.startswith("--")} <= names
+    else:
+        cli.parse(cls, given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_a_page_run(page, world):
+    whole = [command for command in commands(page) if not reason_not_to_run(command)]
+    if not whole:
+        pytest.skip(f"{page} has no command to run")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    for command in [*SMALL["before"].get(page, ()), *whole]:
+        line = small(command) if program_of(shlex.split(command)) else command
+        ended = subprocess.run(
+            ["bash", "-c", line], cwd=world, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert ended.returncode == 0, f"{line}\n{ended.stdout[-2000:]}\n{ended.stderr[-3000:]}"
+
+
+def test_every_exception_of_small_yaml_is_needed():
+    everything = [command for page in PAGES for command in commands(page)]
+    for beginning in SMALL["not_run"]:
+        assert any(command == beginning or command.startswith(f"{beginning} ") for command in everything), beginning

@@ -1,0 +1,65 @@
+"""The site of docs/: every page has its place, links lead to pages, and it builds without a warning."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scripts.build_site import MOVED, collect_pages, page_of, with_site_links
+from tests.helpers import ROOT
+
+SETTINGS = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+
+
+def pages_of(nav: object) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    return [page for entry in (nav.values() if isinstance(nav, dict) else nav) for page in pages_of(entry)]
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site") / "pages"
+    collect_pages(ROOT, folder)
+    return folder
+
+
+def test_every_page_has_one_place_in_the_navigation(pages):
+    there = sorted(path.relative_to(pages).as_posix() for path in pages.rglob("*.md"))
+    assert sorted(pages_of(SETTINGS["nav"])) == there
+
+
+def test_every_link_leads_to_a_page_or_a_picture(pages):
+    for path in pages.rglob("*.md"):
+        for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", path.read_text(encoding="utf-8")):
+            assert (path.parent / target).is_file(), f"{path.name}: {target}"
+
+
+def test_links_follow_the_pages():
+    text = "[a](docs/data.md#top) ![b](docs/images/b.png) [c](scripts/x.py) [`d`](setup.py) [e](https://e.org)"
+    expected = "[a](data.md#top) ![b](images/b.png) c (`scripts/x.py`) `d` [e](https://e.org)"
+    assert with_site_links(text, "README.md") == expected
+    both = "[t](../benchmarks/t.md) [r](../README.md)"
+    assert with_site_links(both, "docs/x.md") == "[t](benchmarks/t.md) [r](index.md)"
+
+
+def test_names_of_the_reference_exist():
+    for path in (ROOT / "docs" / "api").glob("*.md"):
+        for name in re.findall(r"^::: (\S+)$", path.read_text(encoding="utf-8"), flags=re.M):
+            module, _, last = name.rpartition(".")
+            assert hasattr(importlib.import_module(module), last), name
+
+
+def test_builds_without_a_warning():
+    if not importlib.util.find_spec("zensical"):
+        pytest.skip("zensical is not installed (pip install -e .[docs])")
+    done = subprocess.run([sys.executable, "scripts/build_site.py"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "No issues found" in done.stdout + done.stderr and "griffe" not in done.stdout + done.stderr
+    assert {page_of(name) for name in MOVED} <= {f"{path.stem}.md" for path in (ROOT / "build" / "pages").iterdir()}
+    shutil.rmtree(ROOT / "build" / "pages")
