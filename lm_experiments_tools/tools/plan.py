@@ -68,13 +68,16 @@ _MARKS = {
 
 def main(argv: Sequence[str]) -> int:
     """Read the script or file and the flags, and print the plan; returns 0. Raises UserError."""
-    asked, *flags = argv if argv and not argv[0].startswith("-") else ["pretrain-t5", *argv]
+    names_one = bool(argv) and not argv[0].startswith("-")
+    asked, *flags = argv if names_one else ["pretrain-t5", *argv]
     name = _FILES.get(Path(asked).stem, asked)
     if name not in SCRIPTS:
         if not asked.endswith((".yaml", ".yml")):
             raise UserError(f"lmtools plan {asked}: name one of {', '.join(SCRIPTS)}, or a YAML file of settings")
         name, flags = _script_of(asked), ["--config", asked, *flags]
-    args, origins = parse(SCRIPTS[name], flags, description=__doc__, program=f"lmtools plan {name}")
+    args, origins = parse(
+        SCRIPTS[name], flags, description=__doc__, program=f"lmtools plan {name}" if names_one else "lmtools plan"
+    )
     from lm_experiments_tools.planning.show import show
 
     show(args, args, origins)
