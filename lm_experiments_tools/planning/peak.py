@@ -52,6 +52,7 @@ def head_of(model: Model, step: Step) -> Head:
         extra = 4 * c * n * width + (2 * model.table if step.mixed else 0)
     else:
         extra = c * n * width + (2 * model.table if step.mixed else 0)
+    own = 0 if model.tied else model.table
     chunk = model.chunk or (LOSS_CHUNK if step.fast else 0)
     if model.kind == "t5" and chunk and step.code != "transformers":
         rows = min(chunk, n)
@@ -59,8 +60,7 @@ def head_of(model: Model, step: Step) -> Head:
         saved = c * n * width * 2 + product
         several = model.table * c if n > chunk else 0
         cast = 2 * model.table if step.mixed else 0
-        return Head(saved, saved + c * rows * vocabulary + several + cast, saved + 4 * model.table, model.table)
-    own = 0 if model.tied else model.table
+        return Head(saved, saved + c * rows * vocabulary + several + cast, saved + 4 * model.table, own)
     logits = 4 * n * vocabulary
     narrow = 2 * n * vocabulary if step.mixed else 0
     return Head(extra + logits, extra + 2 * logits + narrow, extra + 3 * logits, own)
