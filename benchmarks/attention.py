@@ -33,6 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from lm_experiments_tools.attention import T5Bias, block_sparse_attention
 from lm_experiments_tools.attention.kernels import tiles
+from lm_experiments_tools.attention.kernels import triton as triton_backend
 from lm_experiments_tools.attention.kernels.bias import t5_bucket
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig, BSLongformerSparsityConfig
 
@@ -339,30 +340,45 @@ def verdicts(rows: Rows) -> list[str]:
     return found
 
 
-def candidates(kernel: str) -> list[tiles.Tile]:
-    sizes = [(64, 64)] if kernel == "bias_gradient" else itertools.product([64, 128], [32, 64, 128])
+def candidates() -> list[tiles.Tile]:
+    sizes = itertools.product([32, 64, 128], [32, 64, 128])
     return [tiles.Tile(*size, warps, stages) for size in sizes for warps in (4, 8) for stages in (1, 2, 3, 4)]
 
 
 def tune(args: argparse.Namespace) -> None:
-    """Replaces each entry of TILES by the fastest candidate, one kernel after the other, and prints the table."""
-    call, dtype = ours(None, backend="triton"), getattr(torch, args.dtypes[0])
-    x = make_inputs(args, args.lengths[0], dtype)
+    """Finds the fastest candidate of each kernel, one after the other, and prints lines for `tiles.MEASURED`."""
+    card = triton_backend.card_of(torch.device(args.device, 0))
+    for dtype in (getattr(torch, name) for name in args.dtypes):
+        measured = tiles.MEASURED.setdefault((card.name, dtype.itemsize), {})
+        for kernel in tiles.KERNELS:
+            tune_kernel(args, kernel, dtype, card, measured)
+        lines = "".join(f"        {key}: Tile{tuple(tile)},\n" for key, tile in measured.items())
+        print(f"    {card.name, dtype.itemsize}: {{\n{lines}    }},", flush=True)
+
+
+def tune_kernel(
+    args: argparse.Namespace,
+    kernel: str,
+    dtype: torch.dtype,
+    card: tiles.Card,
+    measured: dict[tuple[str, int], tiles.Tile],
+) -> None:
+    """Puts the fastest candidate of a kernel into `measured`, the other kernels' tiles left as they are."""
+    x, call = make_inputs(args, args.lengths[0], dtype), ours(None, backend="triton")
+    key, found = (kernel, tiles.head_bound(args.head_dim)), {}
     grad = torch.randn_like(x.q)
-    bound = next(limit for limit in (64, 128, 256) if args.head_dim <= limit)
-    for kernel in ("forward", "query_gradient", "key_gradient", "bias_gradient"):
-        found = {}
-        for tile in candidates(kernel):
-            tiles.TILES[kernel, bound] = tile
-            try:
-                one_pass(call, x, grad)
-            except Exception as error:  # too much shared memory, or a compiler that gives up: not a candidate
-                print(f"{kernel} {tuple(tile)}: {type(error).__name__}", flush=True)
-                continue
-            found[tile] = statistics.median(timed(lambda: one_pass(call, x, grad), args.device) for _ in range(9))
-            print(f"{kernel} {tuple(tile)}: {found[tile]:.3f} ms", flush=True)
-        tiles.TILES[kernel, bound] = min(found, key=found.get)
-        print(f'    ("{kernel}", {bound}): {tiles.TILES[kernel, bound]},', flush=True)
+    for tile in candidates():
+        measured[key] = tile
+        if tiles.tile_of(kernel, args.head_dim, None, dtype.itemsize, card) != tile:
+            continue  # too much shared memory
+        try:
+            one_pass(call, x, grad)
+        except Exception as error:  # a compiler that gives up: not a candidate
+            print(f"# {kernel} {tuple(tile)}: {type(error).__name__}", flush=True)
+            continue
+        found[tile] = statistics.median(timed(lambda: one_pass(call, x, grad), args.device) for _ in range(9))
+        print(f"# {kernel} {tuple(tile)}: {found[tile]:.3f} ms", flush=True)
+    measured[key] = min(found, key=found.get)
 
 
 def main() -> None:

@@ -63,12 +63,16 @@ def make_layout(case: Case) -> object:
 def make_bias(case: Case, leaf: Tensor | None) -> object:
     if case.bias in ("t5", "t5 decoder"):  # few buckets, so that short inputs reach beyond the last
         return T5Bias(leaf, bidirectional=case.bias == "t5", num_buckets=8, max_distance=20)
+    if case.bias == "t5 wide":  # more distances than the Triton kernels sum at a time
+        return T5Bias(leaf, num_buckets=32, max_distance=600)
     return AlibiBias(leaf) if case.bias == "alibi" else leaf
 
 
 def make_leaf(case: Case, draw: object) -> Tensor | None:
     if case.bias in ("t5", "t5 decoder"):
         return draw(8, case.heads)
+    if case.bias == "t5 wide":
+        return draw(32, case.heads)
     if case.bias == "alibi":  # as small as real slopes: scores of hundreds leave float32 no digits for their gradient
         return (0.1 * draw(case.heads).detach()).requires_grad_()
     return draw(1, case.heads, case.query_length, case.key_length) if case.bias == "matrix" else None

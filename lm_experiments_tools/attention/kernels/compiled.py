@@ -201,29 +201,24 @@ _INPUTS = (
 @torch.library.custom_op(
     "lm_experiments_tools::block_sparse_attention", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)"
 )
-def operator(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_padding_mask: Tensor | None,
-    query_segments: Tensor | None,
-    key_segments: Tensor | None,
-    blocks: Tensor | None,
-    seed: Tensor | None,
-    number: int,
-) -> tuple[Tensor, Tensor]:
+def operator(q: Tensor, *others: Tensor | int | None) -> tuple[Tensor, Tensor]:
     """The output [batch, heads, query_length, v's last dimension], and the logarithms of the sums of its rows."""
+    *tensors, number = q, *others
     kept = Kept()
-    tensors = q, k, v, bias, key_padding_mask, query_segments, key_segments, blocks, seed
     output, _ = _attend(number, tensors, None, kept)
     lse = q.new_zeros(q.shape[:3], dtype=torch.float32) if kept.lse is None else kept.lse
-    return output.detach().contiguous(), lse
+    return _by_token(output.detach()), lse
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """x [batch, heads, length, dim] with the heads of a token side by side in memory: as layers go on with it."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @operator.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    output = _by_token(q.new_empty(*q.shape[:3], v.shape[3]))
+    return output, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op(
@@ -232,37 +227,27 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor]
     schema=f"(Tensor grad, Tensor output, Tensor lse, {_INPUTS}, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def operator_backward(
-    grad: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_padding_mask: Tensor | None,
-    query_segments: Tensor | None,
-    key_segments: Tensor | None,
-    blocks: Tensor | None,
-    seed: Tensor | None,
-    number: int,
-    wanted: Sequence[bool],
+    grad: Tensor, output: Tensor, lse: Tensor, *inputs: Tensor | int | Sequence[bool] | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the bias; an empty tensor where none is wanted."""
-    tensors = q, k, v, bias, key_padding_mask, query_segments, key_segments, blocks, seed
+    *tensors, number, wanted = inputs
+    q = tensors[0]
     again, leaves = _attend(number, tensors, wanted, Kept(output, lse))
     with _autograd():
         found = iter(torch.autograd.grad(again, leaves, grad))
-    gradients = [next(found).contiguous() if is_wanted else q.new_empty(0) for is_wanted in wanted]
-    return gradients[0], gradients[1], gradients[2], gradients[3]
+    gradients = [next(found) if is_wanted else q.new_empty(0) for is_wanted in wanted]
+    d_q, d_k, d_v = (_by_token(x) if is_wanted else x for x, is_wanted in zip(gradients, wanted[:3], strict=False))
+    return d_q, d_k, d_v, gradients[3].contiguous()
 
 
 @operator_backward.register_fake
 def _(
     grad: Tensor, output: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *others: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    chosen = zip((q, k, v, bias), others[-1], strict=True)
-    gradients = [x.new_empty(x.shape) if is_wanted else q.new_empty(0) for x, is_wanted in chosen]
-    return gradients[0], gradients[1], gradients[2], gradients[3]
+    *wanted, wants_bias = others[-1]
+    chosen = zip((q, k, v), wanted, strict=True)
+    d_q, d_k, d_v = (_by_token(x.new_empty(x.shape)) if is_wanted else q.new_empty(0) for x, is_wanted in chosen)
+    return d_q, d_k, d_v, bias.new_empty(bias.shape) if wants_bias else q.new_empty(0)
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:

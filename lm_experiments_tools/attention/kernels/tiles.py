@@ -1,8 +1,15 @@
-"""How the Triton kernels cut the score matrix into tiles, and the shared memory that these take."""
+"""How the Triton kernels cut the score matrix into tiles, the shared memory that these take, and lists of them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lm_experiments_tools.attention.kernels.plan import num_blocks
+from lm_experiments_tools.attention.kernels.request import Request
 
 
 class Tile(NamedTuple):
@@ -25,32 +32,73 @@ TILES: dict[tuple[str, int], Tile] = {
     ("key_gradient", 64): Tile(64, 128, 8, 3),
     ("key_gradient", 128): Tile(64, 64, 4, 2),
     ("key_gradient", 256): Tile(32, 64, 8, 1),
-    ("bias_gradient", 64): Tile(64, 64, 4, 2),
-    ("bias_gradient", 128): Tile(64, 64, 4, 2),
-    ("bias_gradient", 256): Tile(32, 32, 4, 1),
 }
+KERNELS = "forward", "query_gradient", "key_gradient"
+# What has been measured to be faster, by the GPU's name as torch.cuda.get_device_name gives it and by inputs' bytes.
+# `python benchmarks/attention.py --device cuda --tune` measures the GPU that it runs on, for each head dimension and
+# dtype that it is given, and prints lines for this table. Nothing is measured while a model runs.
+MEASURED: dict[tuple[str, int], dict[tuple[str, int], Tile]] = {}
+SUM_ROWS = 64  # diagonals of the bias gradient that are summed at a time: rows of a product on the tensor cores
 _MASKS = 2560  # bytes of shared memory, at most, for masks and sums of rows
 _MERGED = 64  # layouts of smaller blocks are computed in tiles of this many tokens, with the rest masked
+_SMALLEST = 32  # tokens
+_UNEVEN = 4  # lists this much longer than the average are started first
 
 
-def tile_of(kernel: str, head_dim: int, block: int | None, itemsize: int) -> Tile:
-    """The tile for a kernel; not larger than the layout's block (None: dense) unless that is small."""
-    bound = next(limit for limit in (64, 128, 256) if head_dim <= limit)
-    queries, keys, num_warps, num_stages = TILES[kernel, bound]
-    if itemsize == 4:
-        queries, keys, num_stages = max(16, queries // 2), max(16, keys // 2), 1
+class Card(NamedTuple):
+    """The GPU that tiles are for."""
+
+    name: str
+    capability: tuple[int, int]
+    shared_memory: int  # bytes that a program may have
+
+
+def tile_of(kernel: str, head_dim: int, block: int | None, itemsize: int, card: Card | None = None) -> Tile:
+    """The tile for a kernel; not larger than the layout's block (None: dense) unless that is small.
+
+    It is made smaller, down to 32 x 32, where a card has too little shared memory for it.
+    """
+    key = kernel, head_bound(head_dim)
+    tile = MEASURED.get((card.name, itemsize), {}).get(key) if card else None
+    if tile is None:
+        tile = TILES[key]
+        if itemsize == 4:
+            tile = Tile(max(16, tile.queries // 2), max(16, tile.keys // 2), tile.num_warps, 1)
     if block is not None:
-        queries, keys = (min(size, max(block, _MERGED)) for size in (queries, keys))
-    return Tile(queries, keys, num_warps, num_stages)
+        tile = tile._replace(queries=min(tile.queries, max(block, _MERGED)), keys=min(tile.keys, max(block, _MERGED)))
+    while card and shared_memory(kernel, tile, head_dim, itemsize) > card.shared_memory:
+        smaller = _smaller(tile)
+        if smaller == tile:
+            break
+        tile = smaller
+    return tile
 
 
-def shared_memory(kernel: str, head_dim: int, block: int | None, itemsize: int) -> int:
+def _smaller(tile: Tile) -> Tile:
+    """With fewer rows on their way, or else half of the longer side."""
+    if tile.num_stages > 1:
+        return tile._replace(num_stages=tile.num_stages - 1)
+    if max(tile.queries, tile.keys) <= _SMALLEST:
+        return tile
+    longer = "queries" if tile.queries >= tile.keys else "keys"
+    return tile._replace(**{longer: getattr(tile, longer) // 2})
+
+
+def micro_of(tile: Tile) -> int:
+    """The side of the blocks by whose diagonals the bias gradient is summed: a product is over at least 16 of them."""
+    return 8 if tile.queries * tile.keys >= 1024 else 4
+
+
+def head_bound(head_dim: int) -> int:
+    """The entry of the tables for a head dimension."""
+    return next(limit for limit in (64, 128, 256) if head_dim <= limit)
+
+
+def shared_memory(kernel: str, tile: Tile, head_dim: int, itemsize: int) -> int:
     """Bytes of shared memory that a kernel takes at most: for rows that it holds, those on their way, and scores."""
-    tile, size = fitting_tile(kernel, head_dim, block, itemsize), power_of_two(head_dim) * itemsize
+    size = power_of_two(head_dim) * itemsize
     queries, keys = tile.queries * size, tile.keys * size
     scores = tile.queries * tile.keys * itemsize  # given from one product to the next
-    if kernel == "bias_gradient":
-        return 2 * queries + 2 * keys + 2 * scores + _MASKS
     held, streamed = {
         "forward": (queries, 2 * keys),
         "query_gradient": (2 * queries, 2 * keys),
@@ -60,22 +108,146 @@ def shared_memory(kernel: str, head_dim: int, block: int | None, itemsize: int) 
         scores = 0
     if kernel == "key_gradient" and tile.num_stages == 1:
         streamed += queries  # turned
+    if kernel == "query_gradient" and itemsize == 4:  # what sums by diagonal are selected with
+        scores += SUM_ROWS * itemsize * tile.queries * tile.keys // micro_of(tile) ** 2
     # The loop near the diagonal has a bias for each score on its way, in float32, and so fewer rows.
     near = streamed + 4 * tile.queries * tile.keys
     return held + max(max(1, tile.num_stages - 1) * streamed, near) + scores + _MASKS
 
 
-def fitting_tile(kernel: str, head_dim: int, block: int | None, itemsize: int) -> Tile:
-    """The same, of the kernels together."""
-    tile = tile_of(kernel, head_dim, block, itemsize)
-    if kernel != "bias_gradient":
-        return tile
-    # It computes what the kernel of q's gradient leaves out, so its tiles have to fit into those.
-    within = tile_of("query_gradient", head_dim, block, itemsize)
-    size = min(tile.queries, within.queries, within.keys)
-    return tile._replace(queries=size, keys=size)
-
-
 def power_of_two(size: int) -> int:
     """The next one from 16 up."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+class TileLists(NamedTuple):
+    """For each tile of rows the tiles of columns that meet it, ascending.
+
+    A list's runs are [ranges[0], ranges[1]), [ranges[1], ranges[2]) and [ranges[2], ranges[3]): before, near and after
+    the diagonal. In a dense plan they count tiles of columns themselves; else they are places in `tiles` and `bits`.
+    """
+
+    ranges: Tensor  # int32 [layout heads, row tiles, 4]
+    order: Tensor  # int32 [layout heads, row tiles], longest lists first
+    tiles: Tensor  # int32
+    bits: Tensor  # int32
+    rank_major: bool
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A layout cut into tiles: which of them hold anything, and which blocks those hold."""
+
+    tile: Tile
+    active: Tensor  # bool [layout heads, query tiles, key tiles]
+    bits: Tensor  # int32, same shape: one for each part of a tile, row by row
+    sub_queries: int  # tokens of a part
+    sub_keys: int
+    left: Tensor  # bool [query tiles, key tiles]: tiles before all that is near the diagonal
+    right: Tensor  # tiles after it
+    dense: bool
+    has_bits: bool  # True if any tile is attended to in part
+
+
+def cut(request: Request, tile: Tile, saturation: int | None) -> Cut:
+    """Tiles of a request's layout: a larger block gives several, smaller blocks share one.
+
+    Args:
+        saturation: distance from which on nothing changes; tiles at smaller ones are near. None if no tile is.
+    """
+    query_length, key_length = request.scores_shape[2:]
+    rows, columns = num_blocks(query_length, tile.queries), num_blocks(key_length, tile.keys)
+    sub_queries, sub_keys = tile.queries, tile.keys
+    if request.is_dense:
+        active = torch.ones(1, rows, columns, dtype=torch.bool)
+        bits = active.int()
+    else:
+        block = request.layout.block
+        sub_queries, sub_keys = min(block, tile.queries), min(block, tile.keys)
+        parts = request.layout.blocks.repeat_interleave(block // sub_queries, 1)
+        parts = parts.repeat_interleave(block // sub_keys, 2)
+        parts = parts[:, : num_blocks(query_length, sub_queries), : num_blocks(key_length, sub_keys)]
+        active = _parts_of_tiles(parts, rows, columns, tile, sub_queries, sub_keys, outside=False).any(-1)
+        # What lies outside of the inputs is masked by position, so a tile full up to there counts as full.
+        flags = _parts_of_tiles(parts, rows, columns, tile, sub_queries, sub_keys, outside=True)
+        bits = (flags.int() << torch.arange(flags.shape[-1], dtype=torch.int32)).sum(-1, dtype=torch.int32)
+    offset = torch.arange(columns)[None, :] * tile.keys - torch.arange(rows)[:, None] * tile.queries
+    nearest, farthest = offset - (tile.queries - 1), offset + (tile.keys - 1)
+    if request.causal:
+        active = active & (nearest <= 0)
+    everything = torch.ones_like(offset, dtype=torch.bool)
+    left = everything if saturation is None else farthest <= -saturation
+    right = ~everything if saturation is None else nearest >= max(1, saturation)
+    full = (1 << (tile.queries // sub_queries * (tile.keys // sub_keys))) - 1
+    has_bits = bool((bits[active] != full).any())
+    return Cut(tile, active, bits, sub_queries, sub_keys, left, right, request.is_dense, has_bits)
+
+
+def _parts_of_tiles(
+    parts: Tensor, rows: int, columns: int, tile: Tile, sub_queries: int, sub_keys: int, outside: bool
+) -> Tensor:
+    """Parts [heads, n, m] by tile: [heads, rows, columns, parts of a tile]; those beyond n and m are `outside`."""
+    in_rows, in_columns = tile.queries // sub_queries, tile.keys // sub_keys
+    missing = rows * in_rows - parts.shape[1], columns * in_columns - parts.shape[2]
+    parts = torch.nn.functional.pad(parts, (0, missing[1], 0, missing[0]), value=outside)
+    return parts.unflatten(2, (columns, in_columns)).unflatten(1, (rows, in_rows)).transpose(2, 3).flatten(3)
+
+
+def lists_of(cut: Cut, by_key: bool, device: torch.device) -> TileLists:
+    """The list of each tile of queries, or of keys."""
+    active, bits, first, last = cut.active, cut.bits, cut.left, cut.right
+    if by_key:
+        active, bits, first, last = active.mT, bits.mT, first.T, last.T
+        if not first.all():  # later queries have a key farther to their left
+            first, last = last, first
+    counts = active.sum(-1)
+    begin = active.int().argmax(-1) if cut.dense else (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
+    near, far = begin + (active & first).sum(-1), begin + counts - (active & last).sum(-1)
+    ranges = torch.stack([begin, near, far, begin + counts], dim=-1)
+    return TileLists(
+        ranges.int().to(device),
+        counts.argsort(dim=-1, descending=True, stable=True).int().to(device),
+        active.nonzero()[:, 2].int().to(device),
+        bits[active].to(device),
+        rank_major=bool(counts.max() > _UNEVEN * counts.float().mean()),
+    )
+
+
+class Diagonals(NamedTuple):
+    """How the gradient of a T5 bias is summed near the diagonal: by diagonals of blocks of micro x micro scores.
+
+    Tiles of queries have sums of their own. They hold SUM_ROWS diagonals, of tiles at distances
+    leftmost + [0, window) tokens; a table of more distances than a usual one takes several such windows.
+    """
+
+    micro: int  # scores
+    leftmost: int  # tokens from the first query of a tile to the first key, of the leftmost tile that can be near
+    window: int  # tokens
+    sides: Tensor  # [2, keys, 16]: what `add_far` multiplies with, for tiles left and right of the near ones
+    places: Tensor  # [2 * SUM_ROWS, blocks of a tile]: what `add_near` multiplies with
+    windows: (
+        Tensor  # int32 [layout heads, query tiles, windows + 1]: where they begin in a list, and where the last ends
+    )
+
+    @property
+    def num_windows(self) -> int:
+        return self.windows.shape[2] - 1
+
+
+def diagonals_of(cut: Cut, saturation: int, ranges: Tensor, dtype: torch.dtype, device: torch.device) -> Diagonals:
+    """Windows for a table of distances -saturation..saturation, and the lists of `cut`'s tiles by them."""
+    (queries, keys), (_, rows, columns), micro = cut.tile[:2], cut.active.shape, micro_of(cut.tile)
+    step = min(queries, keys)
+    leftmost, rightmost = -((saturation + keys - 2) // step * step), (saturation + queries - 2) // step * step
+    window = ((SUM_ROWS + 1) * micro - queries - keys) // step * step + step
+    edges = leftmost + window * torch.arange((rightmost - leftmost) // window + 2)
+    away = torch.arange(columns) * keys - torch.arange(rows)[:, None] * queries
+    before = (cut.active[..., None] & (away[..., None] < edges)).sum(2)
+    begin, near, after, _ = ranges.long().cpu().unbind(-1)
+    windows = (begin[..., None] + before).clamp(near[..., None], after[..., None])
+    parts = queries // micro, keys // micro
+    diagonal = torch.arange(parts[1]) - torch.arange(parts[0])[:, None] + parts[0] - 1
+    places = torch.arange(-SUM_ROWS, SUM_ROWS)[:, None] == diagonal.flatten()
+    sides = torch.eye(2, 16)[:, None].repeat(1, keys, 1)
+    matrices = (x.to(device, dtype) for x in (sides, places))
+    return Diagonals(micro, leftmost, window, *matrices, windows.int().to(device))

@@ -13,140 +13,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention.kernels.bias import AlibiBias, sum_diagonals
+from lm_experiments_tools.attention.kernels.bias import AlibiBias
 from lm_experiments_tools.attention.kernels.plan import cached, num_blocks
 from lm_experiments_tools.attention.kernels.request import Kept, Request
-from lm_experiments_tools.attention.kernels.tiles import Tile, fitting_tile, power_of_two, shared_memory
+from lm_experiments_tools.attention.kernels.tiles import (
+    KERNELS,
+    SUM_ROWS,
+    Card,
+    Cut,
+    Diagonals,
+    Tile,
+    TileLists,
+    cut,
+    diagonals_of,
+    lists_of,
+    power_of_two,
+    shared_memory,
+    tile_of,
+)
 
 _LOG2_E = math.log2(math.e)
 _NO_BIAS, _T5, _ALIBI = 0, 1, 2
-_PROGRAMS = 512  # of the bias gradient: about four for each multiprocessor of a large GPU
 _OLDEST = 8, 0  # compute capability that Triton supports from on
 _LARGEST = 128  # tokens of a tile, at most
-_UNEVEN = 4  # lists this much longer than the average are started first
-
-
-class TileLists(NamedTuple):
-    """For each tile of rows the tiles of columns that meet it, ascending.
-
-    A list's runs are [ranges[0], ranges[1]), [ranges[1], ranges[2]) and [ranges[2], ranges[3]): before, near and after
-    the diagonal. In a dense plan they count tiles of columns themselves; else they are places in `tiles` and `bits`.
-    """
-
-    ranges: Tensor  # int32 [layout heads, row tiles, 4]
-    order: Tensor  # int32 [layout heads, row tiles], longest lists first
-    tiles: Tensor  # int32
-    bits: Tensor  # int32
-    rank_major: bool
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A layout cut into tiles: which of them hold anything, and which blocks those hold."""
-
-    tile: Tile
-    active: Tensor  # bool [layout heads, query tiles, key tiles]
-    bits: Tensor  # int32, same shape: one for each part of a tile, row by row
-    sub_queries: int  # tokens of a part
-    sub_keys: int
-    left: Tensor  # bool [query tiles, key tiles]: tiles before all that is near the diagonal
-    right: Tensor  # tiles after it
-    dense: bool
-    has_bits: bool  # True if any tile is attended to in part
-
-
-def cut(request: Request, tile: Tile, saturation: int | None) -> Cut:
-    """Tiles of a request's layout: a larger block gives several, smaller blocks share one.
-
-    Args:
-        saturation: distance from which on nothing changes; tiles at smaller ones are near. None if no tile is.
-    """
-    query_length, key_length = request.scores_shape[2:]
-    rows, columns = num_blocks(query_length, tile.queries), num_blocks(key_length, tile.keys)
-    sub_queries, sub_keys = tile.queries, tile.keys
-    if request.is_dense:
-        active = torch.ones(1, rows, columns, dtype=torch.bool)
-        bits = active.int()
-    else:
-        block = request.layout.block
-        sub_queries, sub_keys = min(block, tile.queries), min(block, tile.keys)
-        parts = request.layout.blocks.repeat_interleave(block // sub_queries, 1)
-        parts = parts.repeat_interleave(block // sub_keys, 2)
-        parts = parts[:, : num_blocks(query_length, sub_queries), : num_blocks(key_length, sub_keys)]
-        active = _parts_of_tiles(parts, rows, columns, tile, sub_queries, sub_keys, outside=False).any(-1)
-        # What lies outside of the inputs is masked by position, so a tile full up to there counts as full.
-        flags = _parts_of_tiles(parts, rows, columns, tile, sub_queries, sub_keys, outside=True)
-        bits = (flags.int() << torch.arange(flags.shape[-1], dtype=torch.int32)).sum(-1, dtype=torch.int32)
-    offset = torch.arange(columns)[None, :] * tile.keys - torch.arange(rows)[:, None] * tile.queries
-    nearest, farthest = offset - (tile.queries - 1), offset + (tile.keys - 1)
-    if request.causal:
-        active = active & (nearest <= 0)
-    everything = torch.ones_like(offset, dtype=torch.bool)
-    left = everything if saturation is None else farthest <= -saturation
-    right = ~everything if saturation is None else nearest >= max(1, saturation)
-    full = (1 << (tile.queries // sub_queries * (tile.keys // sub_keys))) - 1
-    has_bits = bool((bits[active] != full).any())
-    return Cut(tile, active, bits, sub_queries, sub_keys, left, right, request.is_dense, has_bits)
-
-
-def _parts_of_tiles(
-    parts: Tensor, rows: int, columns: int, tile: Tile, sub_queries: int, sub_keys: int, outside: bool
-) -> Tensor:
-    """Parts [heads, n, m] by tile: [heads, rows, columns, parts of a tile]; those beyond n and m are `outside`."""
-    in_rows, in_columns = tile.queries // sub_queries, tile.keys // sub_keys
-    missing = rows * in_rows - parts.shape[1], columns * in_columns - parts.shape[2]
-    parts = torch.nn.functional.pad(parts, (0, missing[1], 0, missing[0]), value=outside)
-    return parts.unflatten(2, (columns, in_columns)).unflatten(1, (rows, in_rows)).transpose(2, 3).flatten(3)
-
-
-def lists_of(cut: Cut, by_key: bool, device: torch.device) -> TileLists:
-    """The list of each tile of queries, or of keys."""
-    active, bits, first, last = cut.active, cut.bits, cut.left, cut.right
-    if by_key:
-        active, bits, first, last = active.mT, bits.mT, first.T, last.T
-        if not first.all():  # later queries have a key farther to their left
-            first, last = last, first
-    counts = active.sum(-1)
-    begin = active.int().argmax(-1) if cut.dense else (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
-    near, far = begin + (active & first).sum(-1), begin + counts - (active & last).sum(-1)
-    ranges = torch.stack([begin, near, far, begin + counts], dim=-1)
-    return TileLists(
-        ranges.int().to(device),
-        counts.argsort(dim=-1, descending=True, stable=True).int().to(device),
-        active.nonzero()[:, 2].int().to(device),
-        bits[active].to(device),
-        rank_major=bool(counts.max() > _UNEVEN * counts.float().mean()),
-    )
-
-
-class DiagonalLists(NamedTuple):
-    """Near tiles of each layout head by diagonal, from the leftmost: those of one are [starts[n], starts[n + 1])."""
-
-    starts: Tensor  # int32 [layout heads * diagonals + 1]
-    tiles: Tensor  # int32, tiles of queries
-    bits: Tensor  # int32
-    diagonals: int
-
-
-def diagonals_of(cut: Cut, rough: Cut, device: torch.device) -> DiagonalLists:
-    """Tiles of `cut`, which must be square and no larger than those of `rough`, that lie in near tiles of `rough`."""
-    near = ~rough.left & ~rough.right
-    size, (_, rows, columns) = cut.tile.queries, cut.active.shape
-    near = near[torch.arange(rows) * size // rough.tile.queries][:, torch.arange(columns) * size // rough.tile.keys]
-    head, row, column = (cut.active & near).nonzero(as_tuple=True)
-    reach = int((column - row).abs().max()) if row.numel() else 0
-    diagonals = 2 * reach + 1
-    diagonal = head * diagonals + column - row + reach
-    order = diagonal.argsort(stable=True)
-    counts = torch.bincount(diagonal, minlength=cut.active.shape[0] * diagonals)
-    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    bits = cut.bits[head, row, column][order]
-    return DiagonalLists(starts.int().to(device), row[order].int().to(device), bits.to(device), diagonals)
 
 
 @dataclass
@@ -167,21 +60,28 @@ class Call:
         """Distance below which tiles have to be looked at more closely."""
         return self.saturation if self.bias == _T5 else 0 if self.request.causal else None
 
-    def plan(self, kernel: str) -> tuple[Cut, TileLists | DiagonalLists]:
+    def plan(self, kernel: str) -> tuple[Cut, TileLists]:
         """The tiles of a kernel and its lists, kept with the layout."""
-        request, device = self.request, self.device
-        tile = _tile_for(request, kernel)
+        tile = _tile_for(self.request, kernel, self.device)
 
-        def make() -> tuple[Cut, TileLists | DiagonalLists]:
-            if kernel == "bias_gradient":
-                rough = cut(request, _tile_for(request, "query_gradient"), self.near)
-                parts = cut(request, tile, self.near)
-                return parts, diagonals_of(parts, rough, device)
-            parts = cut(request, tile, self.near)
-            return parts, lists_of(parts, kernel == "key_gradient", device)
+        def make() -> tuple[Cut, TileLists]:
+            parts = cut(self.request, tile, self.near)
+            return parts, lists_of(parts, kernel == "key_gradient", self.device)
 
-        lengths = request.scores_shape[2:]
-        return cached(request.layout, ("triton", kernel, tile, lengths, request.causal, self.near, device), make)
+        return cached(self.request.layout, ("triton", kernel, tile, *self._key), make)
+
+    def diagonals(self) -> Diagonals:
+        """How the kernel of q's gradient sums that of a T5 bias, kept with the layout."""
+        (parts, lists), dtype = self.plan("query_gradient"), self.request.q.dtype
+        return cached(
+            self.request.layout,
+            ("diagonals", parts.tile, self.saturation, dtype, *self._key),
+            lambda: diagonals_of(parts, self.saturation, lists.ranges, dtype, self.device),
+        )
+
+    @property
+    def _key(self) -> tuple:
+        return self.request.scores_shape[2:], self.request.causal, self.near, self.device
 
     def launch(self, kernel: str, tensors: Mapping[str, Tensor | None], **more: object) -> None:
         """Run a kernel that walks lists, one program for each tile of each sequence of each head.
@@ -250,7 +150,6 @@ class Call:
     def constants(self, parts: Cut) -> dict[str, object]:
         """Compile-time arguments that all kernels take."""
         (_, _, query_length, key_length), q, v = self.request.scores_shape, self.request.q, self.request.v
-        ieee = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
         return {
             "HEAD_DIM": q.shape[3],
             "BLOCK_D": power_of_two(q.shape[3]),
@@ -266,14 +165,19 @@ class Call:
             "HAS_DROPOUT": self.request.dropout_p > 0,
             "EVEN_M": query_length % parts.tile.queries == 0,
             "EVEN_N": key_length % parts.tile.keys == 0,
-            "PRECISION": "ieee" if ieee else "tf32",
+            "PRECISION": "tf32" if q.dtype == torch.float32 and not _is_ieee(q) else "ieee",
             "num_warps": parts.tile.num_warps,
             "num_stages": parts.tile.num_stages,
         }
 
 
-def _tile_for(request: Request, kernel: str) -> Tile:
-    return fitting_tile(kernel, *_sizes(request))
+def _is_ieee(x: Tensor) -> bool:
+    """True where products are to be those of float32."""
+    return x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+
+
+def _tile_for(request: Request, kernel: str, device: torch.device | None = None) -> Tile:
+    return tile_of(kernel, *_sizes(request), card_of(device or request.q.device))
 
 
 def _sizes(request: Request) -> tuple[int, int | None, int]:
@@ -289,7 +193,8 @@ class _TritonAttention(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, call: Call, kept: Kept) -> Tensor:
         o, lse = kept.output, kept.lse
         if o is None:
-            o = v.new_empty(*q.shape[:3], v.shape[3])
+            # in q's strides, so that a layer which has viewed its projections by head can view the output likewise
+            o = torch.empty_like(q) if q.shape[3] == v.shape[3] else v.new_empty(*q.shape[:3], v.shape[3])
             lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
             with torch.cuda.device_of(q):
                 call.launch("forward", {"q": q, "k": k, "v": v, "o": o, "lse": lse, "table": _base_two(table, call)})
@@ -304,19 +209,20 @@ class _TritonAttention(torch.autograd.Function):
         q, k, v, o, lse, table = ctx.saved_tensors
         call, scale, train_bias = ctx.call, ctx.call.request.scale, ctx.needs_input_grad[3]
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        given = {"q": q, "k": k, "v": v, "do": do.contiguous(), "lse": lse, "table": _base_two(table, call)}
-        given["delta"] = torch.empty_like(lse)  # filled by the first kernel
-        far_sums = None  # of the scores' gradients, left and right of near tiles
-        if train_bias:
-            far_sums = lse.new_empty(*lse.shape[:2], call.plan("query_gradient")[0].active.shape[1], 2)
+        do = do if do.stride() == o.stride() else torch.empty_like(o).copy_(do)
+        given = {"q": q, "k": k, "v": v, "do": do, "table": _base_two(table, call)}
+        given["delta"] = torch.empty_like(lse)  # filled by the first kernel, as the next
+        given["less"] = lse.new_empty(*lse.shape[:2], 3 if call.bias == _T5 else 1, lse.shape[2])
         with torch.cuda.device_of(q):
-            written = {"o": o, "dq": dq, "far_sums": far_sums}
-            call.launch("query_gradient", {**given, **written}, scale=scale, TRAIN_BIAS=train_bias)
+            sums, constants = _sums_of_bias(call, lse) if train_bias else ({}, {})
+            written = {"o": o, "lse": lse, "dq": dq, **dict.fromkeys(_SUMS), **sums}
+            constants = {
+                **dict.fromkeys(("LEFTMOST", "WINDOW", "NUM_WINDOWS", "SUM_ROWS", "MICRO", "FOLD"), 1),
+                **constants,
+            }
+            call.launch("query_gradient", {**given, **written}, scale=scale, TRAIN_BIAS=train_bias, **constants)
             call.launch("key_gradient", {**given, "dk": dk, "dv": dv}, scale=scale)
-            d_table = None
-            if train_bias:
-                far_sums = far_sums.sum((0, 2))  # [heads, 2]
-                d_table = far_sums[:, 0] if call.bias == _ALIBI else _bias_gradient(call, given, far_sums)
+            d_table = _bias_gradient(call, sums) if train_bias else None
         return dq, dk, dv, d_table, None, None
 
 
@@ -356,29 +262,42 @@ def _base_two(table: Tensor | None, call: Call) -> Tensor | None:
     return (table * _LOG2_E)[:, _copies(call.saturation, call.device)]
 
 
-def _bias_gradient(call: Call, given: Mapping[str, Tensor], far_sums: Tensor) -> Tensor:
-    """Gradient of the table, [heads, 2 * saturation + 1]: near tiles by one more kernel, the rest is `far_sums`."""
-    parts, lists = call.plan("bias_gradient")
-    batch, num_heads, lse = *call.request.scores_shape[:2], given["lse"]
-    size, saturation, diagonals = parts.tile.queries, call.saturation, lists.diagonals
-    splits = max(1, min(_PROGRAMS // (num_heads * diagonals), batch * parts.active.shape[1]))
-    sums = lse.new_empty(num_heads, diagonals, splits, size, size)
-    call.run(
-        "bias_gradient",
-        num_heads * diagonals * splits,
-        parts,
-        {**given, "sums": sums, "starts": lists.starts, "tiles": lists.tiles, "tile_bits": lists.bits},
-        num_diagonals=diagonals,
-        splits=splits,
-        batch_size=batch,
-    )
-    by_distance = sum_diagonals(sums.sum(2))  # [heads, diagonals, 2 * size - 1]
-    reach = diagonals // 2 * size + size - 1
-    extended = lse.new_zeros(num_heads, 2 * max(reach, saturation) + 1)
-    middle = max(reach, saturation)
-    for diagonal in range(diagonals):  # neighbours overlap
-        begin = middle - reach + diagonal * size
-        extended[:, begin : begin + 2 * size - 1] += by_distance[:, diagonal]
+_SUMS = "far_sums", "near_sums", "sides", "places", "windows"
+_SUM_CONSTANTS = "LEFTMOST", "WINDOW", "NUM_WINDOWS", "SUM_ROWS", "MICRO", "FOLD"
+
+
+def _sums_of_bias(call: Call, lse: Tensor) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """What the kernel of q's gradient needs for that of a bias: tensors, those that it fills first, and constants."""
+    num_tiles = call.plan("query_gradient")[0].active.shape[1]
+    far_sums = lse.new_empty(*lse.shape[:2], num_tiles, 16)  # left and right of near tiles: columns 0 and 1
+    if call.bias == _ALIBI:
+        return {"far_sums": far_sums}, {}
+    lists = call.diagonals()
+    near_sums = lse.new_empty(*lse.shape[:2], num_tiles, lists.num_windows, SUM_ROWS, 16)
+    tensors = {"far_sums": far_sums, "near_sums": near_sums, "sides": lists.sides}
+    tensors |= {"places": lists.places, "windows": lists.windows}
+    constants = {"LEFTMOST": lists.leftmost, "WINDOW": lists.window, "NUM_WINDOWS": lists.num_windows}
+    # TF32 has more digits than the 16-bit numbers that were summed, and as many as it has where those are its own
+    fold = "ieee" if torch.version.hip or _is_ieee(call.request.q) else "tf32"
+    return tensors, {**constants, "SUM_ROWS": SUM_ROWS, "MICRO": lists.micro, "FOLD": fold}
+
+
+def _bias_gradient(call: Call, sums: Mapping[str, Tensor]) -> Tensor:
+    """Gradient of ALiBi's slopes [heads], or of a table [heads, 2 * saturation + 1], of sums by tile."""
+    far_sums = sums["far_sums"].sum((0, 2))  # [heads, 16]
+    if call.bias == _ALIBI:
+        return far_sums.sum(1)
+    lists, near_sums = call.diagonals(), sums["near_sums"].sum((0, 2))[..., : 2 * call.diagonals().micro]
+    micro, saturation, length = lists.micro, call.saturation, (SUM_ROWS + 1) * lists.micro
+    lowest = lists.leftmost - call.plan("query_gradient")[0].tile.queries + 1  # distance of the first sum
+    highest = lowest + (lists.num_windows - 1) * lists.window + length - 1
+    middle = max(-lowest, highest, saturation)
+    extended = near_sums.new_zeros(near_sums.shape[0], 2 * middle + 1)
+    for window in range(lists.num_windows):  # neighbours overlap, as rows of the sums do
+        begin = middle + lowest + window * lists.window
+        first, second = near_sums[:, window].split(micro, dim=-1)
+        extended[:, begin : begin + length - micro] += first.flatten(1)
+        extended[:, begin + micro : begin + length] += second.flatten(1)
     d_table = extended[:, middle - saturation : middle + saturation + 1].clone()
     d_table[:, 0] += extended[:, : middle - saturation].sum(1) + far_sums[:, 0]
     d_table[:, -1] += extended[:, middle + saturation + 1 :].sum(1) + far_sums[:, 1]
@@ -410,31 +329,33 @@ def refusal(request: Request) -> str | None:
 
 
 @lru_cache(maxsize=64)
-def _device(device: torch.device) -> tuple[str, tuple[int, int], int]:
-    """Name, compute capability, and bytes of shared memory that a program may have."""
+def card_of(device: torch.device) -> Card | None:
+    """What these kernels go by of a GPU; None if it is none of NVIDIA's."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
     properties = torch.cuda.get_device_properties(device)
-    return properties.name, (properties.major, properties.minor), properties.shared_memory_per_block_optin
+    return Card(properties.name, (properties.major, properties.minor), properties.shared_memory_per_block_optin)
 
 
 def refusal_of_device(request: Request) -> str | None:
     """Why the GPU of a request cannot run these kernels; None if it can, or is none of NVIDIA's."""
-    if request.q.device.type != "cuda" or torch.version.hip is not None:
+    card = card_of(request.q.device)
+    if card is None:
         return None
-    name, capability, available = _device(request.q.device)
-    if capability < _OLDEST:
-        return (
-            f"{name} has compute capability {capability[0]}.{capability[1]}, and Triton needs "
-            f"{_OLDEST[0]}.{_OLDEST[1]}"
-        )
+    if card.capability < _OLDEST:
+        found, oldest = (".".join(map(str, x)) for x in (card.capability, _OLDEST))
+        return f"{card.name} has compute capability {found}, and Triton needs {oldest}"
     trained = any(x.requires_grad for x in (request.q, request.k, request.v)) and torch.is_grad_enabled()
-    kernels = ["forward", *(("query_gradient", "key_gradient") if trained or request.trains_bias else ())]
-    kernels += ["bias_gradient"] if request.trains_bias and not isinstance(request.bias, AlibiBias) else []
-    needed, kernel = max((shared_memory(kernel, *_sizes(request)), kernel) for kernel in kernels)
-    if needed <= available:
+    head_dim, _, itemsize = _sizes(request)
+    needed, kernel = max(
+        (shared_memory(kernel, _tile_for(request, kernel), head_dim, itemsize), kernel)
+        for kernel in (KERNELS if trained or request.trains_bias else KERNELS[:1])
+    )
+    if needed <= card.shared_memory:
         return None
     return (
-        f"its kernel {kernel} takes up to {needed / 1024:.0f} KiB of shared memory at head_dim "
-        f"{_sizes(request)[0]} in {str(request.q.dtype).removeprefix('torch.')}, and {name} has {available / 1024:.0f}"
+        f"its kernel {kernel} takes up to {needed / 1024:.0f} KiB of shared memory at head_dim {head_dim} in "
+        f"{str(request.q.dtype).removeprefix('torch.')}, and {card.name} has {card.shared_memory / 1024:.0f}"
     )
 
 
@@ -443,10 +364,12 @@ def cost(request: Request) -> tuple[float, int]:
     batch, num_heads, query_length, key_length = request.scores_shape
     parts = cut(request, _tile_for(request, "forward"), None)
     computed = parts.active.float().mean().item() * parts.active[0].numel() * parts.tile.queries * parts.tile.keys
-    rows = 2 * batch * num_heads * query_length  # lse and delta
+    rows = 5 * batch * num_heads * query_length  # lse, delta, and what the kernel of keys adds to scores
     sums = 0
     if request.trains_bias:
-        sums = max(_PROGRAMS, num_heads * 2 * num_blocks(256, 64)) * _tile_for(request, "bias_gradient").queries ** 2
+        sums = (
+            batch * num_heads * num_blocks(query_length, _tile_for(request, "query_gradient").queries) * SUM_ROWS * 16
+        )
     return computed / (query_length * key_length), 4 * (rows + sums)
 
 
@@ -482,6 +405,8 @@ def attend_kept(request: Request, seed: int, kept: Kept) -> Tensor:
 
 
 def _packed(x: Tensor) -> Tensor:
-    """x, copied unless it fills its memory, head_dim innermost: gradients then have its strides."""
-    like = torch.empty_like(x, device="meta")
-    return x if like.stride() == x.stride() and x.stride(-1) == 1 else x.contiguous()
+    """x, head_dim innermost, copied in the order of its strides unless it fills its memory: gradients get them."""
+    strides = torch.empty_like(x, device="meta").stride()
+    if strides[-1] != 1:
+        return x.contiguous()
+    return x if strides == x.stride() else x.clone()

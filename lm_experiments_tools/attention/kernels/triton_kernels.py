@@ -74,20 +74,6 @@ def bias_of(table, columns_less_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, C
 
 
 @triton.jit
-def base_of(
-    base, table, columns_less_rows, value, key_mask, keys, WIDTH: tl.constexpr, BIAS: tl.constexpr, NEAR: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_PADDING: tl.constexpr, ZERO: tl.constexpr,
-):  # fmt: skip
-    """The base of a tile's scores with its bias and, where keys are columns, its mask."""
-    if BIAS == T5:
-        added = bias_of(table, columns_less_rows, WIDTH, ROWS, COLUMNS) if NEAR else value
-        base = added if ZERO else base + added  # adding a constant 0 would cost an instruction
-    if HAS_PADDING:
-        base += tl.load(key_mask + keys)[None, :]
-    return base
-
-
-@triton.jit
 def score(
     product, scale2, base, value, queries, keys, bits, query_segments, key_segments, query_length, key_length,
     BIAS: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, HAS_BITS: tl.constexpr, SUB_M: tl.constexpr,
@@ -106,6 +92,28 @@ def score(
     if CAUSAL and NEAR:
         scores = tl.where(keys <= queries, scores, float("-inf"))
     return scores
+
+
+@triton.jit
+def scores_by_query(
+    q_tile, k_tile, base, scale2, table, value, key_mask, tile, key_tile, bits, query_segments, key_segments,
+    query_length, key_length, WIDTH: tl.constexpr, BIAS: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_BITS: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_BASE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`score` of a tile [BLOCK_M, BLOCK_N] with its bias and mask, plus `base` [BLOCK_M, 1] where there is one."""
+    queries, keys = tile * BLOCK_M + tl.arange(0, BLOCK_M), key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    if BIAS == T5:
+        away = key_tile * BLOCK_N - tile * BLOCK_M
+        added = bias_of(table, away, WIDTH, BLOCK_M, BLOCK_N) if NEAR else value
+        base = base + added if HAS_BASE else added  # adding a constant 0 would cost an instruction
+    if HAS_PADDING:
+        base += tl.load(key_mask + keys)[None, :]
+    return score(
+        product, scale2, base, value, queries[:, None], keys[None, :], bits, query_segments, key_segments,
+        query_length, key_length, BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M, BLOCK_N, HAS_SEGMENTS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -194,17 +202,11 @@ def forward_kernel(
         steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
         for step in tl.range(0, steps, num_stages=2 if NEAR else STAGES):
             key_tile, bits = tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE, HAS_BITS)
-            keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
             k_tile = load_rows(k, key_tile, BLOCK_N, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
-            value = tl.where(step < first_steps, left, right)
-            away = key_tile * BLOCK_N - tile * BLOCK_M
-            base = base_of(
-                0.0, table, away, value, key_mask, keys, WIDTH, BIAS, NEAR, BLOCK_M, BLOCK_N, HAS_PADDING, True
-            )  # fmt: skip
-            scores = score(
-                tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), scale2, base, value,
-                queries[:, None], keys[None, :], bits, query_segments, key_segments, query_length, key_length,
-                BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M, BLOCK_N, HAS_SEGMENTS,
+            scores = scores_by_query(
+                q_tile, k_tile, 0.0, scale2, table, tl.where(step < first_steps, left, right), key_mask, tile,
+                key_tile, bits, query_segments, key_segments, query_length, key_length, WIDTH, BIAS, NEAR, CAUSAL,
+                HAS_BITS, SUB_M, SUB_N, BLOCK_M, BLOCK_N, HAS_PADDING, HAS_SEGMENTS, False, PRECISION,
             )  # fmt: skip
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             finite_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -226,87 +228,167 @@ def forward_kernel(
 
 
 @triton.jit
-def add_far(first_sum, second_sum, ds, queries, keys, step, first_steps, BIAS: tl.constexpr, NEAR: tl.constexpr):
-    """Sums of the bias gradient of each row, those of a tile added: of far-left and far-right tiles, or of ALiBi's."""
+def add_far(sums, ds, queries, key_tile, sides, BIAS: tl.constexpr, PRECISION: tl.constexpr):
+    """Sums of each row of the bias gradient, [rows, 16], those of a far tile added: column 0 of left ones, 1 of right
+    ones. Of ALiBi's all are in one, by distance, and it is the sum of the columns that counts."""
     rows: tl.constexpr = ds.shape[0]
     columns: tl.constexpr = ds.shape[1]
     if BIAS == ALIBI:
+        keys = key_tile * columns + tl.arange(0, columns)
         distances = tl.abs(keys[None, :].to(tl.float32) - queries[:, None].to(tl.float32))
-        first_sum -= tl.sum(tl.reshape(ds * distances, [rows, columns // 8, 8]), 1)
-    if BIAS == T5 and NEAR == 0:
-        partial = tl.sum(tl.reshape(ds, [rows, columns // 8, 8]), 1)  # of numbers that one thread has
-        share = (step < first_steps).to(tl.float32)
-        first_sum += partial * share
-        second_sum += partial * (1.0 - share)
-    return first_sum, second_sum
+        sums -= tl.sum(tl.reshape(ds * distances, [rows, columns // 16, 16]), 1)
+    else:
+        ones = tl.load(sides + (tl.arange(0, columns)[:, None] * 16 + tl.arange(0, 16)[None, :]))
+        sums = tl.dot(ds.to(ones.dtype), ones, sums, input_precision=PRECISION)
+    return sums
+
+
+@triton.jit
+def add_near(sums, ds, places, shift, SUM_ROWS: tl.constexpr, MICRO: tl.constexpr, PRECISION: tl.constexpr):
+    """Sums of the bias gradient by diagonal of blocks of MICRO x MICRO, [SUM_ROWS, MICRO ** 2], those of a tile added.
+
+    Column MICRO * r + c of row d holds all scores at (r, c) of a block that is d from the first diagonal. `places` is
+    the matrix of 0 and 1 that has a row for each diagonal and a column for each block; of a tile that is further
+    right, its rows are those `shift` before. So a product on the tensor cores adds what would be three instructions
+    for each score.
+    """
+    rows: tl.constexpr = ds.shape[0] // MICRO
+    columns: tl.constexpr = ds.shape[1] // MICRO
+    blocks = tl.permute(tl.reshape(ds, [rows, MICRO, columns, MICRO]), [0, 2, 1, 3])
+    blocks = tl.reshape(blocks, [rows * columns, MICRO * MICRO])
+    diagonals, blocks_of = tl.arange(0, SUM_ROWS), tl.arange(0, rows * columns)
+    places += (SUM_ROWS - shift) * (rows * columns)
+    selected = tl.load(places + (diagonals[:, None] * (rows * columns) + blocks_of[None, :]))
+    return tl.dot(selected, blocks, sums, input_precision=PRECISION)
+
+
+@triton.jit
+def store_near(near_sums, sums, SUM_ROWS: tl.constexpr, MICRO: tl.constexpr, PRECISION: tl.constexpr):
+    """Write sums by diagonal of blocks as sums by diagonal of scores: in row d those MICRO * d + 0..2 * MICRO - 2."""
+    places, diagonals = tl.arange(0, MICRO * MICRO)[:, None], tl.arange(0, 16)[None, :]
+    fold = (places % MICRO - places // MICRO + MICRO - 1 == diagonals).to(tl.float32)
+    total = tl.dot(sums, fold, input_precision=PRECISION)
+    tl.store(near_sums + tl.arange(0, SUM_ROWS)[:, None] * 16 + diagonals, total)
+
+
+@triton.jit
+def rows_of(
+    o, do, lse, delta, less, sequence, tile, left, right, stride, query_length, BLOCK_M: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, EVEN_M: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """(do, delta, -lse) of a tile of queries; the last two, and -lse with biases of far tiles, are written as well."""
+    queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_tile = load_rows(o, tile, BLOCK_M, stride, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
+    do_tile = load_rows(do, tile, BLOCK_M, stride, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
+    rows, inside = sequence.to(tl.int64) * query_length + queries, queries < query_length
+    row_less = -tl.load(lse + rows, mask=inside, other=float("inf"))
+    less += sequence.to(tl.int64) * ((3 if BIAS == T5 else 1) * query_length) + queries
+    tl.store(less, row_less, mask=inside)
+    if BIAS == T5:
+        tl.store(less + query_length, row_less + left, mask=inside)
+        tl.store(less + 2 * query_length, row_less + right, mask=inside)
+    row_delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    tl.store(delta + rows, row_delta, mask=inside)
+    return do_tile, row_delta, row_less
+
+
+@triton.jit
+def window_of(windows, of_tile, window, near, after, NUM_WINDOWS: tl.constexpr):
+    """(begin, end) of a window of the near run of a list, which is all of the run if there is one."""
+    begin, end = near, after
+    if NUM_WINDOWS > 1:
+        windows += of_tile * (NUM_WINDOWS + 1) + window
+        begin, end = tl.load(windows), tl.load(windows + 1)
+    return begin, end
+
+
+@triton.jit
+def gradient_by_query(
+    q_tile, k_tile, v_tile, do_tile, row_less, row_delta, grow, seed, sequence, drop_below, drop_chance, scale2, table,
+    value, key_mask, tile, key_tile, bits, query_segments, key_segments, query_length, key_length, WIDTH: tl.constexpr,
+    BIAS: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, HAS_BITS: tl.constexpr, SUB_M: tl.constexpr,
+    SUB_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_PADDING: tl.constexpr,
+    HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the scores of a tile, [BLOCK_M, BLOCK_N]."""
+    scores = scores_by_query(
+        q_tile, k_tile, row_less[:, None], scale2, table, value, key_mask, tile, key_tile, bits, query_segments,
+        key_segments, query_length, key_length, WIDTH, BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M, BLOCK_N,
+        HAS_PADDING, HAS_SEGMENTS, True, PRECISION,
+    )  # fmt: skip
+    _, ds = gradient_of(
+        tl.exp2(scores), tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION), row_delta[:, None], grow, seed,
+        sequence, drop_below, drop_chance, tile, key_tile, BLOCK_M, BLOCK_N, False, HAS_DROPOUT,
+    )  # fmt: skip
+    return ds
 
 
 @triton.jit(do_not_specialize=VARYING)
 def query_gradient_kernel(
-    q, k, v, o, do, lse, delta, dq, far_sums, table, key_mask, query_segments, key_segments, ranges, order, tiles,
-    tile_bits, seed, drop_below, drop_chance, grow, scale, scale2, num_tiles, num_heads, layout_heads, sequences,
-    query_length, key_length, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb,
-    stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_mask, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr,
-    CAUSAL: tl.constexpr, DENSE: tl.constexpr, RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr,
+    q, k, v, o, do, lse, delta, dq, far_sums, near_sums, sides, places, windows, less, table, key_mask,
+    query_segments, key_segments, ranges, order, tiles, tile_bits, seed, drop_below, drop_chance, grow, scale, scale2,
+    num_tiles, num_heads, layout_heads, sequences, query_length, key_length, stride_qb, stride_qh, stride_qn,
+    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_mask,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB_M: tl.constexpr, SUB_N: tl.constexpr, WIDTH: tl.constexpr,
+    BIAS: tl.constexpr, CAUSAL: tl.constexpr, DENSE: tl.constexpr, RANK_MAJOR: tl.constexpr, HAS_BITS: tl.constexpr,
     HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, TRAIN_BIAS: tl.constexpr,
-    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    LEFTMOST: tl.constexpr, WINDOW: tl.constexpr, NUM_WINDOWS: tl.constexpr, SUM_ROWS: tl.constexpr,
+    MICRO: tl.constexpr, FOLD: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of queries, delta (sum of o * do) for the other kernels, and the bias gradient of far tiles."""
+    """dq of one tile of queries, the bias gradient, and what `rows_of` writes for the kernel of keys."""
     sequence, batch, head, tile, begin, near, after, end = list_of(
         ranges, order, num_tiles, num_heads, layout_heads, sequences, RANK_MAJOR
     )
     table, left, right = values_of(table, head, WIDTH, BIAS, False)
-    key_mask += batch * stride_mask
-    query_segments, key_segments = query_segments + batch * query_length, key_segments + batch * key_length
+    key_mask, query_segments = key_mask + batch * stride_mask, query_segments + batch * query_length
     k, v = k + batch * stride_kb + head * stride_kh, v + batch * stride_vb + head * stride_vh
     of_query, of_output = batch * stride_qb + head * stride_qh, batch * stride_ob + head * stride_oh
-    queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    queries, key_segments = tile * BLOCK_M + tl.arange(0, BLOCK_M), key_segments + batch * key_length
     q_tile = load_rows(q + of_query, tile, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
-    o_tile = load_rows(o + of_output, tile, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
-    do_tile = load_rows(do + of_output, tile, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
-    rows, inside = sequence.to(tl.int64) * query_length + queries, queries < query_length
-    less = -tl.load(lse + rows, mask=inside, other=float("inf"))[:, None]
-    row_delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
-    tl.store(delta + rows, row_delta, mask=inside)
-    gradient = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    first_sum, second_sum = tl.zeros([BLOCK_M, 8], tl.float32), tl.zeros([BLOCK_M, 8], tl.float32)
+    do_tile, row_delta, row_less = rows_of(
+        o + of_output, do + of_output, lse, delta, less, sequence, tile, left, right, stride_on, query_length,
+        BLOCK_M, VALUE_DIM, BLOCK_V, EVEN_M, BIAS,
+    )  # fmt: skip
+    gradient, row_sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M, 16], tl.float32)
+    TRAIN_T5: tl.constexpr = TRAIN_BIAS and BIAS == T5
     for NEAR in tl.static_range(2 if BIAS == T5 or CAUSAL else 1):
-        steps, first_steps, first, second = steps_of(begin, near, after, end, NEAR)
-        for step in tl.range(0, steps, num_stages=2 if NEAR else STAGES):
-            key_tile, bits = tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE, HAS_BITS)
-            keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            k_tile = load_rows(k, key_tile, BLOCK_N, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
-            v_tile = load_rows(v, key_tile, BLOCK_N, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
-            value, away = tl.where(step < first_steps, left, right), key_tile * BLOCK_N - tile * BLOCK_M
-            base = base_of(
-                less, table, away, value, key_mask, keys, WIDTH, BIAS, NEAR, BLOCK_M, BLOCK_N, HAS_PADDING, False,
-            )  # fmt: skip
-            scores = score(
-                tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), scale2, base, value,
-                queries[:, None], keys[None, :], bits, query_segments, key_segments, query_length, key_length,
-                BIAS, NEAR, CAUSAL, HAS_BITS, SUB_M, SUB_N, BLOCK_M, BLOCK_N, HAS_SEGMENTS,
-            )  # fmt: skip
-            _, ds = gradient_of(
-                tl.exp2(scores), tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION), row_delta[:, None],
-                grow, seed, sequence, drop_below, drop_chance, tile, key_tile, BLOCK_M, BLOCK_N, False, HAS_DROPOUT,
-            )  # fmt: skip
-            gradient = tl.dot(ds.to(k_tile.dtype), k_tile, gradient, input_precision=PRECISION)
-            if TRAIN_BIAS:
-                first_sum, second_sum = add_far(
-                    first_sum, second_sum, ds, queries, keys, step, first_steps, BIAS, NEAR
-                )
+        for window in tl.range(0, NUM_WINDOWS if TRAIN_T5 and NEAR else 1):
+            of_tile = (head % layout_heads) * num_tiles + tile
+            window_begin, window_end = window_of(
+                windows, of_tile, window, near, after, NUM_WINDOWS if TRAIN_T5 and NEAR else 1
+            )
+            steps, first_steps, first, second = steps_of(begin, window_begin, window_end, end, NEAR)
+            sums = tl.zeros([SUM_ROWS, MICRO * MICRO], tl.float32)
+            for step in tl.range(0, steps, num_stages=2 if NEAR else STAGES):
+                key_tile, bits = tile_at(step, first_steps, first, second, tiles, tile_bits, DENSE, HAS_BITS)
+                k_tile = load_rows(k, key_tile, BLOCK_N, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
+                v_tile = load_rows(v, key_tile, BLOCK_N, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
+                ds = gradient_by_query(
+                    q_tile, k_tile, v_tile, do_tile, row_less, row_delta, grow, seed, sequence, drop_below,
+                    drop_chance, scale2, table, tl.where(step < first_steps, left, right), key_mask, tile, key_tile,
+                    bits, query_segments, key_segments, query_length, key_length, WIDTH, BIAS, NEAR, CAUSAL, HAS_BITS,
+                    SUB_M, SUB_N, BLOCK_M, BLOCK_N, HAS_PADDING, HAS_SEGMENTS, HAS_DROPOUT, PRECISION,
+                )  # fmt: skip
+                gradient = tl.dot(ds.to(k_tile.dtype), k_tile, gradient, input_precision=PRECISION)
+                if TRAIN_T5 and NEAR:
+                    shift = (key_tile * BLOCK_N - tile * BLOCK_M - LEFTMOST - window * WINDOW) // MICRO
+                    sums = add_near(sums, ds.to(k_tile.dtype), places, shift, SUM_ROWS, MICRO, PRECISION)
+                elif TRAIN_BIAS:
+                    side = sides + tl.where(step < first_steps, 0, BLOCK_N * 16)
+                    row_sums = add_far(row_sums, ds, queries, key_tile, side, BIAS, PRECISION)
+            if TRAIN_T5 and NEAR:
+                program = (sequence.to(tl.int64) * num_tiles + tile) * NUM_WINDOWS + window
+                store_near(near_sums + program * (SUM_ROWS * 16), sums, SUM_ROWS, MICRO, FOLD)
     store_rows(dq + of_query, gradient * scale, queries, stride_qn, query_length, HEAD_DIM, BLOCK_D)
     if TRAIN_BIAS:
-        far_sums += (sequence.to(tl.int64) * num_tiles + tile) * 2
-        tl.store(far_sums, tl.sum(tl.sum(first_sum, 1), 0))
-        tl.store(far_sums + 1, tl.sum(tl.sum(second_sum, 1), 0))
+        tl.store(far_sums + (sequence.to(tl.int64) * num_tiles + tile) * 16 + tl.arange(0, 16), tl.sum(row_sums, 0))
 
 
 @triton.jit(do_not_specialize=VARYING)
 def key_gradient_kernel(
-    q, k, v, do, lse, delta, dk, dv, table, key_mask, query_segments, key_segments, ranges, order, tiles,
+    q, k, v, do, less, delta, dk, dv, table, key_mask, query_segments, key_segments, ranges, order, tiles,
     tile_bits, seed, drop_below, drop_chance, grow, scale, scale2, num_tiles, num_heads, layout_heads, sequences,
     query_length, key_length, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb,
     stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_mask, HEAD_DIM: tl.constexpr,
@@ -323,11 +405,10 @@ def key_gradient_kernel(
     )
     table, left, right = values_of(table, head, WIDTH, BIAS, True)
     key_mask += batch * stride_mask
-    query_segments += batch * query_length
-    key_segments += batch * key_length
+    query_segments, key_segments = query_segments + batch * query_length, key_segments + batch * key_length
     q += batch * stride_qb + head * stride_qh
     do += batch * stride_ob + head * stride_oh
-    lse += sequence.to(tl.int64) * query_length
+    less += sequence.to(tl.int64) * ((3 if BIAS == T5 else 1) * query_length)
     delta += sequence.to(tl.int64) * query_length
     of_key, of_value = batch * stride_kb + head * stride_kh, batch * stride_vb + head * stride_vh
     keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -343,11 +424,12 @@ def key_gradient_kernel(
             inside = queries < query_length
             q_tile = load_rows(q, query_tile, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
             do_tile = load_rows(do, query_tile, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
-            row_lse = tl.load(lse + queries, mask=inside, other=float("inf"))
+            added = tl.where(step < first_steps, 2, 1) * query_length if BIAS == T5 and NEAR == 0 else 0
+            base = tl.load(less + added + queries, mask=inside, other=float("-inf"))[None, :]
             row_delta = tl.load(delta + queries, mask=inside, other=0.0)
             value = tl.where(step < first_steps, right, left)
-            base, away = -row_lse[None, :], query_tile * BLOCK_M - tile * BLOCK_N
-            base = base_of(base, table, away, value, key_mask, keys, WIDTH, BIAS, NEAR, BLOCK_N, BLOCK_M, False, False)
+            if BIAS == T5 and NEAR:
+                base += bias_of(table, query_tile * BLOCK_M - tile * BLOCK_N, WIDTH, BLOCK_N, BLOCK_M)
             scores = score(
                 tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION), scale2, base, value,
                 queries[None, :], keys[:, None], bits, query_segments, key_segments, query_length, key_length,
@@ -365,66 +447,3 @@ def key_gradient_kernel(
         dk_tile, dv_tile = tl.where(seen, dk_tile, 0.0), tl.where(seen, dv_tile, 0.0)
     store_rows(dk + of_key, dk_tile * scale, keys, stride_kn, key_length, HEAD_DIM, BLOCK_D)
     store_rows(dv + of_value, dv_tile * grow, keys, stride_vn, key_length, VALUE_DIM, BLOCK_V)
-
-
-@triton.jit(do_not_specialize=[*VARYING[:7], "num_diagonals", "splits", "batch_size"])
-def bias_gradient_kernel(
-    q, k, v, do, lse, delta, sums, table, key_mask, query_segments, key_segments, starts, tiles, tile_bits, seed,
-    drop_below, drop_chance, grow, scale2, num_diagonals, splits, batch_size, num_heads, layout_heads,
-    query_length, key_length, stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb,
-    stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_mask, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    SUB_M: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, HAS_BITS: tl.constexpr,
-    HAS_PADDING: tl.constexpr, HAS_SEGMENTS: tl.constexpr, HAS_DROPOUT: tl.constexpr, EVEN_M: tl.constexpr,
-    EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Sum of the scores' gradients over a share of the near tiles of one head on one diagonal, all batch rows."""
-    program = tl.program_id(0)
-    split, diagonal = program % splits, program // splits % num_diagonals
-    head = (program // splits // num_diagonals).to(tl.int64)
-    table += head * (8 * WIDTH)
-    run = starts + (head % layout_heads) * num_diagonals + diagonal
-    begin, end = tl.load(run), tl.load(run + 1)
-    q, k, v, do = q + head * stride_qh, k + head * stride_kh, v + head * stride_vh, do + head * stride_oh
-    bias = bias_of(table, (diagonal - num_diagonals // 2) * BLOCK_M, WIDTH, BLOCK_M, BLOCK_M)
-    total = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
-    # items are places in the list times rows of the batch, of which this program takes every `splits`th
-    place, row = begin + split // batch_size, split % batch_size
-    more_places, more_rows = splits // batch_size, splits % batch_size
-    steps = tl.cdiv(tl.maximum((end - begin) * batch_size - split, 0), splits)
-    for _ in tl.range(0, steps, num_stages=2):
-        batch = row.to(tl.int64)
-        tile = tl.load(tiles + place)
-        bits = tl.load(tile_bits + place) if HAS_BITS else 0
-        row += more_rows
-        wraps = row >= batch_size
-        place += tl.where(wraps, more_places + 1, more_places)
-        row = tl.where(wraps, row - batch_size, row)
-        key_tile = tile + diagonal - num_diagonals // 2
-        queries, keys = tile * BLOCK_M + tl.arange(0, BLOCK_M), key_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        q_tile = load_rows(q + batch * stride_qb, tile, BLOCK_M, stride_qn, query_length, HEAD_DIM, BLOCK_D, EVEN_M)
-        k_tile = load_rows(k + batch * stride_kb, key_tile, BLOCK_M, stride_kn, key_length, HEAD_DIM, BLOCK_D, EVEN_N)
-        v_tile = load_rows(v + batch * stride_vb, key_tile, BLOCK_M, stride_vn, key_length, VALUE_DIM, BLOCK_V, EVEN_N)
-        do_tile = load_rows(do + batch * stride_ob, tile, BLOCK_M, stride_on, query_length, VALUE_DIM, BLOCK_V, EVEN_M)
-        sequence = batch * num_heads + head
-        inside = queries < query_length
-        row_lse = tl.load(lse + sequence * query_length + queries, mask=inside, other=float("inf"))
-        row_delta = tl.load(delta + sequence * query_length + queries, mask=inside, other=0.0)
-        product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        scores = score(
-            product, scale2, -row_lse[:, None], 0.0, queries[:, None], keys[None, :], bits,
-            query_segments + batch * query_length, key_segments + batch * key_length, query_length, key_length, T5,
-            True, CAUSAL, HAS_BITS, SUB_M, SUB_M, BLOCK_M, BLOCK_M, HAS_SEGMENTS,
-        )  # fmt: skip
-        scores += bias
-        if HAS_PADDING:
-            scores += tl.load(key_mask + batch * stride_mask + keys)[None, :]
-        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-        _, ds = gradient_of(
-            tl.exp2(scores), dp, row_delta[:, None], grow, seed, sequence.to(tl.int32), drop_below, drop_chance, tile,
-            key_tile, BLOCK_M, BLOCK_M, False, HAS_DROPOUT,
-        )  # fmt: skip
-        total += ds
-    places = tl.arange(0, BLOCK_M)
-    sums += program.to(tl.int64) * BLOCK_M * BLOCK_M
-    tl.store(sums + places[:, None] * BLOCK_M + places[None, :], total)

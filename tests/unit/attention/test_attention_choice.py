@@ -46,22 +46,33 @@ def test_a_bias_given_as_a_matrix_is_dense_on_a_gpu_that_has_the_memory(monkeypa
 
 # Of kernels compiled for compute capability 8.6 with masks and dropout, by triton 3.9: bytes of shared memory.
 COMPILED = {
-    (64, None, 2): (66304, 82688, 91136, 34560),
-    (64, 16, 2): (42504, 50696, 55304, 34564),
-    (128, None, 2): (99840, 90880, 91136, 67328),
-    (128, 16, 2): (91656, 90884, 91140, 67332),
-    (128, 16, 4): (82308, 74116, 78340, 66948),
-    (256, 16, 2): (123652, 110980, 114688, 66436),
-    (256, 16, 4): (107012, 102596, 104708, 65984),
-}  # fmt: skip
+    (64, None, 2): (66304, 82688, 91136),
+    (64, 16, 2): (42504, 58116, 55304),
+    (128, None, 2): (99840, 66304, 91136),
+    (128, 16, 2): (91656, 66308, 91140),
+    (128, 16, 4): (82308, 78212, 78340),
+    (256, 16, 4): (107012, 110788, 104708),
+}
+L4 = tiles.Card("NVIDIA L4", (8, 9), 99 << 10)
+ON_AN_L4 = {(256, None, 2): (94976, 55680, 81920), (256, 16, 2): (94980, 55684, 81920)}
 
 
-@pytest.mark.parametrize("sizes", COMPILED)
-def test_kernels_take_no_more_shared_memory_than_is_reckoned(sizes):
-    for kernel, taken in zip(
-        ("forward", "query_gradient", "key_gradient", "bias_gradient"), COMPILED[sizes], strict=True
-    ):
-        assert taken <= tiles.shared_memory(kernel, *sizes), kernel
+@pytest.mark.parametrize(("sizes", "card"), [*((key, None) for key in COMPILED), *((key, L4) for key in ON_AN_L4)])
+def test_kernels_take_no_more_shared_memory_than_is_reckoned(sizes, card):
+    head_dim, _, itemsize = sizes
+    for kernel, taken in zip(tiles.KERNELS, (ON_AN_L4 if card else COMPILED)[sizes], strict=True):
+        reckoned = tiles.shared_memory(kernel, tiles.tile_of(kernel, *sizes, card), head_dim, itemsize)
+        assert taken <= reckoned and (card is None or reckoned <= card.shared_memory), kernel
+
+
+def test_tiles_that_were_measured_on_a_card_are_those_that_it_takes(monkeypatch):
+    default, found = tiles.tile_of("forward", 64, None, 2, L4), tiles.Tile(64, 32, 4, 2)
+    monkeypatch.setitem(tiles.MEASURED, (L4.name, 2), {("forward", 64): found})
+    assert tiles.tile_of("forward", 64, None, 2, L4) == tiles.tile_of("forward", 48, None, 2, L4) == found != default
+    h100 = L4._replace(name="NVIDIA H100 80GB HBM3")
+    assert tiles.tile_of("forward", 64, None, 2, h100) == tiles.tile_of("forward", 64, None, 2) == default
+    assert tiles.tile_of("query_gradient", 64, None, 2, L4) == tiles.tile_of("query_gradient", 64, None, 2)
+    assert tiles.tile_of("forward", 64, None, 4, L4) == tiles.tile_of("forward", 64, None, 4)
 
 
 CARDS = {
@@ -73,7 +84,8 @@ CARDS = {
     ("card", "head_dim", "dtype", "sentence"),
     [
         ("Tesla T4", 64, torch.float16, "Tesla T4 has compute capability 7.5, and Triton needs 8.0"),
-        ("NVIDIA L4", 256, torch.bfloat16, "KiB of shared memory at head_dim 256 in bfloat16, and NVIDIA L4 has 99"),
+        ("NVIDIA L4", 256, torch.float32, "KiB of shared memory at head_dim 256 in float32, and NVIDIA L4 has 99"),
+        ("NVIDIA L4", 256, torch.bfloat16, None),
         ("NVIDIA L4", 128, torch.bfloat16, None),
         ("NVIDIA H100", 256, torch.bfloat16, None),
     ],
@@ -82,7 +94,7 @@ def test_a_card_that_cannot_run_the_kernels_is_told_once_and_served(
     card, head_dim, dtype, sentence, monkeypatch, caplog
 ):
     pytest.importorskip("triton")
-    monkeypatch.setattr(triton, "_device", lambda device: (card, *CARDS[card]))
+    monkeypatch.setattr(triton, "card_of", lambda device: tiles.Card(card, *CARDS[card]))
     monkeypatch.setattr(dispatch, "_memory_of", lambda device: 16 << 30)
     dispatch._say_once.cache_clear()
     with FakeTensorMode():

@@ -49,6 +49,16 @@ def test_the_operator_is_what_it_tells_pytorch():
     torch.library.opcheck(compiled.operator, (q, k, v, weight, None, None, None, None, None, number))
 
 
+def test_a_compiled_call_lays_out_its_output_as_layers_go_on_with_it():
+    traced = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager")
+    (x,) = tensors(2, 20, 3, 2, 8, count=1, dtype=torch.float32)
+    q, k, v = x.permute(2, 0, 3, 1, 4)  # views of one product
+    for backend in ("gather", "sdpa"):
+        output = traced(q, k, v, backend=backend)
+        assert output.transpose(1, 2).is_contiguous()
+        assert torch.equal(output, block_sparse_attention(q, k, v, backend=backend))
+
+
 class Graphs:
     """A backend of torch.compile that counts."""
 

@@ -214,7 +214,9 @@ def test_make_refuses_an_old_python_in_one_sentence(tmp_path):
 def test_make_pretrain_builds_data_before_it_trains_and_survives_a_failing_horovod(tmp_path):
     plan = make("-n", "pretrain", f"VENV={tmp_path / 'venv'}", f"DATA={tmp_path / 'data'}", "ARGS=--iters 3").stdout
     order = [plan.index(words) for words in ("-m venv", "install -r", "build_horovod", "corpus --output")]
-    order += [plan.index(words) for words in ("lmtools vocab", "lmtools tokenize", "run_t5_pretraining.py")]
+    order += [
+        plan.index(words) for words in ("lmtools vocab", "lmtools tokenize", "make_start.py", "run_t5_pretraining.py")
+    ]
     order += [plan.index("--config examples/pretrain_cpu.yaml --iters 3")]
     assert order == sorted(order)
     assert re.search(r"build_horovod.*\|\| echo", plan.replace("\\\n", ""))
