@@ -65,7 +65,7 @@ def test_wheel_metadata(wheel):
     extras = re.findall(r"^Provides-Extra: (.+)$", metadata, flags=re.M)
     assert (
         sorted(extras)
-        == "accelerate all bert deepspeed dev docs horovod metrics onnx peft plots quantize seqio".split()
+        == "accelerate all bert deepspeed dev docs horovod metrics onnx peft plots quantize seqio suites".split()
     )
     assert "Requires-Python: >=3.10" in metadata and "License-Expression: Apache-2.0" in metadata
     assert "lmtools = lm_experiments_tools.tools.main:main" in archive.read(f"{info}/entry_points.txt").decode()
