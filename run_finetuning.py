@@ -42,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         inherit=partial(_inherited, found),
         settle="lm_experiments_tools.models.speed:choose_speed",
     )
+    if args.plan:
+        from lm_experiments_tools.planning.show import show_run
+
+        return show_run(args, origins)
     args.check_used()
     args = args.resolved().without_epochs_beside_iters(origins)
 
@@ -52,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.models.pretrained import pretrained_model
     from lm_experiments_tools.models.speed import choose_speed
     from lm_experiments_tools.models.tokenizers import load_tokenizer
+    from lm_experiments_tools.planning.watch import watched
     from lm_experiments_tools.recipes.common import (
         close_run,
         optimizer_from_args,
@@ -86,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer_dir = save_tokenizer(args, backend, tokenizer, data)
     trainer = finetuning_loop(args, backend, model, optimizer, data, tokenizer, tokenizer_dir)
     show_run(args, origins, run, backend, backend.unwrap(), data)
-    train_or_validate(trainer)
+    with watched(args, origins, backend):
+        train_or_validate(trainer)
     evaluate_last(trainer, data)
     trainer.save_metrics(args.model_path)
     close_run(backend, data)

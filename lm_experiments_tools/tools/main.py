@@ -8,6 +8,7 @@ lmtools inspect --config RUN.yaml
 lmtools inspect_bert --config RUN.yaml
 lmtools inspect_finetuning --config RUN.yaml
 lmtools attention --model DIR --text TEXT --output maps.html
+lmtools plan pretrain-t5 --model_cfg t5-v1_1-base --fit 24GiB
 lmtools evaluate RUNS --valid_data_path FILE | --suite lm_eval --tasks TASKS
 lmtools generate RUN "The <extra_id_0> of the file."
 lmtools export RUN --to FOLDER | --output DIR.onnx
@@ -36,7 +37,7 @@ from lm_experiments_tools.errors import UserError, os_sentence
 # `run` that tells given flags from defaults takes `origins` too, and a module whose settings may follow from others
 # has a function `inherit`, both as of `parse`. POSITIONAL of a module names the flag of words before the first flag;
 # of two names, the first is that of the first word alone.
-# What `run` returns is the exit code, None being 0.
+# What `run` returns is the exit code, None being 0. A module with a function main(argv) reads its words itself.
 COMMANDS = {
     "corpus": "build a text corpus from the documentation of this Python installation",
     "vocab": "train a SentencePiece vocabulary (T5) or a WordPiece one (BERT) on text",
@@ -45,6 +46,7 @@ COMMANDS = {
     "inspect": "look before you train: counts, lengths, padding, steps, samples as the model gets them",
     "inspect_bert": "the same for the sentences of run_bert_pretraining.py",
     "inspect_finetuning": "the same for the examples of run_finetuning.py: labels, lengths, what is cut off",
+    "plan": "what a run will hold in memory, part by part, before it starts; settings that fit into so much",
     "attention": "attention maps of a model on a text, and pictures of block-sparse layouts",
     "evaluate": "measure models, or checkpoints of a run, on the same data or by lm_eval, mteb, ...: one table",
     "generate": "let a model write, fill in blanks or label texts: a quick look",
@@ -96,6 +98,8 @@ def _run(name: str, argv: list[str]) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     command = importlib.import_module(f"lm_experiments_tools.tools.{name}")
+    if hasattr(command, "main"):  # whose flags depend on its first word
+        return command.main(argv)
     argv = with_names(argv, getattr(command, "POSITIONAL", ()))
     args_class = "".join(word.capitalize() for word in name.split("_")) + "Args"
     args, origins = parse(

@@ -113,7 +113,7 @@ def test_installed_wheel_trains_away_from_the_sources(site, tmp_path):
 def test_installed_wheel_works_away_from_the_sources(site, tmp_path):
     question = (
         "names = 'megatron.preprocess_data', 'megatron.core'; "
-        "import lm_experiments_tools, lm_experiments_tools.models.build as m; "
+        "import lm_experiments_tools, lm_experiments_tools.models.presets as m; "
         "print(lm_experiments_tools.__file__, 't5-small' in m.list_presets());"
         # found, not imported: megatron.core loads thousands of modules
         "import importlib.util as u; [print(s.origin) for s in map(u.find_spec, names) if s]"
