@@ -68,7 +68,11 @@ $(DATA)/vocab.model: $(DATA)/corpus/train.jsonl
 $(DATA)/train.idx $(DATA)/valid.idx: $(DATA)/%.idx: $(DATA)/corpus/train.jsonl $(DATA)/vocab.model
 	$(BIN)/lmtools tokenize --input $(DATA)/corpus/$*.jsonl --vocab $(DATA)/vocab.model --output $(DATA)/$* --overwrite
 
-pretrain: env horovod-if-possible data ## train a small T5 on this machine, about 5 minutes on 2 cores after env, horovod and data; again: continue
+# What training starts from; a run that is continued does not read it. model.safetensors is written last.
+$(DATA)/start/model.safetensors: $(DATA)/train.idx scripts/make_start.py
+	$(BIN)/python scripts/make_start.py --data $(DATA)/train --vocab $(DATA)/vocab.model --output $(@D)
+
+pretrain: env horovod-if-possible data $(DATA)/start/model.safetensors ## train a small T5 on this machine, about 5 minutes on 2 cores after env, horovod and data; again: continue
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python run_t5_pretraining.py --config examples/pretrain_cpu.yaml $(ARGS)
 
 data-bert: $(DATA)/bert_train_text_sentence.idx $(DATA)/bert_valid_text_sentence.idx ## the same for BERT: WordPiece, sentences

@@ -33,6 +33,8 @@ EXTRAS = {
     "quantize": ["bitsandbytes>=0.50", "peft>=0.21"],
     "onnx": ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5"],
     "metrics": ["rouge-score>=0.1.2", "sacrebleu>=2.5"],
+    # suites of lmtools evaluate
+    "suites": ["lm_eval>=0.4.13", "mteb>=2", "sentence-transformers>=6"],
     "plots": ["matplotlib>=3.9"],
     "docs": ["mkdocstrings-python>=2.0", "zensical>=0.0.70"],
     "dev": [

@@ -19,6 +19,7 @@ from lm_experiments_tools.checkpoint.adapter_files import read_adapter, read_ada
 from lm_experiments_tools.checkpoint.legacy import read_pickle, state_dict_of, strip_wrappers
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, is_plain_relative_name, verify_files
 from lm_experiments_tools.checkpoint.source import TASK_FILE, holds_adapter
+from lm_experiments_tools.checkpoint.t5x import is_t5x, read_t5x
 from lm_experiments_tools.checkpoint.tensor_files import WriteTensors, write_now
 from lm_experiments_tools.checkpoint.tree import as_os_error, load_tensors
 from lm_experiments_tools.errors import UserError
@@ -76,8 +77,8 @@ def save_model(
     except SafetensorError as error:
         raise as_os_error(error, Path(path)) from error
     apply_umask(*Path(path).rglob("*.safetensors"))  # of a model that writes its own
-    if tokenizer_dir is not None:
-        _copy_tokenizer(Path(tokenizer_dir), Path(path))
+    if tokenizer_dir is not None and not copy_tokenizer(Path(tokenizer_dir), Path(path)):
+        raise UserError(f"{tokenizer_dir} has no tokenizer files (tokenizer*.json, *.model, vocab*).")
 
 
 def _write_model(
@@ -143,7 +144,7 @@ def load_weights(
 
     Args:
         source: a checkpoint of ours, any Hugging Face directory (one file or shards), a `.safetensors` file, a
-            t5-experiments `model_N.pth`, a nanoT5 `pytorch_model.bin`.
+            t5-experiments `model_N.pth`, a nanoT5 `pytorch_model.bin`, a folder of t5x.
         allow_partial: load what matches by name and shape and report the rest.
         allow_pickle: see `legacy.read_pickle`.
         verified: the files have just been compared with the manifest of `source`.
@@ -247,6 +248,8 @@ def _read_directory(path: Path, allow_pickle: bool, verified: bool) -> dict[str,
         for name in names:
             weights.update(_read_file(path / name, allow_pickle))
         return weights
+    if is_t5x(path):
+        return read_t5x(path)
     if holds_adapter(path):
         raise UserError(
             f"{path} holds an adapter, not a whole model: name it by --from_pretrained, which loads its base too."
@@ -301,12 +304,12 @@ def _unshared(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return result
 
 
-def _copy_tokenizer(source: Path, target: Path) -> None:
+def copy_tokenizer(source: Path, target: Path) -> bool:
+    """Copy the files of a tokenizer, and what it was fine-tuned for; False if there is none."""
     files = {file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}
-    if not files:
-        raise UserError(f"{source} has no tokenizer files (tokenizer*.json, *.model, vocab*).")
     for file in files:
         shutil.copyfile(file, target / file.name)
+    return any(file.name != TASK_FILE for file in files)
 
 
 @contextlib.contextmanager

@@ -22,8 +22,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
-from lm_experiments_tools.checkpoint.adapter_files import check_base
-from lm_experiments_tools.checkpoint.source import ModelFiles, Source, find_base, holds_adapter, real_names
+from lm_experiments_tools.checkpoint.source import ModelFiles, Source, holds_adapter, real_names
 from lm_experiments_tools.checkpoint.weights import load_weights, without_progress_bars
 from lm_experiments_tools.config.finetuning_notes import LABEL_TASKS
 from lm_experiments_tools.data.examples.text_encoder import end_id
@@ -205,59 +204,6 @@ def _base_model(
     return model, new_weights
 
 
-def whole_model(source: Source) -> PreTrainedModel:
-    """A fine-tuned model by itself, as its files have it: of a classifier the saved head, an adapter of LoRA merged.
-
-    Raises:
-        UserError: the files are of no task (their class is unknown), or hold an adapter that cannot be merged.
-    """
-    import transformers
-
-    base = find_base(source) if source.is_adapter else source
-    if base.is_file:
-        raise UserError(f"{base.name} holds weights alone: write the model by save_pretrained, and name its folder.")
-    register_own_models(base)
-    config = transformers.AutoConfig.from_pretrained(base.name)
-    kind = kind_of(config)
-    if kind is None:
-        raise UserError(f"{base.name}: a {config.model_type} model is neither encoder nor decoder.")
-    classes = getattr(transformers, AUTO_CLASSES[kind])
-    if source.is_adapter:
-        return _merged(classes, base, source)
-    with _quiet_loading():
-        model, info = classes.from_pretrained(base.name, dtype=torch.float32, output_loading_info=True)
-    if info["missing_keys"]:
-        raise UserError(
-            f"{base.name} is no fine-tuned {type(model).__name__}: {len(info['missing_keys'])} of its weights are "
-            f"missing ({_some(sorted(info['missing_keys']))})."
-        )
-    return model
-
-
-def _merged(classes: type, base: Source, adapter: Source) -> PreTrainedModel:
-    check_peft(f"the adapter {adapter.name}")
-    import peft
-    from safetensors.torch import load_file
-
-    kind = peft.PeftConfig.from_pretrained(str(adapter.base_named_in.parent)).peft_type
-    if kind != "LORA":
-        raise UserError(
-            f"{adapter.name} is an adapter of kind {kind}, which cannot be merged into its base: use LoRA."
-        )
-    heads = [
-        v for k, v in load_file(adapter.path / "adapter_model.safetensors").items() if k.endswith("classifier.bias")
-    ]
-    names = adapter.label_names or [f"LABEL_{number}" for number in range(len(heads[0]) if heads else 0)]
-    labels = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
-    options = labels if names else {}
-    with _quiet_loading():
-        model = classes.from_pretrained(base.name, dtype=torch.float32, **options)
-    model.base_fingerprint = base.fingerprint()
-    adapted = peft.PeftModel.from_pretrained(model, str(adapter.path))
-    check_base(adapted, adapter.path)
-    return adapted.merge_and_unload()
-
-
 # ---- configuration and class ----------------------------------------------------------------------------------------
 def _config(args: FinetuningArgs, files: ModelFiles) -> PreTrainedConfig:
     config_cls = getattr(get_cls_by_name(args.model_cls), "config_class", None) if args.model_cls else None
@@ -347,7 +293,7 @@ def load_pretrained(
     ours = takes_our_attention(config)
     unties = source.config.get("tie_word_embeddings") is False
     try:
-        with _quiet_loading(), _loaded_whole(), torch.random.fork_rng(devices=[]):
+        with quiet_loading(), _loaded_whole(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(args.seed)
             model, info = model_cls.from_pretrained(
                 source.name,
@@ -380,7 +326,7 @@ def _judge(model: PreTrainedModel, info: dict[str, Any], source: Source, args: F
         "unexpected": [name for name in unexpected if name not in dropped],
         "of another shape": [name for name in shapes if name not in new],
     }
-    words = [f"{len(names)} are {what} ({_some(names)})" for what, names in bad.items() if names]
+    words = [f"{len(names)} are {what} ({some_names(names)})" for what, names in bad.items() if names]
     if words and not args.allow_partial_checkpoint:
         raise UserError(
             f"{source.name} does not fit {type(model).__name__}: of its weights {', '.join(words)}; check "
@@ -391,7 +337,8 @@ def _judge(model: PreTrainedModel, info: dict[str, Any], source: Source, args: F
     if new:
         logger.info("the head is new, with random weights: %s", ", ".join(new))
     if dropped:
-        logger.info("not used of %s: %d weights of its former head (%s)", source.name, len(dropped), _some(dropped))
+        names = some_names(dropped)
+        logger.info("not used of %s: %d weights of its former head (%s)", source.name, len(dropped), names)
     return new
 
 
@@ -400,12 +347,12 @@ def _in_head(model: PreTrainedModel, name: str) -> bool:
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
 
 
-def _some(names: Sequence[str]) -> str:
+def some_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
 
 
 @contextmanager
-def _quiet_loading() -> Iterator[None]:
+def quiet_loading() -> Iterator[None]:
     """No progress bar and no report by transformers: `_judge` says what there is to say."""
     from transformers.utils import logging as transformers_logging
 

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm_experiments_tools.checkpoint.source import ModelFiles, Source
+from lm_experiments_tools.checkpoint.source import ModelFiles, Source, check_reachable
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.models.adapters import new_token_names
 from lm_experiments_tools.models.build import register_own_models
@@ -33,18 +33,35 @@ def load_tokenizer(args: FinetuningArgs, files: ModelFiles | None = None) -> Pre
     """
     files = files or ModelFiles(args)
     flag, name = files.tokenizer_flag
-    from_vocabulary = Path(name).suffix == ".model"
-    tokenizer = _from_sentencepiece(Path(name)) if from_vocabulary else _from_source(files.tokenizer, f"{flag} {name}")
-    _check_vocabulary(tokenizer, f"{flag} {name}")
+    named = f"{flag} {name}"
+    tokenizer = named_tokenizer(name, flag, None if Path(name).suffix == ".model" else files.tokenizer)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
-            raise UserError(
-                f"{flag} {name}: the tokenizer has neither a padding nor an end-of-text token to pad with."
-            )
+            raise UserError(f"{named}: the tokenizer has neither a padding nor an end-of-text token to pad with.")
         tokenizer.pad_token = tokenizer.eos_token
         logger.info("the tokenizer has no padding token: %s, its end of text, is used", tokenizer.eos_token)
     if args.peft == "new_tokens":
         tokenizer.add_tokens(new_token_names(args), special_tokens=True)
+    return tokenizer
+
+
+def named_tokenizer(name: str, flag: str, source: Source | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder, a SentencePiece model or on the Hub, as it is there.
+
+    Args:
+        source: where it was found before.
+
+    Raises:
+        UserError: there is none, or it knows no words.
+    """
+    path, named = Path(name), f"{flag} {name}"
+    if path.suffix == ".model":
+        tokenizer = _from_sentencepiece(path)
+    else:
+        if source is None and not path.is_dir():
+            check_reachable(name, flag)
+        tokenizer = read_tokenizer(source or Source(name, path if path.is_dir() else None), named)
+    _check_vocabulary(tokenizer, named)
     return tokenizer
 
 
@@ -58,7 +75,7 @@ def _from_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder)
 
 
-def _from_source(source: Source, named: str) -> PreTrainedTokenizerBase:
+def read_tokenizer(source: Source, named: str) -> PreTrainedTokenizerBase:
     """Read a tokenizer; `named` is the flag with its value, for the message."""
     from transformers import AutoTokenizer, BertTokenizerFast
 

@@ -20,6 +20,7 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.runs.records import POSITION, Run, differences, find_runs
 
 POSITIONAL = "runs"  # words before the first flag are its values
+_SPLITS = {"valid": "validation"}
 _WIDEST = 60  # characters of a setting in the terminal
 
 
@@ -57,7 +58,9 @@ def run(args: CompareArgs) -> None:
         raise UserError(f"there is no run to show: {' '.join(problems)}")
     tables = {
         "runs": [progress(run) for run in runs],
-        "validation: last (best @ its step)": measured(runs),
+        **{
+            f"{_SPLITS.get(split, split)}: last (best @ its step)": measured(runs, split) for split in _measuring(runs)
+        },
         "settings that differ": differing_rows(runs, differing),
     }
     print("\n".join(_lines(tables)))
@@ -85,14 +88,19 @@ def progress(run: Run) -> dict[str, str]:
     }
 
 
-def measured(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """Metrics of validation, a row a run: the last value, the best, and the step of the best."""
-    rows = [{"run": run.name} | {name: _measured(run, name) for name in run.metrics("valid")} for run in runs]
+def _measuring(runs: Sequence[Run]) -> list[str]:
+    """The splits besides training: validation, and the suites of lmtools evaluate."""
+    return list(dict.fromkeys(["valid", *(r["split"] for run in runs for r in run.records if r["split"] != "train")]))
+
+
+def measured(runs: Sequence[Run], split: str = "valid") -> list[dict[str, str]]:
+    """Metrics of a split, a row a run: the last value, the best, and the step of the best."""
+    rows = [{"run": run.name} | {name: _measured(run, name, split) for name in run.metrics(split)} for run in runs]
     return rows if any(len(row) > 1 for row in rows) else []
 
 
-def _measured(run: Run, name: str) -> str:
-    last, best = run.last(name, "valid"), run.best(name)
+def _measured(run: Run, name: str, split: str) -> str:
+    last, best = run.last(name, split), run.best(name, split)
     return "-" if best is None else f"{last:.4g} ({best[name]:.4g} @ {best['step']:,})"
 
 

@@ -1,24 +1,36 @@
-"""Evaluate several fine-tuned models, or checkpoints of one run, on the same data: one table.
+"""Evaluate models, or the checkpoints of a run, on the same data or by the same suite: one table.
 
-    lmtools evaluate --checkpoints runs/a runs/b runs/c --valid_data_path valid.jsonl --metrics rouge
-    lmtools evaluate --checkpoints runs/a/checkpoints/step_* --test_data_path test.jsonl --output table.jsonl
+    lmtools evaluate runs/a runs/b runs/c --valid_data_path valid.jsonl --metrics rouge
+    lmtools evaluate runs/a/checkpoints/step_* --test_data_path test.jsonl --output table.jsonl
+    lmtools evaluate runs/gpt --suite lm_eval --tasks my_tasks/colours.yaml hellaswag
+    lmtools evaluate runs/bert --suite glue --tasks glue/SST-2 --epochs 3 --lr 2e-5
 
-Of a run its best checkpoint is taken, else its last. Flags are those of run_finetuning.py; what is not given is as
-each model was trained (its task, prefix, lengths), so models of different tasks can stand beside each other.
+On data, of a run its best checkpoint is taken, else its last. Flags are those of run_finetuning.py; what is not given
+is as each model was trained (its task, prefix, lengths), so models of different tasks can stand beside each other.
+
+By a suite, of a run all its checkpoints are taken, and their values go into its metrics.jsonl, where lmtools compare
+finds them; one that is there already is not measured again, so the command can be repeated while the run goes on.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated, Literal
 
 from lm_experiments_tools.config.cli import DEFAULT
 from lm_experiments_tools.config.finetuning import FinetuningArgs
+from lm_experiments_tools.config.flags import COUNT, NOT_NEGATIVE, check_groups, needs, only
 from lm_experiments_tools.config.launchers import launcher_rank
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import dump_json
+
+logger = logging.getLogger(__name__)
+POSITIONAL = "checkpoints"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +41,16 @@ class CheckpointsArgs:
     """Run directories, checkpoints, folders of models, adapters, or names of the Hugging Face Hub."""
     output: str | None = None
     """File to which each model's values are added, one JSON object a line. None: none."""
+    suite: Literal["lm_eval", "sts", "mteb", "glue"] | None = None
+    """lm_eval: lm-evaluation-harness, of models that write. sts, mteb: sentence-transformers, of encoders. glue: each
+    checkpoint is fine-tuned on a folder, by the flags of run_finetuning.py. None: data as below."""
+    tasks: Annotated[tuple[str, ...], needs("suite")] = ()
+    """Of the suite: names or YAML files (lm_eval), files with sentence1, sentence2 and score (sts), names or
+    module:Class (mteb), folders with training and validation data (glue)."""
+    num_fewshot: Annotated[int | None, NOT_NEGATIVE, only("suite", "lm_eval")] = None
+    """Examples before each question. None: as the task says."""
+    limit: Annotated[int | None, COUNT, only("suite", "lm_eval")] = None
+    """Questions of a task, the first ones. None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +64,20 @@ class EvaluateArgs(FinetuningArgs, CheckpointsArgs):
             raise UserError(f"--from_pretrained {self.from_pretrained}: name it among --checkpoints.")
         if self.model_path is not None:
             raise UserError("--model_path: nothing is trained; --output names the file of the table.")
-        if self.measures_nothing():
+        check_groups(self, (CheckpointsArgs,))
+        if self.suite is not None and not self.tasks:
+            raise UserError(f"--suite {self.suite} measures --tasks: name at least one.")
+        if self.suite is not None and not self.measures_nothing():
+            raise UserError("--suite brings its own data: leave --valid_data_path and --test_data_path out.")
+        if self.suite is None and self.measures_nothing():
             raise UserError("there is nothing to evaluate on: give --valid_data_path or --test_data_path.")
 
 
 def run(args: EvaluateArgs, origins: Mapping[str, str]) -> None:
     """Print the metrics of each model as they are there, and the table at the end."""
+    if args.suite is not None:
+        _along(args, origins)
+        return
     from lm_experiments_tools.checkpoint.source import find_source
 
     for name in args.checkpoints:
@@ -58,12 +88,43 @@ def run(args: EvaluateArgs, origins: Mapping[str, str]) -> None:
         for name in args.checkpoints:
             for row in _evaluated(name, settings):
                 rows.append(row)
-                if launcher_rank() == 0 and args.output is not None:
-                    with Path(args.output).open("a", encoding="utf-8") as file:
-                        file.write(dump_json(row, indent=None) + "\n")
+                _keep(row, args.output)
     finally:  # of those before one that cannot be evaluated, too
         if launcher_rank() == 0 and rows:
             print("\n".join(table(rows)))
+
+
+def _along(args: EvaluateArgs, origins: Mapping[str, str]) -> None:
+    """Measure a suite on every checkpoint; the table, and what was left out, at the end."""
+    from lm_experiments_tools.tools.suites import Suite, checkpoints_of, measured
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "HOROVOD_RANK" in os.environ:
+        raise UserError("--suite is measured by one process: start it without torchrun, horovodrun or accelerate.")
+    given = {f.name: getattr(args, f.name) for f in fields(args) if origins[f.name] != DEFAULT}
+    own = {f.name for f in fields(CheckpointsArgs)} | {"model_cls", "eval_batch_size"}
+    settings = {name: value for name, value in given.items() if name not in own or name in ("num_fewshot", "limit")}
+    if args.suite != "glue" and (unread := sorted(set(settings) - {"num_fewshot", "limit"})):
+        raise UserError(f"--{unread[0]} is not read by --suite {args.suite}: leave it out.")
+    suite = Suite(args.suite, args.tasks, settings, args.eval_batch_size or 8, args.model_cls)
+    suite.check()
+    names = [name for run in args.checkpoints for name in checkpoints_of(run)]
+    rows: list[dict[str, str | float]] = []
+    try:
+        for name in names:
+            if not Path(name).exists() and len(names) > 1:  # pruned by its run meanwhile
+                logger.warning("%s is left out: it is gone", name)
+                continue
+            rows.append({"checkpoint": name, **measured(name, suite)})
+            _keep(rows[-1], args.output)
+    finally:
+        if rows:
+            print("\n".join(table(rows, texts=("checkpoint",))))
+
+
+def _keep(row: Mapping[str, str | float], output: str | None) -> None:
+    if launcher_rank() == 0 and output is not None:
+        with Path(output).open("a", encoding="utf-8") as file:
+            file.write(dump_json(row, indent=None) + "\n")
 
 
 def _evaluated(name: str, settings: Mapping[str, object]) -> list[dict[str, str | float]]:

@@ -1,37 +1,90 @@
-"""Write a fine-tuned model as ONNX, check it against torch, and say how far they differ.
+"""Write a model for other programs, a folder for the Hugging Face Hub or ONNX, and check what they get from it.
 
-    lmtools export --from_pretrained runs/polarity --output polarity.onnx
-    lmtools export --from_pretrained runs/summaries/best --output summaries.onnx
+    lmtools export runs/t5 --to t5-mine
+    lmtools export runs/t5/checkpoints/step_001000 --to t5-mine --max_shard_size 2GB
+    lmtools export runs/summaries --output summaries.onnx
 
-The output is a folder: model.onnx of an encoder with its classifier, encoder_model.onnx, decoder_model.onnx and
-decoder_with_past_model.onnx of an encoder-decoder, with configuration and tokenizer. `onnx_export.OnnxModel(folder)`
-runs it in ONNX Runtime. An adapter is merged into its base model where its kind allows (lora).
+--to writes configuration, weights, tokenizer, generation settings, the code of a class of your own and a model card,
+which is filled from the run's records: all but a licence, which is yours to choose. The folder appears only if the
+model that is loaded from it has bit for bit the same logits.
+
+--output writes model.onnx of an encoder with its classifier, or encoder_model.onnx, decoder_model.onnx and
+decoder_with_past_model.onnx of an encoder-decoder, with configuration and tokenizer, and says how far they differ from
+torch. `onnx_export.OnnxModel(folder)` runs it in ONNX Runtime.
+
+An adapter is merged into its base model where its kind allows (lora). A run directory means its best checkpoint, else
+its last.
 """
 
+from __future__ import annotations
+
+import re
 from dataclasses import dataclass
+from pathlib import Path
+
+from lm_experiments_tools.errors import UserError
+
+POSITIONAL = "from_pretrained"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportArgs:
     """Exporting."""
 
-    from_pretrained: str
-    """Hugging Face name or folder, or a run directory or checkpoint of ours."""
-    output: str
-    """Folder to write."""
+    from_pretrained: str | None = None
+    """Hugging Face name or folder, or a run directory or checkpoint of ours; the name of this flag may be left out
+    where it stands first."""
+    to: str | None = None
+    """New folder, laid out as on the Hugging Face Hub."""
+    max_shard_size: str = "50GB"
+    """Most bytes of a file of weights in --to, as in 5GB or 500MB."""
+    output: str | None = None
+    """Folder to write as ONNX."""
+    model_cls: str | None = None
+    """Class of the model for --to, as module:Class. None: the one it was saved from."""
+
+    def __post_init__(self) -> None:
+        if self.from_pretrained is None:
+            raise UserError("lmtools export: name the model, as in lmtools export runs/mine --to mine.")
+        if self.to is None and self.output is None:
+            raise UserError("there is nothing to write: give --to (Hugging Face) or --output (ONNX).")
+        if not re.fullmatch(r"[1-9]\d*[KMGT]B", self.max_shard_size):
+            raise UserError(f"--max_shard_size {self.max_shard_size}: write a size as 5GB or 500MB.")
 
 
 def run(args: ExportArgs) -> None:
     """Export, and say what was written."""
-    from pathlib import Path
+    if args.to is not None:
+        _to_hub(args, Path(args.to))
+    if args.output is not None:
+        _to_onnx(args, Path(args.output))
 
+
+def _to_hub(args: ExportArgs, folder: Path) -> None:
+    from lm_experiments_tools.models.saved import open_saved
+    from lm_experiments_tools.tools.hub_folder import new_folder, same_logits, write_files
+    from lm_experiments_tools.tools.model_card import write_card
+
+    with new_folder(folder) as temporary:
+        opened = open_saved(args.from_pretrained, args.model_cls)
+        write_files(opened, temporary, args.max_shard_size)
+        loading = same_logits(opened, temporary)
+        write_card(opened, temporary, folder.resolve().name, loading)
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2**20
+    print(f"{folder}: {type(opened.model).__name__}, {size:.1f} MiB of weights; loaded back, its logits are the same.")
+    print(f"Choose a licence in {folder / 'README.md'} before you publish it.")
+    if loading.note:
+        print(loading.note)
+
+
+def _to_onnx(args: ExportArgs, folder: Path) -> None:
     from lm_experiments_tools.checkpoint.source import find_source
-    from lm_experiments_tools.models.pretrained import whole_model
-    from lm_experiments_tools.tools.onnx_export import check_onnxruntime, copy_tokenizer, export
+    from lm_experiments_tools.checkpoint.weights import copy_tokenizer
+    from lm_experiments_tools.models.saved import whole_model
+    from lm_experiments_tools.tools.onnx_export import check_onnxruntime, export
 
     check_onnxruntime()
     source = find_source(args.from_pretrained)
-    folder = Path(args.output)
     differences = export(whole_model(source), folder)
     if source.path is not None:
         copy_tokenizer(source.path, folder)

@@ -8,8 +8,10 @@ lmtools inspect --config RUN.yaml
 lmtools inspect_bert --config RUN.yaml
 lmtools inspect_finetuning --config RUN.yaml
 lmtools attention --model DIR --text TEXT --output maps.html
-lmtools evaluate --checkpoints RUNS --valid_data_path FILE
-lmtools export --from_pretrained DIR --output DIR.onnx
+lmtools evaluate RUNS --valid_data_path FILE | --suite lm_eval --tasks TASKS
+lmtools generate RUN "The <extra_id_0> of the file."
+lmtools export RUN --to FOLDER | --output DIR.onnx
+lmtools convert FILE --to FOLDER --model_cfg NAME
 lmtools compare RUNS --html page.html
 lmtools watch RUN
 lmtools doctor
@@ -31,7 +33,8 @@ from lm_experiments_tools.errors import UserError, os_sentence
 
 # Module NAME of this folder has a frozen dataclass NameArgs and a function run(args); of two_words, TwoWordsArgs. A
 # `run` that tells given flags from defaults takes `origins` too, and a module whose settings may follow from others
-# has a function `inherit`, both as of `parse`. POSITIONAL of a module names the flag of words before the first flag.
+# has a function `inherit`, both as of `parse`. POSITIONAL of a module names the flag of words before the first flag;
+# of two names, the first is that of the first word alone.
 # What `run` returns is the exit code, None being 0.
 COMMANDS = {
     "corpus": "build a text corpus from the documentation of this Python installation",
@@ -42,8 +45,10 @@ COMMANDS = {
     "inspect_bert": "the same for the sentences of run_bert_pretraining.py",
     "inspect_finetuning": "the same for the examples of run_finetuning.py: labels, lengths, what is cut off",
     "attention": "attention maps of a model on a text, and pictures of block-sparse layouts",
-    "evaluate": "measure several fine-tuned models, or checkpoints of a run, on the same data: one table",
-    "export": "write a fine-tuned model as ONNX and check it against torch",
+    "evaluate": "measure models, or checkpoints of a run, on the same data or by lm_eval, mteb, ...: one table",
+    "generate": "let a model write, fill in blanks or label texts: a quick look",
+    "export": "write a model for the Hugging Face Hub, or as ONNX, and check what is loaded from it",
+    "convert": "make a folder for from_pretrained of weights of t5-experiments, nanoT5 or t5x",
     "compare": "runs beside each other: how far, how good, what was set otherwise; a page of their curves",
     "watch": "watch a run from a terminal: progress, loss curve, speed, warnings; until it ends",
     "doctor": "what works here: versions, backends tried by two workers, devices, compilers; what to install",
@@ -89,8 +94,7 @@ def _run(name: str, argv: list[str]) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     command = importlib.import_module(f"lm_experiments_tools.tools.{name}")
-    if argv and not argv[0].startswith("-") and hasattr(command, "POSITIONAL"):
-        argv = [f"--{command.POSITIONAL}", *argv]
+    argv = with_names(argv, getattr(command, "POSITIONAL", ()))
     args_class = "".join(word.capitalize() for word in name.split("_")) + "Args"
     args, origins = parse(
         getattr(command, args_class),
@@ -101,6 +105,15 @@ def _run(name: str, argv: list[str]) -> int:
     )
     more = {"origins": origins} if "origins" in signature(command.run).parameters else {}
     return command.run(args, **more) or 0
+
+
+def with_names(argv: list[str], flags: str | tuple[str, str]) -> list[str]:
+    """The command line with names before the words that stand before its first flag."""
+    flags = (flags,) if isinstance(flags, str) else flags
+    if not argv or not flags or argv[0].startswith("-"):
+        return argv
+    second = len(flags) > 1 and len(argv) > 1 and not argv[1].startswith("-")
+    return [f"--{flags[0]}", *(argv if not second else [argv[0], f"--{flags[1]}", *argv[1:]])]
 
 
 def _run_script(file: str, argv: list[str]) -> int:

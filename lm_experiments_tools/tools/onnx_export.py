@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -400,10 +399,3 @@ def _generator(config: PreTrainedConfig, generation: GenerationConfig, sessions:
             return Seq2SeqLMOutput(logits=logits, past_key_values=cache)
 
     return Generator().eval()
-
-
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Put the tokenizer's files beside the graphs."""
-    for pattern in ("tokenizer*", "special_tokens_map.json", "*.model", "vocab*", "merges.txt"):
-        for file in source.glob(pattern):
-            shutil.copyfile(file, folder / file.name)

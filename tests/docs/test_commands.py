@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from lm_experiments_tools.config import cli
-from lm_experiments_tools.tools.main import COMMANDS
+from lm_experiments_tools.tools.main import COMMANDS, with_names
 from tests.helpers import ROOT
 from tests.helpers.pretrained_toys import save_toy
 
@@ -192,9 +192,7 @@ def test_flags_of_a_command_exist(page, command, tmp_path, monkeypatch):
         return
     for word in found[1]:
         assert not word.endswith(".yaml") or (ROOT / word).is_file()
-    given = found[2]
-    if given and not given[0].startswith("-"):
-        given = [f"--{importlib.import_module(cls.__module__).POSITIONAL}", *given]
+    given = with_names(found[2], getattr(importlib.import_module(cls.__module__), "POSITIONAL", ()))
     files = [ROOT / given[place + 1] for place, word in enumerate(given) if word == "--config"]
     if "..." in command or not all(path.is_file() for path in files):  # the rest of the settings stands elsewhere
         names = {field.name for field in dataclasses.fields(cls)} | {"config"}

@@ -21,11 +21,15 @@ def curves_page(
     data = {
         "made": made,
         "runs": [{"name": run.name, "state": run.state, "splits": _splits(run)} for run in runs],
-        "measured": list(dict.fromkeys(n for run in runs for split in ("valid", "train") for n in run.metrics(split))),
+        "measured": list(dict.fromkeys(n for run in runs for split in _splits_of(run) for n in run.metrics(split))),
         "tables": [{"title": title, "rows": rows} for title, rows in tables.items() if rows],
         "problems": list(problems),
     }
     return html_page("Runs", data, style=STYLE, body=BODY, script=SCRIPT)
+
+
+def _splits_of(run: Run) -> list[str]:
+    return list(dict.fromkeys(["valid", "train", *(record["split"] for record in run.records)]))
 
 
 def _splits(run: Run) -> dict[str, Any]:
@@ -35,7 +39,7 @@ def _splits(run: Run) -> dict[str, Any]:
         records = run.of(split)
         size = -(-len(records) // MAX_POINTS)
         groups = [records[start : start + size] for start in range(0, len(records), size)]
-        left_out = {*POSITION, "split", "time", "metrics"}
+        left_out = {*POSITION, "split", "time", "metrics", "of"}
         names = dict.fromkeys(name for record in records for name in record if name not in left_out)
         curves = {
             name: _curve([[_number(record.get(name)) for record in group] for group in groups]) for name in names

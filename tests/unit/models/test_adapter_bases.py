@@ -14,7 +14,8 @@ from lm_experiments_tools import FineTuner
 from lm_experiments_tools.checkpoint.source import Source
 from lm_experiments_tools.checkpoint.writer import save_model
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.models.pretrained import pretrained_model, whole_model
+from lm_experiments_tools.models.pretrained import pretrained_model
+from lm_experiments_tools.models.saved import whole_model
 from lm_experiments_tools.models.tokenizers import load_tokenizer
 from run_finetuning import main
 from tests.helpers.finetuning_toys import pairs, write_json

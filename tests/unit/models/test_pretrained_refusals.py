@@ -10,7 +10,7 @@ from lm_experiments_tools.checkpoint.source import find_source
 from lm_experiments_tools.checkpoint.writer import save_model
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import check_positions, set_dropout
-from lm_experiments_tools.models.pretrained import whole_model
+from lm_experiments_tools.models.saved import whole_model
 from tests.helpers.pretrained_toys import made, save_toy, toy_args, toy_batch, toy_tokenizer
 
 T5_CLASSIFIER = "modeling_t5:T5EncoderForSequenceClassification"

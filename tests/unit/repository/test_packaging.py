@@ -65,7 +65,7 @@ def test_wheel_metadata(wheel):
     extras = re.findall(r"^Provides-Extra: (.+)$", metadata, flags=re.M)
     assert (
         sorted(extras)
-        == "accelerate all bert deepspeed dev docs horovod metrics onnx peft plots quantize seqio".split()
+        == "accelerate all bert deepspeed dev docs horovod metrics onnx peft plots quantize seqio suites".split()
     )
     assert "Requires-Python: >=3.10" in metadata and "License-Expression: Apache-2.0" in metadata
     assert "lmtools = lm_experiments_tools.tools.main:main" in archive.read(f"{info}/entry_points.txt").decode()
@@ -214,7 +214,9 @@ def test_make_refuses_an_old_python_in_one_sentence(tmp_path):
 def test_make_pretrain_builds_data_before_it_trains_and_survives_a_failing_horovod(tmp_path):
     plan = make("-n", "pretrain", f"VENV={tmp_path / 'venv'}", f"DATA={tmp_path / 'data'}", "ARGS=--iters 3").stdout
     order = [plan.index(words) for words in ("-m venv", "install -r", "build_horovod", "corpus --output")]
-    order += [plan.index(words) for words in ("lmtools vocab", "lmtools tokenize", "run_t5_pretraining.py")]
+    order += [
+        plan.index(words) for words in ("lmtools vocab", "lmtools tokenize", "make_start.py", "run_t5_pretraining.py")
+    ]
     order += [plan.index("--config examples/pretrain_cpu.yaml --iters 3")]
     assert order == sorted(order)
     assert re.search(r"build_horovod.*\|\| echo", plan.replace("\\\n", ""))

@@ -218,7 +218,7 @@ def test_what_the_exporter_says_is_its_cause_without_colours(tmp_path, monkeypat
 
 def test_a_lora_adapter_is_merged(tmp_path):
     from lm_experiments_tools.checkpoint.source import find_source
-    from lm_experiments_tools.models.pretrained import whole_model
+    from lm_experiments_tools.models.saved import whole_model
 
     base = save_toy("encoder", tmp_path / "base")
     model = pretrained_model(toy_args(base, "encoder", peft="lora"), toy_tokenizer(), ("no", "so", "yes")).eval()

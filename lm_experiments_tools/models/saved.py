@@ -1,0 +1,223 @@
+"""Saved models as they are, with the class they were saved from: for a look, for other programs, for measuring.
+
+    opened = open_saved("runs/mine")
+    opened.model, opened.tokenizer
+
+Unlike `pretrained`, which sets a model up to be trained for a task, nothing here is changed, added or new.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
+from lm_experiments_tools.checkpoint.adapter_files import check_base
+from lm_experiments_tools.checkpoint.manifest import MANIFEST, parse_step
+from lm_experiments_tools.checkpoint.source import Source, find_base, find_source
+from lm_experiments_tools.errors import UserError, first_line
+from lm_experiments_tools.files import read_json
+from lm_experiments_tools.models.adapters import check_peft
+from lm_experiments_tools.models.build import OWN_PACKAGES, register_own_models
+from lm_experiments_tools.models.pretrained import AUTO_CLASSES, kind_of, quiet_loading, some_names
+from lm_experiments_tools.models.tokenizers import read_tokenizer
+from lm_experiments_tools.modules.user_classes import get_cls_by_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# The Auto class by which a stranger reads a model: the first one that gives exactly its class.
+READERS = (
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForMaskedLM",
+    "AutoModelForPreTraining",
+    "AutoModelForCausalLM",
+    "AutoModelForSequenceClassification",
+    "AutoModel",
+)
+_LIBRARIES = ("transformers", "modeling_t5", "modeling_bert")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A saved model.
+
+    Attributes:
+        model: in float32 on the CPU, in evaluation mode; an adapter is merged into its base.
+        is_merged: of an adapter and its base.
+    """
+
+    source: Source
+    model: PreTrainedModel
+    is_merged: bool = False
+
+    @property
+    def kind(self) -> str | None:
+        """encoder, encoder-decoder or decoder; None for models that none of them is."""
+        found = kind_of(self.model.config)  # None of a configuration of the user's own
+        return "decoder" if found is None and self.model.can_generate() else found
+
+    @property
+    def is_own(self) -> bool:
+        """True for a class of neither transformers nor this package."""
+        return type(self.model).__module__.partition(".")[0] not in _LIBRARIES
+
+    @property
+    def reader(self) -> str | None:
+        """The Auto class of transformers that reads it; None for a class that none reads."""
+        import transformers
+
+        for name in READERS:
+            mapping = getattr(transformers, name)._model_mapping
+            found = mapping[type(self.model.config)] if type(self.model.config) in mapping else ()
+            if type(self.model) in (found if isinstance(found, tuple) else (found,)):
+                return name
+        return None
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The one beside the weights, of an adapter perhaps beside its base. Raises UserError."""
+        source = self.source
+        if source.is_adapter and not any(source.path.glob("tokenizer*")):
+            source = find_base(source)
+        with quiet_loading():  # AutoTokenizer warns of a configuration whose kind is ours
+            return read_tokenizer(source, source.name)
+
+
+def open_saved(name: str, model_cls: str | None = None, flag: str = "--from_pretrained") -> Opened:
+    """The model that a folder, checkpoint, run directory (its best checkpoint, else its last) or name of the Hub is.
+
+    Args:
+        model_cls: module:Class; by default the class named in config.json, which of transformers and this package is
+            known, and of a run is the --model_cls it was trained with.
+        flag: the flag that names it, for messages.
+
+    Raises:
+        UserError: there is no such model, its class is unknown, or weights of it are missing or of another shape.
+    """
+    source = find_source(name, flag)
+    if source.is_file:
+        raise UserError(f"{flag} {name} holds weights alone: make a folder of it by lmtools convert, and name that.")
+    if source.is_adapter:
+        return Opened(source, whole_model(source).eval(), is_merged=True)
+    cls = saved_class(source, model_cls)
+    return Opened(source, _strictly(cls, source.name, cls.__name__).eval())
+
+
+def saved_class(source: Source, model_cls: str | None = None) -> type:
+    """The class that the weights were saved from. Raises UserError."""
+    import transformers
+
+    if model_cls is not None:
+        return get_cls_by_name(model_cls)
+    register_own_models(source)
+    named = (source.config.get("architectures") or [None])[0]
+    if source.path is None:
+        named = (transformers.AutoConfig.from_pretrained(source.name).architectures or [None])[0]
+    trained = run_settings(source).get("model_cls")
+    if isinstance(trained, str) and trained.rpartition(":")[2] == named:
+        if trained.partition(":")[0].partition(".")[0] not in _LIBRARIES:
+            return get_cls_by_name(trained)
+    package = OWN_PACKAGES.get(source.config.get("model_type"), "transformers")
+    found = getattr(importlib.import_module(package), named, None) if named is not None else None
+    if found is None:
+        said = f"names the class {named}, which is none of {package}" if named else "names no class (architectures)"
+        raise UserError(f"{source.name}: its config.json {said}: give --model_cls module:Class.")
+    return found
+
+
+def run_settings(source: Source) -> dict[str, Any]:
+    """The arguments of the run that a checkpoint lies in; empty elsewhere."""
+    folder = run_folder(source)
+    return read_json(folder / "config.json") if folder is not None else {}
+
+
+def run_folder(source: Source) -> Path | None:
+    """The directory of the run that a checkpoint lies in; None elsewhere."""
+    path = None if source.path is None else source.path.resolve()
+    if path is None or parse_step(path.name) is None or not (path / MANIFEST).is_file():
+        return None
+    folder = path.parent.parent
+    return folder if path.parent.name == "checkpoints" and (folder / "config.json").is_file() else None
+
+
+def _strictly(cls: type, name: str, called: str) -> PreTrainedModel:
+    """`cls.from_pretrained`, all of whose weights are in the files. Raises UserError."""
+    return loaded(lambda: cls.from_pretrained(name, dtype=torch.float32, output_loading_info=True), name, called)
+
+
+def loaded(load: Callable[[], tuple[PreTrainedModel, dict[str, Any]]], name: str, called: str) -> PreTrainedModel:
+    """What `load` gives, refused unless it has all weights and no others. Raises UserError."""
+    try:
+        with quiet_loading(), torch.random.fork_rng(devices=[]):
+            model, info = load()
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, StrictDataclassError) as error:
+        raise UserError(f"{name}: it cannot be read as {called} ({first_line(error)}).") from error
+    for kind, what in (
+        ("missing_keys", "are missing"),
+        ("unexpected_keys", "are none of it"),
+    ):
+        if info[kind]:
+            number, names = len(info[kind]), some_names(sorted(info[kind]))
+            raise UserError(f"{name} is no {called}: {number} of its weights {what} ({names}): check --model_cls.")
+    return model
+
+
+def whole_model(source: Source) -> PreTrainedModel:
+    """A fine-tuned model by itself, as its files have it: of a classifier the saved head, an adapter of LoRA merged.
+
+    Raises:
+        UserError: the files are of no task (their class is unknown), or hold an adapter that cannot be merged.
+    """
+    import transformers
+
+    base = find_base(source) if source.is_adapter else source
+    if base.is_file:
+        raise UserError(f"{base.name} holds weights alone: write the model by save_pretrained, and name its folder.")
+    register_own_models(base)
+    config = transformers.AutoConfig.from_pretrained(base.name)
+    kind = kind_of(config)
+    if kind is None:
+        raise UserError(f"{base.name}: a {config.model_type} model is neither encoder nor decoder.")
+    classes = getattr(transformers, AUTO_CLASSES[kind])
+    if source.is_adapter:
+        return _merged(classes, base, source)
+    with quiet_loading():
+        model, info = classes.from_pretrained(base.name, dtype=torch.float32, output_loading_info=True)
+    if info["missing_keys"]:
+        raise UserError(
+            f"{base.name} is no fine-tuned {type(model).__name__}: {len(info['missing_keys'])} of its weights are "
+            f"missing ({some_names(sorted(info['missing_keys']))})."
+        )
+    return model
+
+
+def _merged(classes: type, base: Source, adapter: Source) -> PreTrainedModel:
+    check_peft(f"the adapter {adapter.name}")
+    import peft
+    from safetensors.torch import load_file
+
+    kind = peft.PeftConfig.from_pretrained(str(adapter.base_named_in.parent)).peft_type
+    if kind != "LORA":
+        raise UserError(
+            f"{adapter.name} is an adapter of kind {kind}, which cannot be merged into its base: use LoRA."
+        )
+    heads = [
+        v for k, v in load_file(adapter.path / "adapter_model.safetensors").items() if k.endswith("classifier.bias")
+    ]
+    names = adapter.label_names or [f"LABEL_{number}" for number in range(len(heads[0]) if heads else 0)]
+    labels = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
+    options = labels if names else {}
+    with quiet_loading():
+        model = classes.from_pretrained(base.name, dtype=torch.float32, **options)
+    model.base_fingerprint = base.fingerprint()
+    adapted = peft.PeftModel.from_pretrained(model, str(adapter.path))
+    check_base(adapted, adapter.path)
+    return adapted.merge_and_unload()

@@ -1,0 +1,93 @@
+"""Make a folder that from_pretrained reads of weights that other programs wrote, and check that it does.
+
+    lmtools convert t5-experiments/runs/mine/model_100000.pth --to mine --model_cfg t5-small --tokenizer vocab.model
+    lmtools convert nanoT5/logs/.../pytorch_model.bin --to mine --model_cfg t5-v1_1-base --tokenizer DIR
+    lmtools convert t5_1_1_small/checkpoint_1000000 --to mine --model_cfg t5-v1_1-small
+
+Read are weights of t5-experiments (.pth, a folder of its accelerate trainer), nanoT5 (pytorch_model.bin) and t5x (a
+folder of zarr arrays). Checkpoints of ours, and folders that save_pretrained wrote in one file or in shards, need no
+conversion: lmtools export writes them into a new folder.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from lm_experiments_tools.errors import UserError
+
+POSITIONAL = "source"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertArgs:
+    """Converting."""
+
+    source: str | None = None
+    """File or folder of weights; the name of this flag may be left out where it stands first."""
+    to: str | None = None
+    """New folder."""
+    model_cfg: str | None = None
+    """Configuration of the model: a JSON file, or the name of one below models_configs, for example t5-small."""
+    model_cls: str = "transformers:T5ForConditionalGeneration"
+    """Class of the model, as module:Class."""
+    tokenizer: str | None = None
+    """Folder, .model file or name of the Hub. None: that beside the weights, if there is one."""
+    max_shard_size: str = "50GB"
+    """Most bytes of a file of weights, as in 5GB or 500MB."""
+    allow_pickle: bool = False
+    """Unpickle anything, which can run any code that the file's author chose."""
+
+    def __post_init__(self) -> None:
+        if self.source is None or self.to is None:
+            raise UserError(
+                "lmtools convert: name the weights and the new folder, as in lmtools convert a.pth --to a."
+            )
+        if self.model_cfg is None:
+            raise UserError(f"--model_cfg is missing: {self.source} does not say what model it is of.")
+        if not re.fullmatch(r"[1-9]\d*[KMGT]B", self.max_shard_size):
+            raise UserError(f"--max_shard_size {self.max_shard_size}: write a size as 5GB or 500MB.")
+
+
+def run(args: ConvertArgs) -> None:
+    """Convert, and say what was written."""
+    if not Path(args.source).exists():
+        raise UserError(f"--source {args.source}: there is no such file or folder.")
+    import torch
+
+    from lm_experiments_tools.checkpoint.weights import load_weights, without_progress_bars
+    from lm_experiments_tools.models.build import build_model, load_model_config
+    from lm_experiments_tools.models.saved import loaded
+    from lm_experiments_tools.modules.user_classes import get_cls_by_name
+    from lm_experiments_tools.tools.hub_folder import check_same, example_inputs, logits_of, new_folder
+
+    cls, folder = get_cls_by_name(args.model_cls), Path(args.to)
+    model = build_model(cls, load_model_config(args.model_cfg, getattr(cls, "config_class", None)), seed=0).eval()
+    load_weights(model, args.source, allow_pickle=args.allow_pickle)
+    with new_folder(folder) as temporary:
+        with without_progress_bars():
+            model.save_pretrained(temporary, max_shard_size=args.max_shard_size)
+        has_tokenizer = _save_tokenizer(args, temporary)
+        again = loaded(
+            lambda: cls.from_pretrained(str(temporary), dtype=torch.float32, output_loading_info=True),
+            args.to,
+            cls.__name__,
+        )
+        inputs = example_inputs(model)
+        check_same(logits_of(again.eval(), inputs), logits_of(model, inputs), folder)
+    parameters = sum(weight.numel() for weight in model.parameters())
+    print(f"{folder}: {cls.__name__} of {parameters:,} parameters; loaded back, its logits are the same.")
+    if not has_tokenizer:
+        print("It has no tokenizer: put one there, or name it by --tokenizer.")
+
+
+def _save_tokenizer(args: ConvertArgs, folder: Path) -> bool:
+    from lm_experiments_tools.checkpoint.weights import copy_tokenizer
+    from lm_experiments_tools.models.tokenizers import named_tokenizer
+
+    if args.tokenizer is None:
+        source = Path(args.source)
+        return copy_tokenizer(source if source.is_dir() else source.parent, folder)
+    named_tokenizer(args.tokenizer, "--tokenizer").save_pretrained(folder)
+    return True

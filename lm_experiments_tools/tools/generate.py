@@ -1,0 +1,270 @@
+"""Let a model write: a quick look at what it has learned.
+
+    lmtools generate runs/t5 "The <extra_id_0> of the file is <extra_id_1>."
+    lmtools generate runs/bert "The name of the [MASK] is a string."
+    lmtools generate runs/gpt --file prompts.txt --do_sample --top_p 0.9 --json > written.jsonl
+
+An encoder-decoder fills in blanks (<extra_id_0>, ...) or answers, an encoder names the likeliest words of each mask, a
+decoder goes on with the text, a classifier names labels. What was fine-tuned reads its texts as in training, with the
+prefix. A run directory means its best checkpoint, else its last.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from lm_experiments_tools.config.flags import COUNT, NOT_NEGATIVE, POSITIVE, Range, check_groups, needs
+from lm_experiments_tools.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import BatchEncoding
+
+    from lm_experiments_tools.models.saved import Opened
+
+POSITIONAL = ("from_pretrained", "text")
+_SENTINEL = re.compile(r"<extra_id_\d+>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateArgs:
+    """What is written, and how."""
+
+    from_pretrained: str | None = None
+    """Hugging Face name or folder, or a run directory or checkpoint of ours; the name of this flag may be left out
+    where it stands first."""
+    text: tuple[str, ...] = ()
+    """Texts, also without the name of this flag after the model."""
+    file: str | None = None
+    """File with a text a line; - reads standard input."""
+    model_cls: str | None = None
+    """Class of the model, as module:Class. None: the one it was saved from."""
+    batch_size: Annotated[int, COUNT] = 8
+    """Texts at a time."""
+    max_new_tokens: Annotated[int, COUNT] = 64
+    """Most tokens written for a text."""
+    num_beams: Annotated[int, COUNT] = 1
+    """Beams of the search; 1 is greedy."""
+    do_sample: bool = False
+    """Draw tokens at random instead of taking the likeliest."""
+    temperature: Annotated[float, POSITIVE, needs("do_sample")] = 1.0
+    """Divides the logits before drawing."""
+    top_k: Annotated[int, NOT_NEGATIVE, needs("do_sample")] = 0
+    """Draw among so many of the likeliest tokens; 0: among all."""
+    top_p: Annotated[
+        float, Range(lambda value: 0 < value <= 1, "it must be above 0 and at most 1"), needs("do_sample")
+    ] = 1.0
+    """Draw among the likeliest tokens that together have this probability."""
+    seed: int = 0
+    """Of drawing."""
+    top: Annotated[int, COUNT] = 5
+    """Words for each mask of an encoder, or labels of a classifier."""
+    json: bool = False
+    """Print a JSON object a line instead of text."""
+
+    def __post_init__(self) -> None:
+        check_groups(self, (GenerateArgs,))
+        if self.from_pretrained is None:
+            raise UserError('lmtools generate: name a model and a text, as in lmtools generate runs/mine "A text".')
+        if bool(self.text) == (self.file is not None):
+            raise UserError("there is nothing to read: give texts after the model, or --file." if not self.text else
+                            f"--file {self.file} and texts on the command line: give one of them.")  # fmt: skip
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of transformers' `generate`."""
+        chosen = {"max_new_tokens": self.max_new_tokens, "num_beams": self.num_beams, "do_sample": self.do_sample}
+        if self.do_sample:
+            chosen |= {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return chosen
+
+
+def run(args: GenerateArgs) -> None:
+    """Print what the model makes of each text, as it is there."""
+    texts = _texts(args)
+    import torch
+
+    from lm_experiments_tools.checkpoint.source import find_source
+
+    source = find_source(args.from_pretrained)
+    torch.manual_seed(args.seed)
+    found = _fine_tuned(args, texts) if source.task else _answers(args, texts)
+    out = sys.stdout
+    with redirect_stdout(sys.stderr):  # where what libraries print at their import is in no one's way
+        for answer in found:
+            print(json.dumps(answer, ensure_ascii=False) if args.json else _shown(answer), file=out, flush=True)
+
+
+def _texts(args: GenerateArgs) -> list[str]:
+    if args.file is None:
+        texts = list(args.text)
+    else:
+        try:
+            read = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"--file {args.file}: byte {error.start} is not UTF-8: give a text file.") from error
+        texts = [line for line in read.splitlines() if line.strip()]
+    if not texts or not all(text.strip() for text in texts):
+        raise UserError(f"--file {args.file} has no text." if args.file else "a text is empty: leave it out.")
+    return texts
+
+
+def _shown(answer: Mapping[str, Any]) -> str:
+    lines = [answer["text"]]
+    for words in answer.get("masks", ()):
+        lines.append("  " + "  ".join(f"{entry['word']} {entry['probability']:.3f}" for entry in words))
+    if "labels" in answer:
+        lines.append("  " + "  ".join(f"{entry['label']} {entry['probability']:.3f}" for entry in answer["labels"]))
+    written = answer.get("filled", answer.get("output"))
+    if written is not None:
+        lines.append("  " + (written if isinstance(written, str) else ", ".join(written)).replace("\n", "\n  "))
+    return "\n".join(lines)
+
+
+# ---- a model that was fine-tuned reads its texts as then
+
+
+def _fine_tuned(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any]]:
+    from lm_experiments_tools.recipes.finetuner import FineTuner
+
+    cls = {} if args.model_cls is None else {"model_cls": args.model_cls}
+    tuner = FineTuner(args.from_pretrained, **cls)
+    options = args.options() if tuner.args.model_type != "encoder" else {}
+    for start in range(0, len(texts), args.batch_size):
+        part = texts[start : start + args.batch_size]
+        for text, output in zip(part, tuner.predict(part, batch_size=args.batch_size, **options), strict=True):
+            yield {"text": text, "output": output}
+
+
+# ---- any other
+
+
+def _answers(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any]]:
+    import torch
+
+    from lm_experiments_tools.models.saved import open_saved
+
+    opened = open_saved(args.from_pretrained, args.model_cls)
+    model, tokenizer = opened.model, opened.tokenizer
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if model.can_generate():
+        answer = _written
+    elif opened.model.get_output_embeddings() is not None:
+        answer = _masked
+        _check_masks(texts, mask_of(tokenizer))
+    else:
+        answer = _labelled
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    for start in range(0, len(texts), args.batch_size):
+        part = texts[start : start + args.batch_size]
+        with torch.no_grad():
+            found = answer(opened, _encoded(opened, part, args), args)
+        for text, entry in zip(part, found, strict=True):
+            blanks = _SENTINEL.findall(text) if answer is _written and opened.kind == "encoder-decoder" else []
+            yield {"text": text, **entry, **({"filled": filled(text, entry["output"])} if blanks else {})}
+
+
+def _check_masks(texts: Sequence[str], mask: str) -> None:
+    for text in texts:
+        if mask not in text:
+            raise UserError(
+                f"the model names words for {mask}, which is not in {text[:60]!r}: put it where one is missing."
+            )
+
+
+def mask_of(tokenizer: Any) -> str:
+    """The token that hides words; that of our masked-word objective where the tokenizer names none."""
+    from lm_experiments_tools.data.text.vocabulary import MASK_PIECES, sentinel_piece
+
+    known = [token for token in (*MASK_PIECES, sentinel_piece(0)) if token in tokenizer.get_vocab()]
+    if tokenizer.mask_token is None and not known:
+        raise UserError("the tokenizer has no token that hides words (mask_token): name it in tokenizer_config.json.")
+    return tokenizer.mask_token or known[0]
+
+
+def _encoded(opened: Opened, texts: Sequence[str], args: GenerateArgs) -> BatchEncoding:
+    """The texts as a batch; a decoder goes on from the last token, so rows end together and not by an end of text."""
+    from lm_experiments_tools.models.build import check_positions, first_position
+
+    tokenizer, goes_on = opened.tokenizer, opened.kind == "decoder" and opened.model.can_generate()
+    rows = [tokenizer(text)["input_ids"] for text in texts]
+    if goes_on:
+        rows = [row[:-1] if len(row) > 1 and row[-1] == tokenizer.eos_token_id else row for row in rows]
+    longest = max(map(len, rows))
+    what, more = (
+        (f"a text of {longest} tokens", args.max_new_tokens) if goes_on else (f"a text of {longest} tokens", 0)
+    )
+    what += f" and {more} to be written (--max_new_tokens)" if more else ""
+    check_positions(opened.model.config, longest + more, what, first_position(opened.model))
+    batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt", padding_side="left" if goes_on else "right")
+    return batch.to(opened.model.device)
+
+
+def _written(opened: Opened, batch: BatchEncoding, args: GenerateArgs) -> list[dict[str, Any]]:
+    read = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    rows = opened.model.generate(**read, **args.options(), pad_token_id=opened.tokenizer.pad_token_id)
+    if opened.kind == "decoder":
+        rows = rows[:, batch["input_ids"].shape[1] :]
+    return [{"output": text} for text in map(lambda row: words_of(opened.tokenizer, row), rows.tolist())]
+
+
+def words_of(tokenizer: Any, row: Sequence[int]) -> str:
+    """The text of tokens, in which sentinels are shown and other special tokens are not."""
+    keep = {token for token in tokenizer.all_special_tokens if _SENTINEL.fullmatch(token)}
+    keep_ids = {tokenizer.convert_tokens_to_ids(token) for token in keep}
+    hidden = {*tokenizer.all_special_ids} - keep_ids
+    return tokenizer.decode([token for token in row if token not in hidden]).strip()
+
+
+def filled(text: str, output: str) -> str:
+    """`text` with each sentinel replaced by what `output` says after it; one that it does not name stays."""
+    parts = _SENTINEL.split(output)
+    said = dict(zip(_SENTINEL.findall(output)[::-1], parts[:0:-1], strict=True))  # of two, the first counts
+    return _SENTINEL.sub(lambda match: said.get(match[0], match[0]).strip(), text)
+
+
+def _logits(opened: Opened, batch: BatchEncoding) -> Tensor:
+    from lm_experiments_tools.modules.inspection import forward_names
+
+    names = forward_names(opened.model)
+    output = opened.model(**{name: value for name, value in batch.items() if name in names})
+    return output["logits"] if "logits" in output else output["prediction_logits"]
+
+
+def _masked(opened: Opened, batch: BatchEncoding, args: GenerateArgs) -> list[dict[str, Any]]:
+    tokenizer, logits = opened.tokenizer, _logits(opened, batch)
+    mask = tokenizer.convert_tokens_to_ids(mask_of(tokenizer))
+    found = []
+    for ids, scores in zip(batch["input_ids"], logits, strict=True):
+        chosen = scores[ids == mask][:, : len(tokenizer)].softmax(-1).topk(min(args.top, len(tokenizer)))
+        masks = [
+            [
+                {"word": tokenizer.decode([token]).strip(), "probability": part}
+                for part, token in zip(*row, strict=True)
+            ]
+            for row in zip(chosen.values.tolist(), chosen.indices.tolist(), strict=True)
+        ]
+        found.append({"masks": masks})
+    return found
+
+
+def _labelled(opened: Opened, batch: BatchEncoding, args: GenerateArgs) -> list[dict[str, Any]]:
+    if opened.reader != "AutoModelForSequenceClassification":
+        raise UserError(
+            f"{opened.source.name} is a {type(opened.model).__name__}, which neither writes, names words nor labels: "
+            "name a model with such a head."
+        )
+    logits, names = _logits(opened, batch), opened.model.config.id2label
+    if opened.model.config.problem_type == "regression" or logits.shape[-1] == 1:
+        return [{"output": [f"{value:.4g}" for value in row]} for row in logits.tolist()]
+    several = opened.model.config.problem_type == "multi_label_classification"
+    chosen = (logits.sigmoid() if several else logits.softmax(-1)).topk(min(args.top, logits.shape[-1]))
+    rows = zip(chosen.values.tolist(), chosen.indices.tolist(), strict=True)
+    return [{"labels": [{"label": names[i], "probability": p} for p, i in zip(*row, strict=True)]} for row in rows]

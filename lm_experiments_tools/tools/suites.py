@@ -1,0 +1,291 @@
+"""Suites of other projects, measured along the checkpoints of a run: their numbers, into its metrics.jsonl.
+
+    suite = Suite("lm_eval", ("tasks/colours.yaml",), settings={})
+    for name in checkpoints_of("runs/mine"):
+        print(name, measured(name, suite))
+
+Each suite is the library's own call on the checkpoint's folder or model, so that its numbers are those that the
+library gives to anybody.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lm_experiments_tools.checkpoint.manifest import parse_step
+from lm_experiments_tools.checkpoint.source import find_source
+from lm_experiments_tools.data.examples.rows import BadRows, read_rows, resolve
+from lm_experiments_tools.errors import UserError, first_line
+from lm_experiments_tools.files import dump_json, read_json
+from lm_experiments_tools.models.saved import open_saved, run_folder
+from lm_experiments_tools.names import nearest_names, resolve_name
+from lm_experiments_tools.tracking.tracker import parse_record
+
+_INSTALL = {
+    "lm_eval": "pip install 'lm_eval>=0.4.13'",
+    "sentence_transformers": "pip install 'sentence-transformers>=6'",
+    "mteb": "pip install 'mteb>=2'",
+}
+_FIELDS = ("sentence1", "sentence2", "score")
+_SETTINGS = ("num_fewshot", "limit")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What is measured.
+
+    Attributes:
+        name: lm_eval, sts, mteb or glue; the split of its records.
+        tasks: names, YAML files (lm_eval), data files (sts), module:Class (mteb) or folders (glue).
+        settings: that change its numbers, as flags; a value is not measured again only if they are the same.
+        model_cls: class of the model, if another than it was saved from.
+    """
+
+    name: str
+    tasks: tuple[str, ...]
+    settings: Mapping[str, Any]
+    batch_size: int = 8
+    model_cls: str | None = None
+
+    def measure(self, name: str, tasks: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
+        """(task, its values) of a model, as each is there."""
+        yield from {"lm_eval": _lm_eval, "sts": _sts, "mteb": _mteb, "glue": _glue}[self.name](self, name, tasks)
+
+    def check(self) -> None:
+        """Raises UserError where a package or a file is missing, before any model is loaded."""
+        if self.name in ("lm_eval", "mteb"):
+            _package(self.name)
+        if self.name in ("sts", "mteb"):
+            _package("sentence_transformers")
+        for task in self.tasks:
+            if self.name in ("sts", "glue") and not Path(task).exists():
+                raise UserError(f"--tasks {task}: there is no such file or folder.")
+        if self.name == "lm_eval":
+            _lm_eval_tasks(self.tasks)
+
+
+def checkpoints_of(name: str) -> list[str]:
+    """All checkpoints of a run directory, oldest first; of another name itself.
+
+    Raises:
+        UserError: a run without checkpoints, or nothing of the kind.
+    """
+    folder = Path(name) / "checkpoints"
+    if not folder.is_dir():
+        find_source(name, "--checkpoints")
+        return [name]
+    steps = sorted(
+        (parse_step(path.name), str(path)) for path in folder.iterdir() if parse_step(path.name) is not None
+    )
+    if not steps:
+        raise UserError(f"--checkpoints {name}: the run has no checkpoint yet: wait for its first (--save_interval).")
+    return [path for _, path in steps]
+
+
+def measured(name: str, suite: Suite) -> dict[str, float]:
+    """The values of one model, those of tasks that its run's metrics.jsonl has not yet by measuring.
+
+    Each task is written there as soon as it is measured.
+    """
+    source = find_source(name, "--checkpoints")
+    folder = run_folder(source)
+    place = {} if folder is None else _place(source.path)
+    known = {} if folder is None else _known(folder / "metrics.jsonl", place["step"], suite)
+    values = {key: value for task in suite.tasks for key, value in known.get(task, {}).items()}
+    missing = [task for task in suite.tasks if task not in known]
+    for task, found in suite.measure(name, missing) if missing else ():
+        values |= found
+        if folder is not None:
+            of = {"task": task, **suite.settings}
+            record = {**place, "split": suite.name, **found, "metrics": list(found), "of": of, "time": time.time()}
+            with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:  # one write: its run may log, too
+                file.write(dump_json(record, indent=None) + "\n")
+    gc.collect()
+    return values
+
+
+def _place(checkpoint: Path) -> dict[str, int]:
+    """Step, samples and tokens of a checkpoint."""
+    state = read_json(checkpoint / "trainer_state.json").get("state", {})
+    counts = {name: state.get(f"consumed_{name}", 0) for name in ("samples", "tokens")}
+    return {"step": parse_step(checkpoint.resolve().name), **counts}
+
+
+def _known(file: Path, step: int, suite: Suite) -> dict[str, dict[str, float]]:
+    """Task -> values of this suite, settings and step that the file has."""
+    found = {}
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
+        record = parse_record(line) if '"of"' in line else None
+        if record is None or record["step"] != step or record["split"] != suite.name:
+            continue
+        of = dict(record["of"])
+        task = of.pop("task", None)
+        if of == json.loads(json.dumps(suite.settings)):
+            found[task] = {name: record[name] for name in record["metrics"]}
+    return found
+
+
+def _package(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"--suite needs a package ({error}): {_INSTALL[name]}") from error
+
+
+# ---- lm-evaluation-harness
+
+
+def _lm_eval_tasks(tasks: Sequence[str]) -> tuple[Any, dict[str, str]]:
+    """lm_eval's manager, and the name there of each task. Raises UserError for a task that it does not know."""
+    _package("lm_eval")
+    from lm_eval.tasks import TaskManager
+
+    names, folders = {}, []
+    for task in tasks:
+        file = Path(task)
+        if file.suffix not in (".yaml", ".yml"):
+            names[task] = task
+            continue
+        if not file.is_file():
+            raise UserError(f"--tasks {task}: there is no such file.")
+        named = re.search(
+            r"^(?:task|group):\s*['\"]?([^\s'\"#]+)", file.read_text(encoding="utf-8"), flags=re.MULTILINE
+        )
+        if named is None:
+            raise UserError(f"--tasks {task}: the file names no task (a line `task: NAME`).")
+        names[task] = named[1]
+        folders.append(str(file.resolve().parent))
+    in_library = any(task == name for task, name in names.items())
+    manager = TaskManager(include_path=folders or None, include_defaults=in_library)
+    for task, name in names.items():
+        if name not in manager.all_tasks:
+            raise UserError(f"--tasks {task}: lm_eval has no such task{nearest_names(name, manager.all_tasks)}.")
+    return manager, names
+
+
+def _lm_eval(suite: Suite, name: str, tasks: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
+    manager, names = _lm_eval_tasks(tasks)
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    opened = open_saved(name, suite.model_cls, "--checkpoints")
+    backend = {"encoder-decoder": "seq2seq", "decoder": "causal"}.get(opened.kind)
+    if backend is None:
+        raise UserError(
+            f"{name}: lm_eval measures models that write, not a {type(opened.model).__name__}: choose mteb."
+        )
+    import torch
+
+    opened.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model = HFLM(pretrained=opened.model, tokenizer=opened.tokenizer, backend=backend, batch_size=suite.batch_size)
+    for task in tasks:
+        results = simple_evaluate(
+            model=model,
+            tasks=[names[task]],
+            task_manager=manager,
+            bootstrap_iters=0,
+            log_samples=False,
+            **{key: suite.settings[key] for key in _SETTINGS if suite.settings.get(key) is not None},
+        )
+        yield task, _numbers_of(results["results"])
+
+
+def _numbers_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """task/metric -> value, with the filter behind it where there is one; without standard errors."""
+    found = {}
+    for task, values in results.items():
+        for key, value in values.items():
+            metric, _, chosen = key.partition(",")
+            if chosen and not metric.endswith("_stderr") and isinstance(value, (int, float)):
+                found[f"{task}/{metric}" + (f"/{chosen}" if chosen != "none" else "")] = float(value)
+    return found
+
+
+# ---- encoders
+
+
+def _encoder(name: str, model_cls: str | None) -> Any:
+    """The folder as sentence-transformers reads it: mean of the last hidden states."""
+    source = find_source(name, "--checkpoints")
+    if source.is_adapter or source.is_file or model_cls is not None:
+        raise UserError(
+            f"{name}: sentence-transformers reads whole models in folders: write one by lmtools export --to."
+        )
+    from sentence_transformers import SentenceTransformer
+
+    from lm_experiments_tools.models.build import register_own_models
+    from lm_experiments_tools.models.pretrained import quiet_loading
+
+    register_own_models(source)
+    try:
+        with quiet_loading():
+            return SentenceTransformer(str(source.path or source.name))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{name}: sentence-transformers cannot read it ({first_line(error)}).") from error
+
+
+def _sts(suite: Suite, name: str, tasks: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
+    from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
+
+    encoder = _encoder(name, suite.model_cls)
+    for task in tasks:
+        columns = _pairs(task)
+        evaluator = EmbeddingSimilarityEvaluator(
+            *columns, main_similarity="cosine", batch_size=suite.batch_size, write_csv=False
+        )
+        stem = Path(task).stem
+        yield task, {f"{stem}/{key}": float(value) for key, value in evaluator(encoder).items()}
+
+
+def _pairs(task: str) -> tuple[list[str], list[str], list[float]]:
+    """sentence1, sentence2 and score of the rows of a file. Raises UserError."""
+    rows = [row.fields for row in read_rows(resolve(task, "valid"), BadRows(0))]
+    for number, row in enumerate(rows, 1):
+        if missing := [name for name in _FIELDS if name not in row]:
+            raise UserError(f"--tasks {task}: row {number} has no {', '.join(missing)}: give {', '.join(_FIELDS)}.")
+    try:
+        scores = [float(row["score"]) for row in rows]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--tasks {task}: a score is no number ({first_line(error)}).") from error
+    if len(set(scores)) < 2:
+        raise UserError(
+            f"--tasks {task}: its {len(rows)} rows do not have two different scores to be correlated with."
+        )
+    return [str(row["sentence1"]) for row in rows], [str(row["sentence2"]) for row in rows], scores
+
+
+def _mteb(suite: Suite, name: str, tasks: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
+    mteb = _package("mteb")
+    encoder = _encoder(name, suite.model_cls)
+    for task in tasks:
+        try:
+            found = resolve_name(task)() if ":" in task else mteb.get_task(task)
+        except KeyError as error:
+            raise UserError(f"--tasks {task}: mteb has no such task: see mteb.get_tasks().") from error
+        results = mteb.evaluate(
+            encoder, found, cache=None, encode_kwargs={"batch_size": suite.batch_size}, show_progress_bar=False
+        )
+        (result,) = results.task_results
+        yield task, {f"{found.metadata.name}/{found.metadata.main_score}": float(result.get_score())}
+
+
+# ---- folders of GLUE: each checkpoint is fine-tuned
+
+
+def _glue(suite: Suite, name: str, tasks: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
+    from lm_experiments_tools.recipes.finetuner import FineTuner
+
+    for task in tasks:
+        settings = {"task": "classification", **suite.settings, "data_path": (task,), "valid_data_path": task}
+        tuner = FineTuner(name, **settings)
+        values = tuner.train().get("valid", {})
+        yield task, {f"{Path(task).name}/{key}": float(value) for key, value in values.items()}

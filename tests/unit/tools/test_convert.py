@@ -1,0 +1,137 @@
+"""`lmtools convert`: weights of other programs, to the logits of the model that they were written from."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
+
+from lm_experiments_tools.tools.main import main
+from tests.helpers.runs import TINY
+from tests.helpers.vocabulary_toys import numbered_words_vocabulary
+
+
+def source_model(gated: bool = False) -> T5ForConditionalGeneration:
+    """transformers' own; v1.1 is gated, with an output layer of its own."""
+    torch.manual_seed(3)
+    kind = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False} if gated else {}
+    sizes = {name: size for name, size in TINY.items() if name != "base"} | {"num_layers": 2, "num_decoder_layers": 2}
+    model = T5ForConditionalGeneration(T5Config(**sizes, **kind, pad_token_id=0, decoder_start_token_id=0)).eval()
+    if gated:
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+        model.encoder.embed_tokens = model.decoder.embed_tokens = model.shared  # as t5x, which has one embedding
+    return model
+
+
+def configuration(folder, gated: bool = False) -> str:
+    kind = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False} if gated else {}
+    settings = {**TINY, "num_layers": 2, "num_decoder_layers": 2, **kind}
+    (folder / "tiny.json").write_text(json.dumps(settings))
+    return str(folder / "tiny.json")
+
+
+def logits(model) -> torch.Tensor:
+    ids = torch.arange(3, 23).reshape(2, 10)
+    with torch.no_grad():
+        return model.eval()(input_ids=ids, decoder_input_ids=ids[:, :4]).logits
+
+
+@pytest.mark.parametrize("program", ["t5-experiments", "nanoT5"])
+def test_files_of_the_ancestors(tmp_path, program):
+    model, weights = source_model(), source_model().state_dict()
+    file = tmp_path / ("model_9.pth" if program == "t5-experiments" else "pytorch_model.bin")
+    content = {"model_state_dict": weights, "iteration": 9, "epoch": 0} if program == "t5-experiments" else weights
+    torch.save(content, file)
+    vocab = str(numbered_words_vocabulary(tmp_path))
+    command = ["convert", str(file), "--to", str(tmp_path / "out"), "--model_cfg", configuration(tmp_path)]
+    assert main([*command, "--tokenizer", vocab, "--max_shard_size", "60KB"]) == 0
+    again = T5ForConditionalGeneration.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(again), logits(model))
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("word1")["input_ids"]
+
+
+def write_t5x(model, folder, dtype: str = "float32") -> None:
+    """The arrays by TensorStore, in chunks, as t5x has it write them."""
+    tensorstore = pytest.importorskip("tensorstore")
+    names = {
+        "shared.weight": "token_embedder.embedding",
+        "encoder.final_layer_norm.weight": "encoder.encoder_norm.scale",
+        "decoder.final_layer_norm.weight": "decoder.decoder_norm.scale",
+        "lm_head.weight": "decoder.logits_dense.kernel",
+    }
+    layers = {
+        "encoder": ["pre_attention_layer_norm", "pre_mlp_layer_norm"],
+        "decoder": ["pre_self_attention_layer_norm", "pre_cross_attention_layer_norm", "pre_mlp_layer_norm"],
+    }
+    for stack, norms in layers.items():
+        bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        names[bias] = f"{stack}.relpos_bias.rel_embedding"
+        attentions = ["attention"] if stack == "encoder" else ["self_attention", "encoder_decoder_attention"]
+        for i in range(2):
+            ours, theirs = f"{stack}.block.{i}.layer", f"{stack}.layers_{i}"
+            names |= {f"{ours}.{n}.layer_norm.weight": f"{theirs}.{norm}.scale" for n, norm in enumerate(norms)}
+            for n, attention in enumerate(attentions):
+                kind = "EncDecAttention" if n else "SelfAttention"
+                for matrix in ("query", "key", "value", "out"):
+                    names[f"{ours}.{n}.{kind}.{matrix[0]}.weight"] = f"{theirs}.{attention}.{matrix}.kernel"
+            for matrix in ("wi", "wi_0", "wi_1", "wo"):
+                names[f"{ours}.{len(norms) - 1}.DenseReluDense.{matrix}.weight"] = f"{theirs}.mlp.{matrix}.kernel"
+    weights = dict(model.named_parameters())
+    for ours, theirs in names.items():
+        if ours in weights:
+            turned = theirs.endswith(("kernel", "rel_embedding"))
+            array = (weights[ours].T if turned else weights[ours]).detach().numpy()
+            spec = {
+                "driver": "zarr",
+                "kvstore": {"driver": "file", "path": str(folder / f"target.{theirs}")},
+                "metadata": {"compressor": {"id": "gzip"}, "chunks": [max(1, size * 2 // 3) for size in array.shape]},
+            }
+            store = tensorstore.open(spec, create=True, dtype=getattr(tensorstore, dtype), shape=array.shape).result()
+            store.write(array.astype(store.dtype.numpy_dtype)).result()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_arrays_of_t5x(tmp_path, gated):
+    model = source_model(gated)
+    write_t5x(model, tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "checkpoint").write_bytes(b"msgpack")
+    command = ["convert", str(tmp_path / "checkpoint"), "--to", str(tmp_path / "out"), "--model_cfg"]
+    assert main([*command, configuration(tmp_path, gated)]) == 0
+    torch.testing.assert_close(logits(T5ForConditionalGeneration.from_pretrained(tmp_path / "out")), logits(model))
+
+
+def test_arrays_of_t5x_in_bfloat16(tmp_path):
+    model = source_model()
+    write_t5x(model, tmp_path / "checkpoint", "bfloat16")
+    command = ["convert", str(tmp_path / "checkpoint"), "--to", str(tmp_path / "out"), "--model_cfg"]
+    assert main([*command, configuration(tmp_path)]) == 0
+    rounded = model.bfloat16().float()
+    torch.testing.assert_close(logits(T5ForConditionalGeneration.from_pretrained(tmp_path / "out")), logits(rounded))
+
+
+def test_what_is_damaged_or_of_another_model_is_a_sentence(tmp_path, capsys):
+    write_t5x(source_model(), tmp_path / "checkpoint")
+    arrays = tmp_path / "checkpoint"
+    command = ["convert", str(arrays), "--to", str(tmp_path / "out"), "--model_cfg"]
+    assert main([*command, configuration(tmp_path, gated=True)]) == 2
+    assert "does not fit the model" in capsys.readouterr().err
+    config = configuration(tmp_path)
+    chunk = arrays / "target.encoder.encoder_norm.scale" / "0"
+    content = chunk.read_bytes()
+    for damaged in (content[:-9], b"garbage"):
+        chunk.write_bytes(damaged)
+        assert main([*command, config]) == 2
+        assert f"{chunk} is damaged" in capsys.readouterr().err
+    chunk.unlink()
+    assert main([*command, config]) == 2 and "0 is missing" in capsys.readouterr().err
+    chunk.write_bytes(content)
+    (arrays / "target.encoder.encoder_norm.scale").rename(arrays / "target.encoder.visual.scale")
+    assert main([*command, config]) == 2 and "a T5 has no such weight" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+    for words, message in (
+        (["convert"], "name the weights and the new folder"),
+        (["convert", "nothing.pth", "--to", "x", "--model_cfg", "t5-small"], "nothing.pth: there is no such file"),
+        (["convert", config, "--to", str(tmp_path / "x")], "--model_cfg is missing"),
+    ):
+        assert main(words) == 2 and message in capsys.readouterr().err

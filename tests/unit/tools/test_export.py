@@ -1,0 +1,212 @@
+"""`lmtools export --to`: transformers loads the very model from the folder, and the card says what the run logged."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, T5ForConditionalGeneration
+
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.models.saved import open_saved
+from lm_experiments_tools.tools.hub_folder import same_logits
+from lm_experiments_tools.tools.main import main
+from run_t5_pretraining import main as pretrain
+from tests.helpers import ROOT
+from tests.helpers.pretrained_toys import save_toy, t5_config
+from tests.helpers.runs import TINY, records, words
+from tests.helpers.vocabulary_toys import numbered_words_vocabulary
+
+OWN = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+class LoudConfig(GPT2Config):
+    model_type = "loud"
+    loudness: float = 3.0
+
+
+class Loud(GPT2LMHeadModel):
+    config_class = LoudConfig
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output["logits"] = output["logits"] * self.config.loudness
+        return output
+"""
+NEEDS_US = """
+from modeling_t5 import T5Attention, T5Config, T5ForConditionalGeneration
+
+
+class Halved(T5Attention):
+    def attend(self, q, k, v, bias, allowed, output_attentions=False):
+        return super().attend(q, k, v / 2, bias, allowed, output_attentions)
+
+
+class HalvedConfig(T5Config):
+    encoder_self_attention_layer: str = "needs_us:Halved"
+
+
+class HalvedT5(T5ForConditionalGeneration):
+    config_class = HalvedConfig
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of four updates, its best checkpoint the last."""
+    folder = tmp_path_factory.mktemp("exported")
+    vocab = numbered_words_vocabulary(folder)
+    lines = [json.dumps({"text": " ".join(f"word{i} token{j}" for j in range(40))}) for i in range(40)]
+    (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "tiny.json").write_text(json.dumps({**TINY, "tie_word_embeddings": False}))
+    flags = {
+        "data_path": folder / "text.jsonl", "valid_data_path": folder / "text.jsonl", "vocab": vocab, "batch_size": 4,
+        "model_cfg": folder / "tiny.json", "input_seq_len": 32, "target_seq_len": 16, "data_n_workers": 1, "lr": 1e-3,
+        "valid_interval": 2, "log_interval": 1, "save_interval": 2, "data_pipeline": "native", "valid_samples": 8,
+        "iters": 4,
+    }  # fmt: skip
+    pretrain(words(**flags, model_path=folder / "run"))
+    return folder / "run"
+
+
+def logits(model) -> torch.Tensor:
+    ids = torch.arange(3, 23).reshape(2, 10)
+    more = {"decoder_input_ids": ids[:, :4]} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return model.eval()(input_ids=ids, **more).logits
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_transformers_loads_the_very_model(run, tmp_path, shards):
+    limit = () if shards == 1 else ("--max_shard_size", "40KB")
+    assert main(["export", str(run), "--to", str(tmp_path / "out"), *limit]) == 0
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) == 1 if shards == 1 else len(files) >= shards
+    weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    original = load_file(run / "last" / "model.safetensors")
+    assert weights.keys() == original.keys() and all(torch.equal(weights[name], original[name]) for name in weights)
+    assert "lm_head.weight" in weights  # not tied, as the configuration says
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    assert type(model) is T5ForConditionalGeneration
+    assert torch.equal(logits(model), logits(T5ForConditionalGeneration.from_pretrained(run / "last")))
+    ids = [
+        AutoTokenizer.from_pretrained(folder)("word1 token2")["input_ids"]
+        for folder in (tmp_path / "out", run / "last")
+    ]
+    assert ids[0] == ids[1]
+    assert not [file for file in tmp_path.iterdir() if file.name != "out"]
+
+
+def test_the_card_says_what_the_run_logged_and_its_code_runs(run, tmp_path, monkeypatch):
+    first = run / "checkpoints" / "step_000002"
+    assert main(["export", str(first), "--to", str(tmp_path / "named")]) == 0
+    card = ModelCard.load(tmp_path / "named" / "README.md")
+    assert card.data.license == "other" and card.data.library_name == "transformers"
+    rows = dict(
+        line.strip("| ").split(" | ") for line in card.text.splitlines() if line.startswith("| ") and line[2] != "|"
+    )
+    train, valid = records(run)[1], records(run, "valid")[0]
+    assert rows["updates"] == "2" and rows["tokens"] == f"{train['tokens']:,}" and rows["samples"] == "8"
+    assert rows["training loss"] == f"{train['loss']:.4g}" and rows["validation loss"] == f"{valid['loss']:.4g}"
+    assert rows["training data"] == "text.jsonl" and rows["learning rate"] == "0.001"
+    assert str(run.parent) not in card.content and "Licence: not chosen yet" in card.text
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {}
+    exec(card.text.partition("```python\n")[2].partition("```")[0], namespace)
+    assert torch.equal(logits(namespace["model"]), logits(T5ForConditionalGeneration.from_pretrained(first)))
+    assert namespace["tokenizer"]("word1")["input_ids"]
+
+
+def test_a_folder_that_loads_as_another_model_is_not_written(run, tmp_path):
+    opened, other = open_saved(str(run)), tmp_path / "other"
+    assert main(["export", str(run), "--to", str(other)]) == 0
+    same_logits(opened, other)
+    weights = load_file(other / "model.safetensors")
+    weights["encoder.final_layer_norm.weight"] *= 1.001
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="loads as another model: its logits differ by up to"):
+        same_logits(opened, other)
+
+
+def test_an_adapter_is_merged(tmp_path):
+    peft = pytest.importorskip("peft")
+    base = save_toy("encoder-decoder", tmp_path / "base", T5ForConditionalGeneration(t5_config()))
+    config = peft.LoraConfig(task_type="SEQ_2_SEQ_LM", target_modules=["q", "v"], init_lora_weights=False)
+    adapted = peft.get_peft_model(T5ForConditionalGeneration.from_pretrained(base), config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert main(["export", str(tmp_path / "adapter"), "--to", str(tmp_path / "out")]) == 0
+    merged = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(merged), logits(adapted.merge_and_unload()))
+    assert "an adapter is merged" in (tmp_path / "out" / "README.md").read_text()
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("w1")["input_ids"]
+
+
+def saved_own(folder, module: str, source: str, monkeypatch):
+    """A model of a class of the user's, whose file lies in the current folder alone."""
+    code = folder / "code"
+    code.mkdir()
+    (code / f"{module}.py").write_text(source)
+    monkeypatch.chdir(code)
+    monkeypatch.syspath_prepend(str(code))
+    names = __import__(module)
+    torch.manual_seed(0)
+    if module == "loud":
+        model = names.Loud(names.LoudConfig(n_embd=16, n_layer=1, n_head=2, n_positions=32, vocab_size=64))
+    else:
+        small = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 96}
+        model = names.HalvedT5(names.HalvedConfig(**small))
+    save_toy("", folder / "saved", model)
+    return model
+
+
+def test_a_class_of_ones_own_brings_its_code_along(tmp_path, monkeypatch):
+    model = saved_own(tmp_path, "loud", OWN, monkeypatch)
+    arguments = ["export", str(tmp_path / "saved"), "--to", str(tmp_path / "out")]
+    assert main(arguments) == 2  # its class is nowhere named
+    assert main([*arguments, "--model_cls", "loud:Loud"]) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"] == {
+        "AutoConfig": "loud.LoudConfig",
+        "AutoModelForCausalLM": "loud.Loud",
+    }
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.chdir(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert torch.equal(logits(loaded), logits(model)) and "loud" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_class_that_is_found_by_its_name_says_how_it_loads(tmp_path, monkeypatch):
+    saved_own(tmp_path, "needs_us", NEEDS_US, monkeypatch)
+    arguments = ["--to", str(tmp_path / "out"), "--model_cls", "needs_us:HalvedT5"]
+    assert main(["export", str(tmp_path / "saved"), *arguments]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    code = card.partition("```python\n")[2].partition("```")[0]
+    paths = os.pathsep.join([str(ROOT), *(path for path in sys.path if "site-packages" in path)])
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, check=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "name the model"),
+        (["MODEL"], "there is nothing to write"),
+        (["MODEL", "--to", "out", "--max_shard_size", "lots"], "write a size as 5GB"),
+        (["MODEL", "--to", "."], "nothing is overwritten"),
+        (["nothing", "--to", "out"], "nothing: there is no such folder"),
+        (["MODEL/config.json", "--to", "out"], "holds weights alone"),
+    ],
+)
+def test_refusals_leave_nothing_behind(tmp_path, capsys, monkeypatch, flags, message):
+    save_toy("decoder", tmp_path / "MODEL")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["export", *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+    assert [file.name for file in tmp_path.iterdir()] == ["MODEL"]

@@ -1,0 +1,258 @@
+"""`lmtools evaluate --suite`: the numbers of the libraries called directly, a record a checkpoint, none twice."""
+
+import importlib.util
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM
+
+from lm_experiments_tools.checkpoint.manifest import build_manifest
+from lm_experiments_tools.files import write_atomic
+from lm_experiments_tools.recipes.finetuner import FineTuner
+from lm_experiments_tools.tools import suites
+from lm_experiments_tools.tools.main import main
+from tests.helpers.pretrained_toys import ROWS, save_toy, toy_model
+from tests.helpers.runs import records
+
+
+def needs(package: str):
+    found = importlib.util.find_spec(package) is not None
+    return pytest.mark.skipif(not found, reason=f"{package} is not installed: it is of the extra `suites`")
+
+
+def model_of(kind: str, seed: int) -> torch.nn.Module:
+    """Other weights for each seed, of such a size that texts do not look alike."""
+    if kind == "encoder":
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        model = BertForMaskedLM(BertConfig(vocab_size=ROWS, max_position_embeddings=64, **sizes))
+    else:
+        model = toy_model(kind)
+    torch.manual_seed(seed)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    return model
+
+
+@pytest.fixture
+def run_of(tmp_path):
+    """A run directory with checkpoints of steps 2 and 4."""
+
+    def make(kind: str):
+        for step in (2, 4):
+            folder = tmp_path / "run" / "checkpoints" / f"step_{step:06}"
+            save_toy(kind, folder, model_of(kind, step))
+            state = {"step": step, "consumed_samples": 8 * step, "consumed_tokens": 100 * step}
+            (folder / "trainer_state.json").write_text(json.dumps({"state": state}))
+            write_atomic(folder / "manifest.json", build_manifest(folder, step, False, {}))
+        for link in ("best", "last"):
+            (tmp_path / "run" / link).symlink_to("checkpoints/step_000004")
+        (tmp_path / "run" / "config.json").write_text(json.dumps({"iters": 4, "lr": 1e-3}))
+        return tmp_path / "run"
+
+    return make
+
+
+def evaluate(run, *flags) -> int:
+    return main(["evaluate", str(run), *map(str, flags)])
+
+
+@pytest.fixture
+def colours(tmp_path):
+    """A task of lm_eval's, with a choice to be scored and a file beside."""
+    rows = [{"thing": f"w{i} w{i + 3}", "label": i % 2} for i in range(16)]
+    (tmp_path / "colours.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "colours.yaml").write_text(
+        f"""task: colours
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {tmp_path / "colours.jsonl"}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{thing}}}} is"
+doc_to_choice: ["w40 w41", "w50"]
+doc_to_target: label
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
+    )
+    return tmp_path / "colours.yaml"
+
+
+@needs("lm_eval")
+@pytest.mark.parametrize(("kind", "backend"), [("decoder", "causal"), ("encoder-decoder", "seq2seq")])
+def test_lm_eval_gives_what_it_gives_by_itself(run_of, colours, tmp_path, monkeypatch, kind, backend):
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    run = run_of(kind)
+    assert evaluate(run, "--suite", "lm_eval", "--tasks", colours) == 0
+    found = records(run, "lm_eval")
+    assert [(r["step"], r["samples"], r["tokens"]) for r in found] == [(2, 16, 200), (4, 32, 400)]
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    for record in found:
+        path = run / "checkpoints" / f"step_{record['step']:06}"
+        model = HFLM(pretrained=str(path), backend=backend, device="cpu", batch_size=1)
+        direct = simple_evaluate(model=model, tasks=["colours"], task_manager=manager, bootstrap_iters=0)["results"]
+        expected = {
+            "colours/acc": direct["colours"]["acc,none"],
+            "colours/acc_norm": direct["colours"]["acc_norm,none"],
+        }
+        assert {name: record[name] for name in record["metrics"]} == expected
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    rows = [{"sentence1": f"w{i} w3 w{2 * i}", "sentence2": f"w{i * i} w7", "score": i * 7 % 5} for i in range(9)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+@needs("sentence_transformers")
+def test_sts_gives_what_sentence_transformers_gives(run_of, pairs, tmp_path):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
+
+    run = run_of("encoder")
+    assert evaluate(run, "--suite", "sts", "--tasks", tmp_path / "pairs.jsonl") == 0
+    columns = [[row[name] for row in pairs] for name in ("sentence1", "sentence2", "score")]
+    for record in records(run, "sts"):
+        encoder = SentenceTransformer(str(run / "checkpoints" / f"step_{record['step']:06}"))
+        direct = EmbeddingSimilarityEvaluator(*columns, main_similarity="cosine", batch_size=8, write_csv=False)(
+            encoder
+        )
+        assert record["pairs/spearman_cosine"] == direct["spearman_cosine"]
+        assert record["pairs/pearson_cosine"] == direct["pearson_cosine"]
+    (tmp_path / "bad.jsonl").write_text('{"sentence1": "a", "score": 1}\n')
+    assert evaluate(run, "--suite", "sts", "--tasks", tmp_path / "bad.jsonl") == 2
+
+
+MTEB_TASK = """
+import json
+from datasets import Dataset, DatasetDict
+from mteb.abstasks.sts import AbsTaskSTS
+from mteb.abstasks.task_metadata import TaskMetadata
+
+
+class LocalSTS(AbsTaskSTS):
+    metadata = TaskMetadata(
+        name="LocalSTS", description="Pairs.", dataset={"path": "local", "revision": "1"}, type="STS", category="t2t",
+        modalities=["text"], eval_splits=["test"], eval_langs=["eng-Latn"], main_score="cosine_spearman",
+        reference=None, date=None, domains=None, task_subtypes=None, license=None, annotations_creators=None,
+        dialect=None, sample_creation=None, bibtex_citation=None,
+    )
+    min_score, max_score = 0, 4
+
+    def load_data(self, **kwargs):
+        self.dataset = DatasetDict(test=Dataset.from_list([json.loads(line) for line in open("pairs.jsonl")]))
+        self.data_loaded = True
+"""
+
+
+@needs("mteb")
+def test_mteb_gives_what_it_gives_by_itself(run_of, pairs, tmp_path, monkeypatch):
+    import mteb
+    from sentence_transformers import SentenceTransformer
+
+    (tmp_path / "my_mteb.py").write_text(MTEB_TASK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run = run_of("encoder")
+    assert evaluate(run, "--suite", "mteb", "--tasks", "my_mteb:LocalSTS") == 0
+    task = sys.modules["my_mteb"].LocalSTS()
+    for record in records(run, "mteb"):
+        encoder = SentenceTransformer(str(run / "checkpoints" / f"step_{record['step']:06}"))
+        direct = mteb.evaluate(encoder, task, cache=None, encode_kwargs={"batch_size": 8}, show_progress_bar=False)
+        assert record["LocalSTS/cosine_spearman"] == pytest.approx(direct.task_results[0].get_score(), abs=1e-6)
+
+
+def test_glue_is_fine_tuning_of_each_checkpoint(run_of, tmp_path):
+    glue = tmp_path / "SST-2"
+    glue.mkdir()
+    for name in ("train", "dev"):
+        lines = [f"w{i} w{i + 5}\t{i % 2}" for i in range(3, 27)]
+        (glue / f"{name}.tsv").write_text("sentence\tlabel\n" + "\n".join(lines) + "\n")
+    run = run_of("encoder")
+    flags = {"epochs": 1, "lr": 1e-2, "batch_size": 8, "input_seq_len": 8}
+    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    assert evaluate(run, "--suite", "glue", "--tasks", glue, *words) == 0
+    for record in records(run, "glue"):
+        path = run / "checkpoints" / f"step_{record['step']:06}"
+        tuner = FineTuner(path, task="classification", data_path=(str(glue),), valid_data_path=str(glue), **flags)
+        assert {f"SST-2/{k}": v for k, v in tuner.train()["valid"].items()} == {
+            k: record[k] for k in record["metrics"]
+        }
+
+
+def test_a_value_that_is_there_is_not_measured_again(run_of, tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def measure(suite, name, tasks):
+        for task in tasks:
+            asked.append((name[-1], task, suite.settings.get("limit")))
+            yield task, {f"{task}/acc": float(name[-1]) / 10}
+
+    monkeypatch.setattr(suites, "_lm_eval", measure)
+    monkeypatch.setattr(suites.Suite, "check", lambda self: None)
+    run = run_of("decoder")
+    flags = ("--suite", "lm_eval", "--tasks")
+    with (run / "metrics.jsonl").open("w") as file:  # what the run logged, with a line torn by a kill
+        line = {"step": 4, "split": "valid", "samples": 32, "tokens": 400, "loss": 2.5, "metrics": ["loss"], "time": 1}
+        file.write(json.dumps(line) + "\n" + '{"step": 4, "split": "lm_eval", "of"\n')
+    assert evaluate(run, *flags, "a") == 0
+    assert asked == [("2", "a", None), ("4", "a", None)]
+    assert evaluate(run, *flags, "a", "b") == 0
+    assert asked[2:] == [("2", "b", None), ("4", "b", None)]
+    capsys.readouterr()
+    assert evaluate(run, *flags, "a", "b") == 0 and len(asked) == 4
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["checkpoint", "a/acc", "b/acc"] and lines[-1].split()[1:] == ["0.4", "0.4"]
+    assert evaluate(run, *flags, "a", "--limit", 3) == 0 and asked[4:] == [("2", "a", 3), ("4", "a", 3)]
+    shutil.copytree(run / "checkpoints" / "step_000004", run / "checkpoints" / "step_000006")
+    assert evaluate(run, *flags, "a") == 0 and asked[6:] == [("6", "a", None)]
+    page = tmp_path / "page.html"
+    assert main(["compare", str(run), "--html", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert "lm_eval: last (best @ its step)" in printed and "0.6 (0.6 @ 6)" in printed
+    assert '"a/acc"' in page.read_text() and "2.5 (2.5 @ 4)" in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--suite", "lm_eval"), "measures --tasks: name at least one"),
+        (("--tasks", "a", "--valid_data_path", "x"), "--tasks is about --suite"),
+        (("--suite", "sts", "--tasks", "nowhere.jsonl"), "nowhere.jsonl: there is no such file"),
+        (("--suite", "glue", "--tasks", "nowhere"), "nowhere: there is no such file"),
+        (("--suite", "sts", "--tasks", "a", "--limit", "3"), "--limit is read by --suite lm_eval alone"),
+        (("--suite", "sts", "--tasks", "a", "--lr", "3"), "--lr is not read by --suite sts"),
+        (("--suite", "glue", "--tasks", "a", "--valid_data_path", "x"), "brings its own data"),
+    ],
+)
+def test_refusals(run_of, capsys, monkeypatch, flags, message):
+    monkeypatch.setattr(suites, "_package", lambda name: None)
+    assert evaluate(run_of("decoder"), *flags) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+def test_a_missing_package_is_a_sentence(run_of, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert evaluate(run_of("decoder"), "--suite", "lm_eval", "--tasks", "a") == 2
+    assert "pip install 'lm_eval>=" in capsys.readouterr().err
+
+
+def test_a_run_without_checkpoints_and_several_workers(tmp_path, capsys, monkeypatch):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    monkeypatch.setattr(suites.Suite, "check", lambda self: None)
+    assert evaluate(tmp_path / "run", "--suite", "lm_eval", "--tasks", "a") == 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert evaluate(tmp_path / "run", "--suite", "lm_eval", "--tasks", "a") == 2
+    error = capsys.readouterr().err
+    assert "has no checkpoint yet" in error and "measured by one process" in error
