@@ -305,6 +305,8 @@ class LoggingArgs:
 
     log_interval: Annotated[int, HARMLESS, COUNT] = 10
     """Updates between two lines of log."""
+    peak_tflops: Annotated[float | None, HARMLESS, POSITIVE] = None
+    """Peak of one device in 10^12 FLOP/s, of which the log gives the share (mfu). None: measured in 0.2 s."""
     profile_after: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
     """Write a torch profiler trace of the three updates after this one. None: no trace."""
     report: Annotated[bool, HARMLESS, IN_RUN_DIRECTORY, _OF_TRAINING] = False
