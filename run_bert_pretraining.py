@@ -23,13 +23,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lm_experiments_tools.config.bert import BertPretrainingArgs
-from lm_experiments_tools.config.cli import parse, run_main
+from lm_experiments_tools.config.cli import SPEED, parse, run_main
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args, origins = parse(
-        BertPretrainingArgs, argv, description=__doc__, settle="lm_experiments_tools.models.speed:choose_speed"
-    )
+    args, origins = parse(BertPretrainingArgs, argv, description=__doc__, settle=SPEED)
     if args.plan:
         from lm_experiments_tools.planning.show import show_run
 

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lm_experiments_tools.config.cli import parse, run_main
+from lm_experiments_tools.config.cli import SPEED, parse, run_main
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 
 if TYPE_CHECKING:
@@ -35,13 +35,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> None:
     found: list[Source] = []
-    args, origins = parse(
-        FinetuningArgs,
-        argv,
-        description=__doc__,
-        inherit=partial(_inherited, found),
-        settle="lm_experiments_tools.models.speed:choose_speed",
-    )
+    args, origins = parse(FinetuningArgs, argv, description=__doc__, inherit=partial(_inherited, found), settle=SPEED)
     if args.plan:
         from lm_experiments_tools.planning.show import show_run
 

@@ -22,14 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lm_experiments_tools.config.cli import parse, run_main
+from lm_experiments_tools.config.cli import SPEED, parse, run_main
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args, origins = parse(
-        T5PretrainingArgs, argv, description=__doc__, settle="lm_experiments_tools.models.speed:choose_speed"
-    )
+    args, origins = parse(T5PretrainingArgs, argv, description=__doc__, settle=SPEED)
     if args.plan:
         from lm_experiments_tools.planning.show import show_run
 

@@ -40,6 +40,7 @@ EMPTY: Mapping[str, str] = types.MappingProxyType({})
 TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0")
 NULL_WORDS = ("null", "none", "~", "")
+SPEED = "lm_experiments_tools.models.speed:choose_speed"  # `settle` of the scripts: a name, as it imports torch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -66,6 +66,7 @@ _FLAGS_OF_UNITS = {
     "magnitude": "clip_grad_value",
     "scale": "min_loss_scale max_loss_scale",
     "weight": "data_weights",
+    "teraflops_a_second": "peak_tflops",
     "number": "seed",
 }
 # What the number of a flag counts, or is.
