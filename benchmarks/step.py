@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 from step_data import batches_of
-from step_loops import LOOPS, Shape, config_of, nanot5
+from step_loops import LOOPS, NANOT5_MODEL, Shape, config_of, nanot5
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
@@ -214,6 +214,18 @@ def loops_of(shape: Shape) -> list[str]:
     return loops
 
 
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse what would fail, or be left out unsaid, after minutes of other loops."""
+    if options.nanot5 and not (options.nanot5 / NANOT5_MODEL).is_file():
+        parser.error(f"--nanot5 {options.nanot5} is no checkout of nanoT5: it has no {NANOT5_MODEL}")
+    if not options.nanot5 and any("nanoT5" in loop for loop in options.loops or ()):
+        parser.error("--loops nanoT5 needs --nanot5, a checkout of it")
+    if options.rounds is not None and options.rounds < 1 or options.warm_up < 0:
+        parser.error("--rounds is at least 1, --warm_up at least 0")
+    if options.output and (options.output.is_dir() or not options.output.absolute().parent.is_dir()):
+        parser.error(f"--output {options.output} is no file in a folder that exists")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="*", help="parts of names of shapes: " + "; ".join(SHAPES))
@@ -229,6 +241,7 @@ def main() -> None:
     if options.worker:
         train_in_turns(options.worker, SHAPES[options.shape[0]], options.precision, options.nanot5)
         return
+    check(parser, options)
     options.logs.mkdir(parents=True, exist_ok=True)
     names = [n for n in SHAPES if any(part in n for part in options.shape or [""])]
     if not options.shape and not torch.cuda.is_available():
