@@ -23,15 +23,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lm_experiments_tools.config.bert import BertPretrainingArgs
-from lm_experiments_tools.config.cli import parse, run_main
+from lm_experiments_tools.config.cli import SPEED, parse, run_main
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args, origins = parse(BertPretrainingArgs, argv, description=__doc__)
+    args, origins = parse(BertPretrainingArgs, argv, description=__doc__, settle=SPEED)
+    if args.plan:
+        from lm_experiments_tools.planning.show import show_run
+
+        return show_run(args, origins)
 
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.models.speed import choose_speed
+    from lm_experiments_tools.planning.watch import watched
     from lm_experiments_tools.recipes import common
     from lm_experiments_tools.recipes.bert_data import bert_metrics, bert_pretraining_data
     from lm_experiments_tools.recipes.report import fill_in_masked_words, write_report
@@ -59,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         loss=bert_loss(args.use_nsp, most_labels),
     )
     common.show_run(args, origins, run, backend, backend.unwrap(), data)
-    common.train_or_validate(trainer)
+    with watched(args, origins, backend):
+        common.train_or_validate(trainer)
     trainer.save_metrics(args.model_path)
     if args.report:
         write_report(trainer, fill_in_masked_words(trainer, data))

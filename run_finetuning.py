@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lm_experiments_tools.config.cli import parse, run_main
+from lm_experiments_tools.config.cli import SPEED, parse, run_main
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 
 if TYPE_CHECKING:
@@ -35,7 +35,11 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> None:
     found: list[Source] = []
-    args, origins = parse(FinetuningArgs, argv, description=__doc__, inherit=partial(_inherited, found))
+    args, origins = parse(FinetuningArgs, argv, description=__doc__, inherit=partial(_inherited, found), settle=SPEED)
+    if args.plan:
+        from lm_experiments_tools.planning.show import show_run
+
+        return show_run(args, origins)
     args.check_used()
     args = args.resolved().without_epochs_beside_iters(origins)
 
@@ -46,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.models.pretrained import pretrained_model
     from lm_experiments_tools.models.speed import choose_speed
     from lm_experiments_tools.models.tokenizers import load_tokenizer
+    from lm_experiments_tools.planning.watch import watched
     from lm_experiments_tools.recipes.common import (
         close_run,
         optimizer_from_args,
@@ -80,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer_dir = save_tokenizer(args, backend, tokenizer, data)
     trainer = finetuning_loop(args, backend, model, optimizer, data, tokenizer, tokenizer_dir)
     show_run(args, origins, run, backend, backend.unwrap(), data)
-    train_or_validate(trainer)
+    with watched(args, origins, backend):
+        train_or_validate(trainer)
     evaluate_last(trainer, data)
     trainer.save_metrics(args.model_path)
     close_run(backend, data)

@@ -22,12 +22,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lm_experiments_tools.config.cli import parse, run_main
+from lm_experiments_tools.config.cli import SPEED, parse, run_main
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args, origins = parse(T5PretrainingArgs, argv, description=__doc__)
+    args, origins = parse(T5PretrainingArgs, argv, description=__doc__, settle=SPEED)
+    if args.plan:
+        from lm_experiments_tools.planning.show import show_run
+
+        return show_run(args, origins)
 
     # imported after parsing, so that --help and a mistyped flag answer at once, as does a vocabulary of other tokens
     from lm_experiments_tools.backends.cluster import attempt
@@ -38,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.backends.collective import on_all
     from lm_experiments_tools.models.speed import choose_speed
     from lm_experiments_tools.modules.inspection import forward_names
+    from lm_experiments_tools.planning.watch import watched
     from lm_experiments_tools.recipes import common, t5_data
     from lm_experiments_tools.recipes.objectives import check_causality, check_model
     from lm_experiments_tools.recipes.report import filled_right, t5_examples, write_report
@@ -70,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         loss=loss,
     )
     common.show_run(args, origins, run, backend, backend.unwrap(), data)
-    common.train_or_validate(trainer)
+    with watched(args, origins, backend):
+        common.train_or_validate(trainer)
     trainer.save_metrics(args.model_path)
     if args.report:
         write_report(trainer, t5_examples(trainer, data), filled_right(trainer, data))

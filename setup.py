@@ -35,6 +35,7 @@ EXTRAS = {
     "metrics": ["rouge-score>=0.1.2", "sacrebleu>=2.5"],
     # suites of lmtools evaluate
     "suites": ["lm_eval>=0.4.13", "mteb>=2", "sentence-transformers>=6"],
+    "sweep": ["optuna>=5"],
     "plots": ["matplotlib>=3.9"],
     "docs": ["mkdocstrings-python>=2.0", "zensical>=0.0.70"],
     "dev": [

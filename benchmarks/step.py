@@ -8,7 +8,7 @@ one step each, so that whatever else the machine does falls on all alike. On a C
 process on one thread, on a GPU wall time. tokens/s counts inputs and targets without padding. The ratio is to the
 first loop named. T5 trains without dropout, as nanoT5 does, BERT with its own 0.1. Rows of real lengths stand in the
 order that each program reads them in: ours by length, Trainer's at random; their tokens/s is of all steps together.
-The share of peak is that of the best matrix product (4096 x 512 by 512 x 1024) of the same run.
+The share of peak is that of the best matrix product (2048 x 512 by 512 x 1024) of the same run.
 Memory is the largest resident set of the process (CPU) or what CUDA allocated. No network or TensorFlow is needed.
 """
 
@@ -32,6 +32,8 @@ from step_data import batches_of
 from step_loops import LOOPS, NANOT5_MODEL, Shape, config_of, nanot5
 from torch import Tensor
 from torch.utils.data import IterableDataset
+
+from lm_experiments_tools.training import flops
 
 SHAPES = {
     "t5-v1_1-small, 4 x 512/114": Shape("t5-v1_1-small", 4, 512, 114, rounds=8),
@@ -133,37 +135,17 @@ class Worker:
 def measured_peak(precision: str) -> float:
     """FLOP/s of the best of many matrix products."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    rows = 4096 if device.type == "cpu" else 65536
-    a, b = torch.randn(rows, 512).to(device, dtype), torch.randn(512, 1024).to(device, dtype)
-    best, clock = 0.0, time.perf_counter if device.type == "cuda" else time.process_time
     torch.set_num_threads(1)
-    for _ in range(60):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = clock()
-        a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best = max(best, 2 * rows * 512 * 1024 / (clock() - start))
-    return best
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    return flops.measured_peak(device, dtype, time.perf_counter if device.type == "cuda" else time.process_time)
 
 
-def flops(shape: Shape) -> float:
-    """Multiply-adds of a step's matrix products, twice, forward and backward; of full rows."""
+def flops_of(shape: Shape) -> float:
+    """FLOP of a step of full rows."""
     config = config_of(shape)
-    rows, length = shape.rows, shape.inputs
-    if not shape.is_t5:
-        width, inner = config.hidden_size, config.intermediate_size
-        layer = length * (4 * width * width + 2 * width * inner) + 2 * length * length * width
-        return 6 * rows * (config.num_hidden_layers * layer + length * width * (width + config.vocab_size))
-    width, inner, targets = config.d_model, config.num_heads * config.d_kv, shape.targets
-    feed_forward = (3 if config.is_gated_act else 2) * width * config.d_ff
-    encoder = length * (4 * width * inner + feed_forward) + 2 * length * length * inner
-    decoder = targets * (6 * width * inner + feed_forward) + 2 * length * width * inner
-    decoder += 2 * targets * (targets + length) * inner
-    layers = config.num_layers * encoder + config.num_decoder_layers * decoder
-    return 6 * rows * (layers + targets * width * config.vocab_size)
+    if shape.is_t5:
+        return flops.t5_flops(config, shape.rows, shape.inputs, shape.targets)
+    return flops.bert_flops(config, shape.rows, shape.inputs, shape.rows * shape.inputs)
 
 
 def compare(name: str, loops: list[str], options: argparse.Namespace) -> list[str]:
@@ -192,7 +174,7 @@ def compare(name: str, loops: list[str], options: argparse.Namespace) -> list[st
         if shape.real_lengths:  # steps differ in what they hold
             rate = sum(step["tokens"] for step in steps) / sum(step[clock] for step in steps)
         base = base or (rate, fastest)
-        share = "" if shape.real_lengths else f"{flops(shape) / min(s[clock] for s in steps) / peak:.0%}"
+        share = "" if shape.real_lengths else f"{flops_of(shape) / min(s[clock] for s in steps) / peak:.0%}"
         lines.append(
             f"| {loop} | {statistics.median(s[clock] for s in steps):.2f} | {rate:.0f} | {rate / base[0]:.2f} "
             f"({fastest / base[1]:.2f}) | {steps[-1]['memory']:.0f} | {share} |"

@@ -2,11 +2,10 @@
 
 Names are settled here, values by tyro: every setting is first collected as text together with the place it was written
 (command line, or a line of a YAML file), the last one wins, and the winners are converted by tyro, each by the type of
-its field; tyro also prints `--help`. So a value means the same in both places (`lr: 1e-4` is a number), and an error
-can say where the value came from. Anything a user can mend raises UserError with one sentence.
+its field. So a value means the same in both places (`lr: 1e-4` is a number), and an error can say where the value came
+from. Anything a user can mend raises UserError with one sentence.
 """
 
-import ast
 import contextlib
 import dataclasses
 import inspect
@@ -14,33 +13,34 @@ import io
 import logging
 import os
 import platform
-import re
-import shutil
 import signal
 import sys
-import textwrap
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import tyro
 import yaml
 
 from lm_experiments_tools.config.flags import help_groups
+from lm_experiments_tools.config.help import help_topic, print_help
 from lm_experiments_tools.config.launchers import launcher_rank, on_several_machines
 from lm_experiments_tools.config.suggestions import suggestion
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
+from lm_experiments_tools.names import resolve_name
 
 Args = TypeVar("Args")
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
+BASE = "base"  # in YAML: the files that this one changes
+EMPTY: Mapping[str, str] = types.MappingProxyType({})
 
 TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0")
 NULL_WORDS = ("null", "none", "~", "")
+SPEED = "lm_experiments_tools.models.speed:choose_speed"  # `settle` of the scripts: a name, as it imports torch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,10 @@ class ConfigArgs:
     """Settings from files; the command line beats them, and they beat the defaults."""
 
     config: tuple[str, ...] = ()
-    """YAML file of settings, one `name: value` a line; may be repeated, the later file wins."""
+    """YAML file of settings, one `name: value` a line; may be repeated, the later file wins. `base: FILE` in it, or a
+    list of files, are read before it, from where it lies."""
     print_config: bool = False
-    """Print the merged settings, with the origin of each, as YAML and exit."""
+    """Print the merged settings, with the origin of each that is not the default, as YAML and exit."""
 
 
 class Setting(NamedTuple):
@@ -66,6 +67,7 @@ def parse(
     description: str | None = None,
     inherit: Callable[[Mapping[str, Any]], Mapping[str, tuple[Any, str]]] | None = None,
     program: str | None = None,
+    settle: str | None = None,
 ) -> tuple[Args, dict[str, str]]:
     """Build `args_class` from the command line and the YAML files it names.
 
@@ -75,6 +77,8 @@ def parse(
         description: first paragraph of `--help`.
         inherit: {name: (value, origin)} of settings that follow from those that are given, and beat the defaults.
         program: what `--help` says is used; the script's name by default.
+        settle: module:name of a function of arguments and origins that returns them with what the run would choose by
+            itself; called for `--print_config` alone, because it may need torch.
 
     Returns:
         The arguments, and for each field where its value was written: "default", "FILE line N", "command line" or the
@@ -85,9 +89,9 @@ def parse(
         SystemExit: code 0, after `--help` or `--print_config`.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    if "-h" in argv or "--help" in argv:
+    if (topic := help_topic(argv)) is not None:
         with _reader_may_leave():
-            _print_help(args_class, description, program or os.path.basename(sys.argv[0]))
+            print_help(args_class, ConfigArgs, topic, description, program or os.path.basename(sys.argv[0]))
         sys.exit(0)
     own_types = typing.get_type_hints(args_class)
     empty = {field.name for field in dataclasses.fields(args_class) if field.default == ""}
@@ -106,6 +110,8 @@ def parse(
         raise UserError(_with_origins(str(error), settings)) from None
     origins = {name: settings[name].origin if name in settings else DEFAULT for name in own_types}
     if "print_config" in written and written["print_config"].values == ("True",):
+        if settle is not None:
+            args, origins = resolve_name(settle)(args, origins)
         with _reader_may_leave():
             print(to_yaml(args, origins), end="", flush=True)
         sys.exit(0)
@@ -199,66 +205,6 @@ def _reader_may_leave() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _print_help(args_class: type, description: str | None, program: str) -> None:
-    """Have tyro print the groups as nested dataclasses, which it titles by field name.
-
-    The text above them is printed here: tyro would neither wrap it nor leave its examples as they are.
-    """
-    if description is not None:
-        print(wrapped(description, shutil.get_terminal_size().columns), end="\n\n")
-    known = {field.name: field for cls in (args_class, ConfigArgs) for field in dataclasses.fields(cls)}
-    types_by_name = typing.get_type_hints(args_class) | typing.get_type_hints(ConfigArgs)
-    texts = _help_texts(args_class) | _help_texts(ConfigArgs)
-    titled = []
-    for group in (*help_groups(args_class), ConfigArgs):
-        fields = []
-        for name in inspect.get_annotations(group):
-            default = tyro.MISSING if known[name].default is dataclasses.MISSING else known[name].default
-            text = texts.get(name) or known[name].metadata.get("help")
-            fields.append((
-                name,
-                typing.Annotated[types_by_name[name], tyro.conf.arg(help=text)],
-                dataclasses.field(default=default),
-            ))  # fmt: skip
-        shown = dataclasses.make_dataclass(group.__name__, fields, frozen=True, namespace={"__doc__": group.__doc__})
-        title = re.sub(r"\B[A-Z]", r"_\g<0>", group.__name__.removesuffix("Args")).lower()
-        titled.append((title, shown, dataclasses.field(default=shown())))
-    everything = dataclasses.make_dataclass("Everything", titled, frozen=True)
-    options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-    sys.stdout.flush()
-    with contextlib.suppress(SystemExit):
-        tyro.cli(everything, prog=program, args=["--help"], description="", use_underscores=True, config=options)
-    sys.stdout.flush()
-
-
-def _help_texts(args_class: type) -> dict[str, str]:
-    """The string under each field in the source of a class, as one line (tyro would keep its line breaks).
-
-    A class that repeats a field may have a text of its own; else that of the class that declares it stays.
-    """
-    texts = {}
-    for cls in reversed(args_class.__mro__):
-        if not inspect.get_annotations(cls):
-            continue
-        try:
-            source = inspect.getsource(cls)
-        except (OSError, TypeError):  # a class made at run time
-            continue
-        for field, text in pairwise(ast.parse(textwrap.dedent(source)).body[0].body):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                texts[field.target.id] = " ".join(text.value.value.split())
-    return texts
-
-
-def wrapped(text: str, width: int) -> str:
-    """A docstring for the screen: paragraphs filled to `width`, indented blocks as they are, "::" as a colon."""
-    blocks = []
-    for block in inspect.cleandoc(text).split("\n\n"):
-        is_example = block.startswith(" ")
-        blocks.append(block if is_example else textwrap.fill(block.replace("::", ":"), width))
-    return "\n\n".join(blocks)
-
-
 # Reading: text and where it stood
 
 
@@ -309,36 +255,54 @@ def _not_a_flag(token: str, types_by_name: Mapping[str, Any]) -> str:
     return f"{token!r} belongs to no flag: every value follows a --flag, one value each (see --help)."
 
 
-def _read_yaml(path: str, types_by_name: Mapping[str, Any]) -> dict[str, Setting]:
-    """The settings of one YAML file. Scalars stay text, for the typed parser to read like the command line's."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            root = yaml.compose(file, Loader=yaml.BaseLoader)
-    except OSError as error:
-        raise UserError(f"--config {path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"--config {path} is not UTF-8 text (byte {error.start}).") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark else ""
-        problem = " ".join(str(getattr(error, "problem", None) or "not readable").split())
-        raise UserError(f"--config {path}{where} is not valid YAML: {problem}.") from None
-    if root is None:
-        return {}
-    if not isinstance(root, yaml.MappingNode):
-        raise UserError(f"--config {path} must hold lines of `name: value`, but it holds {_kind(root)}.")
+def _read_yaml(path: str, types_by_name: Mapping[str, Any], trail: Mapping[str, str] = EMPTY) -> dict[str, Setting]:
+    """The settings of one YAML file. Scalars stay text, for the typed parser to read like the command line's.
+
+    Args:
+        trail: the files whose `base` led here, each with the line that names the next one.
+    """
+    root = _compose(path, f"{list(trail.values())[-1]}: base {path}" if trail else f"--config {path}")
+    inherited: dict[str, Setting] = {}
     settings: dict[str, Setting] = {}
-    for key, value in root.value:
+    for key, value in root.value if root is not None else ():
         origin = f"{path} line {key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
             raise UserError(f"{origin}: a setting's name cannot be {_kind(key)}.")
-        name, negated = _resolve(key.value, types_by_name)
+        name, negated = (BASE, False) if key.value == BASE else _resolve(key.value, types_by_name)
         if name is None or negated:
             raise UserError(f"{origin}: unknown setting {key.value!r}{suggestion(key.value, types_by_name)}")
         if name in settings:
             raise UserError(f"{origin}: {name} is set a second time, it stands in {settings[name].origin} already.")
-        settings[name] = Setting(_yaml_values(name, value, types_by_name[name], origin), origin)
-    return settings
+        annotation = tuple[str, ...] if name == BASE else types_by_name[name]
+        settings[name] = Setting(_yaml_values(name, value, annotation, origin), origin)
+    if BASE in settings:
+        names, origin = settings.pop(BASE)
+        trail = {**trail, os.path.realpath(path): origin}
+        for name in names:
+            base = os.path.normpath(os.path.join(os.path.dirname(path), name))
+            if os.path.realpath(base) in trail:
+                raise UserError(f"{origin}: base {base} leads back to itself, by {', then '.join(trail.values())}.")
+            inherited |= _read_yaml(base, types_by_name, trail)
+    return inherited | settings
+
+
+def _compose(path: str, said: str) -> yaml.MappingNode | None:
+    """The top of a YAML file, None if it is empty. Errors begin with `said`."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            root = yaml.compose(file, Loader=yaml.BaseLoader)
+    except OSError as error:
+        raise UserError(f"{said} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{said} is not UTF-8 text (byte {error.start}).") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        problem = " ".join(str(getattr(error, "problem", None) or "not readable").split())
+        raise UserError(f"{said}{where} is not valid YAML: {problem}.") from None
+    if root is not None and not isinstance(root, yaml.MappingNode):
+        raise UserError(f"{said} must hold lines of `name: value`, but it holds {_kind(root)}.")
+    return root
 
 
 def _yaml_values(name: str, node: yaml.Node, annotation: Any, origin: str) -> tuple[str, ...] | None:

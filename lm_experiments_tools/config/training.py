@@ -132,6 +132,8 @@ class RunArgs:
     """auto: from the newest valid checkpoint in --model_path, if any; never: afresh; PATH: from that checkpoint."""
     validate_only: Annotated[bool, HARMLESS, EVALUATION] = False
     """Validate once and stop, without training."""
+    plan: Annotated[bool, HARMLESS] = False
+    """Print what the run will hold in memory, part by part, and exit before anything is allocated (lmtools plan)."""
 
     def working_folder(self) -> str:
         """`--working_dir`, which has to be there. Raises UserError."""
@@ -303,6 +305,8 @@ class LoggingArgs:
 
     log_interval: Annotated[int, HARMLESS, COUNT] = 10
     """Updates between two lines of log."""
+    peak_tflops: Annotated[float | None, HARMLESS, POSITIVE] = None
+    """Peak of one device in 10^12 FLOP/s, of which the log gives the share (mfu). None: measured in 0.2 s."""
     profile_after: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
     """Write a torch profiler trace of the three updates after this one. None: no trace."""
     report: Annotated[bool, HARMLESS, IN_RUN_DIRECTORY, _OF_TRAINING] = False

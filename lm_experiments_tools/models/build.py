@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import read_json
+from lm_experiments_tools.models.presets import find_config, read_model_settings
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.names import nearest_names
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from lm_experiments_tools.checkpoint.source import Source
-
-PRESET_FOLDER = Path(__file__).resolve().parents[2] / "models_configs"
 
 # Keys that configuration files on the Hugging Face Hub carry and that say nothing about the model's mathematics.
 HUB_KEYS = {
@@ -45,10 +43,6 @@ GENERAL_KEYS = {
 SPARSE_KEYS = {"sparse_config_cls", "sparse_attention"}
 # Keys of the Hub's older files that transformers has given up, with the one value that changes nothing.
 INERT_VALUES = {"gradient_checkpointing": False, "position_embedding_type": "absolute"}
-# Where t5-experiments keeps its configurations, and those whose name is that of another model here.
-OLD_FOLDERS = ("t5configs", "bert_configs")
-_SPARSE_ROPE = "bert_base_uncased-4L_preln_sparse_rope"
-OLD_NAMES = {"t5-micro": "t5-small-4L", _SPARSE_ROPE: f"{_SPARSE_ROPE}16"}
 # Kinds of model of our own: importing their package makes transformers know them.
 OWN_PACKAGES = {"lm_experiments_t5": "modeling_t5", "lm_experiments_bert": "modeling_bert"}
 # Classes of our own, which vary what transformers' class of the same kind does not.
@@ -64,11 +58,6 @@ def register_own_models(source: Source) -> None:
         importlib.import_module(package)
 
 
-def list_presets() -> dict[str, Path]:
-    """Name -> file of every shipped model configuration, e.g. `t5-small`."""
-    return {path.stem: path for path in sorted(PRESET_FOLDER.glob("*/*.json"))}
-
-
 def load_model_config(path_or_preset: str | Path, config_cls: type | None = None) -> PreTrainedConfig:
     """A model configuration from a JSON file, in which a key `base` names the file it differs from.
 
@@ -76,14 +65,14 @@ def load_model_config(path_or_preset: str | Path, config_cls: type | None = None
     file says, so build the model with `build_model`, which ties what must be tied and nothing else.
 
     Args:
-        path_or_preset: a JSON file, or the name of a shipped preset (`t5-small`; see `list_presets`).
+        path_or_preset: a JSON file, or the name of a shipped preset (`t5-small`; see `presets.list_presets`).
         config_cls: the model's `config_class`; None takes transformers' class for the file's `model_type`.
 
     Raises:
         UserError: no such file, broken JSON, a circular `base`, a `model_type` that is not config_cls's, a key the
             configuration does not have (the nearest one is named), or a value it refuses.
     """
-    path = _find_config(path_or_preset)
+    path = find_config(path_or_preset)
     values = read_model_settings(path)
     config_cls = config_cls or _config_class(values.get("model_type"), path)
     kinds = [getattr(cls, name, None) for cls in config_cls.__mro__ for name in ("model_type", "variant_type")]
@@ -109,11 +98,6 @@ def load_model_config(path_or_preset: str | Path, config_cls: type | None = None
     if "tie_word_embeddings" in values:
         config.tie_word_embeddings = values["tie_word_embeddings"]
     return config
-
-
-def read_model_settings(path_or_preset: str | Path) -> dict:
-    """The keys and values of a JSON file or preset over those of its `base`. Raises UserError."""
-    return _read_with_base(_find_config(path_or_preset), seen=())
 
 
 def pretrained_config(name: str, config_cls: type | None = None) -> PreTrainedConfig:
@@ -324,38 +308,6 @@ def _class_for(model_type: str) -> str:
         return ""
     model_cls = MODEL_FOR_PRETRAINING_MAPPING[CONFIG_MAPPING[model_type]]
     return f"; --model_cls transformers:{model_cls.__name__} takes it"
-
-
-def _find_config(path_or_preset: str | Path) -> Path:
-    path = Path(path_or_preset)
-    if path.is_file():
-        return path
-    presets = list_presets()
-    name = str(path_or_preset)
-    if path.parent.name in OLD_FOLDERS:  # as its command lines say, where the folder was not taken along
-        name = OLD_NAMES.get(path.stem, path.stem)
-    if name in presets:
-        return presets[name]
-    hint = nearest_names(path.stem, presets) or f"; presets are {', '.join(presets)}"
-    raise UserError(f"'{name}' is neither a model configuration file nor a preset{hint}.")
-
-
-def _read_with_base(path: Path, seen: tuple[Path, ...]) -> dict:
-    """The file's values over those of its base; `seen` holds the files that led here."""
-    path = path.resolve()
-    if path in seen:
-        raise UserError(f"'base' goes round in a circle: {' -> '.join(p.name for p in (*seen, path))}.")
-    values = read_json(path, "an object with the model's settings")
-    base = values.pop("base", None)
-    if base is None:
-        return values
-    if not isinstance(base, str):
-        raise UserError(f"{path}: 'base' must be a file name or a preset, not {base!r}.")
-    beside = path.parent / base
-    base_path = beside if beside.is_file() else list_presets().get(base.removesuffix(".json"))
-    if base_path is None:
-        raise UserError(f"{path}: its base '{base}' is neither a file beside it nor a preset.")
-    return {**_read_with_base(base_path, (*seen, path)), **values}
 
 
 def _config_class(model_type: str | None, path: Path) -> type:

@@ -27,7 +27,8 @@ from lm_experiments_tools.checkpoint.source import CONFIG, Source, find_base, fi
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
-from lm_experiments_tools.models.build import SPARSE_KEYS, read_model_settings
+from lm_experiments_tools.models.build import SPARSE_KEYS
+from lm_experiments_tools.models.presets import read_model_settings
 from lm_experiments_tools.tracking.run_directory import settings_in_use
 
 if TYPE_CHECKING:

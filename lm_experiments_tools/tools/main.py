@@ -8,11 +8,13 @@ lmtools inspect --config RUN.yaml
 lmtools inspect_bert --config RUN.yaml
 lmtools inspect_finetuning --config RUN.yaml
 lmtools attention --model DIR --text TEXT --output maps.html
+lmtools plan pretrain-t5 --model_cfg t5-v1_1-base --fit 24GiB
 lmtools evaluate RUNS --valid_data_path FILE | --suite lm_eval --tasks TASKS
 lmtools generate RUN "The <extra_id_0> of the file."
 lmtools export RUN --to FOLDER | --output DIR.onnx
 lmtools convert FILE --to FOLDER --model_cfg NAME
 lmtools compare RUNS --html page.html
+lmtools sweep SWEEP.yaml --output RUNS
 lmtools watch RUN
 lmtools doctor
 lmtools settings --output .
@@ -35,7 +37,7 @@ from lm_experiments_tools.errors import UserError, os_sentence
 # `run` that tells given flags from defaults takes `origins` too, and a module whose settings may follow from others
 # has a function `inherit`, both as of `parse`. POSITIONAL of a module names the flag of words before the first flag;
 # of two names, the first is that of the first word alone.
-# What `run` returns is the exit code, None being 0.
+# What `run` returns is the exit code, None being 0. A module with a function main(argv) reads its words itself.
 COMMANDS = {
     "corpus": "build a text corpus from the documentation of this Python installation",
     "vocab": "train a SentencePiece vocabulary (T5) or a WordPiece one (BERT) on text",
@@ -44,12 +46,14 @@ COMMANDS = {
     "inspect": "look before you train: counts, lengths, padding, steps, samples as the model gets them",
     "inspect_bert": "the same for the sentences of run_bert_pretraining.py",
     "inspect_finetuning": "the same for the examples of run_finetuning.py: labels, lengths, what is cut off",
+    "plan": "what a run will hold in memory, part by part, before it starts; settings that fit into so much",
     "attention": "attention maps of a model on a text, and pictures of block-sparse layouts",
     "evaluate": "measure models, or checkpoints of a run, on the same data or by lm_eval, mteb, ...: one table",
     "generate": "let a model write, fill in blanks or label texts: a quick look",
     "export": "write a model for the Hugging Face Hub, or as ONNX, and check what is loaded from it",
     "convert": "make a folder for from_pretrained of weights of t5-experiments, nanoT5 or t5x",
     "compare": "runs beside each other: how far, how good, what was set otherwise; a page of their curves",
+    "sweep": "run a script once for each of several settings, and compare: a grid, or what Optuna proposes",
     "watch": "watch a run from a terminal: progress, loss curve, speed, warnings; until it ends",
     "doctor": "what works here: versions, backends tried by two workers, devices, compilers; what to install",
     "settings": "write the settings that accelerate launch takes, accelerate_configs/, to a folder",
@@ -94,6 +98,8 @@ def _run(name: str, argv: list[str]) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     command = importlib.import_module(f"lm_experiments_tools.tools.{name}")
+    if hasattr(command, "main"):  # whose flags depend on its first word
+        return command.main(argv)
     argv = with_names(argv, getattr(command, "POSITIONAL", ()))
     args_class = "".join(word.capitalize() for word in name.split("_")) + "Args"
     args, origins = parse(
@@ -118,11 +124,20 @@ def with_names(argv: list[str], flags: str | tuple[str, str]) -> list[str]:
 
 def _run_script(file: str, argv: list[str]) -> int:
     """Run a script as `python FILE` does; it stands beside the package, and `scripts` in it where it is installed."""
-    package = Path(__file__).resolve().parents[1]
-    path = next(path for path in (package.parent / file, package / file) if path.is_file())
+    path = _find(file)
     sys.argv = [str(path), *argv]
     runpy.run_path(str(path), run_name="__main__")
     return 0
+
+
+def script_path(name: str) -> Path:
+    """The file of one of `SCRIPTS`."""
+    return _find(SCRIPTS[name][0])
+
+
+def _find(file: str) -> Path:
+    package = Path(__file__).resolve().parents[1]
+    return next(path for path in (package.parent / file, package / file) if path.is_file())
 
 
 def _usage() -> str:

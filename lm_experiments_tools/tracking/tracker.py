@@ -32,6 +32,7 @@ _AXES = ("iterations", "samples", "tokens")
 _ON_AXES = ("gradients_global_norm", "weights_global_norm", "patience")  # tag/{iterations,samples,tokens}
 _TAGS = {
     "tokens_per_second": "throughput/tokens_per_second",
+    "mfu": "throughput/mfu",
     "memory_mib": "memory/peak_mib",
     "data_wait_fraction": "time_metrics/data_wait_fraction",
     "skipped_updates": "nonfinite/count",
@@ -113,7 +114,7 @@ class Tracker:
             metrics: means over `split`; each becomes `{name}/iterations|samples|tokens/{split}`.
             extra: other numbers: lr, scaled_lr (a number or one a parameter group) or param_groups (a list of dicts
                 with these), gradients_global_norm, weights_global_norm, seconds_per_step, tokens_per_second,
-                memory_mib, data_wait_fraction, skipped_updates, patience; any other name becomes the tag
+                mfu, memory_mib, data_wait_fraction, skipped_updates, patience; any other name becomes the tag
                 `{name}/iterations`.
 
         Raises:
@@ -207,6 +208,8 @@ class ConsoleLine:
             parts.append(f"gnorm {number['gradients_global_norm']:.2f}")
         if "tokens_per_second" in number:
             parts.append(f"{_thousands(number['tokens_per_second'])} tok/s")
+        if "mfu" in number:
+            parts.append(f"mfu {number['mfu']:.1%}")
         if "memory_mib" in number:
             parts.append(f"mem {number['memory_mib'] / 1024:.1f} GiB")
         if "data_wait_fraction" in number:

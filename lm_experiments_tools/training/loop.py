@@ -38,6 +38,7 @@ from lm_experiments_tools.modules.inspection import drops_first_label, forward_n
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
 from lm_experiments_tools.training.attempt import Attempt
 from lm_experiments_tools.training.first_batches import checked, same_on_all
+from lm_experiments_tools.training.flops import FlopMeter
 from lm_experiments_tools.training.generation import generate
 from lm_experiments_tools.training.generators import preserved_random_state, random_state, set_random_state
 from lm_experiments_tools.training.hooks import Hook, ProfileHook, ValidateHook, VerbHook, is_due
@@ -124,6 +125,7 @@ class TrainingLoop:
         self._random_state: dict[str, Any] | None = None  # of the process once training goes on, if not that it has
         self._saved_at: tuple[int, int] | None = None
         self._set_up_model(model, optimizer)
+        self.meter = None if args.validate_only else FlopMeter(backend, self.window, args.peak_tflops, self.say)
         self.validate_hook = ValidateHook(
             args.effective_valid_interval() if valid_dataloader is not None else None,
             metric=args.optimize_metric,
@@ -433,6 +435,7 @@ class TrainingLoop:
             weights_global_norm=self.backend.weights_norm(),
             seconds_per_step=seconds / steps,
             tokens_per_second=window.tokens / seconds,
+            **self.meter.mfu(window),
             data_wait_fraction=window.data_seconds / seconds,
             memory_mib=self.backend.peak_memory_mib(),
             skipped_updates=self.state.skipped_updates,

@@ -57,6 +57,8 @@ def program_of(words: list[str]) -> tuple[str, list[str], list[str]] | None:
     for place, word in enumerate(words):
         if word in ARGUMENTS:
             return word, words[: place + 1], words[place + 1 :]
+        if words[place : place + 2] == ["lmtools", "plan"]:  # whose flags are those of the script named next
+            return f"lmtools plan {words[place + 2]}", words[: place + 3], words[place + 3 :]
         if word == "lmtools" and place + 1 < len(words):
             return f"lmtools {words[place + 1]}", words[: place + 2], words[place + 2 :]
     return None
@@ -65,6 +67,8 @@ def program_of(words: list[str]) -> tuple[str, list[str], list[str]] | None:
 def arguments_of(program: str) -> type | None:
     """The dataclass of a program's flags; None for one that has none."""
     name = program.removeprefix("lmtools ")
+    if name.startswith("plan "):
+        return importlib.import_module("lm_experiments_tools.tools.plan").SCRIPTS[name.removeprefix("plan ")]
     script = SCRIPT_OF.get(name, name)
     if script in ARGUMENTS:
         module, _, cls = ARGUMENTS[script].partition(":")

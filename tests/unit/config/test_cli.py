@@ -1,25 +1,20 @@
 """Command line and YAML: precedence, types, sentences for mistakes, speed of --help."""
 
 import dataclasses
-import importlib
 import random
-import resource
 import subprocess
 import sys
 import textwrap
 import typing
-from itertools import pairwise
 from typing import Literal
 
 import pytest
 import yaml
 
-import run_t5_pretraining
 from lm_experiments_tools.config import cli
 from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-from lm_experiments_tools.config.training import ModelArgs
 from lm_experiments_tools.errors import UserError
 
 SCRIPTS = {
@@ -241,46 +236,6 @@ def test_print_config_reads_back_to_equal_arguments(write_yaml, capsys):
     assert set(yaml.safe_load(printed)) == {field.name for field in dataclasses.fields(T5PretrainingArgs)}
 
 
-def test_changed_default_of_a_script_is_shown_and_used(capsys):
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class ShortRunArgs(T5PretrainingArgs):
-        iters: int = 7
-
-    assert cli.parse(ShortRunArgs, REQUIRED)[0].iters == 7
-    with pytest.raises(SystemExit) as stop:
-        cli.parse(ShortRunArgs, ["--help"])
-    assert stop.value.code == 0 and "(default: 7)" in capsys.readouterr().out
-
-
-HELP = """
-import sys
-import {script}
-try:
-    {script}.main(["--help"])
-finally:
-    heavy = {{"torch", "transformers", "tensorflow", "numpy", "datasets", "accelerate", "horovod"}} & set(sys.modules)
-    assert not heavy, heavy
-"""
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_lists_every_flag_in_groups_within_a_second(script, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    result = subprocess.run([sys.executable, "-c", HELP.format(script=script)], text=True, capture_output=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert (result.returncode, result.stderr) == (0, "")  # no warning either
-    # of processor time: what other processes do to the wall clock is not ours to answer for
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
-    text = result.stdout
-    for field in dataclasses.fields(SCRIPTS[script]):
-        assert f"--{field.name}" in text
-    for group in ("data", "model", "optimizer", "run", "schedule", "batch", "precision", "validation", "checkpoint"):
-        assert f"{group} options" in text or (group, script) == ("data", "run_finetuning")
-    assert importlib.import_module(script).__doc__.split()[0] in text and "(default: 1e-08)" in text
-    assert " ".join(text.replace("│", " ").split()).count(ModelArgs.__doc__) == 1
-
-
 @pytest.mark.parametrize("flags", [["--help"], [*REQUIRED, "--print_config"]])
 def test_a_reader_that_leaves_early_is_no_error(flags):
     program = (
@@ -292,71 +247,6 @@ def test_a_reader_that_leaves_early_is_no_error(flags):
     process.stdout.close()
     assert process.wait() == 0 and process.stderr.read() == ""
     process.stderr.close()
-
-
-def help_words(args_class, capsys, monkeypatch):
-    """The text of `--help` with one blank between words: each flag, then its help, then (default: ...)."""
-    monkeypatch.setenv("COLUMNS", "80")  # one column of groups, in which a flag and its help follow each other
-    with pytest.raises(SystemExit):
-        cli.parse(args_class, ["--help"])
-    return " ".join(capsys.readouterr().out.replace("│", " ").split())
-
-
-@pytest.mark.parametrize("args_class", SCRIPTS.values())
-def test_every_field_has_a_help_line(args_class, capsys, monkeypatch):
-    words = help_words(args_class, capsys, monkeypatch)
-    for name, kind in typing.get_type_hints(args_class).items():
-        after_flag = words.split(f"--{name} " if kind is not bool else f"--no_{name} ", 1)[1]
-        assert "." in after_flag.split("(default", 1)[0].split("(required", 1)[0], name
-
-
-def test_help_of_a_repeated_field_has_its_own_default_and_text(capsys, monkeypatch):
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class MoreArgs:
-        """More."""
-
-        odd: int = dataclasses.field(default=5, metadata={"help": "As argparse and HfArgumentParser have it."})
-
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class ChangedArgs(FinetuningArgs, MoreArgs):
-        num_beams: int = 4
-
-    words = help_words(ChangedArgs, capsys, monkeypatch)
-    assert "--model_cls {None}|STR Model class, as module:Class. None: transformers' class for --model_type" in words
-    assert "--optimize_metric is better. None: as the metric is. (default: None)" in words
-    assert "down to a multiple of this. None: never. (default: 8)" in words
-    assert "--num_beams INT Beams of a beam search; 1 decodes greedily. (default: 4)" in words
-    assert "--odd INT As argparse and HfArgumentParser have it. (default: 5)" in words
-
-
-def test_help_fills_its_lines(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        cli.parse(T5PretrainingArgs, ["--help"], description=run_t5_pretraining.__doc__)
-    text = capsys.readouterr().out
-    above, options = text.split("usage:")
-    assert "    horovodrun --gloo -np 2 python\n    torchrun --nproc_per_node 2\n" in above and "::" not in above
-    assert "objective (--task)." in above and "\n\n\n" not in above
-    lines = [line.strip("│").rstrip() for line in options.splitlines() if line.startswith("│")]
-    for line, following in pairwise(lines):
-        indent = len(line) - len(line.lstrip())
-        if indent == len(following) - len(following.lstrip()) > 1 and not following.lstrip().startswith(("--", "(")):
-            # the next word, with a blank and the margin, had no room
-            assert len(line) + 1 + len(following.split()[0]) > 76, (line, following)
-
-
-def test_a_docstring_is_filled_but_for_its_examples():
-    text = """First line
-    of a paragraph::
-
-        an example   of
-        two lines
-
-    2. (with brackets)
-    `and` quotes.
-    """
-    example = "    an example   of\n    two lines"
-    assert cli.wrapped(text, 80) == f"First line of a paragraph:\n\n{example}\n\n2. (with brackets) `and` quotes."
 
 
 MAIN = """

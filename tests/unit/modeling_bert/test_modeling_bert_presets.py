@@ -4,7 +4,8 @@ import pytest
 import torch
 import transformers
 
-from lm_experiments_tools.models.build import build_model, list_presets, load_model_config, num_parameters
+from lm_experiments_tools.models.build import build_model, load_model_config, num_parameters
+from lm_experiments_tools.models.presets import list_presets
 from modeling_bert import BertConfig, BertForPreTraining
 
 SHIPPED = sorted(name for name, path in list_presets().items() if path.parent.name == "bert_configs")

@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.models.build import build_model, list_presets, load_model_config
+from lm_experiments_tools.models.build import build_model, load_model_config
+from lm_experiments_tools.models.presets import list_presets
 from modeling_t5 import T5Config, T5ForConditionalGeneration, linear_loss, losses
 from run_t5_pretraining import main
 from tests.distributed.launch import ROOT

@@ -8,13 +8,8 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining, BertModel, BigBirdForPreTraining
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.models.build import (
-    PRESET_FOLDER,
-    build_model,
-    list_presets,
-    load_model_config,
-    num_parameters,
-)
+from lm_experiments_tools.models.build import build_model, load_model_config, num_parameters
+from lm_experiments_tools.models.presets import PRESET_FOLDER, list_presets
 
 # Parameters of transformers' models of the same sizes: BertModel of bert-base-uncased, bert-large-uncased and
 # google/bert_uncased_L-{2,4,4,8}_H-{128,256,512,512} on the Hub, whose files state them ("Well-Read Students Learn

@@ -12,11 +12,11 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import (
     build_model,
     check_vocabulary,
-    list_presets,
     load_model_config,
     num_parameters,
     pretrained_config,
 )
+from lm_experiments_tools.models.presets import list_presets
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.recipes.common import model_source
 from modeling_bert import BertConfig

@@ -23,6 +23,7 @@ FLOORS = (
     ("data.tokens", "data.objectives", "data.examples"),
     ("data.seqio", "data.streaming", "evaluation", "megatron", "models", "training"),
     ("recipes", "ancestor"),
+    ("planning",),
     ("tools.pages", "tools.diagnosis"),
     ("tools.attention_maps", "tools.demo_corpus", "tools.runs"),
     ("tools", "scripts"),

@@ -50,8 +50,8 @@ CORE = {
 }
 # What an extra of setup.py brings, pyarrow as part of datasets; imported where it is used.
 EXTRAS = {
-    "apex", "bitsandbytes", "datasets", "lm_eval", "matplotlib", "megatron", "mteb", "nupunkt", "onnxruntime", "peft",
-    "pyarrow", "rouge_score", "sacrebleu", "sentence_transformers", "sentencex",
+    "apex", "bitsandbytes", "datasets", "lm_eval", "matplotlib", "megatron", "mteb", "nupunkt", "onnxruntime",
+    "optuna", "peft", "pyarrow", "rouge_score", "sacrebleu", "sentence_transformers", "sentencex",
 }  # fmt: skip
 OURS = {"lm_experiments_tools", "modeling_t5", "modeling_bert", "megatron"}
 # Rooms and files that modeling_t5 and modeling_bert may import.

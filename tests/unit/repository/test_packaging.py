@@ -65,7 +65,7 @@ def test_wheel_metadata(wheel):
     extras = re.findall(r"^Provides-Extra: (.+)$", metadata, flags=re.M)
     assert (
         sorted(extras)
-        == "accelerate all bert deepspeed dev docs horovod metrics onnx peft plots quantize seqio suites".split()
+        == "accelerate all bert deepspeed dev docs horovod metrics onnx peft plots quantize seqio suites sweep".split()
     )
     assert "Requires-Python: >=3.10" in metadata and "License-Expression: Apache-2.0" in metadata
     assert "lmtools = lm_experiments_tools.tools.main:main" in archive.read(f"{info}/entry_points.txt").decode()
@@ -92,7 +92,7 @@ def test_installed_wheel_trains_away_from_the_sources(site, tmp_path):
         return done.stdout + done.stderr
 
     for command, flag in (("pretrain-t5", "--target_seq_len"), ("pretrain-bert", "--use_nsp"), ("finetune", "--peft")):
-        assert flag in lmtools(command, "--help")
+        assert flag in lmtools(command, "--help", "all")
     assert "did you mean --lr" in lmtools("pretrain-t5", "--lrr", "1", code=2)
     assert "--rebuild" in lmtools("build-horovod", "--help")
     lmtools("settings")
@@ -113,7 +113,7 @@ def test_installed_wheel_trains_away_from_the_sources(site, tmp_path):
 def test_installed_wheel_works_away_from_the_sources(site, tmp_path):
     question = (
         "names = 'megatron.preprocess_data', 'megatron.core'; "
-        "import lm_experiments_tools, lm_experiments_tools.models.build as m; "
+        "import lm_experiments_tools, lm_experiments_tools.models.presets as m; "
         "print(lm_experiments_tools.__file__, 't5-small' in m.list_presets());"
         # found, not imported: megatron.core loads thousands of modules
         "import importlib.util as u; [print(s.origin) for s in map(u.find_spec, names) if s]"

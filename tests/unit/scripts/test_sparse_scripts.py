@@ -14,7 +14,7 @@ from transformers import BertForPreTraining, T5ForConditionalGeneration
 import run_bert_pretraining
 import run_t5_pretraining
 from lm_experiments_tools.attention import huggingface
-from lm_experiments_tools.models.build import list_presets
+from lm_experiments_tools.models.presets import list_presets
 from tests.helpers.bert_toys import TINY as TINY_BERT
 from tests.helpers.bert_toys import make_bert_data
 from tests.helpers.runs import TINY as TINY_T5

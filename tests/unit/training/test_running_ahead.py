@@ -343,7 +343,7 @@ def run(
 def lines(path: Any) -> list[dict]:
     """What was logged, less what is measured by a clock."""
     read = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    clocked = ("seconds", "tokens_per_second", "time", "wait", "memory")
+    clocked = ("seconds", "tokens_per_second", "time", "wait", "memory", "mfu")
     return [{k: v for k, v in line.items() if not any(word in k for word in clocked)} for line in read]
 
 

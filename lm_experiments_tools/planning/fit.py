@@ -1,0 +1,97 @@
+"""The inverse of a plan: settings for the same global batch that fit into so much memory; loads no torch."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
+
+from lm_experiments_tools.config.planning import bytes_of
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import human_bytes
+from lm_experiments_tools.planning.plan import Plan, make_plan
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.config.planning import PlanningArgs
+    from lm_experiments_tools.config.training import ExperimentArgs
+
+USABLE = 0.92  # of the memory: the rest is the allocator's, and on a GPU CUDA's own
+
+
+class Fit(NamedTuple):
+    """Settings that fit, and what they changed as flags."""
+
+    plan: Plan
+    changed: dict[str, Any]
+
+    def flags(self) -> str:
+        """What to add to the command line; empty where nothing has to be changed."""
+        return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in self.changed.items())
+
+
+def memory_of(device: str) -> int:
+    """Bytes of this machine's first GPU, or what its main memory has to give now. Raises UserError: no GPU."""
+    if device == "cpu":
+        return psutil.virtual_memory().available
+    if shutil.which("nvidia-smi") is None:
+        raise UserError("--fit auto: this machine has no nvidia-smi to ask for a GPU's memory; give a size, as 24GiB")
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+    if not found or not found[0].isdigit():
+        raise UserError("--fit auto: nvidia-smi names no GPU's memory; give a size, as 24GiB")
+    return int(found[0]) * 2**20
+
+
+def fit(
+    args: ExperimentArgs, planning: PlanningArgs, origins: Mapping[str, str], config: Mapping[str, Any], plan: Plan
+) -> Fit:
+    """The settings nearest to the given ones that fit into `--fit`: as large a micro-batch as can be without
+    recomputation, then with it, then Adafactor. The rows of an update stay what they are.
+
+    Raises:
+        UserError: not even one row fits.
+    """
+    memory = memory_of(plan.device) if planning.fit == "auto" else bytes_of(planning.fit)
+    rows = args.rows_per_worker()
+    optimizers = list(dict.fromkeys([args.optimizer, "Adafactor"]))
+    checkpointing = list(dict.fromkeys([args.gradient_checkpointing, True]))
+    least = plan
+    for optimizer in optimizers:
+        for recompute in checkpointing:
+            for size in (size for size in range(rows, 0, -1) if rows % size == 0):
+                changed = {
+                    "batch_size": size,
+                    "gradient_accumulation_steps": rows // size,
+                    "gradient_checkpointing": recompute,
+                    "optimizer": optimizer,
+                }
+                options = {} if optimizer == args.optimizer else {"optimizer_options": ()}
+                tried = make_plan(replace(args, **changed, **options), planning, origins, config)
+                if tried.peak.total <= USABLE * memory:
+                    return Fit(tried, {n: v for n, v in changed.items() if v != getattr(args, n)})
+                least = min(least, tried, key=lambda plan: plan.peak.total)
+    raise UserError(
+        f"{human_bytes(memory)} are too little: with micro-batches of {least.args.batch_size}, "
+        f"{'gradient checkpointing' if least.step.checkpointing else 'no gradient checkpointing'} and "
+        f"{least.args.optimizer} the closed form still says {human_bytes(least.peak.total)}; shorten the rows, "
+        "divide the model among more workers (--workers N --sharding fsdp), or take adapters or a smaller model."
+    )
+
+
+def lines_of_fit(found: Fit, args: ExperimentArgs, memory: str) -> list[str]:
+    """What is proposed, and what it means."""
+    changed = found.flags()
+    rows = args.rows_per_worker()
+    if not changed:
+        return [f"--fit {memory}: fits as it is, {human_bytes(found.plan.peak.total)}"]
+    lines = [
+        f"--fit {memory}: {changed}",
+        f"  predicted peak {human_bytes(found.plan.peak.total)}; still {rows} rows an update",
+    ]
+    if "optimizer" in found.changed:
+        lines.append(f"  another optimizer than {args.optimizer} wants another learning rate")
+    return lines

@@ -1,0 +1,84 @@
+"""Print the plan of a run: the closed form at once, then the trace that checks it, then what would fit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lm_experiments_tools.config.launchers import launcher_rank
+from lm_experiments_tools.config.planning import PlanningArgs
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import human_bytes
+from lm_experiments_tools.planning.fit import fit, lines_of_fit
+from lm_experiments_tools.planning.plan import Plan, device_of, make_plan, model_settings
+from lm_experiments_tools.planning.report import compared, lines_of
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.config.training import ExperimentArgs
+
+
+def show(args: ExperimentArgs, planning: PlanningArgs, origins: Mapping[str, str]) -> None:
+    """Print the plan of settings.
+
+    Args:
+        origins: of the settings, as `cli.parse` gives them.
+
+    Raises:
+        UserError: no model is named, or neither way knows it, or nothing fits.
+    """
+    config = model_settings(args)
+    try:
+        plan = make_plan(args, planning, origins, config)
+    except UserError as error:
+        if planning.fit or not planning.trace or args.model_cls is None:
+            raise
+        print(f"no closed form: {error}", flush=True)
+        print(_trace_alone(args, planning, config))
+        return
+    print("\n".join(lines_of(plan)), flush=True)
+    if planning.trace:
+        print("\n" + "\n".join(_traced(plan)), flush=True)
+    if planning.fit:
+        found = fit(args, planning, origins, config, plan)
+        print("\n" + "\n".join(lines_of_fit(found, args, planning.fit)), flush=True)
+        if planning.trace and found.changed:
+            print("\n".join(_traced(found.plan)), flush=True)
+
+
+def show_run(args: ExperimentArgs, origins: Mapping[str, str]) -> None:
+    """Print the plan of a script's run (`--plan`), on rank 0, for the workers that its launcher has started."""
+    if launcher_rank() == 0:
+        show(args, of_launcher(), origins)
+
+
+def of_launcher(environ: Mapping[str, str] = os.environ) -> PlanningArgs:
+    """Workers and sharding as the launcher's environment tells them."""
+    told = [environ.get(name, "") for name in ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")]
+    workers = max((int(text) for text in told if text.isdigit()), default=1)
+    sharded = workers > 1 and environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "") if workers > 1 else ""
+    sharding = "fsdp" if sharded else f"zero{stage}" if stage in ("1", "2", "3") else "none"
+    return PlanningArgs(workers=workers, sharding=sharding)
+
+
+def _traced(plan: Plan) -> list[str]:
+    from lm_experiments_tools.planning.build import traced  # torch, which the closed form does without
+
+    try:
+        return compared(plan, traced(plan))
+    except UserError as error:
+        return [f"not traced: {error}"]
+
+
+def _trace_alone(args: ExperimentArgs, planning: PlanningArgs, config: Mapping[str, Any]) -> str:
+    """Of a model that no formula describes. Raises UserError."""
+    from lm_experiments_tools.planning.build import trace_plan
+
+    if device_of(planning.device) != "cpu":
+        raise UserError("only a CPU's tensors are traced: add --device cpu")
+    target = args.target_seq_len if config.get("is_encoder_decoder") else 0
+    found = trace_plan(replace(args, speed="off"), args.input_seq_len, target, None)
+    parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in found.parts.items() if size)
+    return f"traced: {human_bytes(found.peak)} in the {found.moment} ({parts})"

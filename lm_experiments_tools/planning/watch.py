@@ -1,0 +1,93 @@
+"""The plan beside a run: predicted over measured memory in its log, and what to try where memory did not suffice."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from lm_experiments_tools.config.planning import PlanningArgs
+from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.files import human_bytes
+from lm_experiments_tools.planning.fit import USABLE, fit
+from lm_experiments_tools.planning.plan import Plan, make_plan
+from lm_experiments_tools.planning.show import of_launcher
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.config.training import ExperimentArgs
+
+logger = logging.getLogger(__name__)
+
+_NEXT = 0.8  # of the planned peak that the next setting must stay below, where the plan said that it would fit
+
+
+@contextmanager
+def watched(args: ExperimentArgs, origins: Mapping[str, str], backend: Backend) -> Iterator[None]:
+    """Train in it: logs the plan beside what was measured, once, at the end.
+
+    Raises:
+        RunError: the device ran out of memory; says what was planned, and what to try next.
+    """
+    planned = _planned(args, origins, backend)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunError(_sentence(args, origins, backend, planned, error)) from error
+    if planned is not None and backend.is_main and not args.validate_only:
+        _log(planned, backend)
+
+
+def _config(backend: Backend) -> dict:
+    config = backend.unwrap().config
+    return {**config.to_dict(), "attn_implementation": getattr(config, "_attn_implementation", None)}
+
+
+def _planning(backend: Backend, memory: float | None = None) -> PlanningArgs:
+    told, fits = of_launcher(), None if memory is None else f"{int(memory)}B"
+    return PlanningArgs(device=backend.device.type, workers=told.workers, sharding=told.sharding, fit=fits)
+
+
+def _planned(args: ExperimentArgs, origins: Mapping[str, str], backend: Backend) -> Plan | None:
+    """The plan of what was built; None for a model or a device that no formula describes."""
+    if backend.device.type not in ("cpu", "cuda") or not hasattr(backend.unwrap(), "config"):
+        return None
+    try:
+        return make_plan(args, _planning(backend), origins, _config(backend))
+    except UserError:
+        return None
+
+
+def _log(plan: Plan, backend: Backend) -> None:
+    """On a GPU tensors are compared with tensors; on a CPU the process, of which the plan knows the size roughly."""
+    on_cpu = plan.device == "cpu"
+    predicted, measured = plan.host() if on_cpu else plan.peak.total, backend.peak_memory_mib() * 2**20
+    kind = "of the whole process, resident; predicted roughly" if on_cpu else "of tensors on the GPU"
+    logger.info(
+        "memory: predicted %s, measured %s (%s), memory/predicted_over_measured %.2f",
+        human_bytes(predicted),
+        human_bytes(measured),
+        kind,
+        predicted / measured,
+    )
+
+
+def _sentence(
+    args: ExperimentArgs, origins: Mapping[str, str], backend: Backend, plan: Plan | None, error: Exception
+) -> str:
+    """What ran out, what was planned, what to try."""
+    said = str(error).split(". ")[0]
+    if plan is None:
+        return f"out of memory ({said}): try a smaller --batch_size with more --gradient_accumulation_steps"
+    parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in plan.peak.parts.items() if size)
+    lines = f"out of memory ({said}); planned were {human_bytes(plan.peak.total)} for micro-batches of "
+    lines += f"{args.batch_size}: {parts}"
+    try:
+        planning = _planning(backend, _NEXT * plan.peak.total / USABLE)
+        found = fit(args, planning, origins, _config(backend), plan)
+    except UserError as impossible:
+        return f"{lines}. {impossible}"
+    return f"{lines}; try {found.flags()}, planned at {human_bytes(found.plan.peak.total)}, as many rows an update"

@@ -1,0 +1,92 @@
+"""What a run will hold in memory, part by part, before anything is allocated; or what would fit.
+
+    lmtools plan pretrain-t5 --model_cfg t5-v1_1-base --batch_size 32 --input_seq_len 512
+    lmtools plan pretrain-bert --model_cfg bert_base_uncased --batch_size 64 --input_seq_len 128 --fit 24GiB
+    lmtools plan finetune --from_pretrained t5-large --peft lora --batch_size 8
+    lmtools plan run.yaml --no_trace
+    lmtools plan pretrain-t5 --model_cfg t5-11b --no_trace --device cuda --workers 8 --sharding fsdp
+
+Flags are those of the script (pretrain-t5, pretrain-bert, finetune, or its file), and these of the plan. A YAML file
+in the place of the script is one of its `--config`. Formulas explain each part at once; a trace of two steps of the
+model's own code, on tensors without data, checks them within seconds. See docs/out_of_memory.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lm_experiments_tools.config.bert import BertObjectiveArgs, BertPretrainingArgs
+from lm_experiments_tools.config.cli import parse
+from lm_experiments_tools.config.finetuning import FinetuningArgs, LengthArgs, MemoryArgs
+from lm_experiments_tools.config.flags import check_groups
+from lm_experiments_tools.config.objectives import ObjectiveArgs
+from lm_experiments_tools.config.planning import PlanningArgs
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+from lm_experiments_tools.config.training import BatchArgs, ModelArgs, PrecisionArgs
+from lm_experiments_tools.errors import UserError
+
+# What a plan reads; data and schedule of the run need not be complete.
+_READ = (BatchArgs, PrecisionArgs, ModelArgs, PlanningArgs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanT5Args(T5PretrainingArgs, PlanningArgs):
+    """The flags of run_t5_pretraining.py, and those of the plan."""
+
+    def __post_init__(self) -> None:
+        check_groups(self, (*_READ, ObjectiveArgs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanBertArgs(BertPretrainingArgs, PlanningArgs):
+    """The flags of run_bert_pretraining.py, and those of the plan."""
+
+    data_path: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_groups(self, (*_READ, BertObjectiveArgs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFinetuningArgs(FinetuningArgs, PlanningArgs):
+    """The flags of run_finetuning.py, and those of the plan."""
+
+    def __post_init__(self) -> None:
+        check_groups(self, (*_READ, LengthArgs, MemoryArgs))
+
+
+SCRIPTS = {"pretrain-t5": PlanT5Args, "pretrain-bert": PlanBertArgs, "finetune": PlanFinetuningArgs}
+_FILES = {"run_t5_pretraining": "pretrain-t5", "run_bert_pretraining": "pretrain-bert", "run_finetuning": "finetune"}
+# Settings of one script alone, by which a YAML file is recognised.
+_MARKS = {
+    "finetune": ("from_pretrained", "peft", "model_type", "quantize", "epochs"),
+    "pretrain-bert": ("use_nsp", "vocab_file", "short_seq_prob", "mlm_prob"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read the script or file and the flags, and print the plan; returns 0. Raises UserError."""
+    names_one = bool(argv) and not argv[0].startswith("-")
+    asked, *flags = argv if names_one else ["pretrain-t5", *argv]
+    name = _FILES.get(Path(asked).stem, asked)
+    if name not in SCRIPTS:
+        if not asked.endswith((".yaml", ".yml")):
+            raise UserError(f"lmtools plan {asked}: name one of {', '.join(SCRIPTS)}, or a YAML file of settings")
+        name, flags = _script_of(asked), ["--config", asked, *flags]
+    args, origins = parse(
+        SCRIPTS[name], flags, description=__doc__, program=f"lmtools plan {name}" if names_one else "lmtools plan"
+    )
+    from lm_experiments_tools.planning.show import show
+
+    show(args, args, origins)
+    return 0
+
+
+def _script_of(path: str) -> str:
+    """The script whose settings a YAML file holds."""
+    file = Path(path)
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""  # `parse` says what is wrong
+    keys = {line.partition(":")[0].strip() for line in text.splitlines()}
+    return next((script for script, marks in _MARKS.items() if keys & set(marks)), "pretrain-t5")

@@ -1,0 +1,207 @@
+"""The text of `--help`: what is shown when, units and defaults, how long it takes."""
+
+import dataclasses
+import importlib
+import inspect
+import resource
+import subprocess
+import sys
+import typing
+from itertools import pairwise
+
+import pytest
+
+import run_t5_pretraining
+from lm_experiments_tools.config import cli
+from lm_experiments_tools.config.bert import BertPretrainingArgs
+from lm_experiments_tools.config.finetuning import FinetuningArgs
+from lm_experiments_tools.config.flags import help_groups
+from lm_experiments_tools.config.help import ESSENTIAL, UNITS, help_topic, wrapped
+from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+from lm_experiments_tools.config.training import ModelArgs
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tools.main import main as lmtools
+
+SCRIPTS = {
+    "run_t5_pretraining": T5PretrainingArgs,
+    "run_bert_pretraining": BertPretrainingArgs,
+    "run_finetuning": FinetuningArgs,
+}
+REQUIRED = ["--data_path", "tokens", "--model_cfg", "t5-small", "--lr", "1e-3"]
+HELP = """
+import sys
+import {script}
+try:
+    {script}.main({words})
+finally:
+    heavy = {{"torch", "transformers", "tensorflow", "numpy", "datasets", "accelerate", "horovod"}} & set(sys.modules)
+    assert not heavy, heavy
+"""
+
+
+def shown(args_class, capsys, monkeypatch, *topic: str) -> str:
+    monkeypatch.setenv("COLUMNS", "80")  # one column of groups, in which a flag and its help follow each other
+    with pytest.raises(SystemExit) as stop:
+        cli.parse(args_class, ["--help", *topic])
+    assert stop.value.code == 0
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_lists_every_flag_in_groups_within_a_second(script, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    code = HELP.format(script=script, words=["--help", "all"])
+    result = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (result.returncode, result.stderr) == (0, "")  # no warning either
+    # of processor time: what other processes do to the wall clock is not ours to answer for
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+    text = result.stdout
+    for field in dataclasses.fields(SCRIPTS[script]):
+        assert f"--{field.name}" in text
+    for group in ("data", "model", "optimizer", "run", "schedule", "batch", "precision", "validation", "checkpoint"):
+        assert f"{group} options" in text or (group, script) == ("data", "run_finetuning")
+    assert importlib.import_module(script).__doc__.split()[0] in text and "(default: 1e-08)" in text
+    assert " ".join(text.replace("│", " ").split()).count(ModelArgs.__doc__) == 1
+    assert "--help GROUP" not in text, "nothing is left out"
+
+
+@pytest.mark.parametrize("args_class", SCRIPTS.values())
+def test_help_alone_shows_what_matters(args_class, capsys, monkeypatch):
+    text = shown(args_class, capsys, monkeypatch)
+    names = {field.name for field in dataclasses.fields(args_class)} | {"config", "print_config"}
+    for name in names:
+        own_line = text.count(f" --{name} ") or text.count(f" --{name}, ")
+        assert bool(own_line) or name not in ESSENTIAL, name
+    assert 18 <= len(names & ESSENTIAL) <= 27 and "--lr_drop_eps" not in text and "--allow_pickle" not in text
+    assert f"--help all shows all {len(names)} flags, --help GROUP one of" in text
+
+
+def test_help_of_one_group(capsys, monkeypatch):
+    text = shown(T5PretrainingArgs, capsys, monkeypatch, "schedule")
+    assert "--lr_drop_eps RATE" in text and "schedule options" in text and "--batch_size" not in text
+    assert shown(T5PretrainingArgs, capsys, monkeypatch, "lr_drop_eps") == text, "a flag shows its group"
+    assert shown(T5PretrainingArgs, capsys, monkeypatch, "--lr-drop-eps".lstrip("-")) == text
+    assert "--vocab_file" in shown(BertPretrainingArgs, capsys, monkeypatch, "data"), "bert_data"
+
+
+@pytest.mark.parametrize(
+    ("topic", "words"),
+    [
+        ("optimiser", ["--help optimiser", "did you mean --help optimizer?"]),
+        ("itres", ["did you mean --help iters?"]),
+        ("qqqqq", ["--help qqqqq is neither", "there are all, data, mixture"]),
+    ],
+)
+def test_help_about_what_does_not_exist(topic, words):
+    with pytest.raises(UserError) as error:
+        cli.parse(T5PretrainingArgs, ["--help", topic])
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_where_help_is_asked_for():
+    assert help_topic(["--lr", "1", "-h", "all"]) == "all" and help_topic(["--help=run"]) == "run"
+    assert help_topic(["--help", "--lr", "1"]) == "" and help_topic(["--lr", "1"]) is None
+
+
+@pytest.mark.parametrize("args_class", SCRIPTS.values())
+def test_every_flag_is_in_one_group_and_every_number_has_a_unit(args_class, capsys, monkeypatch):
+    names = [name for group in help_groups(args_class) for name in inspect.get_annotations(group)]
+    assert sorted(names) == sorted(field.name for field in dataclasses.fields(args_class))
+    text = shown(args_class, capsys, monkeypatch, "all")
+    assert text.count("(default: ") + text.count("(required)") >= len(names) + 2  # those of --config
+    for name, kind in typing.get_type_hints(args_class).items():
+        if {int, float} & {kind, *typing.get_args(kind)}:
+            assert name in UNITS, f"--{name} is a number: name its unit in config/help.py"
+            unit = UNITS[name].upper()
+            written = (f"--{name} {unit} ", f"--{name} {{None}}|{unit} ", f"--{name} [{unit} [{unit} ...]] ")
+            assert any(words in text for words in written), name
+
+
+def test_evaluate_shows_its_own_flags_and_what_matters(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        lmtools(["evaluate", "--help"])
+    text = capsys.readouterr().out
+    assert "--checkpoints " in text and "--output " in text and "--data_path " in text
+    assert "--lora_alpha" not in text and len(text.splitlines()) < 220
+    assert lmtools(["evaluate", "--help", "chekpoints"]) == 2
+    assert "did you mean --help checkpoints?" in capsys.readouterr().err
+
+
+def test_changed_default_of_a_script_is_shown_and_used(capsys):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class ShortRunArgs(T5PretrainingArgs):
+        iters: int = 7
+
+    assert cli.parse(ShortRunArgs, REQUIRED)[0].iters == 7
+    with pytest.raises(SystemExit) as stop:
+        cli.parse(ShortRunArgs, ["--help", "run"])
+    assert stop.value.code == 0 and "(default: 7)" in capsys.readouterr().out
+
+
+def help_words(args_class, capsys, monkeypatch):
+    """The text of `--help` with one blank between words: each flag, then its help, then (default: ...)."""
+    monkeypatch.setenv("COLUMNS", "80")  # one column of groups, in which a flag and its help follow each other
+    with pytest.raises(SystemExit):
+        cli.parse(args_class, ["--help", "all"])
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("args_class", SCRIPTS.values())
+def test_every_field_has_a_help_line(args_class, capsys, monkeypatch):
+    words = help_words(args_class, capsys, monkeypatch)
+    for name, kind in typing.get_type_hints(args_class).items():
+        after_flag = words.split(f"--{name} " if kind is not bool else f"--no_{name} ", 1)[1]
+        assert "." in after_flag.split("(default", 1)[0].split("(required", 1)[0], name
+
+
+def test_help_of_a_repeated_field_has_its_own_default_and_text(capsys, monkeypatch):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class MoreArgs:
+        """More."""
+
+        odd: int = dataclasses.field(default=5, metadata={"help": "As argparse and HfArgumentParser have it."})
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class ChangedArgs(FinetuningArgs, MoreArgs):
+        num_beams: int = 4
+
+    words = help_words(ChangedArgs, capsys, monkeypatch)
+    assert "--model_cls {None}|STR Model class, as module:Class. None: transformers' class for --model_type" in words
+    assert "--optimize_metric is better. None: as the metric is. (default: None)" in words
+    assert "down to a multiple of this. None: never. (default: 8)" in words
+    assert "--num_beams BEAMS Beams of a beam search; 1 decodes greedily. (default: 4)" in words
+    assert "--odd INT As argparse and HfArgumentParser have it. (default: 5)" in words
+
+
+def test_help_fills_its_lines(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.parse(T5PretrainingArgs, ["--help", "all"], description=run_t5_pretraining.__doc__)
+    text = capsys.readouterr().out
+    above, options = text.split("usage:")
+    assert "    horovodrun --gloo -np 2 python\n    torchrun --nproc_per_node 2\n" in above and "::" not in above
+    assert "objective (--task)." in above and "\n\n\n" not in above
+    lines = [line.strip("│").rstrip() for line in options.splitlines() if line.startswith("│")]
+    for line, following in pairwise(lines):
+        indent = len(line) - len(line.lstrip())
+        if indent == len(following) - len(following.lstrip()) > 1 and not following.lstrip().startswith(("--", "(")):
+            # the next word, with a blank and the margin, had no room
+            assert len(line) + 1 + len(following.split()[0]) > 76, (line, following)
+
+
+def test_a_docstring_is_filled_but_for_its_examples():
+    text = """First line
+    of a paragraph::
+
+        an example   of
+        two lines
+
+    2. (with brackets)
+    `and` quotes.
+    """
+    example = "    an example   of\n    two lines"
+    assert wrapped(text, 80) == f"First line of a paragraph:\n\n{example}\n\n2. (with brackets) `and` quotes."
