@@ -66,7 +66,7 @@ def dropped(x: Tensor, probability: float) -> Tensor:
     """
     if not x.is_cpu or x.element_size() not in _WORDS or torch.compiler.is_compiling() or not 0 < probability < 1:
         return F.dropout(x, probability)
-    return _Dropout.apply(x, probability)
+    return _Masked.apply(x, *_random_mask(x, probability))
 
 
 class Dropout(nn.Dropout):
@@ -78,26 +78,28 @@ class Dropout(nn.Dropout):
         return dropped(x, self.p) if self.is_fast and self.training else super().forward(x)
 
 
-class _Dropout(torch.autograd.Function):
+def _random_mask(x: Tensor, probability: float) -> tuple[Tensor, float]:
+    """All bits where x is kept, else none, in integers as wide as x; and what is kept is multiplied by."""
+    dtype, bits = _WORDS[x.element_size()]
+    steps = 1 << bits
+    kept = min(max(round((1 - probability) * steps), 1), steps - 1)
+    random = torch.empty(math.ceil(x.numel() * x.element_size() / 8), dtype=torch.int64).random_(-(2**63), None)
+    mask = random.view(dtype)[: x.numel()].view(x.shape).bitwise_right_shift_(1)  # -steps / 2 .. steps / 2 - 1
+    return mask.sub_(kept - steps // 2).bitwise_right_shift_(bits), steps / kept
+
+
+class _Masked(torch.autograd.Function):
+    """x by the bits of a mask, times a number; its gradient is the same of the gradient, to any order."""
+
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, probability: float) -> Tensor:
-        dtype, bits = _WORDS[x.element_size()]
-        steps = 1 << bits
-        kept = min(max(round((1 - probability) * steps), 1), steps - 1)
-        random = torch.empty(math.ceil(x.numel() * x.element_size() / 8), dtype=torch.int64).random_(-(2**63), None)
-        mask = random.view(dtype)[: x.numel()].view(x.shape).bitwise_right_shift_(1)  # -steps / 2 .. steps / 2 - 1
-        mask.sub_(kept - steps // 2).bitwise_right_shift_(bits)  # all bits where it is kept, else none
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, mask: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(mask)
-        ctx.scale = steps / kept
-        return _masked(x, mask, ctx.scale)
+        ctx.scale = scale
+        return (x.contiguous().view(mask.dtype) & mask).view(x.dtype).mul_(scale)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        return _masked(gradient, *ctx.saved_tensors, ctx.scale), None
-
-
-def _masked(x: Tensor, mask: Tensor, scale: float) -> Tensor:
-    return (x.contiguous().view(mask.dtype) & mask).view(x.dtype).mul_(scale)
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Masked.apply(gradient, *ctx.saved_tensors, ctx.scale), None, None
 
 
 def dense_attention(

@@ -104,6 +104,15 @@ def test_dropout_is_independent_of_the_right_size_and_has_its_own_gradient(dtype
     assert not torch.equal(dropped(x, probability), out)
 
 
+def test_second_derivatives_through_dropout_are_those_of_what_it_keeps():
+    torch.manual_seed(0)
+    x = torch.rand(50, dtype=torch.float32, requires_grad=True)
+    (first,) = torch.autograd.grad(dropped(x, 0.5).pow(3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    kept = first != 0
+    torch.testing.assert_close(second, 6 * 2.0**3 * x.detach() * kept)
+
+
 def test_documents_in_one_row_have_the_logits_of_each_alone():
     """By a mask of queries by keys, and positions that begin again."""
     ours, theirs = (model.eval() for model in models())
