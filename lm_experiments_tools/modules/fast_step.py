@@ -35,7 +35,7 @@ def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
         return False
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     is_own = not hooks and "forward" not in vars(module) and not _has_any_global_hook()
-    return is_own and is_whole(module.weight)
+    return is_own and module.weight is not None and is_whole(module.weight)
 
 
 def joined(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
@@ -92,9 +92,12 @@ class _Masked(torch.autograd.Function):
     """x by the bits of a mask, times a number; its gradient is the same of the gradient, to any order."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
+        _, mask, ctx.scale = inputs
         ctx.save_for_backward(mask)
-        ctx.scale = scale
+
+    @staticmethod
+    def forward(x: Tensor, mask: Tensor, scale: float) -> Tensor:
         return (x.contiguous().view(mask.dtype) & mask).view(x.dtype).mul_(scale)
 
     @staticmethod

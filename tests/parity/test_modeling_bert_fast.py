@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 
 import modeling_bert
-from lm_experiments_tools.modules.fast_step import dropped, joined
+from lm_experiments_tools.modules.fast_step import dropped, joined, normed
 
 SIZES = dict(
     vocab_size=99, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128,
@@ -111,6 +111,13 @@ def test_second_derivatives_through_dropout_are_those_of_what_it_keeps():
     (second,) = torch.autograd.grad(first.sum(), x)
     kept = first != 0
     torch.testing.assert_close(second, 6 * 2.0**3 * x.detach() * kept)
+    of_function = torch.func.grad(lambda values: dropped(values, 0.5).sum())(x.detach())
+    assert of_function.unique().tolist() == [0.0, 2.0]
+
+
+def test_a_norm_without_weights_is_called():
+    x, norm = torch.randn(3, 8).bfloat16(), nn.LayerNorm(8, elementwise_affine=False)
+    assert torch.equal(normed(norm, x), norm(x))
 
 
 def test_documents_in_one_row_have_the_logits_of_each_alone():
