@@ -79,7 +79,7 @@ class Dropout(nn.Dropout):
 
 
 def _random_mask(x: Tensor, probability: float) -> tuple[Tensor, float]:
-    """All bits where x is kept, else none, in integers as wide as x; and what is kept is multiplied by."""
+    """Mask of x in integers as wide, all bits where x is kept, else none; and the factor of what is kept."""
     dtype, bits = _WORDS[x.element_size()]
     steps = 1 << bits
     kept = min(max(round((1 - probability) * steps), 1), steps - 1)
@@ -89,7 +89,7 @@ def _random_mask(x: Tensor, probability: float) -> tuple[Tensor, float]:
 
 
 class _Masked(torch.autograd.Function):
-    """x by the bits of a mask, times a number; its gradient is the same of the gradient, to any order."""
+    """Product of x, masked by bits, with a number; its gradient is the same of the gradient, to any order."""
 
     @staticmethod
     def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:

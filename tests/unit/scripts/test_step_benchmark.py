@@ -6,7 +6,7 @@ from tests.helpers import ROOT
 
 
 def test_a_share_of_peak_counts_the_words_that_a_loop_scores(monkeypatch):
-    """Ours has BERT's head on the masked tokens alone: 19 of 128."""
+    # ours has the head of BERT on the masked tokens alone: 19 of 128
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import step
 
