@@ -1,4 +1,4 @@
-"""What a training step does not need to do: `use_fast_step` of a model has its layers ask here.
+"""Shortcuts of a training step: `use_fast_step` of a model has its layers ask here.
 
 In float32 the answers are those of the modules to rounding. Under autocast to bfloat16 the sum that layers add to is
 kept in bfloat16, while norms and softmax compute in float32.
@@ -39,7 +39,7 @@ def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
 
 
 def joined(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
-    """`linear(x)` of each, by one product with all weights if they are plain: x and its gradient are made once."""
+    """Products `linear(x)` of each, by one with all weights if they are plain: x and its gradient are made once."""
     biases = [getattr(linear, "bias", None) for linear in linears]
     if not all(is_plain(linear, nn.Linear) for linear in linears) or len({bias is None for bias in biases}) > 1:
         return tuple(linear(x) for linear in linears)

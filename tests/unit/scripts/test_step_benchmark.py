@@ -1,4 +1,4 @@
-"""What benchmarks/step.py counts."""
+"""benchmarks/step.py: the share of peak is of what a loop computes."""
 
 import pytest
 
