@@ -112,6 +112,8 @@ class T5Model(T5PreTrainedModel):
     ) -> Seq2SeqModelOutput:
         """Args are those of transformers' T5Model, and segments of packed rows (packing.py) instead of masks."""
         cross_mask = None
+        if (segment_ids is None) != (decoder_segment_ids is None):
+            raise ValueError("segment_ids and decoder_segment_ids belong together: give both, or neither.")
         if segment_ids is not None:
             if self.config.num_cdq_heads:
                 raise ValueError("num_cdq_heads: these queries know the whole row, so segment_ids cannot part it.")

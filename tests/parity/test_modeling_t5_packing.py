@@ -123,3 +123,10 @@ def test_variants_that_look_at_the_whole_row_refuse(packed, changes, words):
     model = T5ForConditionalGeneration(T5Config(**SIZES, **changes))
     with pytest.raises(ValueError, match=words):
         model(**packed[0])
+
+
+@pytest.mark.parametrize("missing", ["segment_ids", "decoder_segment_ids"])
+def test_segments_of_one_side_alone_are_refused(packed, missing):
+    rows = {name: value for name, value in packed[0].items() if name != missing}
+    with pytest.raises(ValueError, match="segment_ids and decoder_segment_ids belong together"):
+        T5ForConditionalGeneration(T5Config(**SIZES))(**rows)
