@@ -145,7 +145,7 @@ def find_source(name: str, flag: str = "--from_pretrained") -> Source:
 
 
 def on_newest(name: str, read: Callable[[], T]) -> T:
-    """Result of `read`, which opens `name`; once more where that is a run that went on and removed what it was reading.
+    """Result of `read`, which opens `name`; once more where that is a run that has removed what was read.
 
     Raises:
         UserError, OSError: those of `read`, of a run that stands still or is too fast.
