@@ -40,7 +40,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "<br>".join(map(_cell, value))
     text = html.escape(" ".join(str(value).split()), quote=False)
-    return "".join(f"\\{sign}" if sign in "\\`*_{}[]()#+-.!|~" else sign for sign in text)
+    return "".join(f"\\{sign}" if sign in "\\`*_{}[]()#+-.!|" else sign for sign in text)
 
 
 def _shortened(value: Any) -> str:
