@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.planning.watch import watched
     from lm_experiments_tools.recipes import common, t5_data
     from lm_experiments_tools.recipes.objectives import check_causality, check_model
-    from lm_experiments_tools.recipes.report import filled_right, t5_examples, write_report
+    from lm_experiments_tools.recipes.report import WrittenExamples, filled_right, t5_examples, write_report
     from lm_experiments_tools.training.trainer import TrainingLoop
 
     args, origins = choose_speed(args, origins)
@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     loss = t5_data.pretraining_loss(args, backend, model)
     optimizer = common.optimizer_from_args(args, model)
     common.seed_worker(args.seed, backend.rank)
+    number, vocabulary = args.show_valid_examples, data.vocabulary
+    collect = (lambda split: WrittenExamples(lambda: trainer, split, vocabulary, number)) if number else None
     trainer = TrainingLoop(
         args,
         backend,
@@ -73,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         generate_kwargs={"do_sample": False},
         tokenizer_dir=data.tokenizer_dir,
         loss=loss,
+        collect=collect,
     )
     common.show_run(args, origins, run, backend, backend.unwrap(), data)
     with watched(args, origins, backend):

@@ -36,6 +36,9 @@ EXTRAS = {
     # suites of lmtools evaluate
     "suites": ["lm_eval>=0.4.13", "mteb>=2", "sentence-transformers>=6"],
     "sweep": ["optuna>=5"],
+    # --log_to
+    "trackio": ["trackio>=0.43"],
+    "wandb": ["wandb>=0.31"],
     "plots": ["matplotlib>=3.9"],
     "docs": ["mkdocstrings-python>=2.0", "zensical>=0.0.70"],
     "dev": [

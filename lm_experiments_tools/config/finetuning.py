@@ -255,7 +255,7 @@ class EvaluationArgs:
     """bleu: sacreBLEU's tokenizer. zh for Chinese, char for any text without spaces; ja-mecab and ko-mecab need
     sacrebleu[ja] and sacrebleu[ko]."""
     show_valid_examples: Annotated[int, HARMLESS, NOT_NEGATIVE, PREDICTION, EVALUATION] = 0
-    """Examples, with their predictions, to print at every validation."""
+    """Examples, with their predictions, to print at every validation, in TensorBoard too."""
     num_beams: Annotated[int, HARMLESS, COUNT, GENERATION, EVALUATION] = 1
     """Beams of a beam search; 1 decodes greedily."""
     do_sample: Annotated[bool, HARMLESS, GENERATION, EVALUATION] = False

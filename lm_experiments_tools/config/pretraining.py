@@ -63,6 +63,13 @@ class MixtureArgs:
         return {"weights": self.data_weights or None, "blending": self.data_blending, **limits}
 
 
+_COMPARES_TARGETS = Unread(
+    lambda args: not args.objective().has_targets,
+    "is about what an encoder-decoder writes beside its targets, but --task {task} has no targets apart from its "
+    "inputs: leave it out",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataArgs:
     """Where text and vocabulary come from."""
@@ -93,17 +100,14 @@ class DataArgs:
     """Processes that tokenize raw text. None: one per core."""
     valid_samples: Annotated[int | None, HARMLESS, COUNT] = None
     """Validation examples to use, the same random ones each time. None: all."""
+    show_valid_examples: Annotated[int, HARMLESS, NOT_NEGATIVE, VALIDATION, _COMPARES_TARGETS] = 0
+    """Validation examples to print at every validation with what the model writes for them, in TensorBoard too."""
 
     def check(self) -> None:
         if not self.data_path and ":" not in getattr(self, "task", ""):
             raise UserError("--data_path is missing: --help says what it takes.")
 
 
-_COMPARES_TARGETS = Unread(
-    lambda args: not args.objective().has_targets,
-    "compares what an encoder-decoder generates with its targets, but --task {task} has no targets apart from its "
-    "inputs: leave it out",
-)
 _SHOWS_TEXT = Unread(
     lambda args: args.objective().report is None,
     "shows blanks of held-out text filled in, or its continuation, which --task {task} does not teach: leave it out",

@@ -305,6 +305,11 @@ class LoggingArgs:
 
     log_interval: Annotated[int, HARMLESS, COUNT] = 10
     """Updates between two lines of log."""
+    log_to: Annotated[tuple[Literal["tensorboard", "trackio", "wandb"], ...], HARMLESS, IN_RUN_DIRECTORY] = (
+        "tensorboard",
+    )
+    """Where curves are shown, besides metrics.jsonl, which is always written: several may be named. wandb is offline
+    unless WANDB_MODE=online."""
     peak_tflops: Annotated[float | None, HARMLESS, POSITIVE] = None
     """Peak of one device in 10^12 FLOP/s, of which the log gives the share (mfu). None: measured in 0.2 s."""
     profile_after: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None

@@ -16,9 +16,9 @@ references [], and only what needs none is measured.
 from __future__ import annotations
 
 import json
-import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,17 +33,16 @@ from lm_experiments_tools.evaluation.answers import INVALID_NUMBER, LabelWords, 
 from lm_experiments_tools.evaluation.measuring import chosen_metrics, measured
 from lm_experiments_tools.files import dump_json, replacing
 from lm_experiments_tools.metrics.labels import UNKNOWN
+from lm_experiments_tools.tracking.examples import show_examples
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.finetuning import FinetuningArgs
     from lm_experiments_tools.data.examples.examples import Example
 
-logger = logging.getLogger(__name__)
-
 PIECE_BYTES = 1 << 20  # of lines that a worker sends at once
-SHOWN_CHARACTERS = 300  # of a text in the log
 Value = str | int | float | list[int]  # a text, a label's number, a number, the numbers of all labels that apply
+_log_examples = partial(show_examples, tracker=None, step=0)
 
 
 class TextDecoder:
@@ -107,6 +106,8 @@ class Predictions:
         decode: texts of generated tokens; needed where the model generates.
         label_names: of a classification, in the order of their numbers.
         folder: where predictions are written. None: nowhere.
+        show: f(split, examples) that shows the chosen ones; by default in the log.
+
     Raises:
         UserError: metrics that compute one value differently or need a package that is not installed; labels with the
             same word; examples of which only some have a reference.
@@ -120,7 +121,9 @@ class Predictions:
         decode: TextDecoder | None = None,
         label_names: Sequence[str] = (),
         folder: Path | None = None,
+        show: Callable[[str, list[dict[str, Any]]], None] = _log_examples,
     ) -> None:
+        self.show = show
         self.args, self.split, self.examples, self.decode = args, split, examples, decode
         self.label_names, self.folder = tuple(label_names), folder
         self.generates, self.task = args.needs_generation(), args.task
@@ -262,17 +265,11 @@ class Predictions:
                 file.write(dump_json(by_id).encode() + b"\n")
 
     def _show(self, answers: Sequence[Value], predictions: Sequence[Value]) -> None:
-        """Log examples at equal distances, the same ones each time."""
+        """Show examples at equal distances, the same ones each time."""
         number = min(self.args.show_valid_examples, len(self.examples))
         chosen = {index * len(self.examples) // number for index in range(number)}
-        for index, record in enumerate(self._records(answers, predictions)):
-            if index not in chosen:
-                continue
-            lines = [f"{self.split} example {record.pop('id')}"]
-            for name, value in record.items():
-                values = value if name == "references" else [value]
-                lines += [f"  {name.removesuffix('s'):<11}{_shortened(v)}" for v in values]
-            logger.info("\n".join(lines))
+        records = enumerate(self._records(answers, predictions) if chosen else ())
+        self.show(self.split, [record for index, record in records if index in chosen])
 
 
 def thresholds_of(args: FinetuningArgs, label_names: Sequence[str]) -> tuple[float, ...]:
@@ -289,10 +286,3 @@ def labels_above(logits: Tensor, thresholds: Sequence[float]) -> list[list[int]]
     """Numbers of the labels whose probability reaches the threshold, of logits [rows, labels]."""
     reached = logits.float().sigmoid() >= torch.tensor(thresholds, device=logits.device)
     return [row.nonzero().flatten().tolist() for row in reached]
-
-
-def _shortened(value: Any) -> str:
-    """One line, with the middle left out where it is long."""
-    line = " ".join(str(value).split())
-    half = SHOWN_CHARACTERS // 2
-    return line if len(line) <= SHOWN_CHARACTERS else f"{line[:half]} ... {line[-half:]}"

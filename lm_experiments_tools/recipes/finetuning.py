@@ -25,6 +25,7 @@ from lm_experiments_tools.models.adapters import new_token_prefix
 from lm_experiments_tools.models.freezing import summary
 from lm_experiments_tools.modules.inspection import forward_names
 from lm_experiments_tools.recipes import common
+from lm_experiments_tools.tracking.examples import show_examples
 from lm_experiments_tools.training.losses import LANGUAGE_MODEL_LOSS, MODEL_LOSS
 from lm_experiments_tools.training.micro_batches import preserved_random_state
 from lm_experiments_tools.training.trainer import TrainingLoop
@@ -122,11 +123,15 @@ def finetuning_loop(
     folder = None if args.model_path is None else Path(args.model_path) / "predictions"
 
     def collect(split: str) -> Predictions:
-        return Predictions(args, split, data.splits[split].examples, TextDecoder(tokenizer), data.label_names, folder)
+        examples, decode = data.splits[split].examples, TextDecoder(tokenizer)
+        return Predictions(args, split, examples, decode, data.label_names, folder, show)
+
+    def show(split: str, examples: list[dict[str, Any]]) -> None:
+        show_examples(split, examples, loop.tracker, loop.state.step)
 
     valid = data.splits.get("valid")
     is_fast = getattr(model, "is_fast", False) and "return_logits" in forward_names(model)
-    return TrainingLoop(
+    loop = TrainingLoop(
         args,
         backend,
         model,
@@ -139,6 +144,7 @@ def finetuning_loop(
         loss=LANGUAGE_MODEL_LOSS if args.task == "causal_lm" else MODEL_LOSS,
         collect=collect if args.task != "causal_lm" and args.metric_names() else None,
     )
+    return loop
 
 
 def check_packing(model: nn.Module, args: FinetuningArgs) -> None:

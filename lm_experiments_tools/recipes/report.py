@@ -1,10 +1,13 @@
-"""The report at the end of a run (`--report`): losses before and after, blanks filled in, the curve, the files."""
+"""Held-out text as the model writes it: examples of each validation, and the report at the end of a run (`--report`).
+
+The report has losses before and after, blanks filled in, the curve, the files.
+"""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +17,10 @@ import torch
 from torch import Tensor
 
 from lm_experiments_tools.tracking.curve import plot_curve
+from lm_experiments_tools.tracking.examples import show_examples
 
 if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.data.text.vocabulary import Vocabulary
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
     from lm_experiments_tools.recipes.bert_data import BertPretrainingData
@@ -137,6 +142,39 @@ def _first_blank(ids: Sequence[int], vocabulary: Vocabulary) -> str:
     begin = 2 if len(ids) > 1 and ids[1] == vocabulary.sentinel_ids[0] else 1
     end = next((i for i in range(begin, len(ids)) if ids[i] in special), len(ids))
     return vocabulary.decode(ids[begin:end]).strip()
+
+
+class WrittenExamples:
+    """The first rows of a validation, shown with what the model writes for them (training.metrics.Collector).
+
+    Args:
+        trainer: gives the loop, which is made with the function that makes this.
+        number: `--show_valid_examples`.
+    """
+
+    def __init__(self, trainer: Callable[[], TrainingLoop], split: str, vocabulary: Vocabulary, number: int) -> None:
+        self.trainer, self.split, self.vocabulary, self.number = trainer, split, vocabulary, number
+        self.rows: list[tuple[list[int], list[int]]] = []
+
+    def add(self, batch: Mapping[str, Any], outputs: Any) -> None:
+        """Keep inputs and targets, without padding, until there are enough."""
+        pad = self.vocabulary.pad_id
+        for i in range(min(len(batch["labels"]), self.number - len(self.rows))):
+            source, target = batch["input_ids"][i].tolist(), batch["labels"][i].tolist()
+            self.rows.append(([id for id in source if id != pad], [id for id in target if id >= 0]))
+
+    def reduce(self, backend: Backend) -> dict[str, float]:
+        """Show rank 0's rows; every worker writes, as a sharded model needs all of them."""
+        trainer, examples = self.trainer(), []
+        for number, (source, target) in enumerate(backend.broadcast(self.rows)):
+            ids = torch.tensor([source], device=backend.device)
+            written = _generate(trainer, ids, max_new_tokens=len(target) + 1)[0, 1:].tolist()
+            end = written.index(self.vocabulary.eos_id) if self.vocabulary.eos_id in written else len(written)
+            texts = {"input": source, "target": target, "prediction": written[:end]}
+            examples.append({"id": number, **{name: self.vocabulary.decode(ids) for name, ids in texts.items()}})
+        if backend.is_main:
+            show_examples(self.split, examples, trainer.tracker, trainer.state.step)
+        return {}
 
 
 def continued_examples(trainer: TrainingLoop, data: PretrainingData) -> list[tuple[str, str, str]]:

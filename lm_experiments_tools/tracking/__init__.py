@@ -1,1 +1,1 @@
-"""The record of a run: its directory, TensorBoard, metrics.jsonl, console and curve; imports the top-level files."""
+"""The record of a run: directory, metrics.jsonl, TensorBoard, services, console, curve; imports top-level files."""

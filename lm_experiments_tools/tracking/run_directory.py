@@ -29,6 +29,7 @@ import psutil
 from lm_experiments_tools.config.flags import harmless_flags
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import dump_json, to_jsonable, write_atomic
+from lm_experiments_tools.tracking.services import choose_services
 
 if TYPE_CHECKING:
     from lm_experiments_tools.config.training import TrainerArgs
@@ -201,10 +202,12 @@ def claim_run(args: TrainerArgs, world_size: int, *, once_more: bool = False) ->
         once_more: what differs in a run that is continued by name need not be said again.
 
     Raises:
-        UserError: the directory holds a run with other settings, or one that has not ended.
+        UserError: the directory holds a run with other settings, or one that has not ended; a service of `--log_to`
+            is not installed.
     """
     run = RunDirectory(args.model_path, rank=0)
     run.claim()
+    choose_services(args, run.path)
     resume, harmless = args.resume_path() is not None, harmless_flags(type(args))
     if not (resume and once_more):
         run.check_compatible(asdict(args), resume, world_size=world_size, harmless=harmless)

@@ -1,4 +1,4 @@
-"""Reports of a run: TensorBoard, metrics.jsonl and one console line an interval; rank 0 only.
+"""Reports of a run: TensorBoard, metrics.jsonl, other services and a console line an interval; rank 0 only.
 
 metrics.jsonl is the record: one JSON object a log call, flushed at once. TensorBoard is a view of it, written with
 tensorboard's own protocol classes: `torch.utils.tensorboard` would import TensorFlow into the training process
@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from lm_experiments_tools.files import dump_json, fsync_path, naming, to_jsonable, write_atomic
+from lm_experiments_tools.tracking.services import Services
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class Tracker:
         self.active = rank == 0
         self._jsonl: IO[str] | None = None
         self._events: EventFile | None = None
+        self._services: Services | None = None
         self._metric_tags: dict[str, None] = {}
         self.console: ConsoleLine | None = None
         if not self.active:
@@ -80,7 +82,9 @@ class Tracker:
         directory.mkdir(parents=True, exist_ok=True)
         kept = _cut_records(directory / "metrics.jsonl", start_step)
         self._jsonl = open(directory / "metrics.jsonl", "a", encoding="utf-8")
-        self._open_tensorboard(directory, start_step, kept)
+        self._services = Services(directory, start_step)
+        if self._services.tensorboard:
+            self._open_tensorboard(directory, start_step, kept)
 
     def _open_tensorboard(self, directory: Path, start_step: int, kept: list[dict[str, Any]]) -> None:
         try:
@@ -139,6 +143,8 @@ class Tracker:
                 if tag.startswith(tuple(f"{name}/iterations/" for name in metrics)):
                     self._metric_tags[tag] = None
             self._events.flush()
+        if self._services is not None:
+            self._services.log(record)
         self.console.report(split, step, metrics, scalars)
         self.console.advance(step)
 
@@ -160,9 +166,10 @@ class Tracker:
             self.console.advance(step)
 
     def close(self) -> None:
-        for part in (self.console, self._events, self._jsonl):
+        for part in (self.console, self._events, self._jsonl, self._services):
             if part is not None:
                 part.close()
+        self._events = None  # a later evaluation logs its texts, and no more
 
     def __enter__(self) -> Tracker:
         return self

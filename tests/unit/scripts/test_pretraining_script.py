@@ -9,12 +9,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from transformers import T5ForConditionalGeneration
 
 from lm_experiments_tools.data.objectives.causal_lm import CausalLMDataset
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.recipes import t5_data as pretraining
+from lm_experiments_tools.recipes.report import WrittenExamples
 from lm_experiments_tools.tracking.tracker import Tracker
 from lm_experiments_tools.training.micro_batches import split_batch
 from run_t5_pretraining import main
@@ -251,6 +253,37 @@ def test_each_objective_learns_and_resumes_exactly(work, vocab, objective):
     assert sum(found[-5:]) < 0.85 * sum(found[:5])
     weights = [(work / run / "last" / "model.safetensors").read_bytes() for run in ("whole", "half")]
     assert weights[0] == weights[1]
+
+
+def test_rows_are_shown_as_transformers_writes_them_and_losses_stay(work, vocab, caplog, monkeypatch):
+    flags = {"valid_data_path": "text.jsonl", "iters": 4, "valid_interval": 2, "lr": 0.03}
+    start(vocab, **flags, model_path="plain")
+    seen, add = [], WrittenExamples.add
+    monkeypatch.setattr(WrittenExamples, "add", lambda self, *of: seen.append((self, *of)) or add(self, *of))
+    start(vocab, **flags, show_valid_examples=2)
+    assert losses("run") == losses("plain")
+    messages = map(logging.LogRecord.getMessage, caplog.records)
+    shown = [text.splitlines() for text in messages if text.startswith("valid example")]
+    assert [lines[0] for lines in shown] == ["valid example 0", "valid example 1"] * 2
+    assert [lines[:3] for lines in shown[:2]] == [lines[:3] for lines in shown[2:]]
+
+    model = T5ForConditionalGeneration.from_pretrained("run/last").eval()
+    collector, batch, _ = seen[0]
+    for ids, labels, lines in zip(batch["input_ids"], batch["labels"], shown[2:], strict=False):
+        ids, labels = ids[ids != 0], labels[labels != -100]
+        written = model.generate(ids[None], do_sample=False, max_new_tokens=len(labels) + 1)[0, 1:].tolist()
+        written = written[: written.index(1)] if 1 in written else written
+        texts = [
+            " ".join(collector.vocabulary.decode(part).split()) for part in (ids.tolist(), labels.tolist(), written)
+        ]
+        names = ("input", "target", "prediction")
+        assert lines[1:] == [f"  {name:<11}{text}" for name, text in zip(names, texts, strict=True)]
+
+
+def test_rows_that_cannot_be_shown(work, vocab):
+    refused(vocab, "--show_valid_examples needs validation data", show_valid_examples=2)
+    flags = {"valid_data_path": "text.jsonl", "show_valid_examples": 2, **OBJECTIVES["causal_lm"]}
+    refused(vocab, "--show_valid_examples is about .* has no targets", **flags)
 
 
 @pytest.mark.parametrize("objective", ["prefix_lm", "ul2", "causal_lm", "causal_lm of a decoder"])

@@ -1,0 +1,50 @@
+"""Examples of a validation with what the model made of them: in the log, and in TensorBoard's text tab."""
+
+from __future__ import annotations
+
+import html
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lm_experiments_tools.tracking.tracker import Tracker
+
+logger = logging.getLogger(__name__)
+
+SHOWN_CHARACTERS = 300
+
+
+def show_examples(split: str, examples: Sequence[Mapping[str, Any]], tracker: Tracker | None, step: int) -> None:
+    """Log examples, and write them as a table with the tag `examples/{split}` where the run has TensorBoard.
+
+    Args:
+        examples: dicts with the same keys; "id" is the example's name, "references" a list.
+        tracker: of the run that is going on; None for the log alone.
+        step: updates applied.
+    """
+    for example in examples:
+        lines = [f"{split} example {example['id']}"]
+        for name, value in list(example.items())[1:]:
+            values = value if name == "references" else [value]
+            lines += [f"  {name.removesuffix('s'):<11}{_shortened(v)}" for v in values]
+        logger.info("\n".join(lines))
+    if tracker is not None and examples:
+        names = list(examples[0])
+        rows = [names, ["---"] * len(names)]
+        rows += [[_cell(example.get(name)) for name in names] for example in examples]
+        tracker.text(f"examples/{split}", "\n".join(f"| {' | '.join(row)} |" for row in rows), step)
+
+
+def _cell(value: Any) -> str:
+    """A value as a cell of a Markdown table, which shows what a text holds and no markup of it."""
+    if isinstance(value, (list, tuple)):
+        return "<br>".join(map(_cell, value))
+    text = html.escape(" ".join(str(value).split()), quote=False)
+    return "".join(f"\\{sign}" if sign in "\\`*_{}[]()#+-.!|" else sign for sign in text)
+
+
+def _shortened(value: Any) -> str:
+    """One line, with the middle left out where it is long."""
+    line = " ".join(str(value).split())
+    half = SHOWN_CHARACTERS // 2
+    return line if len(line) <= SHOWN_CHARACTERS else f"{line[:half]} ... {line[-half:]}"

@@ -1,0 +1,173 @@
+"""Views of a run in trackio and wandb (`--log_to`), beside TensorBoard: the same numbers as metrics.jsonl, on rank 0.
+
+A restart goes on with the same run of a service, which knows no way back: the records after the checkpoint that it
+went on from stay there, beside their repetition. A service that fails is said once and left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import secrets
+import sqlite3
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lm_experiments_tools.config.flags import telling_settings
+from lm_experiments_tools.errors import UserError, first_line
+from lm_experiments_tools.files import dump_json, to_jsonable, write_atomic
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.config.training import LoggingArgs
+
+logger = logging.getLogger(__name__)
+
+_chosen: dict[Path, LoggingArgs] = {}  # of the run directories that this process writes to
+
+
+class Service(Protocol):
+    """A run as a service knows it; made of its project, name, id, settings and the run directory."""
+
+    def log(self, numbers: dict[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TrackioRun:
+    """A run in trackio's database on this machine (TRACKIO_DIR)."""
+
+    def __init__(self, project: str, name: str, run_id: str, settings: dict[str, Any], run_dir: Path) -> None:
+        import trackio
+
+        self._service, known = trackio, {"name": f"{name}-{run_id}", "config": settings, "resume": "allow"}
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # several lines of advice
+            self._run = trackio.init(project, auto_log_gpu=False, auto_log_cpu=False, embed=False, **known)
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self._run.log(numbers, step=step)
+
+    def close(self) -> None:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            self._service.finish()
+
+
+class WandbRun:
+    """A run in `wandb/` of the run directory, offline unless WANDB_MODE says otherwise."""
+
+    def __init__(self, project: str, name: str, run_id: str, settings: dict[str, Any], run_dir: Path) -> None:
+        import wandb
+
+        mode = os.environ.get("WANDB_MODE", "offline")
+        known = {"project": project, "name": name, "id": run_id, "config": settings, "dir": str(run_dir)}
+        self._run = wandb.init(
+            **known,
+            mode=mode,
+            resume="allow" if mode == "online" else None,
+            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self._run.log({**numbers, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+_SERVICES: dict[str, type[Service]] = {"trackio": TrackioRun, "wandb": WandbRun}
+
+
+def choose_services(args: LoggingArgs, run_dir: Path) -> None:
+    """Have what is tracked in `run_dir` go where `--log_to` says.
+
+    Raises:
+        UserError: a service that is not installed.
+    """
+    for name in args.log_to:
+        found = importlib.util.find_spec(name)
+        if name in _SERVICES and (found is None or found.origin is None):  # wandb leaves folders of its own name
+            raise UserError(f"--log_to {name}: {name} is not installed: pip install {name}, or leave it out.")
+    _chosen[run_dir.resolve()] = args
+
+
+class Services:
+    """The services of the run in `run_dir`, those of `choose_services`; none for a directory not named there.
+
+    Args:
+        start_step: updates already applied; -1 begins a new run of each service.
+    """
+
+    def __init__(self, run_dir: Path, start_step: int) -> None:
+        self._open: dict[str, Service] = {}
+        args = _chosen.get(run_dir.resolve())
+        self.tensorboard = args is None or "tensorboard" in args.log_to
+        names = [] if args is None else [name for name in dict.fromkeys(args.log_to) if name in _SERVICES]
+        if not names:
+            return
+        run_dir = run_dir.resolve()
+        settings, run_id = to_jsonable(telling_settings(args)), _run_id(run_dir, new=start_step < 0)
+        for name in names:
+            project = os.environ.get(f"{name.upper()}_PROJECT") or run_dir.parent.name or "runs"
+            with self._said_once(name):
+                self._open[name] = _SERVICES[name](project, run_dir.name, run_id, settings, run_dir)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Send one record of metrics.jsonl."""
+        for name, service in list(self._open.items()):
+            with self._said_once(name):
+                service.log(numbers_of(record), record["step"])
+
+    def close(self) -> None:
+        for name, service in list(self._open.items()):
+            with self._said_once(name):
+                service.close()
+        self._open.clear()
+
+    @contextlib.contextmanager
+    def _said_once(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (*_errors_of(name), OSError, RuntimeError, ValueError, ImportError, sqlite3.Error) as error:
+            self._open.pop(name, None)
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            logger.warning("%s gets no more of this run (%s); metrics.jsonl has all of it", name, reason)
+
+
+def _errors_of(name: str) -> tuple[type[Exception], ...]:
+    if name != "wandb":
+        return ()
+    with contextlib.suppress(ImportError):
+        from wandb.errors import Error
+
+        return (Error,)
+    return ()
+
+
+def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record of metrics.jsonl by name, metrics as name/split; NaN for one that was not finite."""
+    numbers: dict[str, float] = {}
+    for name, value in record.items():
+        if name in ("step", "split", "metrics", "time"):  # services have their own clock
+            continue
+        plain = to_jsonable(value)
+        tag = f"{name}/{record['split']}" if name in record["metrics"] else name
+        parts = [(f"{tag}/{i}", part) for i, part in enumerate(plain)] if isinstance(plain, list) else [(tag, plain)]
+        for key, part in parts:
+            if part is None or isinstance(part, (int, float)):
+                numbers[key] = float("nan") if part is None else float(part)
+    return numbers
+
+
+def _run_id(run_dir: Path, new: bool) -> str:
+    """The name by which services know the run, the same after a restart."""
+    file = run_dir / "services.json"
+    if not new:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return str(json.loads(file.read_text(encoding="utf-8"))["id"])
+    run_id = secrets.token_hex(4)
+    write_atomic(file, dump_json({"id": run_id}) + "\n")
+    return run_id
