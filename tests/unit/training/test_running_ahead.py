@@ -308,12 +308,17 @@ def test_an_update_is_asked_about_only_after_the_next_sum_of_counts_and_backward
     assert events[: len(expected)] == expected and set(events[len(expected) :]) <= {"sum"}  # those of the log line
 
 
-def poison(model: nn.Module, when: set[int]) -> None:
+def poison(model: nn.Module, backend: LocalBackend, when: set[int]) -> None:
     """Makes the gradient of these steps, each of two backward passes, not finite."""
-    calls = []
+    calls, backward = [], backend.backward
+
+    def counted(loss: Tensor) -> None:
+        calls.append(1)
+        backward(loss)
+
+    backend.backward = counted
 
     def hook(gradient: Tensor) -> Tensor:
-        calls.append(1)
         return gradient * math.nan if (len(calls) + 1) // 2 in when else gradient
 
     next(iter(model.parameters())).register_hook(hook)
@@ -327,11 +332,11 @@ def run(
 ) -> tuple[TrainingLoop, list[float]]:
     """A run whose gradient is not finite in the steps `skipped`, with the learning rate of each of its attempts."""
     model, rates = tiny_t5(dropout=0.1), []
-    poison(model, skipped)
+    backend = AheadBackend() if ahead else LocalBackend()
+    poison(model, backend, skipped)
     torch.manual_seed(3)
     fused = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
     optimizer = OURS[name](model) if name in OURS else fused
-    backend = AheadBackend() if ahead else LocalBackend()
     args = {**SCHEDULE, "model_path": str(tmp_path), **args}
     loop = make_loop(args, model, backend=backend, optimizer=optimizer, **(options or {}))
     set_rate = loop._set_lr
