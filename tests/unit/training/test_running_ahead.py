@@ -409,9 +409,9 @@ def test_a_run_that_asks_late_goes_on_bit_for_bit_after_a_signal_and_from_a_chec
 
 
 def test_skips_learned_of_late_end_the_run_too():
-    model = TinyLabeller()
-    poison(model, set(range(4, 100)))
-    loop = make_loop({"iters": 50, "log_interval": 50, "max_skipped_updates": 3}, model)
+    model, backend = TinyLabeller(), AheadBackend()
+    poison(model, backend, set(range(4, 100)))
+    loop = make_loop({"iters": 50, "log_interval": 50, "max_skipped_updates": 3}, model, backend=backend)
     before = []
     loop.backend.optimizer.register_step_post_hook(lambda *_: before.append(weights_of(model)))
     with pytest.raises(TrainingDiverged, match="3 updates in a row"):
@@ -430,7 +430,9 @@ def test_what_cannot_skip_on_the_device_is_waited_for():
         backend.precision = precision or backend.precision
         backend.setup(model, optimizer)
         assert backend.begin_update(1.0) is None
-    poison(model, {2})
-    loop = make_loop({"iters": 3}, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    backend = AheadBackend()
+    poison(model, backend, {2})
+    stepped = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loop = make_loop({"iters": 3}, model, backend=backend, optimizer=stepped)
     loop.train()
     assert loop.state.step == 3 and loop.state.skipped_updates == 1
