@@ -67,7 +67,7 @@ class Replay:
 
     def _refusal(self, backend: Backend) -> str | None:
         if backend.shards_model or backend.shards_optimizer:
-            return "the weights or the optimizer are sharded over the workers (FSDP, DeepSpeed); try DDP or one"
+            return "the weights or the optimizer are sharded over the workers (FSDP, DeepSpeed); try DDP"
         return "apex has changed the model" if isinstance(getattr(backend.precision, "opt_level", None), str) else None
 
     def _find(self) -> str | None:

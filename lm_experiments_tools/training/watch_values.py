@@ -112,7 +112,7 @@ class MaximaHook:
         backend, maxima = loop.backend, _Maxima(loop.backend.unwrap())
         backend.model.eval()  # the loop puts it back
         with preserved_random_state(), torch.compiler.set_stance("force_eager"), maxima.hooked(), backend.autocast():
-            backend.unwrap()(**loop.micro_batches[0].inputs, **loop.forward_kwargs)
+            backend.model(**loop.micro_batches[0].inputs, **loop.forward_kwargs)
         names = list(maxima.of)
         values = {}
         if names:
