@@ -57,6 +57,7 @@ class Backend:
         optimizer: the wrapped optimizer; read its param_groups, set their lr.
         shards_model: forward passes are collective (FSDP, ZeRO-3), so every worker runs equally many.
         shards_optimizer: each worker's `optimizer_state` is a part of its own.
+        before_update: called by `update` when gradients are reduced, neither clipped nor applied.
         runs_ahead: the device works through a queue, and idles while the host waits for it (see `begin_update`).
     """
 
@@ -66,6 +67,7 @@ class Backend:
     model: nn.Module
     optimizer: Optimizer
     shards_model = shards_optimizer = False
+    before_update: Callable[[], None] | None = None
 
     def __init__(self, precision: Precision | None = None, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -110,6 +112,8 @@ class Backend:
         Returns the global L2 norm of the reduced gradient before clipping, and whether the step was applied. It is not
         applied when the gradient is not finite; then all workers alike leave weights and optimizer untouched.
         """
+        if self.before_update is not None:
+            self.before_update()
         parameters = self.precision.parameters(self.optimizer)
         norm = global_gradient_norm(parameters)
         grad_norm = norm.item()  # waits for the device, once a step

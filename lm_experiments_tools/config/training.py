@@ -312,6 +312,10 @@ class LoggingArgs:
     unless WANDB_MODE=online."""
     peak_tflops: Annotated[float | None, HARMLESS, POSITIVE] = None
     """Peak of one device in 10^12 FLOP/s, of which the log gives the share (mfu). None: measured in 0.2 s."""
+    log_norms: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
+    """Updates between two records of the norms of gradient, weights and update of each part. None: never."""
+    log_maxima: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
+    """Updates between two records of the largest activation and a bound of attention logits by part. None: never."""
     profile_after: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
     """Write a torch profiler trace of the three updates after this one. None: no trace."""
     report: Annotated[bool, HARMLESS, IN_RUN_DIRECTORY, _OF_TRAINING] = False

@@ -82,9 +82,8 @@ def _training(opened: Opened) -> list[str]:
         key: next((r[key] for r in reversed(train) if r.get(key) is not None), None) for key in ("samples", "tokens")
     }
     rows += [(key, f"{value:,}") for key, value in last.items() if value is not None]
-    rows += [
-        (f"training {key}", f"{train[-1][key]:.4g}") for key in run.metrics("train") if train and train[-1].get(key)
-    ]
+    for key in run.metrics("train"):  # a record may be of norms alone
+        rows += [(f"training {key}", f"{record[key]:.4g}") for record in reversed(train) if record.get(key)][:1]
     valid = next((record for record in reversed(run.of("valid")) if record["step"] == step), {})
     rows += [(f"validation {key}", f"{valid[key]:.4g}") for key in run.metrics("valid") if valid.get(key) is not None]
     settings = {label: _setting(name, run.config.get(name)) for name, label in _SETTINGS.items()}

@@ -12,6 +12,7 @@ from lm_experiments_tools.training.step import StepInfo
 
 if TYPE_CHECKING:
     from lm_experiments_tools.checkpoint.train_state import TrainState
+    from lm_experiments_tools.training.first_bad import Replay
     from lm_experiments_tools.training.metrics import MetricSums, Window
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class Attempt:
             come so far.
         sums: losses and metrics of the step's micro-batches on this worker.
         samples, tokens, seconds, data_seconds: as in `StepInfo`.
+        replay: the step once more, to find what was not finite if it is skipped.
     """
 
     outcome: Callable[[], tuple[float, bool]]
@@ -38,6 +40,7 @@ class Attempt:
     tokens: int
     seconds: float
     data_seconds: float
+    replay: Replay
 
     def settle(self, state: TrainState, window: Window, max_skipped: int) -> StepInfo:
         """Count it, whether applied or skipped, in the state of the run and the sums of its next log line.
@@ -56,11 +59,13 @@ class Attempt:
         if applied:
             state.skipped_in_a_row = 0
         else:
-            _count_skipped(state, info, max_skipped)
+            _count_skipped(state, info)
+            self.replay.trace(state)
+            _check_diverged(state, max_skipped)
         return info
 
 
-def _count_skipped(state: TrainState, info: StepInfo, most: int) -> None:
+def _count_skipped(state: TrainState, info: StepInfo) -> None:
     state.skipped_updates += 1
     state.skipped_in_a_row += 1
     first = state.consumed_samples - info.samples
@@ -68,6 +73,9 @@ def _count_skipped(state: TrainState, info: StepInfo, most: int) -> None:
         "gradient norm %s after step %d: update skipped on all workers (samples %d to %d; %d skipped so far)",
         info.grad_norm, info.step, first, state.consumed_samples - 1, state.skipped_updates,
     )  # fmt: skip
+
+
+def _check_diverged(state: TrainState, most: int) -> None:
     if state.skipped_in_a_row >= most:
         raise TrainingDiverged(
             f"{state.skipped_in_a_row} updates in a row had a non-finite gradient (--max_skipped_updates); the "

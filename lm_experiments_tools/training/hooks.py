@@ -7,12 +7,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training.step import Loop, StepInfo
+from lm_experiments_tools.training.watch_values import MaximaHook, NormsHook
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.config.training import TrainerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -109,3 +113,14 @@ class ProfileHook:
             self._profiler.export_chrome_trace(str(trace))
             self._profiler = None
             loop.say(f"profile of steps {self.start + 1} to {self.stop}: {trace}")
+
+
+def watching_hooks(args: TrainerArgs, loop: Loop) -> list[Hook]:
+    """Hooks of `--log_norms` and `--log_maxima`; none with `--validate_only`.
+
+    Raises:
+        UserError: the backend cannot be watched so.
+    """
+    loop.backend.before_update = None  # of an earlier training
+    asked = (args.log_norms, NormsHook), (args.log_maxima, MaximaHook)
+    return [] if args.validate_only else [hook(every, loop) for every, hook in asked if every is not None]

@@ -37,11 +37,12 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.inspection import drops_first_label, forward_names
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
 from lm_experiments_tools.training.attempt import Attempt
+from lm_experiments_tools.training.first_bad import Replay
 from lm_experiments_tools.training.first_batches import checked, same_on_all
 from lm_experiments_tools.training.flops import FlopMeter
 from lm_experiments_tools.training.generation import generate
 from lm_experiments_tools.training.generators import preserved_random_state, random_state, set_random_state
-from lm_experiments_tools.training.hooks import Hook, ProfileHook, ValidateHook, VerbHook, is_due
+from lm_experiments_tools.training.hooks import Hook, ProfileHook, ValidateHook, VerbHook, is_due, watching_hooks
 from lm_experiments_tools.training.losses import MODEL_LOSS, Loss
 from lm_experiments_tools.training.metrics import Collector, KeptOutputs, MetricSums, Window, storable
 from lm_experiments_tools.training.micro_batches import BatchStream, MicroBatch, StepBatch, padded, split_batch
@@ -134,7 +135,7 @@ class TrainingLoop:
         )
         log = VerbHook(args.log_interval, lambda loop: loop.log_train())
         save = VerbHook(args.save_interval, lambda loop: loop.save(unless_last=True))
-        self.hooks: list[Hook] = [log, self.validate_hook, save, *hooks]
+        self.hooks: list[Hook] = [log, *watching_hooks(args, self), self.validate_hook, save, *hooks]
         if args.profile_after is not None:
             self.hooks.append(ProfileHook(args.profile_after, Path(args.model_path) / "profile"))
 
@@ -266,16 +267,15 @@ class TrainingLoop:
         Returns:
             What became of the update; None where the device has yet to say, or a signal asked to stop.
         """
-        started = time.perf_counter()
-        backend = self.backend
+        started, backend = time.perf_counter(), self.backend
         part = self._split(batch, self.args.batch_size)
         weights, samples, tokens, num_micro_batches = self._agree(part)
         if self.signals.agreed:  # no pass more: a launcher kills a few seconds after its signal
             self._settle()
             self._random_state = self.stream.put_back()
             return None
-        micro_batches = list(padded(part.micro_batches, num_micro_batches))
-        sums = MetricSums()
+        micro_batches = self.micro_batches = list(padded(part.micro_batches, num_micro_batches))
+        sums, replay = MetricSums(), Replay(self, micro_batches, weights)
         for i, micro_batch in enumerate(micro_batches):
             with backend.accumulate(sync=i == len(micro_batches) - 1):
                 with backend.autocast():
@@ -291,7 +291,7 @@ class TrainingLoop:
         outcome = None if due else backend.begin_update(*clip)
         known = backend.update(*clip) if outcome is None else None
         seconds = time.perf_counter() - started
-        self._attempt = Attempt(outcome or (lambda: known), sums, samples, tokens, seconds, data_seconds)
+        self._attempt = Attempt(outcome or (lambda: known), sums, samples, tokens, seconds, data_seconds, replay)
         return self._settle() if outcome is None else None
 
     def _is_due(self, step: int) -> bool:

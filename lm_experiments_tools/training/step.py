@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.checkpoint.train_state import TrainState
+    from lm_experiments_tools.tracking.tracker import Tracker
+    from lm_experiments_tools.training.losses import Loss
+    from lm_experiments_tools.training.micro_batches import MicroBatch
     from lm_experiments_tools.training.schedules import LearningRate
 
 
@@ -40,6 +43,10 @@ class Loop(Protocol):
     state: TrainState
     learning_rate: LearningRate
     valid_dataloader: Iterable
+    loss: Loss
+    forward_kwargs: dict[str, Any]
+    micro_batches: list[MicroBatch]
+    tracker: Tracker | None
 
     def validate(self, dataloader: Iterable) -> dict[str, float] | None:
         """Metrics over all of `dataloader`, or None when a signal cut it short."""

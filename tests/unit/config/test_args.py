@@ -219,7 +219,8 @@ def test_the_flags_that_a_resumed_run_may_change_are_these():
     assert " ".join(sorted(frozenset.union(*harmless))) == (
         "allow_partial_checkpoint allow_pickle backend bleu_tokenize compile data_n_workers do_sample "
         "early_stopping_patience epochs eval_batch_size id_field inference_dtype init_checkpoint iters "
-        "keep_checkpoints length_penalty log_interval log_to max_bad_lines max_instances_per_eval_task "
+        "keep_checkpoints length_penalty log_interval log_maxima log_norms log_to max_bad_lines "
+        "max_instances_per_eval_task "
         "max_new_tokens max_skipped_updates metrics min_new_tokens mlm_positions model_path "
         "no_repeat_ngram_size num_beams peak_tflops plan profile_after repetition_penalty report reset_iteration "
         "reset_lr reset_optimizer resume save_best save_in_background save_interval show_valid_examples "

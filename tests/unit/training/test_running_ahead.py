@@ -308,12 +308,17 @@ def test_an_update_is_asked_about_only_after_the_next_sum_of_counts_and_backward
     assert events[: len(expected)] == expected and set(events[len(expected) :]) <= {"sum"}  # those of the log line
 
 
-def poison(model: nn.Module, when: set[int]) -> None:
+def poison(model: nn.Module, backend: LocalBackend, when: set[int]) -> None:
     """Makes the gradient of these steps, each of two backward passes, not finite."""
-    calls = []
+    calls, backward = [], backend.backward
+
+    def counted(loss: Tensor) -> None:
+        calls.append(1)
+        backward(loss)
+
+    backend.backward = counted
 
     def hook(gradient: Tensor) -> Tensor:
-        calls.append(1)
         return gradient * math.nan if (len(calls) + 1) // 2 in when else gradient
 
     next(iter(model.parameters())).register_hook(hook)
@@ -327,11 +332,11 @@ def run(
 ) -> tuple[TrainingLoop, list[float]]:
     """A run whose gradient is not finite in the steps `skipped`, with the learning rate of each of its attempts."""
     model, rates = tiny_t5(dropout=0.1), []
-    poison(model, skipped)
+    backend = AheadBackend() if ahead else LocalBackend()
+    poison(model, backend, skipped)
     torch.manual_seed(3)
     fused = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
     optimizer = OURS[name](model) if name in OURS else fused
-    backend = AheadBackend() if ahead else LocalBackend()
     args = {**SCHEDULE, "model_path": str(tmp_path), **args}
     loop = make_loop(args, model, backend=backend, optimizer=optimizer, **(options or {}))
     set_rate = loop._set_lr
@@ -404,9 +409,9 @@ def test_a_run_that_asks_late_goes_on_bit_for_bit_after_a_signal_and_from_a_chec
 
 
 def test_skips_learned_of_late_end_the_run_too():
-    model = TinyLabeller()
-    poison(model, set(range(4, 100)))
-    loop = make_loop({"iters": 50, "log_interval": 50, "max_skipped_updates": 3}, model)
+    model, backend = TinyLabeller(), AheadBackend()
+    poison(model, backend, set(range(4, 100)))
+    loop = make_loop({"iters": 50, "log_interval": 50, "max_skipped_updates": 3}, model, backend=backend)
     before = []
     loop.backend.optimizer.register_step_post_hook(lambda *_: before.append(weights_of(model)))
     with pytest.raises(TrainingDiverged, match="3 updates in a row"):
@@ -425,7 +430,9 @@ def test_what_cannot_skip_on_the_device_is_waited_for():
         backend.precision = precision or backend.precision
         backend.setup(model, optimizer)
         assert backend.begin_update(1.0) is None
-    poison(model, {2})
-    loop = make_loop({"iters": 3}, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    backend = AheadBackend()
+    poison(model, backend, {2})
+    stepped = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loop = make_loop({"iters": 3}, model, backend=backend, optimizer=stepped)
     loop.train()
     assert loop.state.step == 3 and loop.state.skipped_updates == 1

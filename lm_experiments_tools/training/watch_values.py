@@ -1,0 +1,184 @@
+"""Norms and largest magnitudes by part of the model, in the steps that are due (`--log_norms`, `--log_maxima`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lm_experiments_tools.backends.backend import total_norm
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.modules.reading import read_later
+from lm_experiments_tools.training.generators import preserved_random_state
+from lm_experiments_tools.training.step import Loop, StepInfo
+
+_HEADS = {"lm_head", "cls", "classifier", "head", "score", "qa_outputs"}
+_WIDTHS = "n_heads", "num_heads", "num_attention_heads"
+_PROJECTIONS = ("q", "k"), ("query", "key")
+
+
+def part_of(name: str) -> str:
+    """The part of the model that a parameter is counted in, by its name.
+
+    Of `encoder.block.0.layer.0.SelfAttention.q.weight` it is `encoder.block.0`, the first numbered module; of others
+    `embeddings`, `head`, or the module.
+    """
+    path = [piece for piece in name.split(".") if piece not in ("_orig_mod", "module")]
+    for depth, piece in enumerate(path):
+        if piece.isdecimal():
+            return ".".join(path[: depth + 1])
+    if any("embed" in piece for piece in path) or path[0] == "shared":
+        return "embeddings"
+    return "head" if _HEADS & set(path) else ".".join(path[:-1]) or "model"
+
+
+class NormsHook:
+    """L2 norms of gradient (reduced, not clipped), weights and update of each part, and update over weights.
+
+    Raises:
+        UserError: gradients or weights cannot be seen one by one.
+    """
+
+    def __init__(self, every: int | None, loop: Loop) -> None:
+        backend = loop.backend
+        if backend.shards_optimizer:
+            raise UserError(
+                "--log_norms does not work with DeepSpeed, which keeps gradients in buffers of its own: use FSDP, DDP "
+                "or Horovod, or leave it out"
+            )
+        if hasattr(backend.precision, "opt_level"):
+            raise UserError("--log_norms does not work with --apex_opt_lvl, which trains copies of the weights")
+        self.every, self._loop = every, loop
+        self._parts: dict[str, list[nn.Parameter]] = {}
+        for name, parameter in backend.unwrap().named_parameters():
+            if parameter.requires_grad:
+                self._parts.setdefault(part_of(name), []).append(parameter)
+        self._before: dict[str, list[Tensor]] = {}
+        self._gradients: list[Tensor] = []
+        backend.before_update = self._look
+
+    def _look(self) -> None:
+        """Before an update that will be logged: the norms of its gradient, and a copy of the weights."""
+        self._before.clear()  # of an update that was skipped
+        if (self._loop.state.step + 1) % self.every:
+            return
+        gradients = {part: [p.grad for p in of if p.grad is not None] for part, of in self._parts.items()}
+        self._gradients = [_norm(of_part, self._loop.backend.device) for of_part in gradients.values()]
+        self._before = {part: [p.detach().clone() for p in of] for part, of in self._parts.items()}
+
+    @torch.no_grad()
+    def __call__(self, loop: Loop, info: StepInfo) -> None:
+        device = loop.backend.device
+        weights = [_norm([p.detach() for p in of], device) for of in self._parts.values()]
+        updates = []
+        for part, before in self._before.items():
+            torch._foreach_sub_(before, [p.detach() for p in self._parts[part]])
+            updates.append(_norm(before, device))
+        self._before = {}
+        read = read_later(torch.stack([*self._gradients, *weights, *updates]))
+        numbers, count = read(), len(self._parts)
+        values = {}
+        for place, part in enumerate(self._parts):
+            gradient, weight, update = numbers[place::count]
+            values |= {f"norm/gradient/{part}": gradient, f"norm/weight/{part}": weight}
+            values |= {f"norm/update/{part}": update}
+            values |= {f"norm/update_over_weight/{part}": update / weight} if weight else {}
+        _record(loop, values)
+
+
+def _norm(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """Their common L2 norm, float32; collective for slices of FSDP2."""
+    return (total_norm(tensors) if tensors else torch.zeros(())).to(device, torch.float32)
+
+
+class MaximaHook:
+    """Largest magnitude of what the modules of each part put out, and a bound of its attention logits.
+
+    Both are of one more forward pass, without dropout, of the first micro-batch of each worker, with the weights after
+    the update. The bound is scale * max |q| * max |k| over a head's queries and keys (Cauchy-Schwarz): no logit is
+    larger, before a position bias or mask is added.
+    """
+
+    def __init__(self, every: int | None, loop: Loop) -> None:
+        self.every = every
+
+    @torch.no_grad()
+    def __call__(self, loop: Loop, info: StepInfo) -> None:
+        backend, maxima = loop.backend, _Maxima(loop.backend.unwrap())
+        backend.model.eval()  # the loop puts it back
+        with preserved_random_state(), torch.compiler.set_stance("force_eager"), maxima.hooked(), backend.autocast():
+            backend.model(**loop.micro_batches[0].inputs, **loop.forward_kwargs)
+        names = list(maxima.of)
+        values = {}
+        if names:
+            read = read_later(torch.stack([maxima.of[name].to(backend.device, torch.float32) for name in names]))
+            values = dict(zip(names, read(), strict=True))
+        every = backend.gather(values)
+        _record(loop, {name: _largest([own[name] for own in every if name in own]) for name in values})
+
+
+def _largest(values: list[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+class _Maxima:
+    """The largest magnitudes of a pass, scalars on their devices, by name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.of = model, {}
+        self._projected: dict[str, Tensor] = {}
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        handles = []
+        for name, module in self.model.named_modules():
+            if name:
+                handles.append(module.register_forward_hook(partial(self._output, part_of(f"{name}.weight"))))
+            pair = next((p for p in _PROJECTIONS if all(hasattr(module, projection) for projection in p)), None)
+            places = (module, getattr(module, "config", None))
+            heads = next((getattr(p, width) for p in places for width in _WIDTHS if hasattr(p, width)), None)
+            if pair is None or heads is None:
+                continue
+            for projection in pair:
+                note = partial(self._project, f"{name}.{projection}")
+                handles.append(getattr(module, projection).register_forward_hook(note))
+            handles.append(module.register_forward_hook(partial(self._attention, name, pair, heads)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _output(self, part: str, module: nn.Module, args: tuple, output: Any) -> None:
+        first = output[0] if isinstance(output, (tuple, list)) and output else output
+        values = first.values() if isinstance(first, Mapping) else [first]
+        for value in values:
+            if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+                self._note(f"maximum/activation/{part}", value.abs().max())
+
+    def _project(self, name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
+        self._projected[name] = output
+
+    def _attention(self, name: str, pair: tuple[str, str], heads: int, module: nn.Module, args: tuple, _: Any) -> None:
+        q, k = (self._projected.pop(f"{name}.{projection}", None) for projection in pair)
+        if q is None or k is None:
+            return
+        largest = [x.float().unflatten(-1, (heads, -1)).norm(dim=-1).flatten(0, -2).amax(0) for x in (q, k)]
+        plain = 1.0 if pair == ("q", "k") else (q.shape[-1] // heads) ** -0.5  # T5 does not scale
+        bound = (largest[0] * largest[1]).max() * getattr(module, "scaling", plain)
+        self._note(f"maximum/attention_logit_bound/{part_of(name + '.weight')}", bound)
+
+    def _note(self, name: str, value: Tensor) -> None:
+        self.of[name] = value if name not in self.of else torch.maximum(self.of[name], value.to(self.of[name]))
+
+
+def _record(loop: Loop, values: dict[str, float]) -> None:
+    """Write them to TensorBoard and metrics.jsonl, without a line on the console."""
+    if loop.tracker is not None:
+        state = loop.state
+        loop.tracker.log("train", state.step, state.consumed_samples, state.consumed_tokens, {}, extra=values)

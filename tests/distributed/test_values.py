@@ -1,0 +1,43 @@
+"""Norms of two workers are those of one process; the worker, step and module of an infinity are in rank 0's log."""
+
+import json
+
+import pytest
+import torch
+
+from lm_experiments_tools.backends.backend import LocalBackend
+from tests.distributed.launch import ROOT, missing, run, shim, torchrun
+from tests.distributed.values_worker import train
+
+WORKER = ROOT / "tests" / "distributed" / "values_worker.py"
+PREFIXES = "norm/", "maximum/"
+
+
+def watched(folder) -> dict[tuple[int, str], float]:
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {(r["step"], name): v for r in records for name, v in r.items() if name.startswith(PREFIXES)}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_norms_and_the_trace_of_two_workers(name, tmp_path):
+    if reason := missing("accelerate"):
+        pytest.skip(reason)
+    launcher = torchrun() if name == "ddp" else shim("fsdp")
+    job = run(launcher, WORKER, tmp_path, **({"ACCELERATE_USE_CPU": "true"} if name == "ddp" else {}))
+    assert job.returncode == 0, job.output[-4000:]
+    train(tmp_path / "alone", LocalBackend(device=torch.device("cpu")), log_norms=1, log_maxima=3)
+    ours, alone = watched(tmp_path / "watched"), watched(tmp_path / "alone")
+    assert ours.keys() == alone.keys() and {step for step, _ in ours} == {1, 2, 3}
+    norms = [key for key in alone if key[1].startswith("norm/")]
+    assert len(norms) == 3 * 4 * len({key[1].rpartition("/")[2] for key in norms})
+    assert {key: ours[key] for key in norms} == pytest.approx({key: alone[key] for key in norms}, rel=2e-3)
+    for key in alone.keys() - norms:  # alone it is of the first micro-batch, one of two
+        assert ours[key] >= alone[key] * (1 - 2e-3)
+    log = (tmp_path / "broken" / "logs" / "rank0.log").read_text()
+    if name == "ddp":
+        where = "encoder.block.1.layer.1.DenseReluDense.wo (Linear): its output"
+        assert f"step 2, rank 1: first not finite: {where}" in log
+        assert log.count("first not finite") == 1
+    else:
+        assert "not looked for: the weights or the optimizer are sharded over the workers" in log
