@@ -109,8 +109,8 @@ def main() -> None:
 
 _PAGE = """# Memory of training steps: predicted, traced, measured
 
-`python benchmarks/memory_plan.py` writes this page. MiB at the highest moment of two training steps, for {total} command
-lines of `lmtools plan`. *predicted*: the closed form. *traced*: the model on tensors without data, under its
+`python benchmarks/memory_plan.py` writes this page. MiB at the highest moment of two training steps, for {total}
+command lines of `lmtools plan`. *predicted*: the closed form. *traced*: the model on tensors without data, under its
 MemTracker. *measured*: the same tracker over real tensors on a CPU, where the model is small. The next columns are
 shares of the traced figure: the closed form, `accelerate estimate-memory` ("Training using Adam") and four times the
 weights. The last one is CPU seconds of the trace.

@@ -102,7 +102,8 @@ def make_plan(
     momentum = options.get("momentum", "0") not in ("0", "0.0")
     state = state_of(args.optimizer, model, trained, momentum=momentum, beta1="beta1" in options)
     fixed = _fixed(args, planning, model, trained, state)
-    peak = walk(model, step, fixed, args.gradient_accumulation_steps > 1, trained)
+    buckets = planning.workers > 1 and planning.sharding == "none" and args.backend != "horovod"
+    peak = walk(model, step, fixed, args.gradient_accumulation_steps > 1 or buckets, trained)
     return Plan(args, model, step, fixed, peak, trained, state, device, tuple(notes))
 
 
@@ -253,7 +254,7 @@ def held_weights(model: Model, kind: str) -> float:
     wide = layers * (3 if model.gated else 2) * model.width * model.wide
     if model.kind == "t5":
         wide -= layers * model.width * model.wide
-    quantized = inner + wide
+    quantized = inner + wide + (model.width**2 if model.kind == "bert" else 0)  # and the pooler
     return 4 * (count - quantized) + quantized * (1 if kind == "int8" else 0.5 + 4 / 64)
 
 
@@ -280,6 +281,7 @@ def _fixed(args: ExperimentArgs, planning: PlanningArgs, model: Model, trained: 
 
 
 def _communication(args: ExperimentArgs, gradients: float) -> float:
-    """Buffers that gradients are sent from: DDP's buckets hold them all, Horovod fuses some at a time."""
+    """Buffers that gradients are sent from: Horovod fuses some at a time, of DDP's buckets they are views and so exist
+    all the time."""
     half = gradients / 2 if args.fp16_allreduce else 0
-    return half + (min(_FUSION, gradients) if args.backend == "horovod" else gradients)
+    return half + (min(_FUSION, gradients) if args.backend == "horovod" else 0)
