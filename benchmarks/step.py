@@ -8,7 +8,7 @@ one step each, so that whatever else the machine does falls on all alike. On a C
 process on one thread, on a GPU wall time. tokens/s counts inputs and targets without padding. The ratio is to the
 first loop named. T5 trains without dropout, as nanoT5 does, BERT with its own 0.1. Rows of real lengths stand in the
 order that each program reads them in: ours by length, Trainer's at random; their tokens/s is of all steps together.
-The share of peak is that of the best matrix product (2048 x 512 by 512 x 1024) of the same run.
+The share of peak is of what the loop computes, of the best matrix product (2048 x 512 by 512 x 1024) of the same run.
 Memory is the largest resident set of the process (CPU) or what CUDA allocated. No network or TensorFlow is needed.
 """
 
@@ -28,8 +28,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from step_data import batches_of
-from step_loops import LOOPS, Shape, config_of, nanot5
+from step_data import MASKED, batches_of
+from step_loops import LOOPS, NANOT5_MODEL, Shape, config_of, nanot5
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
@@ -140,12 +140,13 @@ def measured_peak(precision: str) -> float:
     return flops.measured_peak(device, dtype, time.perf_counter if device.type == "cuda" else time.process_time)
 
 
-def flops_of(shape: Shape) -> float:
-    """FLOP of a step of full rows."""
+def flops_of(shape: Shape, loop: str) -> float:
+    """FLOP of a loop's step of full rows; of BERT, ours scores words for the masked tokens alone."""
     config = config_of(shape)
     if shape.is_t5:
         return flops.t5_flops(config, shape.rows, shape.inputs, shape.targets)
-    return flops.bert_flops(config, shape.rows, shape.inputs, shape.rows * shape.inputs)
+    scored = round(MASKED * shape.inputs) if loop.startswith("ours") else shape.inputs
+    return flops.bert_flops(config, shape.rows, shape.inputs, shape.rows * scored)
 
 
 def compare(name: str, loops: list[str], options: argparse.Namespace) -> list[str]:
@@ -174,7 +175,7 @@ def compare(name: str, loops: list[str], options: argparse.Namespace) -> list[st
         if shape.real_lengths:  # steps differ in what they hold
             rate = sum(step["tokens"] for step in steps) / sum(step[clock] for step in steps)
         base = base or (rate, fastest)
-        share = "" if shape.real_lengths else f"{flops_of(shape) / min(s[clock] for s in steps) / peak:.0%}"
+        share = "" if shape.real_lengths else f"{flops_of(shape, loop) / min(s[clock] for s in steps) / peak:.0%}"
         lines.append(
             f"| {loop} | {statistics.median(s[clock] for s in steps):.2f} | {rate:.0f} | {rate / base[0]:.2f} "
             f"({fastest / base[1]:.2f}) | {steps[-1]['memory']:.0f} | {share} |"
@@ -196,6 +197,18 @@ def loops_of(shape: Shape) -> list[str]:
     return loops
 
 
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse what would fail, or be left out unsaid, after minutes of other loops."""
+    if options.nanot5 and not (options.nanot5 / NANOT5_MODEL).is_file():
+        parser.error(f"--nanot5 {options.nanot5} is no checkout of nanoT5: it has no {NANOT5_MODEL}")
+    if not options.nanot5 and any("nanoT5" in loop for loop in options.loops or ()):
+        parser.error("--loops nanoT5 needs --nanot5, a checkout of it")
+    if options.rounds is not None and options.rounds < 1 or options.warm_up < 0:
+        parser.error("--rounds is at least 1, --warm_up at least 0")
+    if options.output and (options.output.is_dir() or not options.output.absolute().parent.is_dir()):
+        parser.error(f"--output {options.output} is no file in a folder that exists")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="*", help="parts of names of shapes: " + "; ".join(SHAPES))
@@ -211,6 +224,7 @@ def main() -> None:
     if options.worker:
         train_in_turns(options.worker, SHAPES[options.shape[0]], options.precision, options.nanot5)
         return
+    check(parser, options)
     options.logs.mkdir(parents=True, exist_ok=True)
     names = [n for n in SHAPES if any(part in n for part in options.shape or [""])]
     if not options.shape and not torch.cuda.is_available():

@@ -144,6 +144,9 @@ def trainer(shape: Shape, batches: Batches, precision: str, compiled: bool = Fal
         Trainer(_transformers_model(shape, "sdpa"), options, train_dataset=batches).train()
 
 
+NANOT5_MODEL = "nanoT5/utils/t5_model.py"  # of its checkout
+
+
 def nanot5(shape: Shape, batches: Batches, precision: str, checkout: Path, compiled: bool = False) -> None:
     """nanoT5's model, AdamWScale and `train` on an Accelerator, as its main.py puts them together."""
     from accelerate import Accelerator
@@ -184,8 +187,6 @@ def _import_nanot5(checkout: Path) -> dict[str, types.ModuleType]:
     from transformers.modeling_utils import ModuleUtilsMixin
     from transformers.utils import PaddingStrategy
 
-    if not (checkout / "nanoT5/utils/t5_model.py").is_file():
-        raise SystemExit(f"error: {checkout} is no checkout of nanoT5: it has no nanoT5/utils/t5_model.py")
     missing = {"evaluate": {}, "neptune": {}, "omegaconf": {"OmegaConf": None, "open_dict": None}}
     missing |= {"datasets": {}, "datasets.iterable_dataset": {"IterableDataset": type("IterableDataset", (), {})}}
     for name, members in missing.items():  # what it would log and read data by

@@ -74,7 +74,7 @@ class _LinearTokenLoss(torch.autograd.Function):
             grad_states = torch.empty_like(x) if wants_states else None
             grad_weight, total = None, []
             for rows, targets, place in zip(
-                x.split(chunk_size), labels.split(chunk_size), range(0, len(x), chunk_size), strict=True
+                x.split(chunk_size), labels.split(chunk_size), range(0, max(1, len(x)), chunk_size), strict=True
             ):
                 logits = rows @ w.T
                 total.append(turn_into_gradient(logits, targets, z_loss, label_smoothing))
@@ -105,7 +105,7 @@ def turn_into_gradient(logits: Tensor, labels: Tensor, z_loss: float, label_smoo
     losses = []
     for part, targets in zip(logits.split(block), labels.split(block), strict=True):
         is_valid = (targets != IGNORED)[:, None]
-        index = targets.clamp(min=0)[:, None]
+        index = targets.where(targets != IGNORED, 0)[:, None]
         x = part.to(exact, copy=True)
         highest = x.amax(1, keepdim=True)
         x.sub_(highest)

@@ -29,7 +29,7 @@ from modeling_t5.fast_step import LOSS_CHUNK, embed_both
 from modeling_t5.layers import T5Attention as T5Attention
 from modeling_t5.layers import T5ClassificationHead
 from modeling_t5.losses import IGNORED, chunked_token_loss, classification_loss, token_loss
-from modeling_t5.packing import Segments
+from modeling_t5.packing import Segments, masked
 from modeling_t5.stack import T5PreTrainedModel, T5Stack
 
 
@@ -110,13 +110,17 @@ class T5Model(T5PreTrainedModel):
         decoder_segment_ids: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
-        """Args are those of transformers' T5Model, and segments of packed rows (packing.py) instead of masks."""
+        """Args are those of transformers' T5Model, and segments of packed rows (packing.py) beside masks of tokens."""
         cross_mask = None
+        if (segment_ids is None) != (decoder_segment_ids is None):
+            raise ValueError("segment_ids and decoder_segment_ids belong together: give both, or neither.")
         if segment_ids is not None:
             if self.config.num_cdq_heads:
                 raise ValueError("num_cdq_heads: these queries know the whole row, so segment_ids cannot part it.")
             if self.encoder.block[0].layer[0].SelfAttention.layout is not None:
                 raise ValueError("the blocks of a sparse layout are laid over the row, so segment_ids cannot part it.")
+            segment_ids = masked(segment_ids, attention_mask)
+            decoder_segment_ids = masked(decoder_segment_ids, decoder_attention_mask)
             attention_mask = self.encoder.mask_of(Segments(segment_ids, segment_ids))
             decoder_attention_mask = self.decoder.mask_of(Segments(decoder_segment_ids, decoder_segment_ids))
             cross_mask = self.decoder.mask_of(Segments(decoder_segment_ids, segment_ids), is_cross=True)

@@ -38,6 +38,19 @@ class Segments(NamedTuple):
         return torch.where(self.mask(causal), 0.0 if bias is None else bias, -torch.inf)
 
 
+def masked(segment_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Numbers int64[B, L] with tokens that a mask [B, L] leaves out as padding.
+
+    Raises:
+        ValueError: a mask of more than tokens.
+    """
+    if attention_mask is None:
+        return segment_ids
+    if attention_mask.dim() != 2:
+        raise ValueError("segment_ids and an attention_mask of more than [batch, length]: give one of the two.")
+    return segment_ids.masked_fill(attention_mask == 0, 0)
+
+
 def shift_right_in_segments(labels: Tensor, decoder_segment_ids: Tensor, start: int, padding: int) -> Tensor:
     """The decoder's input for labels int64[B, T]: those before each, and the start token where an example begins."""
     before = labels.roll(1, -1).masked_fill(labels.roll(1, -1) == IGNORED, padding)

@@ -25,7 +25,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from lm_experiments_tools.config.cli import run_main
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.tokens.files import read_meta
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.tokens.tokenize import check_vocabulary as check_tokens
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import build_model, check_vocabulary, load_model_config
 
@@ -33,6 +35,7 @@ REACH = 3  # tokens apart that still count as neighbours, by 1 / distance
 MOST_TOKENS = 10_000_000  # the first so many are counted; their pairs take some 2 GB of memory
 OFFSETS = (-1, 1, -2, 2, -3, 3)  # of the encoder's heads, in turn
 LOOKS_BACK = (1, 0, 2, 3)  # of the decoder's, which sees what was before
+FILES = ("config.json", "model.safetensors")
 BIAS, MATCH, QUIET = 5.0, 2.0, 0.3
 
 
@@ -80,6 +83,32 @@ def look_at_neighbours(model: nn.Module) -> None:
             attention.o.weight.copy_(attention.v.weight.t())
 
 
+def check_ids(data: str, tokens: np.ndarray, num_ids: int) -> None:
+    """Refuse tokens that are too few or that the model has no embedding of."""
+    least, most = tokens.min(initial=0), tokens.max(initial=0)
+    if len(tokens) <= REACH or least < 0 or most >= num_ids:
+        raise UserError(
+            f"{data} holds {len(tokens):,} tokens with ids {'up' if least >= 0 else f'from {least}'} to {most}: at "
+            f"least {REACH + 1} tokens are needed, of ids below the model's {num_ids}."
+        )
+
+
+def check_output(output: Path) -> None:
+    """Refuse a file, and a folder that holds more than a start: a model there would be written over."""
+    if output.exists() and not (output.is_dir() and {path.name for path in output.iterdir()} <= set(FILES)):
+        raise UserError(f"--output {output} is there and is no start to start from: give another folder.")
+
+
+def check_buckets(config: T5Config) -> None:
+    """Refuse relative positions that have no bucket of their own for the neighbours looked at."""
+    least = 4 * (max(map(abs, OFFSETS)) + 1)  # half of those of a direction are of one offset each
+    if config.relative_attention_num_buckets < least:
+        raise UserError(
+            f"The model has {config.relative_attention_num_buckets} relative_attention_num_buckets, in which "
+            f"neighbours share one: set at least {least} in the model configuration."
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -89,14 +118,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="of the values that are not counted")
     args = parser.parse_args(argv)
-    config = load_model_config(args.model_cfg, T5Config)
-    check_vocabulary(config, Vocabulary.load(args.vocab).size)
-    tokens = np.asarray(IndexedDataset(args.data).tokens[:MOST_TOKENS], dtype=np.int64)
-    if len(tokens) <= REACH or tokens.max() >= config.vocab_size:
-        raise UserError(
-            f"{args.data} holds {len(tokens):,} tokens with ids up to {tokens.max(initial=0)}: at least {REACH + 1} "
-            f"tokens are needed, of ids below the model's {config.vocab_size}."
-        )
+    args.output = args.output.absolute()
+    check_output(args.output)
+    config, vocabulary = load_model_config(args.model_cfg, T5Config), Vocabulary.load(args.vocab)
+    check_vocabulary(config, vocabulary.size)
+    check_buckets(config)
+    data = IndexedDataset(args.data)
+    check_tokens(args.data, read_meta(args.data), vocabulary)
+    tokens = np.asarray(data.tokens[:MOST_TOKENS], dtype=np.int64)
+    check_ids(args.data, tokens, config.vocab_size)
     torch.manual_seed(args.seed)
     model = build_model(T5ForConditionalGeneration, config, seed=args.seed)
     look_at_neighbours(model)
@@ -106,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     partial = args.output.with_name(f"{args.output.name}.partial")
     model.save_pretrained(partial)
     args.output.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", "model.safetensors"):  # of which the second says that the folder is whole
+    for name in FILES:  # of which the second says that the folder is whole
         partial.joinpath(name).replace(args.output / name)
     shutil.rmtree(partial)
     print(f"embeddings of {counted.sum():,} ids from the neighbours of {len(tokens):,} tokens: {args.output}")

@@ -7,11 +7,11 @@ import os
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, parse_step, read_manifest, sha256_of
 from lm_experiments_tools.errors import UserError
@@ -27,6 +27,8 @@ LABELS_FILE = "label_names.json"  # beside the adapter of a classifier: config.j
 KINDS = ("model_type", "task")
 TASK_FILE = "finetuning_task.json"  # beside weights that were fine-tuned: what they were trained to answer, and how
 _SECONDS_TO_CONNECT = 5.0
+_TRIES = 10  # to read a checkpoint of a run that removes old ones meanwhile
+T = TypeVar("T")
 _TOKENIZER_FILES = ("*token*", "vocab.txt", "spiece.model")
 # transformers' names, in the order in which it looks for them
 _WEIGHTS_FILES = ("model.safetensors", "model-*-of-*.safetensors", "pytorch_model.bin", "pytorch_model-*-of-*.bin")
@@ -140,6 +142,27 @@ def find_source(name: str, flag: str = "--from_pretrained") -> Source:
         raise UserError(f"{flag} {name}: there is no such file or folder.")
     check_reachable(name, flag)
     return Source(name)
+
+
+def on_newest(name: str, read: Callable[[], T]) -> T:
+    """Result of `read`, which opens `name`; once more where that is a run that has removed what was read.
+
+    Raises:
+        UserError, OSError: those of `read`, of a run that stands still or is too fast.
+    """
+    for _ in range(_TRIES - 1):
+        before = _chosen(name)
+        try:
+            return read()
+        except (UserError, OSError):
+            if _chosen(name) == before:
+                raise
+    return read()
+
+
+def _chosen(name: str) -> list[Path]:
+    """The checkpoints that a run names now."""
+    return [(Path(name) / link).resolve() for link in ("best", "last")]
 
 
 class ModelFiles:

@@ -166,10 +166,12 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
         options: of `torch.compile`.
     """
     import torch._dynamo
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lm_experiments_tools" / "inductor"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):  # which torch sets when imported
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     torch._dynamo.config.recompile_limit = max(16, torch._dynamo.config.recompile_limit)  # twice T5's eight graphs
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in blocks or [model]:

@@ -1,4 +1,4 @@
-"""What a training step does not need to do: `use_fast_step` of a model has its layers ask here.
+"""Shortcuts of a training step: `use_fast_step` of a model has its layers ask here.
 
 In float32 the answers are those of the modules to rounding. Under autocast to bfloat16 the sum that layers add to is
 kept in bfloat16, while norms and softmax compute in float32.
@@ -35,11 +35,11 @@ def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
         return False
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     is_own = not hooks and "forward" not in vars(module) and not _has_any_global_hook()
-    return is_own and is_whole(module.weight)
+    return is_own and module.weight is not None and is_whole(module.weight)
 
 
 def joined(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
-    """`linear(x)` of each, by one product with all weights if they are plain: x and its gradient are made once."""
+    """Products `linear(x)` of each, by one with all weights if they are plain: x and its gradient are made once."""
     biases = [getattr(linear, "bias", None) for linear in linears]
     if not all(is_plain(linear, nn.Linear) for linear in linears) or len({bias is None for bias in biases}) > 1:
         return tuple(linear(x) for linear in linears)
@@ -66,7 +66,7 @@ def dropped(x: Tensor, probability: float) -> Tensor:
     """
     if not x.is_cpu or x.element_size() not in _WORDS or torch.compiler.is_compiling() or not 0 < probability < 1:
         return F.dropout(x, probability)
-    return _Dropout.apply(x, probability)
+    return _Masked.apply(x, *_random_mask(x, probability))
 
 
 class Dropout(nn.Dropout):
@@ -78,26 +78,31 @@ class Dropout(nn.Dropout):
         return dropped(x, self.p) if self.is_fast and self.training else super().forward(x)
 
 
-class _Dropout(torch.autograd.Function):
+def _random_mask(x: Tensor, probability: float) -> tuple[Tensor, float]:
+    """Mask of x in integers as wide, all bits where x is kept, else none; and the factor of what is kept."""
+    dtype, bits = _WORDS[x.element_size()]
+    steps = 1 << bits
+    kept = min(max(round((1 - probability) * steps), 1), steps - 1)
+    random = torch.empty(math.ceil(x.numel() * x.element_size() / 8), dtype=torch.int64).random_(-(2**63), None)
+    mask = random.view(dtype)[: x.numel()].view(x.shape).bitwise_right_shift_(1)  # -steps / 2 .. steps / 2 - 1
+    return mask.sub_(kept - steps // 2).bitwise_right_shift_(bits), steps / kept
+
+
+class _Masked(torch.autograd.Function):
+    """Product of x, masked by bits, with a number; its gradient is the same of the gradient, to any order."""
+
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, probability: float) -> Tensor:
-        dtype, bits = _WORDS[x.element_size()]
-        steps = 1 << bits
-        kept = min(max(round((1 - probability) * steps), 1), steps - 1)
-        random = torch.empty(math.ceil(x.numel() * x.element_size() / 8), dtype=torch.int64).random_(-(2**63), None)
-        mask = random.view(dtype)[: x.numel()].view(x.shape).bitwise_right_shift_(1)  # -steps / 2 .. steps / 2 - 1
-        mask.sub_(kept - steps // 2).bitwise_right_shift_(bits)  # all bits where it is kept, else none
+    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
+        _, mask, ctx.scale = inputs
         ctx.save_for_backward(mask)
-        ctx.scale = steps / kept
-        return _masked(x, mask, ctx.scale)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        return _masked(gradient, *ctx.saved_tensors, ctx.scale), None
+    def forward(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        return (x.contiguous().view(mask.dtype) & mask).view(x.dtype).mul_(scale)
 
-
-def _masked(x: Tensor, mask: Tensor, scale: float) -> Tensor:
-    return (x.contiguous().view(mask.dtype) & mask).view(x.dtype).mul_(scale)
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Masked.apply(gradient, *ctx.saved_tensors, ctx.scale), None, None
 
 
 def dense_attention(

@@ -78,15 +78,15 @@ def run(args: EvaluateArgs, origins: Mapping[str, str]) -> None:
     if args.suite is not None:
         _along(args, origins)
         return
-    from lm_experiments_tools.checkpoint.source import find_source
+    from lm_experiments_tools.checkpoint.source import find_source, on_newest
 
     for name in args.checkpoints:
-        find_source(name, "--checkpoints")
+        on_newest(name, lambda name=name: find_source(name, "--checkpoints"))
     settings = {f.name: getattr(args, f.name) for f in fields(FinetuningArgs) if origins[f.name] != DEFAULT}
     rows: list[dict[str, str | float]] = []
     try:
         for name in args.checkpoints:
-            for row in _evaluated(name, settings):
+            for row in on_newest(name, lambda name=name: _evaluated(name, settings)):
                 rows.append(row)
                 _keep(row, args.output)
     finally:  # of those before one that cannot be evaluated, too
@@ -111,10 +111,14 @@ def _along(args: EvaluateArgs, origins: Mapping[str, str]) -> None:
     rows: list[dict[str, str | float]] = []
     try:
         for name in names:
-            if not Path(name).exists() and len(names) > 1:  # pruned by its run meanwhile
-                logger.warning("%s is left out: it is gone", name)
+            try:
+                values = measured(name, suite)
+            except (UserError, OSError):
+                if Path(name).exists() or len(names) == 1:
+                    raise
+                logger.warning("%s is left out: its run has removed it meanwhile", name)
                 continue
-            rows.append({"checkpoint": name, **measured(name, suite)})
+            rows.append({"checkpoint": name, **values})
             _keep(rows[-1], args.output)
     finally:
         if rows:

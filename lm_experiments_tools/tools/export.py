@@ -54,10 +54,12 @@ class ExportArgs:
 
 def run(args: ExportArgs) -> None:
     """Export, and say what was written."""
+    from lm_experiments_tools.checkpoint.source import on_newest
+
     if args.to is not None:
-        _to_hub(args, Path(args.to))
+        on_newest(args.from_pretrained, lambda: _to_hub(args, Path(args.to)))
     if args.output is not None:
-        _to_onnx(args, Path(args.output))
+        on_newest(args.from_pretrained, lambda: _to_onnx(args, Path(args.output)))
 
 
 def _to_hub(args: ExportArgs, folder: Path) -> None:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,6 +89,16 @@ class GenerateArgs:
 def run(args: GenerateArgs) -> None:
     """Print what the model makes of each text, as it is there."""
     texts = _texts(args)
+    from lm_experiments_tools.checkpoint.source import on_newest
+
+    out = sys.stdout
+    with redirect_stdout(sys.stderr):  # where what libraries print at their import is in no one's way
+        for answer in on_newest(args.from_pretrained, lambda: _begun(args, texts)):
+            print(json.dumps(answer, ensure_ascii=False) if args.json else _shown(answer), file=out, flush=True)
+
+
+def _begun(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """All answers; the first is there, so that everything has been read."""
     import torch
 
     from lm_experiments_tools.checkpoint.source import find_source
@@ -95,10 +106,7 @@ def run(args: GenerateArgs) -> None:
     source = find_source(args.from_pretrained)
     torch.manual_seed(args.seed)
     found = _fine_tuned(args, texts) if source.task else _answers(args, texts)
-    out = sys.stdout
-    with redirect_stdout(sys.stderr):  # where what libraries print at their import is in no one's way
-        for answer in found:
-            print(json.dumps(answer, ensure_ascii=False) if args.json else _shown(answer), file=out, flush=True)
+    return chain([next(found)], found)
 
 
 def _texts(args: GenerateArgs) -> list[str]:

@@ -71,6 +71,8 @@ class Suite:
                 raise UserError(f"--tasks {task}: there is no such file or folder.")
         if self.name == "lm_eval":
             _lm_eval_tasks(self.tasks)
+        if self.name == "mteb":
+            _mteb_tasks(self.tasks)
 
 
 def checkpoints_of(name: str) -> list[str]:
@@ -263,14 +265,22 @@ def _pairs(task: str) -> tuple[list[str], list[str], list[float]]:
     return [str(row["sentence1"]) for row in rows], [str(row["sentence2"]) for row in rows], scores
 
 
+def _mteb_tasks(tasks: Sequence[str]) -> dict[str, Any]:
+    """mteb's object of each task. Raises UserError for one that it does not know."""
+    mteb, found = _package("mteb"), {}
+    for task in tasks:
+        try:
+            found[task] = resolve_name(task)() if ":" in task else mteb.get_task(task)
+        except KeyError as error:  # mteb's own words propose a name
+            said = str(error.args[0]).removeprefix("KeyError: ")
+            raise UserError(f"--tasks {task}: mteb has no such task ({said}): see mteb.get_tasks().") from error
+    return found
+
+
 def _mteb(suite: Suite, name: str, tasks: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
     mteb = _package("mteb")
     encoder = _encoder(name, suite.model_cls)
-    for task in tasks:
-        try:
-            found = resolve_name(task)() if ":" in task else mteb.get_task(task)
-        except KeyError as error:
-            raise UserError(f"--tasks {task}: mteb has no such task: see mteb.get_tasks().") from error
+    for task, found in _mteb_tasks(tasks).items():
         results = mteb.evaluate(
             encoder, found, cache=None, encode_kwargs={"batch_size": suite.batch_size}, show_progress_bar=False
         )

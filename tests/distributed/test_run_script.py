@@ -13,8 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import T5ForConditionalGeneration
 
 from lm_experiments_tools.checkpoint.manifest import verify
+from lm_experiments_tools.tools.main import main as lmtools
 from tests.distributed.launch import (
     ROOT,
     SHIM,
@@ -138,6 +142,19 @@ def test_killed_and_started_again_it_ends_with_the_losses_of_plain_python(name, 
     for (step, ours), (_, theirs) in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, abs=2e-4), step
     assert found[-1][1] < found[0][1] - 0.5  # it learned
+    if name in ("fsdp", "zero2"):
+        assert lmtools(["export", str(tmp_path / "last"), "--to", str(tmp_path / "exported")]) == 0
+        exported, saved = (load_file(tmp_path / folder / "model.safetensors") for folder in ("exported", "last"))
+        assert exported.keys() == saved.keys() and all(torch.equal(exported[key], saved[key]) for key in saved)
+        torch.testing.assert_close(logits(tmp_path / "exported"), logits(plain_python / "last"), atol=5e-3, rtol=1e-2)
+
+
+def logits(folder: Path) -> torch.Tensor:
+    """What transformers computes with a folder's model."""
+    ids = torch.arange(3, 23).reshape(2, 10)
+    with torch.no_grad():
+        model = T5ForConditionalGeneration.from_pretrained(folder).eval()
+        return model(input_ids=ids, decoder_input_ids=ids[:, :4]).logits
 
 
 WITHOUT_PYTHON = {

@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 
 import modeling_bert
-from lm_experiments_tools.modules.fast_step import dropped, joined
+from lm_experiments_tools.modules.fast_step import dropped, joined, normed
 
 SIZES = dict(
     vocab_size=99, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128,
@@ -102,6 +102,22 @@ def test_dropout_is_independent_of_the_right_size_and_has_its_own_gradient(dtype
         together = (kept[distance:] * kept[:-distance]).mean()
         assert abs(together - (1 - probability) ** 2) < 8 * deviation
     assert not torch.equal(dropped(x, probability), out)
+
+
+def test_second_derivatives_through_dropout_are_those_of_what_it_keeps():
+    torch.manual_seed(0)
+    x = torch.rand(50, dtype=torch.float32, requires_grad=True)
+    (first,) = torch.autograd.grad(dropped(x, 0.5).pow(3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    kept = first != 0
+    torch.testing.assert_close(second, 6 * 2.0**3 * x.detach() * kept)
+    of_function = torch.func.grad(lambda values: dropped(values, 0.5).sum())(x.detach())
+    assert of_function.unique().tolist() == [0.0, 2.0]
+
+
+def test_a_norm_without_weights_is_called():
+    x, norm = torch.randn(3, 8).bfloat16(), nn.LayerNorm(8, elementwise_affine=False)
+    assert torch.equal(normed(norm, x), norm(x))
 
 
 def test_documents_in_one_row_have_the_logits_of_each_alone():

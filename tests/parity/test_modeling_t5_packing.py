@@ -123,3 +123,24 @@ def test_variants_that_look_at_the_whole_row_refuse(packed, changes, words):
     model = T5ForConditionalGeneration(T5Config(**SIZES, **changes))
     with pytest.raises(ValueError, match=words):
         model(**packed[0])
+
+
+@pytest.mark.parametrize("missing", ["segment_ids", "decoder_segment_ids"])
+def test_segments_of_one_side_alone_are_refused(packed, missing):
+    rows = {name: value for name, value in packed[0].items() if name != missing}
+    with pytest.raises(ValueError, match="segment_ids and decoder_segment_ids belong together"):
+        T5ForConditionalGeneration(T5Config(**SIZES))(**rows)
+
+
+def test_a_mask_beside_segments_counts(packed):
+    rows, _ = packed
+    _, ours = models()
+    hidden = rows["segment_ids"].clone()
+    hidden[0, 3] = 0  # a token of the first example
+    mask = torch.ones_like(hidden)
+    mask[0, 3] = 0
+    expected = ours(**{**rows, "segment_ids": hidden}).logits
+    assert torch.equal(ours(**rows, attention_mask=mask).logits, expected)
+    assert not torch.equal(ours(**rows).logits, expected)
+    with pytest.raises(ValueError, match="give one of the two"):
+        ours(**rows, attention_mask=mask[:, None].expand(2, 12, 12))

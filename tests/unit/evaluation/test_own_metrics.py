@@ -19,7 +19,7 @@ from tests.helpers import ROOT
 from tests.helpers.evaluation_toys import TEXTS, args_of, generated, indices, sentences
 
 PAGE = (ROOT / "docs" / "new_metric.md").read_text(encoding="utf-8")
-OWN, BUILT_IN = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.M | re.S)
+OWN, BUILT_IN = re.findall(r"^```python[^\n]*\n(.*?)^```", PAGE, flags=re.M | re.S)
 CODE = """
 def seen(predictions, references): seen.sides = predictions, references; return {"seen": 1, "half": 0.5}
 def grouped(predictions, references, *, groups): return float(len(groups))

@@ -141,6 +141,20 @@ def test_gradient_made_in_the_forward_pass_is_autograds(dtype, extras, monkeypat
         torch.testing.assert_close((loss, *got), (wanted, *gradients), **tolerance)
 
 
+def test_without_tokens_the_loss_and_its_gradients_are_zero():
+    states, weight = torch.zeros(0, 4, requires_grad=True), torch.ones(7, 4, requires_grad=True)
+    loss = linear_loss.linear_token_loss(states, weight, torch.zeros(0, dtype=torch.long), 8)
+    loss.backward()
+    assert loss == 0 and states.grad.shape == (0, 4) and not weight.grad.any()
+
+
+@pytest.mark.parametrize("label", [-1, 7])
+def test_labels_that_are_no_words_are_refused_as_by_torch(label):
+    states, weight = torch.zeros(2, 4), torch.ones(7, 4)
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        linear_loss.linear_token_loss(states, weight, torch.tensor([1, label]), 8)
+
+
 def test_frozen_and_wrapped_heads_keep_their_way():
     head = torch.nn.Linear(8, 20, bias=False).requires_grad_(False)
     states, labels = torch.randn(5, 8, requires_grad=True), torch.arange(5)

@@ -18,7 +18,7 @@ from lm_experiments_tools.data.tokens import indexed
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.models import build
+from lm_experiments_tools.models import presets
 from lm_experiments_tools.recipes import t5_sources
 from lm_experiments_tools.recipes.t5_data import choose_pipeline
 from lm_experiments_tools.recipes.t5_sources import T5Sources
@@ -48,7 +48,7 @@ def counted(monkeypatch) -> Counter:
         count(module, "read_meta", "record")
     count(IndexedDataset, "__init__", "index")
     count(SentencePieceVocabulary, "__init__", "vocabulary")
-    count(build, "read_json", "configuration")
+    count(presets, "read_json", "configuration")
     count(tokenizers, "_from_vocab_file", "vocabulary")
     return counts
 

@@ -103,6 +103,23 @@ def test_transformers_loads_the_very_model(run, tmp_path, shards):
     assert not [file for file in tmp_path.iterdir() if file.name != "out"]
 
 
+def test_shards_become_one_file(tmp_path, capsys):
+    model = T5ForConditionalGeneration(t5_config())
+    save_toy("", tmp_path / "whole", model)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
+    shards = sorted((tmp_path / "shards").glob("model-*.safetensors"))
+    assert len(shards) > 2
+    assert main(["export", str(tmp_path / "shards"), "--to", str(tmp_path / "out")]) == 0
+    assert [file.name for file in (tmp_path / "out").glob("model*")] == ["model.safetensors"]
+    out, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole"))
+    assert out.keys() == whole.keys() and all(torch.equal(out[name], whole[name]) for name in whole)
+    assert torch.equal(logits(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")), logits(model))
+    shards[1].unlink()
+    assert main(["export", str(tmp_path / "shards"), "--to", str(tmp_path / "again")]) == 2
+    error = capsys.readouterr().err
+    assert shards[1].name in error and "Traceback" not in error and not (tmp_path / "again").exists()
+
+
 def test_the_card_says_what_the_run_logged_and_its_code_runs(run, tmp_path, monkeypatch):
     first = run / "checkpoints" / "step_000002"
     assert main(["export", str(first), "--to", str(tmp_path / "named")]) == 0

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import shutil
 import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -246,6 +247,65 @@ def test_a_missing_package_is_a_sentence(run_of, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert evaluate(run_of("decoder"), "--suite", "lm_eval", "--tasks", "a") == 2
     assert "pip install 'lm_eval>=" in capsys.readouterr().err
+
+
+class Index:
+    """lm_eval's manager of tasks, without reading the thousands that come with it."""
+
+    def __init__(self, include_path=None, include_defaults=True):
+        assert include_path is None and include_defaults
+        self.all_tasks = ["hellaswag", "piqa"]
+
+
+class Mteb:
+    """mteb's list of tasks, which answers as that of mteb 2."""
+
+    @staticmethod
+    def get_task(name):
+        raise KeyError(f"KeyError: '{name}' not found. Did you mean: 'STSBenchmark'?")
+
+
+@pytest.mark.parametrize(
+    ("suite", "message"),
+    [
+        ("lm_eval", "--tasks helaswag: lm_eval has no such task; did you mean 'hellaswag'"),
+        ("mteb", "--tasks helaswag: mteb has no such task ('helaswag' not found. Did you mean: 'STSBenchmark'?)"),
+    ],
+)
+def test_a_task_that_the_library_does_not_know(run_of, capsys, monkeypatch, suite, message):
+    for name in ("lm_eval", "sentence_transformers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", SimpleNamespace(TaskManager=Index))
+    monkeypatch.setitem(sys.modules, "mteb", Mteb)
+    monkeypatch.setattr(suites, "open_saved", None)  # no model is loaded for it
+    run = run_of("decoder")
+    capsys.readouterr()
+    assert evaluate(run, "--suite", suite, "--tasks", "helaswag") == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and "Traceback" not in error
+
+
+@needs("mteb")
+def test_mteb_says_itself_that_it_does_not_know_a_task(run_of, capsys):
+    assert evaluate(run_of("encoder"), "--suite", "mteb", "--tasks", "STSBenchmrk") == 2
+    error = capsys.readouterr().err
+    assert "mteb has no such task" in error and "STSBenchmark" in error and "Traceback" not in error
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_left_out(run_of, monkeypatch, caplog):
+    run = run_of("decoder")
+
+    def measure(suite, name, tasks):
+        if name.endswith("2"):
+            shutil.rmtree(name)
+        opened = suites.open_saved(name)
+        yield "a", {"a/size": float(opened.model.num_parameters())}
+
+    monkeypatch.setattr(suites, "_lm_eval", measure)
+    monkeypatch.setattr(suites.Suite, "check", lambda self: None)
+    assert evaluate(run, "--suite", "lm_eval", "--tasks", "a") == 0
+    assert [record["step"] for record in records(run, "lm_eval")] == [4]
+    assert "step_000002 is left out: its run has removed it meanwhile" in caplog.text
 
 
 def test_a_run_without_checkpoints_and_several_workers(tmp_path, capsys, monkeypatch):
