@@ -1,4 +1,4 @@
-"""What a worker holds beside its batch, against torch's tracker in two processes, and bitsandbytes' weights."""
+"""Shares and buffers of a worker, against torch's tracker in two processes, and bitsandbytes' weights."""
 
 import json
 from dataclasses import replace
