@@ -66,6 +66,7 @@ class Backend:
     world_size = 1
     model: nn.Module
     optimizer: Optimizer
+    planned_mib: float | None = None  # of this worker's memory
     shards_model = shards_optimizer = False
     before_update: Callable[[], None] | None = None
 
@@ -240,6 +241,13 @@ class Backend:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated() / 2**20
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+    def memory(self) -> dict[str, float]:
+        """For the log: `peak_memory_mib`, and what was planned as its multiple, where there is a plan."""
+        found = {"memory_mib": self.peak_memory_mib()}
+        if self.planned_mib is not None:
+            found["memory_predicted_over_measured"] = self.planned_mib / found["memory_mib"]
+        return found
 
     def describe(self) -> str:
         """One line for the log: what is really running."""

@@ -8,7 +8,7 @@ compute with, a one of attention, m one of a dropout mask.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from lm_experiments_tools.planning.shapes import Model
@@ -36,8 +36,9 @@ class Step:
     checkpointing: bool = False
     device: Literal["cpu", "cuda"] = "cpu"
     scored: int | None = None  # tokens whose words BERT scores; None: all
-    trains_weights: bool = True  # False with adapters, which leave most inputs of layers unused
-    weight_bytes: float = 4  # of a weight in memory
+    adapted: frozenset[str] | None = None  # of q, k, v, o, wi, wo: layers with an adapter; None: all weights trained
+    adapter_dropout: bool = False
+    frozen: frozenset[str] = frozenset()  # of embeddings, encoder, decoder, head
 
     @property
     def computed(self) -> int:
@@ -52,6 +53,24 @@ class Step:
     @property
     def fast(self) -> bool:
         return self.code == "fast"
+
+    @property
+    def trains_weights(self) -> bool:
+        return self.adapted is None
+
+    def of(self, part: str) -> Step:
+        """The step in the encoder or decoder, whose weights may be frozen."""
+        return replace(self, adapted=frozenset()) if part in self.frozen else self
+
+    def keeps(self, numbers: int, *layers: str) -> float:
+        """Bytes kept of the input that these linear layers share, for the gradients of their matrices: one copy, none
+        if all are frozen; behind an adapter's dropout one and a mask for each."""
+        if self.adapted is None:
+            return self.computed * numbers
+        count = sum(layer in self.adapted for layer in layers)
+        if self.adapter_dropout:
+            return count * (self.computed + self.mask(4)) * numbers
+        return self.computed * numbers * bool(count)
 
     def mask(self, size: int) -> int:
         """m: torch keeps dropout's mask on a CPU in the format of what was dropped, on a GPU as bool."""
@@ -92,7 +111,6 @@ def attention(model: Model, step: Step, n: int, k: int, *, cross: bool = False) 
     """Of n queries to k keys per batch row: projections, score matrices, output."""
     c, width, inner, rows = step.computed, model.width, model.inner, step.rows
     copies = 3 if step.mixed and not step.fast else 1  # autocast casts an input once for each matrix
-    trained = step.trains_weights
     if cross:
         from_encoder = (copies - 1) * c * rows * k * width  # else the encoder's output, which is counted once
         terms = [Term(c * rows * n * width + from_encoder, "inputs of queries, keys and values: c n D each cast")]
@@ -100,10 +118,12 @@ def attention(model: Model, step: Step, n: int, k: int, *, cross: bool = False) 
         terms = [Term(4 * rows * n * width, "input of queries, keys and values: c n D")]
     else:
         terms = [Term(copies * c * rows * n * width, "input of queries, keys and values: c n D each cast")]
-    if not trained:
-        terms = [Term(terms[0].size / copies, "input of the adapted projections: c n D")]
+    if not step.trains_weights:
+        size = step.keeps(rows * n * width, *("q" if cross else "qkv"))
+        from_encoder = step.keeps(rows * k * width, *"kv") if cross and step.adapter_dropout else 0
+        terms = [Term(size + from_encoder, "input of the adapted projections: c n D, with dropout (c + m) n D each")]
     terms += [*_cast_weights(model, step, cross), *_scores(model, step, n, k, cross=cross)]
-    terms.append(Term(c * rows * n * inner if trained else 0, "input of the output projection: c n I"))
+    terms.append(Term(step.keeps(rows * n * inner, "o"), "input of the output projection: c n I"))
     if model.dropout:
         terms.append(Term(step.mask(c) * rows * n * width, "dropout's mask of the output: m n D"))
     return terms
@@ -120,7 +140,7 @@ def _cast_weights(model: Model, step: Step, cross: bool) -> list[Term]:
 def _scores(model: Model, step: Step, n: int, k: int, *, cross: bool) -> list[Term]:
     """Matrices of n x k scores for each head and row, where they are kept."""
     rows, heads, inner, c = step.rows, model.heads, model.inner, step.computed
-    dropped, learned = model.attention_dropout > 0, model.kind == "t5" and model.has_bias and not cross
+    dropped, learned = model.attention_dropout > 0, step.trains_weights and model.has_bias and not cross
     fused = step.attention == "sdpa" and not (step.fast and step.device == "cpu")
     if fused and (step.device == "cuda" or not (dropped or learned)):
         size = c * rows * (2 * n + 2 * k) * inner
@@ -138,9 +158,10 @@ def _scores(model: Model, step: Step, n: int, k: int, *, cross: bool) -> list[Te
 
 def feed_forward(model: Model, step: Step, n: int) -> list[Term]:
     """wo(act(wi(x))), gated or not, for n tokens of all rows."""
-    c, wide, trained = step.computed, n * model.wide, step.trains_weights
-    casts = 2 if model.gated and step.mixed and not step.fast else 1
-    terms = [Term(casts * c * n * model.width if trained else 0, "input of the wide layer: c n D each cast")]
+    c, wide = step.computed, n * model.wide
+    casts = 2 if model.gated and step.mixed and not step.fast and step.trains_weights else 1
+    layers = ("wi", "wi") if model.gated else ("wi",)
+    terms = [Term(casts * step.keeps(n * model.width, *layers), "input of the wide layer: c n D each cast")]
     if step.mixed:
         terms.append(Term(2 * (3 if model.gated else 2) * model.width * model.wide, "16-bit copies of its weights"))
     if model.gated:
@@ -152,7 +173,7 @@ def feed_forward(model: Model, step: Step, n: int) -> list[Term]:
     if drops:
         kept = step.mask(c) + (0 if model.gated or model.gelu else c)
         terms.append(Term(kept * wide, "dropout's mask, and of relu its output: m n F + c n F"))
-    terms.append(Term(c * wide if trained else 0, "input of the narrow layer: c n F"))
+    terms.append(Term(step.keeps(wide, "wo"), "input of the narrow layer: c n F"))
     if model.dropout:
         terms.append(Term(step.mask(c) * n * model.width, "dropout's mask of the output: m n D"))
     return terms
@@ -164,44 +185,59 @@ def parts_of(model: Model, step: Step) -> list[Part]:
 
 
 def _bert_parts(model: Model, step: Step) -> list[Part]:
-    n, length = step.rows * step.source, step.source
+    n, length, layer = step.rows * step.source, step.source, step.of("encoder")
     embedded = norm(model, step, n)
     embedded = [Term(4 * n * model.width + 8 * n, embedded[0].why), *_dropout(model, step, n)]
-    block = attention(model, step, length, length) + norm(model, step, n)
-    block += feed_forward(model, step, n) + norm(model, step, n)
+    block = attention(model, layer, length, length) + norm(model, layer, n)
+    block += feed_forward(model, layer, n) + norm(model, layer, n)
     table = model.table + (model.positions + model.types) * model.width + model.norm
-    scratch = _scratch(model, step, length, length, _sum(feed_forward(model, step, n)))
-    return [
+    scratch = _scratch(model, layer, length, length, _sum(feed_forward(model, layer, n)))
+    parts = [
         Part("embeddings", embedded, table),
         Part("layers", block, model.encoder_block, model.encoder_layers, step.stream * n * model.width, scratch),
     ]
+    return _thawed(parts, step, ("embeddings", "encoder"))
 
 
 def _t5_parts(model: Model, step: Step) -> list[Part]:
     width, source, target = model.width, step.source + model.memory_tokens, step.target
-    n, t = step.rows * source, step.rows * target
-    block = norm(model, step, n) + attention(model, step, source, source)
-    block += norm(model, step, n) + feed_forward(model, step, n)
-    scratch = _scratch(model, step, source, source, _sum(feed_forward(model, step, n)))
+    n, t, layer = step.rows * source, step.rows * target, step.of("encoder")
+    block = norm(model, layer, n) + attention(model, layer, source, source)
+    block += norm(model, layer, n) + feed_forward(model, layer, n)
+    scratch = _scratch(model, layer, source, source, _sum(feed_forward(model, layer, n)))
     bias = model.has_bias * model.positions * model.heads
-    last = [*norm(model, step, n), *_dropout(model, step, n), _output(step, n, width)]
+    last = [*norm(model, layer, n), *_dropout(model, step, n)]
     encoder = [
         Part("encoder's embeddings", [*_dropout(model, step, n), *_bias(model, step, source)], 0),
         Part("encoder", block, model.encoder_block, model.encoder_layers, step.stream * n * width, scratch),
         Part("encoder's last norm", last, width),
     ]
+    encoder = _thawed(encoder, step, ("embeddings", "encoder", "encoder"))
+    encoder[-1].terms.append(_output(step, n, width))
     if not model.decoder_layers:
         return encoder
-    block = norm(model, step, t) + attention(model, step, target, target)
-    block += norm(model, step, t) + attention(model, step, target, source, cross=True)
-    block += norm(model, step, t) + feed_forward(model, step, t)
-    scratch = _scratch(model, step, target, source, _sum(feed_forward(model, step, t)))
-    return [
-        *encoder,
+    layer = step.of("decoder")
+    block = norm(model, layer, t) + attention(model, layer, target, target)
+    block += norm(model, layer, t) + attention(model, layer, target, source, cross=True)
+    block += norm(model, layer, t) + feed_forward(model, layer, t)
+    scratch = _scratch(model, layer, target, source, _sum(feed_forward(model, layer, t)))
+    decoder = [
         Part("decoder's embeddings", [*_dropout(model, step, t), *_bias(model, step, target)], bias),
         Part("decoder", block, model.decoder_block, model.decoder_layers, step.stream * t * width, scratch),
-        Part("decoder's last norm", [*norm(model, step, t), *_dropout(model, step, t)], width),
+        Part("decoder's last norm", [*norm(model, layer, t), *_dropout(model, step, t)], width),
     ]
+    decoder = [part._replace(parameters=0) for part in decoder] if "decoder" in step.frozen else decoder
+    return [*encoder, *decoder]
+
+
+def _thawed(parts: list[Part], step: Step, names: tuple[str, ...]) -> list[Part]:
+    """The first parts of the model: frozen ones make no gradients, and keep nothing before the first trained one."""
+    found, trained = [], False
+    for part, name in zip(parts, names, strict=True):
+        trained = trained or name not in step.frozen
+        part = part._replace(parameters=0) if name in step.frozen else part
+        found.append(part if trained else part._replace(terms=[], entry=0))
+    return found
 
 
 def _output(step: Step, n: int, width: int) -> Term:

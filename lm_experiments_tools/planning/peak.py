@@ -47,12 +47,15 @@ def head_of(model: Model, step: Step) -> Head:
     """
     c, vocabulary, width = step.computed, model.vocabulary, model.width
     n = step.rows * (step.target or step.source)
+    if model.labels:  # pooler and classifier of the first token
+        head = model.width**2 + (1 + model.labels) * model.width + model.labels
+        return Head(4 * c * step.rows * model.width, 0, 0, 0 if "head" in step.frozen else head)
     if model.kind == "bert":
         n = n if step.scored is None else step.scored
         extra = 4 * c * n * width + (2 * model.table if step.mixed else 0)
     else:
         extra = c * n * width + (2 * model.table if step.mixed else 0)
-    own = 0 if model.tied else model.table
+    own = 0 if model.tied or "head" in step.frozen else model.table
     chunk = model.chunk or (LOSS_CHUNK if step.fast else 0)
     if model.kind == "t5" and chunk and step.code != "transformers":
         rows = min(chunk, n)
@@ -74,12 +77,14 @@ def walk(model: Model, step: Step, fixed: Fixed, accumulates: bool, trained: int
         trained: parameters; with adapters, gradients of the tables are not made.
     """
     parts, head = parts_of(model, step), head_of(model, step)
-    share = fixed.gradients / model.parameters()  # bytes of gradient for each parameter
+    adapts = step.adapted is not None
+    share = fixed.gradients / (model.parameters() if adapts else trained)  # bytes of gradient for each parameter
     kept = [part.count * (part.entry if step.checkpointing and part.entry else part.saved) for part in parts]
     done = fixed.gradients if accumulates else 0.0
-    table = share * model.table if trained == model.parameters() else 0
+    table = 0 if adapts or "embeddings" in step.frozen else share * model.table
     reads = _reads_of_table(model, step)
-    waiting = table if model.tied else 0  # the output's share of the table's gradient, until the embeddings' are there
+    reads_last = model.tied and not model.labels
+    waiting = table if reads_last else 0  # the output's share of the table's gradient, until the embeddings' are there
     moments = [
         _Moment("forward pass, loss", sum(kept), head.forward, done),
         _Moment("backward pass, loss", sum(kept), head.backward, done),
@@ -96,7 +101,7 @@ def walk(model: Model, step: Step, fixed: Fixed, accumulates: bool, trained: int
             if part.name == "decoder's embeddings" and reads > 1:
                 scratch, waiting = (3 if waiting else 1) * table, table  # two that wait or come, and their sum
             moments.append(_Moment(f"backward pass, {part.name}", held, 0, done if accumulates else made, scratch))
-    both = (2 if reads + model.tied > 1 else 0) * table
+    both = (2 if reads + reads_last > 1 else 0) * table
     moments.append(_Moment("backward pass, embeddings", kept[0], 0, fixed.gradients, both))
     moments.append(_Moment("update", 0, 0, fixed.gradients, fixed.update))
     peak = max(moments, key=lambda moment: sum(moment[1:]))

@@ -36,6 +36,8 @@ _FUSION = 128 * 2**20  # bytes of Horovod's fusion buffer
 _SENTINELS = 10**6  # how many a vocabulary has does not matter here
 _LORA = {"t5": ("q", "v"), "bert": ("query", "value")}
 _ATTENTION_NAMES = {"q", "k", "v", "o", "query", "key", "value"}
+_NAMES = {**{name: name for name in ("q", "k", "v", "o", "wo")}, "query": "q", "key": "k", "value": "v", "dense": "wo"}
+FREEZABLE = ("embeddings", "encoder", "decoder", "head")
 _PROCESS = 0.7 * 2**30  # bytes of a Python process with torch and transformers
 
 
@@ -64,7 +66,7 @@ class Plan:
 
     def checkpoint(self) -> float:
         """Bytes on disk: weights that are saved, in float32, and the optimizer's state."""
-        saved = self.trained if self.trained < self.model.parameters() else self.model.parameters()
+        saved = self.model.parameters() if self.step.adapted is None else self.trained
         return 4 * saved + self.state.size
 
     def host(self) -> float:
@@ -92,13 +94,16 @@ def make_plan(
     device = device_of(planning.device)
     args = settled(args, origins, config, device)
     model = describe(config)
+    if model.kind == "bert" and isinstance(args, FinetuningArgs):
+        model = replace(model, labels=len(config.get("id2label") or ()) or 2)
     step, notes = _step(args, model, config, device)
     trained = _trained(args, model)
     options = dict(option.partition("=")[::2] for option in args.optimizer_options)
     momentum = options.get("momentum", "0") not in ("0", "0.0")
     state = state_of(args.optimizer, model, trained, momentum=momentum, beta1="beta1" in options)
     fixed = _fixed(args, planning, model, trained, state)
-    peak = walk(model, step, fixed, args.gradient_accumulation_steps > 1, trained)
+    buckets = planning.workers > 1 and planning.sharding == "none" and args.backend != "horovod"
+    peak = walk(model, step, fixed, args.gradient_accumulation_steps > 1 or buckets, trained)
     return Plan(args, model, step, fixed, peak, trained, state, device, tuple(notes))
 
 
@@ -171,15 +176,17 @@ def _step(args: ExperimentArgs, model: Model, config: Mapping[str, Any], device:
         notes.append("compiled blocks keep less than is counted here")
     if device == "cuda":
         notes.append("not measured on a GPU: kernels' work space, CUDA's context and fragments are not in it")
-    if getattr(args, "lora_dropout", 0):
-        notes.append("--lora_dropout is not counted: a mask and a copy of the input of each adapted layer")
-    if getattr(args, "freeze", ()):
-        notes.append("--freeze is not counted: what is frozen needs neither gradient nor state")
+    unknown = set(getattr(args, "freeze", ())) - set(FREEZABLE)
+    if unknown:
+        notes.append(f"--freeze {' '.join(sorted(unknown))} is not counted: the trace knows what has such a name")
     mixed = args.bf16 or args.fp16
     source, target = lengths(args, model)
     scored = _scored(args, model)
     step = Step(args.batch_size, source, target, mixed, code, attention, args.gradient_checkpointing, device, scored)
-    return replace(step, trains_weights=adapter is None or _adapts_all(args)), notes
+    frozen = frozenset(getattr(args, "freeze", ())) & set(FREEZABLE)
+    dropout = adapter == "lora" and args.lora_dropout > 0
+    adapted = None if adapter is None else frozenset(_adapted(args, model))
+    return replace(step, adapted=adapted, adapter_dropout=dropout, frozen=frozen), notes
 
 
 def lengths(args: ExperimentArgs, model: Model) -> tuple[int, int]:
@@ -204,16 +211,21 @@ def _scored(args: ExperimentArgs, model: Model) -> int | None:
     return int(tokens * part + 6 * (tokens * part * (1 - part)) ** 0.5 + 1)
 
 
-def _adapts_all(args: ExperimentArgs) -> bool:
-    """True if adapters are beside feed-forward layers too, whose inputs then are kept as in full training."""
-    return args.peft == "lora" and not set(args.lora_targets) <= _ATTENTION_NAMES
+def _adapted(args: ExperimentArgs, model: Model) -> set[str]:
+    """The layers beside which LoRA's matrices are, by the names that T5 gives them."""
+    if args.peft != "lora":
+        return set()
+    targets = args.lora_targets or _LORA[model.kind]
+    if targets == ("all-linear",):
+        return {"q", "k", "v", "o", "wi", "wo"}
+    return {_NAMES.get(name, "o" if "attention" in name else "wo" if "output" in name else "wi") for name in targets}
 
 
 def _trained(args: ExperimentArgs, model: Model) -> int:
     """Parameters that are trained: all, or those of an adapter."""
     kind = getattr(args, "peft", None)
     if kind is None:
-        return model.parameters()
+        return model.parameters() - model.frozen(getattr(args, "freeze", ()))
     if kind == "lora":
         attentions = model.encoder_layers + 2 * model.decoder_layers
         layers = model.encoder_layers + model.decoder_layers
@@ -242,7 +254,7 @@ def held_weights(model: Model, kind: str) -> float:
     wide = layers * (3 if model.gated else 2) * model.width * model.wide
     if model.kind == "t5":
         wide -= layers * model.width * model.wide
-    quantized = inner + wide
+    quantized = inner + wide + (model.width**2 if model.kind == "bert" else 0)  # and the pooler
     return 4 * (count - quantized) + quantized * (1 if kind == "int8" else 0.5 + 4 / 64)
 
 
@@ -252,7 +264,7 @@ def _fixed(args: ExperimentArgs, planning: PlanningArgs, model: Model, trained: 
     whole = sharding in ("zero3", "fsdp")
     quantized = getattr(args, "quantize", None)
     weights = held_weights(model, quantized) if quantized else 4.0 * model.parameters()
-    if trained < model.parameters():
+    if getattr(args, "peft", None):
         weights += 4 * trained
     gradients, optimizer = 4.0 * trained, state.size
     sent = 0.0
@@ -269,6 +281,7 @@ def _fixed(args: ExperimentArgs, planning: PlanningArgs, model: Model, trained: 
 
 
 def _communication(args: ExperimentArgs, gradients: float) -> float:
-    """Buffers that gradients are sent from: DDP's buckets hold them all, Horovod fuses some at a time."""
+    """Buffers that gradients are sent from: Horovod fuses some at a time, of DDP's buckets they are views and so exist
+    all the time."""
     half = gradients / 2 if args.fp16_allreduce else 0
-    return half + (min(_FUSION, gradients) if args.backend == "horovod" else gradients)
+    return half + (min(_FUSION, gradients) if args.backend == "horovod" else 0)

@@ -39,7 +39,7 @@ def lines_of(plan: Plan) -> list[str]:
 def _reasons(plan: Plan) -> Mapping[str, str]:
     step = plan.step
     return {
-        "weights": "4 N in float32" if plan.trained == plan.model.parameters() else "held, and the adapter's",
+        "weights": "4 N in float32" if step.adapted is None else "held, and the adapter's",
         "gradients": f"of {plan.trained:,} parameters 4 bytes each, as far as they exist then",
         "optimizer state": plan.state.why,
         "activations": "inputs of blocks, and one block again" if step.checkpointing else "kept for the backward pass",

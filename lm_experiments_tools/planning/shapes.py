@@ -5,7 +5,7 @@ T5 and BERT, those of transformers and ours. All sizes are bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,7 +47,7 @@ class Model:
     types: int = 0
     memory_tokens: int = 0
     chunk: int = 0  # target tokens whose logits exist at once; 0: all
-    num_labels: int = 2
+    labels: int = 0  # of BERT's classifier; 0: the heads of pre-training
 
     @property
     def attention(self) -> int:
@@ -93,7 +93,9 @@ class Model:
         if self.kind == "t5":
             stacks = 1 + bool(self.decoder_layers)
             return [*found, (stacks * self.has_bias, self.positions, self.heads), (1, self.memory_tokens, self.width)]
-        squares = [(2, self.width, self.width), (1, 2, self.width)]
+        if self.labels:
+            found[-1] = (1, self.vocabulary, self.width)
+        squares = [(1 if self.labels else 2, self.width, self.width), (1, self.labels or 2, self.width)]
         return [*found, (1, self.positions, self.width), (1, self.types, self.width), *squares]
 
     def parameters(self) -> int:
@@ -104,7 +106,22 @@ class Model:
             return in_matrices + norms * self.width
         layer = self.attention + self.feed_forward + 2 * self.norm - 4 * self.width**2 - 2 * self.width * self.wide
         biases = 2 * self.width + self.vocabulary * (1 if self.tied else 2) + 2  # pooler, transform, words, pairs
+        if self.labels:
+            return in_matrices + self.encoder_layers * layer + self.width + self.labels + self.norm
         return in_matrices + self.encoder_layers * layer + biases + 2 * self.norm  # of embeddings and head
+
+    def frozen(self, parts: Iterable[str]) -> int:
+        """Parameters of the embeddings, encoder, decoder or head, as `--freeze` takes them."""
+        bias, t5 = self.has_bias * self.positions * self.heads, self.kind == "t5"
+        own = bias + self.width if t5 else 0  # of each stack, with its last norm
+        embeddings = self.table + (0 if t5 else (self.positions + self.types) * self.width + self.norm)
+        sizes = {
+            "embeddings": embeddings,
+            "encoder": self.encoder_layers * self.encoder_block + own,
+            "decoder": self.decoder_layers * self.decoder_block + own * bool(self.decoder_layers),
+        }
+        sizes["head"] = self.parameters() - sum(sizes.values())
+        return sum(sizes[part] for part in set(parts) & set(sizes))
 
 
 def describe(config: Mapping[str, Any]) -> Model:

@@ -116,10 +116,17 @@ def _forget_kept() -> None:
                     value.cache_clear()
 
 
+class _Mode(FakeTensorMode):
+    """Stays one where modules are copied with their tensors, as peft copies a classifier's head."""
+
+    def __deepcopy__(self, memo: dict) -> _Mode:
+        return self
+
+
 @cache
 def _fake_mode() -> FakeTensorMode:
     """One for all traces of a process, as torch keeps constants of the first."""
-    return FakeTensorMode()
+    return _Mode()
 
 
 class _Answers(TorchDispatchMode):

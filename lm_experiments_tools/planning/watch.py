@@ -33,6 +33,8 @@ def watched(args: ExperimentArgs, origins: Mapping[str, str], backend: Backend) 
         RunError: the device ran out of memory; says what was planned, and what to try next.
     """
     planned = _planned(args, origins, backend)
+    if planned is not None:
+        backend.planned_mib = _predicted(planned) / 2**20
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -61,10 +63,14 @@ def _planned(args: ExperimentArgs, origins: Mapping[str, str], backend: Backend)
         return None
 
 
+def _predicted(plan: Plan) -> float:
+    return plan.host() if plan.device == "cpu" else plan.peak.total
+
+
 def _log(plan: Plan, backend: Backend) -> None:
     """On a GPU tensors are compared with tensors; on a CPU the process, of which the plan knows the size roughly."""
     on_cpu = plan.device == "cpu"
-    predicted, measured = plan.host() if on_cpu else plan.peak.total, backend.peak_memory_mib() * 2**20
+    predicted, measured = _predicted(plan), backend.peak_memory_mib() * 2**20
     kind = "of the whole process, resident; predicted roughly" if on_cpu else "of tensors on the GPU"
     logger.info(
         "memory: predicted %s, measured %s (%s), memory/predicted_over_measured %.2f",

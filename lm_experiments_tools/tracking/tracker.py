@@ -35,6 +35,7 @@ _TAGS = {
     "tokens_per_second": "throughput/tokens_per_second",
     "mfu": "throughput/mfu",
     "memory_mib": "memory/peak_mib",
+    "memory_predicted_over_measured": "memory/predicted_over_measured",
     "data_wait_fraction": "time_metrics/data_wait_fraction",
     "skipped_updates": "nonfinite/count",
 }

@@ -437,7 +437,7 @@ class TrainingLoop:
             tokens_per_second=window.tokens / seconds,
             **self.meter.mfu(window),
             data_wait_fraction=window.data_seconds / seconds,
-            memory_mib=self.backend.peak_memory_mib(),
+            **self.backend.memory(),
             skipped_updates=self.state.skipped_updates,
             param_groups=[
                 {k: float(group[k]) for k in ("lr", "scaled_lr") if group.get(k) is not None}
@@ -495,6 +495,6 @@ class TrainingLoop:
         self.say(f"weights from {source}")
 
     def save_metrics(self, save_path: str | Path | None) -> None:
-        """Write the last metrics of every split to `save_path`/metrics.json."""
+        """Write the last metrics of every split, and the memory, to `save_path`/metrics.json."""
         if save_path is not None and self.backend.is_main:
-            save_metrics(Path(save_path) / "metrics.json", self.state.metrics)
+            save_metrics(Path(save_path) / "metrics.json", {**self.state.metrics, "memory": self.backend.memory()})

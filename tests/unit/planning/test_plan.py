@@ -10,6 +10,7 @@ import torch
 from lm_experiments_tools.config.planning import PlanningArgs, bytes_of
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import OWN_CLASSES, build_model, load_model_config, num_parameters
+from lm_experiments_tools.models.freezing import freeze
 from lm_experiments_tools.models.presets import read_model_settings
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
 from lm_experiments_tools.optimizers import build_optimizer
@@ -41,11 +42,12 @@ def settings(tmp_path, config, cls=None, **flags):
     path.write_text(json.dumps(config))
     kinds = {"t5": PlanT5Args, "bert": PlanBertArgs}
     more = {"input_seq_len": 128, "batch_size": 4, "lr": 1e-3, "device": "cpu", "speed": "off", **flags}
-    if config["model_type"] == "bert":
+    tuned = {"peft", "freeze", "model_type"} & set(flags)
+    if config["model_type"] == "bert" and not tuned:
         more.setdefault("vocab_file", "-")
     if cls is not None:
         more["model_cls"] = cls
-    return (PlanFinetuningArgs if "peft" in flags else kinds[config["model_type"]])(model_cfg=str(path), **more)
+    return (PlanFinetuningArgs if tuned else kinds[config["model_type"]])(model_cfg=str(path), **more)
 
 
 def traced(plan, **options):
@@ -71,6 +73,15 @@ def test_the_parameters_of_a_preset_are_those_of_the_model(preset):
         (BERT, {"mlm_positions": "all"}),
         (BERT, {"cls": OWN_BERT, "speed": "auto", "batch_size": 16, "optimizer": "SGD"}),
         (T5, {"peft": "lora", "batch_size": 16}),
+        (T5, {"peft": "lora", "batch_size": 16, "lora_targets": ("all-linear",), "lora_dropout": 0.1}),
+        (T5, {"freeze": ("encoder",), "batch_size": 16}),
+        (T5, {"freeze": ("decoder",), "batch_size": 16}),
+        (T5, {"freeze": ("embeddings", "encoder"), "batch_size": 16, "target_seq_len": 128}),
+        (T5, {"freeze": (), "batch_size": 16, "task": "classification", "target_seq_len": 8}),
+        (BERT, {"model_type": "encoder"}),
+        (BERT, {"model_type": "encoder", "cls": "modeling_bert:BertForSequenceClassification", "speed": "auto"}),
+        (BERT, {"model_type": "encoder", "freeze": ("embeddings",)}),
+        (BERT, {"model_type": "encoder", "peft": "lora", "batch_size": 16}),
     ],
 )
 def test_the_closed_form_is_within_5_percent_of_the_trace(tmp_path, config, flags):
@@ -78,6 +89,23 @@ def test_the_closed_form_is_within_5_percent_of_the_trace(tmp_path, config, flag
         pytest.importorskip("peft")
     plan = make_plan(args := settings(tmp_path, config, **flags), args, GIVEN)
     assert plan.peak.total == pytest.approx(traced(plan).peak, rel=0.05)
+
+
+@pytest.mark.parametrize("frozen", ["embeddings", "encoder", "decoder", "head"])
+@pytest.mark.parametrize("config", [T5, T5_GATED, BERT])
+def test_what_freeze_leaves_is_what_the_model_trains(tmp_path, config, frozen):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    cls = get_cls_by_name("modeling_bert:BertForSequenceClassification" if config is BERT else OWN_T5)
+    with torch.device("meta"):
+        model = build_model(cls, load_model_config(tmp_path / "config.json", cls.config_class), seed=0)
+    try:
+        freeze(model, [frozen])
+    except UserError:
+        assert describe(config).frozen([frozen]) == 0  # there is no such part
+        return
+    kind = "encoder" if config is BERT else "encoder-decoder"
+    args = settings(tmp_path, config, model_type=kind, freeze=(frozen,))
+    assert make_plan(args, args, GIVEN).trained == num_parameters(model).trainable
 
 
 @pytest.mark.parametrize(("cls", "speed"), [(None, "off"), (OWN_T5, "auto")])

@@ -34,6 +34,8 @@ def test_a_run_logs_predicted_over_measured_once(run, caplog):
     assert len(lines) == 1
     assert "of the whole process, resident" in lines[0]
     assert 0.05 < float(lines[0].split()[-1]) < 20
+    measured = run[2].memory()
+    assert measured["memory_predicted_over_measured"] == pytest.approx(float(lines[0].split()[-1]), abs=0.02)
 
 
 def test_running_out_of_memory_quotes_the_plan_and_proposes_the_next_setting(run):
