@@ -497,4 +497,4 @@ class TrainingLoop:
     def save_metrics(self, save_path: str | Path | None) -> None:
         """Write the last metrics of every split, and the memory, to `save_path`/metrics.json."""
         if save_path is not None and self.backend.is_main:
-            save_metrics(Path(save_path) / "metrics.json", {**self.state.metrics, "memory": self.backend.memory()})
+            save_metrics(Path(save_path) / "metrics.json", self.state.metrics)
