@@ -114,19 +114,32 @@ def load_weights_for_all(
 
 
 def load_state(
-    path: Path, backend: Backend, *, with_optimizer: bool = True
+    path: Path, backend: Backend, *, with_optimizer: bool = True, how: str = "off"
 ) -> tuple[TrainState, dict[str, Any] | None]:
     """Trainer state of a checkpoint, and this worker's own part (None if another number of workers saved it).
 
     The state of the optimizer and of the loss scaler goes into `backend`, which is set up, if that has an optimizer.
 
+    Args:
+        how: `--reproducible`. Parts saved by an elastic run fit any number of workers: rank 0's is of them all.
+
     Raises:
-        UserError: a newer version's state, another optimizer's, or one sharded for other workers.
+        UserError: a newer version's state, another optimizer's, or one sharded for other workers; with `fixed`, one
+            that another number of workers saved.
     """
     tree = on_main(backend, lambda: load_tree(path / "trainer_state"))
     state, workers = TrainState.from_dict(tree["state"]), tree["workers"]
+    if how == "fixed" and len(workers) != backend.world_size:
+        raise UserError(
+            f"{path} was saved by {len(workers)} worker(s) and this run has {backend.world_size}, so that "
+            f"--reproducible fixed cannot continue it to the same bits: start {len(workers)}; in a new run "
+            "--reproducible elastic takes other numbers."
+        )
     if with_optimizer and backend.optimizer is not None:
         _load_optimizer(path, backend, tree)
+    if how == "elastic":
+        nothing = {"window": {**workers[0]["window"], "sums": {"sums": {}, "counts": {}}}, "kept": {}}
+        return state, workers[0] if backend.is_main else {**workers[0], **nothing}
     return state, workers[backend.rank] if len(workers) == backend.world_size else None
 
 

@@ -45,6 +45,9 @@ _OF_RELATIVE_STEP = needs("relative_step", "needs --relative_step: it is the war
 _OF_SCHEDULE = needs("lr_scheduler", "needs an --lr_scheduler, for example --lr_scheduler linear")
 _WARMUP = Unread(lambda args: not args.lr_scheduler and bool(args.num_warmup_steps), _OF_SCHEDULE.reason)
 _OF_LR_DROP = needs("use_lr_drop")
+_OF_ELASTIC = Unread(
+    lambda args: args.reproducible != "elastic", "needs --reproducible elastic: other runs have no virtual ranks"
+)
 _OF_FP16 = needs("fp16", "needs --fp16: only float16 training has a loss scale")
 _BETWEEN_WORKERS = Unread(
     lambda args: args.backend == "local", "is about gradients between workers, and --backend local has one"
@@ -126,6 +129,11 @@ class RunArgs:
     """Seed of weights, dropout and data order."""
     backend: Annotated[Literal["auto", "horovod", "accelerate", "local"], HARMLESS] = "auto"
     """What joins the processes; auto reads the launcher's environment."""
+    reproducible: Literal["off", "fixed", "elastic"] = "off"
+    """fixed: the same bits after any restart and from every backend, with this number of workers; elastic: with any
+    number that divides --virtual_ranks, too. Costs 8 bytes a parameter and some time (docs/reproducibility.md)."""
+    virtual_ranks: Annotated[int, COUNT, _OF_ELASTIC] = 12
+    """--reproducible elastic: the workers that the batch is for; each real one computes the shares of several."""
     stall_timeout: Annotated[int | None, HARMLESS, _WAIT] = None
     """Seconds that workers wait for one that is late or lost, before the job ends. None: 1800 (Horovod, lost: 30)."""
     resume: Annotated[str, HARMLESS] = "auto"
@@ -140,6 +148,10 @@ class RunArgs:
         if not os.path.isdir(self.working_dir):
             raise UserError(f"--working_dir {self.working_dir} is not a folder")
         return self.working_dir
+
+    def virtual_size(self, world_size: int) -> int:
+        """The workers that a batch is for, where `world_size` compute it."""
+        return self.virtual_ranks if self.reproducible == "elastic" else world_size
 
     def resume_path(self) -> str | None:
         """The checkpoint named by `--resume PATH`, or None for auto and never."""
@@ -212,7 +224,7 @@ class BatchArgs:
 
     def global_batch_size(self, world_size: int) -> int:
         """Examples in one optimizer update of `world_size` workers."""
-        return self.rows_per_worker() * world_size
+        return self.rows_per_worker() * self.virtual_size(world_size)
 
 
 @dataclass(frozen=True, kw_only=True)
