@@ -37,7 +37,7 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.inspection import is_adapted
 
 try:
-    from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+    from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
     from accelerate.state import PartialState
     from accelerate.utils import DDPCommunicationHookType
 except ImportError as error:
@@ -451,7 +451,8 @@ def make_accelerator(args: TrainerArgs) -> Accelerator:
     if sharding is None:
         handlers.append(DistributedDataParallelKwargs(gradient_as_bucket_view=True))
     if sharding == "DEEPSPEED":
-        plugin = deepspeed_config.make_plugin()
+        launch.open_deepspeed_settings()
+        plugin = DeepSpeedPlugin()
         with meeting(seconds):
             return Accelerator(mixed_precision=ours, deepspeed_plugin=plugin, kwargs_handlers=handlers)
     cpu = launch.cpu_asked() or (not torch.accelerator.is_available() and not started)

@@ -59,6 +59,7 @@ class Backend:
         shards_model: forward passes are collective (FSDP, ZeRO-3), so every worker runs equally many.
         shards_optimizer: each worker's `optimizer_state` is a part of its own.
         shares: virtual ranks that this worker computes, 1 but for `--reproducible elastic`: it reads the rows of all.
+        reproducible: [--reproducible, virtual ranks], which a run keeps.
         exact: what gradients are summed by, with `--reproducible`, once set up for training.
         before_update: called by `update` when gradients are reduced, neither clipped nor applied.
         runs_ahead: the device works through a queue, and idles while the host waits for it (see `begin_update`).
@@ -72,6 +73,7 @@ class Backend:
     planned_mib: float | None = None  # of this worker's memory
     shards_model = shards_optimizer = False
     shares = 1
+    reproducible: list[Any] = ["off", None]  # noqa: RUF012  (replaced as a whole)
     exact: ExactSum | None = None
     before_update: Callable[[], None] | None = None
 
@@ -100,6 +102,7 @@ class Backend:
                 f"divide it ({', '.join(str(n) for n in range(1, virtual + 1) if virtual % n == 0)})."
             )
         self.shares = virtual // self.world_size
+        self.reproducible = [args.reproducible, virtual]
         if not shards:
             self._addends, self.runs_ahead = virtual * args.gradient_accumulation_steps, False
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +10,6 @@ from torch.optim import Optimizer
 from lm_experiments_tools.errors import UserError
 
 if TYPE_CHECKING:
-    from accelerate import DeepSpeedPlugin
-
     from lm_experiments_tools.config.training import TrainerArgs
 
 # Optimizers whose update of an element looks at that element alone. ZeRO hands the optimizer one flat slice of all
@@ -22,26 +19,6 @@ ELEMENTWISE = (
     "DeepSpeedCPUAdam DeepSpeedCPUAdagrad DeepSpeedCPULion"
 ).split()
 MISSING = object()
-
-
-def make_plugin() -> DeepSpeedPlugin:
-    """DeepSpeed's settings from the launcher's file or environment; `fill_config` completes them.
-
-    Raises:
-        UserError: DeepSpeed cannot be imported.
-    """
-    from accelerate import DeepSpeedPlugin
-
-    try:
-        import deepspeed  # noqa: F401
-    except ImportError as error:
-        raise UserError(f"DeepSpeed was asked for but cannot be imported ({error}); `pip install deepspeed`") from None
-    # accelerate launch hands its own defaults on as if they had been asked for, 1 step and clipping at 1.0; and an
-    # Accelerator cannot read "auto", which is what a plugin takes an absent variable for.
-    for variable, default in (("GRADIENT_ACCUMULATION_STEPS", "1"), ("GRADIENT_CLIPPING", "1.0")):
-        if os.environ.get(f"ACCELERATE_{variable}") in (default, "auto"):
-            del os.environ[f"ACCELERATE_{variable}"]
-    return DeepSpeedPlugin()
 
 
 def fill_config(config: dict[str, Any], args: TrainerArgs, world_size: int, source: str) -> None:

@@ -48,6 +48,7 @@ _FLAGS_OF_UNITS = {
     "rows": "bucket_rows mix_rows",
     "lines": "max_bad_lines",
     "epochs": "epochs data_n_epochs",
+    "workers": "virtual_ranks",
     "seconds": "stall_timeout",
     "checkpoints": "keep_checkpoints",
     "validations": "early_stopping_patience lr_drop_patience lr_drop_cooldown",

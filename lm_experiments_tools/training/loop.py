@@ -177,7 +177,7 @@ class TrainingLoop:
 
     def _resume(self, path: Path) -> None:
         """Continue exactly where the checkpoint was taken."""
-        self.state, own = load_state(path, self.backend, how=self.args.reproducible)
+        self.state, own = load_state(path, self.backend)
         self.learning_rate.resume(self.state.plateau)
         if own is not None:
             self.window, self._random_state = Window.from_state(own["window"]), own["random_state"]

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lm_experiments_tools.config.training import TrainerArgs
-    from lm_experiments_tools.training.loop import TrainingLoop
     from lm_experiments_tools.training.metrics import Collector
     from lm_experiments_tools.training.micro_batches import BatchStream, MicroBatch
+    from lm_experiments_tools.training.step import Loop
 
 
-def make_gradients(loop: TrainingLoop, micro_batches: Sequence[MicroBatch], weights: Mapping[str, int]) -> MetricSums:
+def make_gradients(loop: Loop, micro_batches: Sequence[MicroBatch], weights: Mapping[str, int]) -> MetricSums:
     """Leave the gradient of the step's loss in the parameters, summed over all workers' micro-batches.
 
     Args:
@@ -36,7 +36,7 @@ def make_gradients(loop: TrainingLoop, micro_batches: Sequence[MicroBatch], weig
         loop.kept.data = kept
 
 
-def _passes(loop: TrainingLoop, micro_batches: Sequence[MicroBatch], weights: Mapping[str, int]) -> MetricSums:
+def _passes(loop: Loop, micro_batches: Sequence[MicroBatch], weights: Mapping[str, int]) -> MetricSums:
     backend, sums = loop.backend, MetricSums(exact=loop.backend.exact is not None)
     for i, micro_batch in enumerate(micro_batches):
         if backend.exact is not None:
@@ -53,7 +53,7 @@ def _passes(loop: TrainingLoop, micro_batches: Sequence[MicroBatch], weights: Ma
 
 
 def measure(
-    loop: TrainingLoop, part: MicroBatch, means: Mapping[str, Tensor], outputs: Any, sums: MetricSums, kept: Collector
+    loop: Loop, part: MicroBatch, means: Mapping[str, Tensor], outputs: Any, sums: MetricSums, kept: Collector
 ) -> None:
     """Add a micro-batch's losses and metrics to `sums`, and its outputs to `kept`, unless it only fills up."""
     if part.counts():
@@ -64,7 +64,7 @@ def measure(
         kept.add(part.batch, outputs)
 
 
-def number_in_step(loop: TrainingLoop, i: int) -> int:
+def number_in_step(loop: Loop, i: int) -> int:
     """Number of this worker's i-th micro-batch among those of the step, whoever computes them.
 
     A worker's shares are the virtual ranks `rank`, `rank` + workers, ...; each has `gradient_accumulation_steps`.

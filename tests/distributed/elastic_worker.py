@@ -43,7 +43,8 @@ def args_of(run: str, step: str, **more: str) -> TrainerArgs:
     settings = {
         "batch_size": 2, "gradient_accumulation_steps": 1, "iters": int(step), "log_interval": 4, "valid_interval": 3,
         "save_interval": 2, "clip_grad_norm": 0.5, "model_path": run, "pad_to_multiple_of": 2, "stall_timeout": 60,
-        "lr_scheduler": "linear", "num_warmup_steps": 2, "num_training_steps": STEPS, "reproducible": "elastic", "save_best": True,
+        "lr_scheduler": "linear", "num_warmup_steps": 2, "num_training_steps": STEPS,
+        "reproducible": "elastic", "save_best": True,
     }  # fmt: skip
     return TrainerArgs(**settings | more)
 
