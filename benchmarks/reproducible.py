@@ -25,8 +25,8 @@ from lm_experiments_tools.optimizers import AdamWScale
 HERE = Path(__file__).with_suffix(".md")
 HEAD = """# What --reproducible costs
 
-Seconds of CPU of one process in one step, `--reproducible off` and `elastic` in turn over the same rows; ratio of the medians and,
-in parentheses, of the fastest steps. Rows are added by `benchmarks/reproducible.py`, which has the commands.
+Seconds of CPU of one process in one step, `--reproducible off` and `elastic` in turn over the same rows; ratio of the
+medians and, in parentheses, of the fastest steps. Rows are added by `benchmarks/reproducible.py`, which has the commands.
 
 | model | parameters | rows x length | micro-batches | workers | off | elastic | ratio |
 |---|---|---|---|---|---|---|---|
@@ -37,8 +37,7 @@ def prepared(how: str, options: argparse.Namespace, world_size: int) -> Backend:
     flags = {"batch_size": options.rows, "gradient_accumulation_steps": options.accumulate, "bf16": True}
     args = TrainerArgs(reproducible=how, **flags, **({"virtual_ranks": world_size} if how == "elastic" else {}))
     backend = get_backend(args)
-    torch.manual_seed(0)
-    model = build_model("modeling_t5:T5ForConditionalGeneration", load_model_config(options.preset))
+    model = build_model("modeling_t5:T5ForConditionalGeneration", load_model_config(options.preset), seed=0)
     model.train()
     backend.setup(model, AdamWScale(model.parameters(), lr=1e-3))
     return backend
