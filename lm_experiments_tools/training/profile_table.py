@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: the events of torch's profiler, added up in nine lines.
+"""Time of a training step by what it is spent on: the events of torch's profiler, added up in nine lines.
 
 Each moment of the traced steps belongs to one line, so that the lines sum to the wall time. On a CPU it is that of the
 innermost operator which the training thread is in; on a GPU that of the kernel which runs, by the operator that
@@ -55,7 +55,7 @@ _NODE = "autograd::engine::evaluate_function: "
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What of an event is needed.
+    """An operator, range or kernel that was recorded.
 
     Attributes:
         name: of the operator, range or kernel.
@@ -82,7 +82,7 @@ class Piece(NamedTuple):
 
 
 def events_of(profiler: Any) -> list[Event]:
-    """What a stopped `torch.profiler.profile` has recorded."""
+    """Read what a stopped `torch.profiler.profile` has recorded."""
     found = []
     for event in profiler.profiler.kineto_results.events():
         on_device = event.device_type().name != "CPU"
@@ -133,7 +133,7 @@ _RANK = {line: rank for rank, (line, _) in enumerate(_OWNERS)}
 
 
 class _Label(NamedTuple):
-    """What an event says of itself and of the events inside."""
+    """Lines that an event names for itself and for the events inside."""
 
     owner: str | None
     operator: str | None

@@ -46,6 +46,17 @@ def test_each_moment_belongs_to_the_innermost_operator():
     assert nonzero(events) == expected
 
 
+def test_compiled_blocks_are_told_by_the_kernels_that_they_call():
+    """Names as torch gives them; loops that inductor wrote for a CPU have none of their own."""
+    events = [
+        event(STEPS, 0, 20), event("Torch-Compiled Region: 0/0", 0, 12), event("CompiledFunction", 1, 11),
+        event("## Call CompiledFxGraph f4azy ##", 2, 10), event("aten::addmm", 3, 6), event("aten::bmm", 7, 8),
+        event("autograd::engine::evaluate_function: CompiledFunctionBackward", 12, 20),
+        event("CompiledFunctionBackward", 12, 20), event("aten::mm", 14, 17),
+    ]  # fmt: skip
+    assert nonzero(events) == {"matmul": 3 + 3, "attention": 1, "other": 1 + 4 + 1 + 5, "idle": 1 + 1}
+
+
 def test_gloo_counts_where_nothing_is_computed_meanwhile():
     events = [
         event(STEPS, 0, 20), event("aten::mm", 0, 10), event("gloo:all_reduce", 5, 12, place="background"),
