@@ -109,9 +109,7 @@ def is_out_of_place(flag: str, program: str, given: set[str]) -> bool:
         return bool(SMALL["configurations"].keys() & given) or (
             program == "lmtools convert" and "--model_cfg" not in given
         )
-    if flag == "save_interval":
-        return not {"--model_path", "--config"} & given
-    return flag == "target_seq_len" and bool({"causal_lm", "mlm"} & given)
+    return flag == "save_interval" and not {"--model_path", "--config"} & given
 
 
 def small(command: str) -> str:
