@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_REFUSED = "DefaultCPUAllocator: "  # how torch's message begins where main memory is not to be had
 _NEXT = 0.8  # of the planned peak that the next setting must stay below, where the plan said that it would fit
 
 
@@ -37,10 +38,17 @@ def watched(args: ExperimentArgs, origins: Mapping[str, str], backend: Backend) 
         backend.planned_mib = _predicted(planned) / 2**20
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if not _is_out_of_memory(error):
+            raise
         raise RunError(_sentence(args, origins, backend, planned, error)) from error
     if planned is not None and backend.is_main and not args.validate_only:
         _log(planned, backend)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """True too where a CPU's allocator was refused (`ulimit -v`, a cgroup), for which torch has no class."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _REFUSED in str(error)
 
 
 def _config(backend: Backend) -> dict:
@@ -85,7 +93,7 @@ def _sentence(
     args: ExperimentArgs, origins: Mapping[str, str], backend: Backend, plan: Plan | None, error: Exception
 ) -> str:
     """What ran out, what was planned, what to try."""
-    said = str(error).split(". ")[0]
+    said = str(error).rpartition(_REFUSED)[2].split(". ")[0] or "Python's own objects"
     if plan is None:
         return f"out of memory ({said}): try a smaller --batch_size with more --gradient_accumulation_steps"
     parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in plan.peak.parts.items() if size)
