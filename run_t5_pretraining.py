@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.backends.collective import on_all
     from lm_experiments_tools.models.speed import choose_speed
     from lm_experiments_tools.modules.inspection import forward_names
+    from lm_experiments_tools.planning.finders import find
     from lm_experiments_tools.planning.watch import watched
     from lm_experiments_tools.recipes import common, t5_data
     from lm_experiments_tools.recipes.objectives import check_causality, check_model
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.training.trainer import TrainingLoop
 
     args, origins = choose_speed(args, origins)
+    args, folder = args.while_finding()
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = common.start_run(args, backend)
     sources = on_all(backend, sources)
@@ -78,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         collect=collect,
     )
     common.show_run(args, origins, run, backend, backend.unwrap(), data)
+    if args.finds():
+        return find(trainer, origins, folder, data)
     with watched(args, origins, backend):
         common.train_or_validate(trainer)
     trainer.save_metrics(args.model_path)

@@ -9,9 +9,10 @@ follow from others are methods, so nothing is ever written into `args` after par
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
+from lm_experiments_tools.config.finders import FinderArgs
 from lm_experiments_tools.config.flags import (
     COUNT,
     DROPOUT,
@@ -401,12 +402,12 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExperimentArgs(TrainerArgs, OptimizerArgs, ModelArgs):
+class ExperimentArgs(FinderArgs, TrainerArgs, OptimizerArgs, ModelArgs):
     """Arguments of every training script, besides its data."""
 
     def check(self) -> None:
         self.check_model()
-        if self.learning_rate() is None and not self.relative_step and not self.validate_only:
+        if self.learning_rate() is None and not (self.relative_step or self.validate_only or self.find_lr):
             raise UserError(self.lacking_rate())
         check_conflict(self, "relative_step", "lr_scheduler", "Adafactor then computes its own learning rate")
         check_conflict(self, "relative_step", "use_lr_drop", "Adafactor then computes its own learning rate")
@@ -426,3 +427,12 @@ class ExperimentArgs(TrainerArgs, OptimizerArgs, ModelArgs):
     def lacking_rate(self) -> str:
         """The sentence that asks for a learning rate."""
         return f"--lr is missing: --optimizer {self.optimizer} needs a learning rate, for example --lr 1e-3."
+
+    def while_finding(self) -> tuple["ExperimentArgs", str | None]:
+        """These arguments for what a finder does, which leaves nothing in the run directory, and that directory."""
+        if not self.finds():
+            return self, self.model_path
+        changed = {name: getattr(type(self), name) for name in given_flags(self, IN_RUN_DIRECTORY)}
+        if self.find_lr is not None:
+            changed["lr"] = self.find_lr_max
+        return replace(self, **changed, model_path=None, resume="never"), self.model_path
