@@ -17,7 +17,7 @@ from lm_experiments_tools.tracking.run_directory import setup_logging
 from lm_experiments_tools.training.loop import TrainingLoop
 from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller
 
-ROWS = 12
+ROWS = 24  # of an update
 
 
 class Hungry(TinyLabeller):
@@ -43,7 +43,7 @@ def main():
     (folder,) = sys.argv[1:]
     backend = get_backend(ExperimentArgs(model_cfg="none", lr=0.1))
     setup_logging(None, backend.rank)
-    rows = 2 * ROWS // backend.world_size
+    rows = ROWS // backend.world_size
     find_lr(loop(backend, batch_size=rows, find_lr=30, find_lr_min=1e-2, find_lr_max=1e2), folder)
     backend.release()
     trainer = loop(backend, batch_size=rows, find_micro_batch=True)

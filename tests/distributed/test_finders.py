@@ -39,8 +39,8 @@ def test_two_workers_agree_and_none_hangs(launcher, alone, tmp_path):
     assert "do not fit (1 of 2 worker(s) out of memory)" in job.output
 
 
+@pytest.mark.slow
 def test_nobody_waits_where_one_worker_holds_no_row(tmp_path):
     job = run(torchrun(), WORKER, tmp_path, FULL_AT="12,0", ACCELERATE_USE_CPU="true")
     assert job.returncode not in (0, None), job.output[-3000:]
-    assert "not even micro-batches of one row fit into memory on all workers" in job.output
-    assert "Traceback" not in job.output
+    assert "error: --find_micro_batch: not even micro-batches of one row fit" in job.output
