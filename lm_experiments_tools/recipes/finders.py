@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lm_experiments_tools.training.loop import TrainingLoop
 
 _FAR = 4.0  # times the lowest smoothed loss: the test stops
+_NOISE = 3  # times the median distance to the smoothed loss: a fall of less is none
 _ROWS = 12  # of the table
 _SIZE = (72, 14)  # of the curve, in characters
 
@@ -155,7 +156,8 @@ def read_range_test(rates: Sequence[float], losses: Sequence[float], stopped: bo
     slopes = [(smoothed[b] - smoothed[a]) / (logs[b] - logs[a]) if b > a else 0.0 for a, b in ends]
     steepest = int(np.argmin(slopes))
     rises = stopped or lowest < len(losses) - 1 - span
-    falls = slopes[steepest] < 0
+    noise = float(np.median(np.abs(np.subtract(losses, smoothed)[: lowest + 1])))
+    falls = slopes[steepest] < 0 and smoothed[0] - smoothed[lowest] > _NOISE * noise
     return RangeTest(
         list(rates),
         list(losses),
@@ -183,9 +185,7 @@ def _shown(test: RangeTest, stopped: bool) -> list[str]:
     lines += plot({"train": curve}, width, _SIZE[1], dots=dots, ends=ends)
     highest = f"{test.rates[-1]:.2g}"
     if test.steepest is None:
-        found = (
-            f"the loss does not fall between lr {test.rates[0]:.2g} and {highest}: try lower rates, or more updates"
-        )
+        found = f"the loss falls by no more than its noise from lr {test.rates[0]:.2g} to {highest}: take more updates"
     else:
         found = f"try --lr {test.steepest:.2g}, where the loss falls fastest"
     if test.edge is not None:

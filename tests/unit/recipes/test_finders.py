@@ -83,6 +83,10 @@ def test_a_loss_that_never_falls_has_no_steepest_descent():
     rates = np.geomspace(1e-6, 1, 50).tolist()
     test = read_range_test(rates, [2.0 + i for i in range(50)])
     assert test.steepest is None and test.edge == rates[0]
+    noise = np.random.default_rng(0).normal(0.69, 0.02, 50)
+    assert read_range_test(rates, noise.tolist()).steepest is None
+    falling = noise - 0.3 / (1 + np.exp(-3 * np.log(np.divide(rates, 1e-3))))  # steepest at 1e-3
+    assert 3e-4 < read_range_test(rates, falling.tolist()).steepest < 3e-3
 
 
 def test_a_model_that_is_not_finite_at_once_is_refused():
