@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lm_experiments_tools.training.loop import TrainingLoop
 
 _FAR = 4.0  # times the lowest smoothed loss: the test stops
-_NOISE = 3  # times the median distance to the smoothed loss: a fall of less is none
+_NOISE = 3  # times the median step between two losses: a fall of less is none
 _ROWS = 12  # of the table
 _SIZE = (72, 14)  # of the curve, in characters
 
@@ -156,7 +156,7 @@ def read_range_test(rates: Sequence[float], losses: Sequence[float], stopped: bo
     slopes = [(smoothed[b] - smoothed[a]) / (logs[b] - logs[a]) if b > a else 0.0 for a, b in ends]
     steepest = int(np.argmin(slopes))
     rises = stopped or lowest < len(losses) - 1 - span
-    noise = float(np.median(np.abs(np.subtract(losses, smoothed)[: lowest + 1])))
+    noise = float(np.median(np.abs(np.diff(losses[: lowest + 1])))) if lowest else 0.0
     falls = slopes[steepest] < 0 and smoothed[0] - smoothed[lowest] > _NOISE * noise
     return RangeTest(
         list(rates),
