@@ -21,8 +21,8 @@ import torch
 
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.planning.fit import USABLE, fit, memory_of
-from lm_experiments_tools.planning.watch import config_of, planned_for, planning_of
-from lm_experiments_tools.recipes.common import close_run
+from lm_experiments_tools.planning.watch import config_of, planned_for, planning_of, watched
+from lm_experiments_tools.recipes.common import close_run, train_or_validate
 from lm_experiments_tools.recipes.finders import find_lr, only_steps, write_found
 
 if TYPE_CHECKING:
@@ -36,17 +36,23 @@ _TIMED = 3  # steps of each size, by turns
 _SIZES_TIMED = 4  # the largest that fit, and smaller ones while these are faster
 
 
-def find(trainer: TrainingLoop, origins: Mapping[str, str], folder: str | None, data: RunData) -> None:
-    """Do what `--find_lr` or `--find_micro_batch` asks for, and close the run; every worker calls it.
+def find_or_train(trainer: TrainingLoop, origins: Mapping[str, str], folder: str | None, data: RunData) -> bool:
+    """Train or validate; or do what `--find_lr` or `--find_micro_batch` asks for, close the run, and return True.
 
     Args:
-        folder: run directory of the run that is to follow.
+        folder: run directory of the run that is to follow a finder.
     """
-    if trainer.args.find_micro_batch:
+    args, backend = trainer.args, trainer.backend
+    if not args.finds():
+        with watched(args, origins, backend):
+            train_or_validate(trainer)
+        return False
+    if args.find_micro_batch:
         find_micro_batch(trainer, origins, folder)
     else:
         find_lr(trainer, folder)
-    close_run(trainer.backend, data)
+    close_run(backend, data)
+    return True
 
 
 @dataclass
