@@ -21,6 +21,7 @@ from lm_experiments_tools.backends.backend import Backend
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.models.build import build_model, load_model_config, num_parameters
 from lm_experiments_tools.optimizers import AdamWScale
+from modeling_t5 import T5ForConditionalGeneration
 
 HERE = Path(__file__).with_suffix(".md")
 HEAD = """# What --reproducible costs
@@ -37,7 +38,7 @@ def prepared(how: str, options: argparse.Namespace, world_size: int) -> Backend:
     flags = {"batch_size": options.rows, "gradient_accumulation_steps": options.accumulate, "bf16": True}
     args = TrainerArgs(reproducible=how, **flags, **({"virtual_ranks": world_size} if how == "elastic" else {}))
     backend = get_backend(args)
-    model = build_model("modeling_t5:T5ForConditionalGeneration", load_model_config(options.preset), seed=0)
+    model = build_model(T5ForConditionalGeneration, load_model_config(options.preset), seed=0)
     model.train()
     backend.setup(model, AdamWScale(model.parameters(), lr=1e-3))
     return backend

@@ -9,9 +9,10 @@ follow from others are methods, so nothing is ever written into `args` after par
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
+from lm_experiments_tools.config.finders import FinderArgs
 from lm_experiments_tools.config.flags import (
     COUNT,
     DROPOUT,
@@ -329,10 +330,10 @@ class LoggingArgs:
     """Updates between two records of the norms of gradient, weights and update of each part. None: never."""
     log_maxima: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
     """Updates between two records of the largest activation and a bound of attention logits by part. None: never."""
-    profile: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
+    profile: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY, _OF_TRAINING] = None
     """Trace this many updates: a table of where their time goes, and torch profiler's file. None: none, or 3 with
     --profile_after."""
-    profile_after: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
+    profile_after: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY, _OF_TRAINING] = None
     """The update after which --profile begins. None: 5 after the run has started or gone on."""
     report: Annotated[bool, HARMLESS, IN_RUN_DIRECTORY, _OF_TRAINING] = False
     """End with a report: loss before and after, example predictions, the loss curve as a PNG."""
@@ -430,12 +431,12 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExperimentArgs(TrainerArgs, OptimizerArgs, ModelArgs):
+class ExperimentArgs(FinderArgs, TrainerArgs, OptimizerArgs, ModelArgs):
     """Arguments of every training script, besides its data."""
 
     def check(self) -> None:
         self.check_model()
-        if self.learning_rate() is None and not self.relative_step and not self.validate_only:
+        if self.learning_rate() is None and not (self.relative_step or self.validate_only or self.find_lr):
             raise UserError(self.lacking_rate())
         check_conflict(self, "relative_step", "lr_scheduler", "Adafactor then computes its own learning rate")
         check_conflict(self, "relative_step", "use_lr_drop", "Adafactor then computes its own learning rate")
@@ -455,3 +456,12 @@ class ExperimentArgs(TrainerArgs, OptimizerArgs, ModelArgs):
     def lacking_rate(self) -> str:
         """The sentence that asks for a learning rate."""
         return f"--lr is missing: --optimizer {self.optimizer} needs a learning rate, for example --lr 1e-3."
+
+    def while_finding(self) -> tuple["ExperimentArgs", str | None]:
+        """These arguments for what a finder does, which leaves nothing in the run directory, and that directory."""
+        if not self.finds():
+            return self, self.model_path
+        changed = {name: getattr(type(self), name) for name in given_flags(self, IN_RUN_DIRECTORY)}
+        if self.find_lr is not None:
+            changed["lr"] = self.find_lr_max
+        return replace(self, **changed, model_path=None, resume="never"), self.model_path

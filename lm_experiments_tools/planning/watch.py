@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_REFUSED = "DefaultCPUAllocator: "  # how torch's message begins where main memory is not to be had
+_REFUSED = ("DefaultCPUAllocator", "can't allocate memory", "out of memory")  # in torch's RuntimeErrors
 _NEXT = 0.8  # of the planned peak that the next setting must stay below, where the plan said that it would fit
 
 
@@ -33,40 +33,44 @@ def watched(args: ExperimentArgs, origins: Mapping[str, str], backend: Backend) 
     Raises:
         RunError: the device ran out of memory; says what was planned, and what to try next.
     """
-    planned = _planned(args, origins, backend)
+    planned = planned_for(args, origins, backend)
     if planned is not None:
         backend.planned_mib = _predicted(planned) / 2**20
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise RunError(_sentence(args, origins, backend, planned, error)) from error
     if planned is not None and backend.is_main and not args.validate_only:
         _log(planned, backend)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """True too where a CPU's allocator was refused (`ulimit -v`, a cgroup), for which torch has no class."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _REFUSED in str(error)
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for what torch, numpy or Python raise where memory is refused, on a GPU or (`ulimit -v`) a CPU."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _REFUSED)
 
 
-def _config(backend: Backend) -> dict:
+def config_of(backend: Backend) -> dict:
+    """Configuration of the model that was built."""
     config = backend.unwrap().config
     return {**config.to_dict(), "attn_implementation": getattr(config, "_attn_implementation", None)}
 
 
-def _planning(backend: Backend, memory: float | None = None) -> PlanningArgs:
+def planning_of(backend: Backend, memory: float | None = None) -> PlanningArgs:
+    """Device and workers of a run, and the bytes that a setting is to fit into."""
     told, fits = of_launcher(), None if memory is None else f"{int(memory)}B"
     return PlanningArgs(device=backend.device.type, workers=told.workers, sharding=told.sharding, fit=fits)
 
 
-def _planned(args: ExperimentArgs, origins: Mapping[str, str], backend: Backend) -> Plan | None:
+def planned_for(args: ExperimentArgs, origins: Mapping[str, str], backend: Backend) -> Plan | None:
     """The plan of what was built; None for a model or a device that no formula describes."""
     if backend.device.type not in ("cpu", "cuda") or not hasattr(backend.unwrap(), "config"):
         return None
     try:
-        return make_plan(args, _planning(backend), origins, _config(backend))
+        return make_plan(args, planning_of(backend), origins, config_of(backend))
     except UserError:
         return None
 
@@ -100,8 +104,8 @@ def _sentence(
     lines = f"out of memory ({said}); planned were {human_bytes(plan.peak.total)} for micro-batches of "
     lines += f"{args.batch_size}: {parts}"
     try:
-        planning = _planning(backend, _NEXT * plan.peak.total / USABLE)
-        found = fit(args, planning, origins, _config(backend), plan)
+        planning = planning_of(backend, _NEXT * plan.peak.total / USABLE)
+        found = fit(args, planning, origins, config_of(backend), plan)
     except UserError as impossible:
         return f"{lines}. {impossible}"
     return f"{lines}; try {found.flags()}, planned at {human_bytes(found.plan.peak.total)}, as many rows an update"
