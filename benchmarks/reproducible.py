@@ -27,7 +27,7 @@ HERE = Path(__file__).with_suffix(".md")
 HEAD = """# What --reproducible costs
 
 Seconds of CPU of one process in one step, `--reproducible off` and `elastic` in turn over the same rows; ratio of the
-medians and, in parentheses, of the fastest steps. Rows are added by `benchmarks/reproducible.py`, which has the commands.
+medians and, in parentheses, of the fastest steps. `benchmarks/reproducible.py` adds rows, and has the commands.
 
 | model | parameters | rows x length | micro-batches | workers | off | elastic | ratio |
 |---|---|---|---|---|---|---|---|

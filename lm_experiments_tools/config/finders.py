@@ -33,8 +33,8 @@ class FinderArgs:
         check_conflict(self, "find_lr", "find_micro_batch", "find the micro-batch first, then the learning rate")
         if self.find_micro_batch and self.reproducible != "off":
             raise UserError(
-                f"--find_micro_batch tries other micro-batches, and a run with --reproducible {self.reproducible} keeps "
-                "its own: find one without it, then start the run."
+                "--find_micro_batch tries other micro-batches, and a run with --reproducible "
+                f"{self.reproducible} keeps its own: find one without it, then start the run."
             )
         if self.find_lr_min >= self.find_lr_max:
             raise UserError(f"--find_lr_min {self.find_lr_min:g} is not below --find_lr_max {self.find_lr_max:g}.")
