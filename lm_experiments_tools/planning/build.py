@@ -46,7 +46,7 @@ def trace_plan(args: ExperimentArgs, source: int, target: int, scored: int | Non
     if getattr(args, "peft", None):
         check_peft("--peft")
     try:
-        return trace_steps(lambda: _prepare(args, source, target, scored), fake=fake)
+        return trace_steps(lambda: prepare(args, source, target, scored), fake=fake)
     except _FAILURES as error:
         if isinstance(error, UserError):
             raise
@@ -54,16 +54,23 @@ def trace_plan(args: ExperimentArgs, source: int, target: int, scored: int | Non
         raise UserError(f"{args.model_cls} cannot be traced: {type(error).__name__}: {reason}") from error
 
 
-def _prepare(args: ExperimentArgs, source: int, target: int, scored: int | None) -> Prepared:
-    backend = LocalBackend(Precision(), torch.device("cpu"))
+def prepare(
+    args: ExperimentArgs, source: int, target: int, scored: int | None, device: torch.device | None = None
+) -> Prepared:
+    """Model, optimizer and a batch of random tokens, as `trace_plan` takes them; on a CPU, or on `device`."""
+    device = device or torch.device("cpu")
+    backend = LocalBackend(Precision(), device)
     args = replace(args, compile=False, lr=args.lr or (None if args.relative_step else 1e-3))
     if getattr(args, "from_pretrained", None) and not args.model_cfg:  # its configuration is enough
         args = replace(args, base_model=args.from_pretrained)
     model_source = common.model_source(args, backend)
     model = common.model_from_args(args, model_source, 0)
     model = _adapted(model, args)
+    if device.type != "cpu":
+        model.to(device)
     picks = scored is not None and pick_labelled(model, source, tried=False) is None
     batch = _batch(model, args, source, target, scored if picks else None)
+    batch = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
     optimizer = common.optimizer_from_args(args, model)
     dtype = next((dtype for name, dtype in _DTYPES.items() if getattr(args, name)), None)
     return Prepared(model, optimizer, batch, dtype, args.gradient_accumulation_steps)

@@ -47,15 +47,23 @@ def memory_of(device: str) -> int:
 
 
 def fit(
-    args: ExperimentArgs, planning: PlanningArgs, origins: Mapping[str, str], config: Mapping[str, Any], plan: Plan
+    args: ExperimentArgs,
+    planning: PlanningArgs,
+    origins: Mapping[str, str],
+    config: Mapping[str, Any],
+    plan: Plan,
+    below: float | None = None,
 ) -> Fit:
     """The settings nearest to the given ones that fit into `--fit`: as large a micro-batch as can be without
     recomputation, then with it, then Adafactor. The rows of an update stay what they are.
 
+    Args:
+        below: bytes that the predicted peak has to stay below, instead of what `--fit` leaves usable.
+
     Raises:
         UserError: not even one row fits.
     """
-    memory = memory_of(plan.device) if planning.fit == "auto" else bytes_of(planning.fit)
+    memory = bytes_to_fit(plan, planning) if below is None else below / USABLE
     rows = args.rows_per_worker()
     optimizers = list(dict.fromkeys([args.optimizer, "Adafactor"]))
     checkpointing = list(dict.fromkeys([args.gradient_checkpointing, True]))
@@ -80,6 +88,11 @@ def fit(
         f"{least.args.optimizer} the closed form still says {human_bytes(least.peak.total)}; shorten the rows, "
         "divide the model among more workers (--workers N --sharding fsdp), or take adapters or a smaller model."
     )
+
+
+def bytes_to_fit(plan: Plan, planning: PlanningArgs) -> int:
+    """The memory of `--fit`, in bytes."""
+    return memory_of(plan.device) if planning.fit == "auto" else bytes_of(planning.fit)
 
 
 def lines_of_fit(found: Fit, args: ExperimentArgs, memory: str) -> list[str]:

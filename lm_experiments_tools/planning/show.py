@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +11,15 @@ from lm_experiments_tools.config.launchers import launcher_rank
 from lm_experiments_tools.config.planning import PlanningArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import human_bytes
-from lm_experiments_tools.planning.fit import fit, lines_of_fit
+from lm_experiments_tools.planning.fit import USABLE, Fit, fit, lines_of_fit, memory_of
 from lm_experiments_tools.planning.plan import Plan, device_of, make_plan, model_settings
 from lm_experiments_tools.planning.report import compared, lines_of
 
 if TYPE_CHECKING:
     from lm_experiments_tools.config.training import ExperimentArgs
+
+
+_LESS = 0.9  # of the predicted peak, for the next proposal after one that did not fit
 
 
 def show(args: ExperimentArgs, planning: PlanningArgs, origins: Mapping[str, str]) -> None:
@@ -45,6 +48,35 @@ def show(args: ExperimentArgs, planning: PlanningArgs, origins: Mapping[str, str
         print("\n" + "\n".join(lines_of_fit(found, args, planning.fit)), flush=True)
         if planning.trace and found.changed:
             print("\n".join(_traced(found.plan)), flush=True)
+        if planning.trace and planning.fit == "auto":
+            _try(found, lambda below: fit(args, planning, origins, config, plan, below), args, planning)
+
+
+def _try(found: Fit, fit_below: Callable[[float], Fit], args: ExperimentArgs, planning: PlanningArgs) -> None:
+    """Make two steps of what is proposed, and of less while these do not fit.
+
+    Raises:
+        UserError: nothing fits.
+    """
+    from lm_experiments_tools.planning.trial import try_plan
+
+    if planning.sharding != "none":
+        print(f"not tried: one process alone cannot do as --sharding {planning.sharding}")
+        return
+    memory = USABLE * memory_of(found.plan.device)
+    while True:
+        predicted = human_bytes(found.plan.peak.total)
+        try:
+            peak = try_plan(found.plan, memory).peak
+        except UserError as error:
+            print(f"not tried: {error}")
+            return
+        if peak is not None:
+            print(f"tried on this {found.plan.device}: two steps took {human_bytes(peak)} (predicted {predicted})")
+            return
+        print(f"tried on this {found.plan.device}: {predicted} were predicted, and it does not fit; less:", flush=True)
+        found = fit_below(_LESS * found.plan.peak.total)
+        print("\n".join(lines_of_fit(found, args, planning.fit)), flush=True)
 
 
 def show_run(args: ExperimentArgs, origins: Mapping[str, str]) -> None:

@@ -76,6 +76,13 @@ def trace_steps(prepare: Callable[[], Prepared], *, fake: bool = True) -> Traced
     return Traced(total, tracker.moment, {**parts, "activations": total - sum(parts.values())})
 
 
+def make_steps(prepared: Prepared) -> None:
+    """Two updates, the second of two micro-batches if there are more than one, as the traced ones."""
+    prepared.model.train()
+    for micro_batches in (1, min(prepared.micro_batches, 2)):
+        _step(prepared, _PeakTracker(), micro_batches)
+
+
 def _step(prepared: Prepared, tracker: _PeakTracker, micro_batches: int) -> None:
     """One update, as `TrainingLoop.train_step` makes it."""
     model, optimizer, batch, dtype, _ = prepared
