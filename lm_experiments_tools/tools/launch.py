@@ -170,6 +170,8 @@ class LaunchArgs(OtherArgs, SlurmArgs, JobArgs, WhereArgs):
                 raise UserError(f"--sbatch {word!r} is no option of sbatch without its dashes, such as account=lab.")
         if self.name is not None and not re.fullmatch(r"\w[\w.-]*", self.name, re.ASCII):
             raise UserError(f"--name {self.name!r} may have letters, digits, and - . _ between them.")
+        if self.hosts is not None:
+            self.machines()
         if self.volume is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*:/.*", self.volume):
             raise UserError(f"--volume {self.volume} is not CLAIM:/path, such as data:/data.")
         if self.time is not None and (limit := seconds_of(self.time)) <= self.grace:
@@ -194,6 +196,8 @@ def main(argv: Sequence[str]) -> int:
         own, words = list(argv[: argv.index("--")]), list(argv[argv.index("--") + 1 :])
     else:
         own, words = list(argv), []
+    if not words and (script := next((word for word in own if word.endswith(".py")), None)):
+        raise UserError(f"{script}: put -- before the script, as in lmtools launch --slurm -- {script} --lr 1e-3.")
     args, _ = parse(LaunchArgs, own, description=__doc__, program="lmtools launch")
     args.check_launcher()
     args.check_words()
@@ -286,7 +290,7 @@ def _run_ray(args: LaunchArgs, program: str) -> int:
         print(program, end="")
         return 0
     if importlib.util.find_spec("ray") is None:
-        raise UserError("--ray needs Ray, which is not installed: pip install 'ray[train]>=2.50'")
+        raise UserError("--ray needs Ray, which is not installed: pip install 'ray[train]'")
     return subprocess.run([sys.executable, "-c", program], check=False).returncode
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +151,7 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchTrainer
 
-FOLDER = {folder!r}
+FOLDER = {folder}
 SCRIPT, *FLAGS = {words}
 
 
@@ -167,30 +168,39 @@ def train():
 
 
 try:
-    ray.init(address="auto", runtime_env={{"env_vars": {env!r}}})
-    TorchTrainer(
-        train,
-        scaling_config=ScalingConfig({scaling}),
-        run_config=RunConfig(name={name!r}, failure_config=FailureConfig(max_failures={restarts})),
-    ).fit()
+    ray.init(address="auto", runtime_env={{"env_vars": {env}}})
+    scaling = ScalingConfig(
+        num_workers={workers},
+        use_gpu={gpu},
+        resources_per_worker={resources},
+        placement_strategy="{strategy}",
+    )
+    failures = FailureConfig(max_failures={restarts})
+    TorchTrainer(train, scaling_config=scaling, run_config=RunConfig(name="{name}", failure_config=failures)).fit()
 except ConnectionError:
     sys.exit("error: no Ray cluster is found: set RAY_ADDRESS, or start one here with ray start --head")
 except TrainingFailedError as error:
-    sys.exit(f"error: the run failed: {{str(error).strip().splitlines()[-1].removeprefix('RuntimeError: ')}}")
+    reason = str(error).strip().splitlines()[-1].removeprefix("RuntimeError: ")
+    sys.exit(f"error: the run failed: {{reason}}")
 '''
 
 
 def ray_program(job: Job) -> str:
     """A program that has Ray Train's TorchTrainer run the script on each worker."""
     args = job.args
-    resources = {"CPU": args.cpus, **({"GPU": 1} if args.gpus else {})}
-    scaling = f"num_workers={args.nodes * args.per_node}, use_gpu={bool(args.gpus)}, resources_per_worker={resources}"
-    scaling += ', placement_strategy="SPREAD"' if args.nodes > 1 else ""
     return _RAY.format(
-        name=job.name, folder=job.folder, words=_listed(job.words), env=dict(job.env), scaling=scaling,
+        name=job.name,
+        folder=_literal(job.folder),
+        words=_literal(job.words),
+        env=_literal(job.env),
+        workers=args.nodes * args.per_node,
+        gpu=bool(args.gpus),
+        resources=_literal({"CPU": args.cpus} | ({"GPU": 1} if args.gpus else {})),
+        strategy="SPREAD" if args.nodes > 1 else "PACK",
         restarts=args.restarts,
-    )  # fmt: skip
+    )
 
 
-def _listed(words: Sequence[str]) -> str:
-    return "[" + ", ".join(map(repr, words)) + "]"
+def _literal(value: Any) -> str:
+    """Strings, numbers, lists and dictionaries as Python reads them, and as its formatters write them."""
+    return json.dumps(value, ensure_ascii=False)

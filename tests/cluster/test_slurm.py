@@ -7,6 +7,7 @@ import time
 import pytest
 
 from lm_experiments_tools.checkpoint.manifest import verify
+from tests.distributed.launch import missing
 from tests.helpers.runs import losses, words
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -81,3 +82,22 @@ def test_a_mistake_is_refused_before_the_queue(cluster, flags, tmp_path):
     asked = cluster.run(*command, "--partition", "none", "--", SCRIPT, *words(**flags))
     assert asked.returncode == 2 and "error: sbatch refused the job: " in asked.stdout, asked.stdout
     assert "invalid partition" in asked.stdout and not cluster.run("squeue", "-h").stdout
+
+
+def test_an_array_of_jobs_tokenizes_to_the_bytes_of_one_run(cluster, data, tmp_path):
+    """The tokens of `data` are one run's."""
+    if reason := missing("datatrove"):
+        pytest.skip(reason)
+    text = {"input": data / "text.jsonl", "vocab": data / "vocab.model", "output": tmp_path / "parts"}
+    how = {"on": "slurm", "shards": 3, "partition": "p", "time": "10:00"}
+    started = cluster.run("python", "-m", "lm_experiments_tools.tools.main", "tokenize", *words(**text | how))
+    assert started.returncode == 0 and "submitted 3 parts and their merge" in started.stdout, started.stdout
+    deadline = time.monotonic() + 200
+    while cluster.run("squeue", "-h").stdout:
+        assert time.monotonic() < deadline, cluster.run("squeue").stdout
+        time.sleep(0.5)
+    logs = "".join(log.read_text() for log in sorted(tmp_path.glob("parts.parts/**/slurm_logs/*.out")))
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"parts{suffix}").exists(), logs[-6000:]
+        assert (tmp_path / f"parts{suffix}").read_bytes() == (data / f"tokens{suffix}").read_bytes()
+    assert len(list(tmp_path.glob("parts-0000?-of-00003.idx"))) == 3
