@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.config.flags import COUNT, NOT_NEGATIVE, Unread, check_groups, needs
@@ -207,7 +207,10 @@ def main(argv: Sequence[str]) -> int:
     if args.kubeflow:
         return _submit(args, train_job(job), ["kubectl", "create", "-f", "-"], "where kubectl knows the cluster")
     if args.ray:
-        return _run_ray(args, ray_program(job))
+        if not args.print:
+            _run_ray(ray_program(job))
+        print(ray_program(job), end="")
+        return 0
     commands = host_commands(job, args.machines(), args.port)
     if args.print:
         print("\n".join(commands.values()))
@@ -285,13 +288,10 @@ def _submit(args: LaunchArgs, text: str, command: Sequence[str], where: str) -> 
     return 0
 
 
-def _run_ray(args: LaunchArgs, program: str) -> int:
-    if args.print:
-        print(program, end="")
-        return 0
+def _run_ray(program: str) -> NoReturn:
     if importlib.util.find_spec("ray") is None:
         raise UserError("--ray needs Ray, which is not installed: pip install 'ray[train]'")
-    return subprocess.run([sys.executable, "-c", program], check=False).returncode
+    os.execv(sys.executable, [sys.executable, "-c", program])  # in this one's place, so that signals reach it
 
 
 def _check_launcher_is_there(args: LaunchArgs) -> None:

@@ -46,33 +46,10 @@ def lmtools(*command: object, address: str, timeout: float = 300, **extra: str) 
     )
 
 
-def test_the_workers_of_two_nodes_form_one_job_and_a_second_one_goes_on(address, flags, run_dir, data):
-    flags |= {"iters": 20, "save_interval": None}
-    ray = ("launch", "--ray", "--nodes", 2, "--env", f"PYTHONPATH={environment()['PYTHONPATH']}", "--")
-    ended = lmtools(*ray, SCRIPT, *words(**flags), address=address)
-    assert ended.returncode == 0 and "2 worker(s)" in ended.stdout, ended.stdout[-6000:]
-    assert [step for step, _ in losses(run_dir)] == [10, 20]
-    ended = lmtools(*ray, SCRIPT, *words(**flags | {"iters": 30}), address=address)
-    assert ended.returncode == 0 and "step 20, 160 samples consumed" in ended.stdout, ended.stdout[-6000:]
-    ended = lmtools(*ray, SCRIPT, *words(**flags | {"data_path": data / "absent"}), address=address)
-    assert ended.returncode == 1 and "error: the run failed: " in ended.stdout, ended.stdout[-6000:]
-    assert f"{data / 'absent'}" in ended.stdout
-
-
-def test_tasks_of_the_cluster_tokenize_to_the_bytes_of_one_run(address, data, tmp_path):
-    if reason := missing("datatrove"):
-        pytest.skip(reason)
-    text = {"input": data / "text.jsonl", "vocab": data / "vocab.model", "output": tmp_path / "parts"}
-    ended = lmtools("tokenize", *words(**text, on="ray", shards=3), address=address)
-    assert ended.returncode == 0, ended.stdout[-6000:]
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"parts{suffix}").read_bytes() == (data / f"tokens{suffix}").read_bytes()
-    ended = lmtools("tokenize", *words(**text, on="ray", shards=3, text_key="body"), address=address)
-    assert ended.returncode == 2 and "error: part 0 of 3: " in ended.stdout, ended.stdout[-6000:]
-
-
-def test_a_worker_that_is_killed_is_started_again(address, flags, run_dir):
-    flags["iters"] = 400
+def test_workers_of_two_nodes_form_one_job_and_are_started_again(address, flags, run_dir):
+    """One of them is killed after the first checkpoint."""
+    flags["iters"] = 300
+    names = environment(RAY_ADDRESS=address)
     start = [
         sys.executable,
         "-m",
@@ -84,7 +61,6 @@ def test_a_worker_that_is_killed_is_started_again(address, flags, run_dir):
         "--restarts",
         "1",
     ]
-    names = environment(RAY_ADDRESS=address)
     job = [*start, "--env", f"PYTHONPATH={names['PYTHONPATH']}", "--", SCRIPT, *words(**flags)]
     with subprocess.Popen(
         job, cwd=ROOT, env=names, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -95,5 +71,28 @@ def test_a_worker_that_is_killed_is_started_again(address, flags, run_dir):
             if not killed and "saved checkpoint of step 100" in line:
                 killed = re.search(r"pid=(\d+)\) world_rank=1", output)[1]
                 os.kill(int(killed), signal.SIGKILL)
-    assert ray.returncode == 0 and killed and "resumed from " in output, output[-6000:]
-    assert [step for step, _ in losses(run_dir)] == list(range(10, 401, 10))
+    assert ray.returncode == 0 and "2 worker(s)" in output, output[-6000:]
+    assert killed and "resumed from " in output
+    assert [step for step, _ in losses(run_dir)] == list(range(10, 301, 10))
+
+
+def test_a_run_that_fails_is_a_sentence_and_a_code(address, flags, data):
+    flags["data_path"] = data / "absent"
+    ray = ("launch", "--ray", "--env", f"PYTHONPATH={environment()['PYTHONPATH']}", "--")
+    ended = lmtools(*ray, SCRIPT, *words(**flags), address=address)
+    assert ended.returncode == 1 and f"{data / 'absent'}" in ended.stdout, ended.stdout[-6000:]
+    assert f"error: the run failed: {SCRIPT} ended with exit code 2; why stands above" in ended.stdout
+
+
+def test_tasks_of_the_cluster_tokenize_to_the_bytes_of_one_run(address, data, tmp_path):
+    if reason := missing("datatrove"):
+        pytest.skip(reason)
+    text = {"input": data / "text.jsonl", "vocab": data / "vocab.model", "output": tmp_path / "parts"}
+    ended = lmtools("tokenize", *words(**text, on="ray", shards=3), address=address)
+    assert ended.returncode == 0, ended.stdout[-6000:]
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"parts{suffix}").read_bytes() == (data / f"tokens{suffix}").read_bytes()
+    (tmp_path / "bad.jsonl").write_text((data / "text.jsonl").read_text() + "not json\n")
+    text |= {"input": tmp_path / "bad.jsonl", "max_bad_lines": 0, "output": tmp_path / "bad"}
+    ended = lmtools("tokenize", *words(**text, on="ray", shards=3), address=address)
+    assert ended.returncode == 2 and "error: part 2 of 3: " in ended.stdout, ended.stdout[-6000:]
