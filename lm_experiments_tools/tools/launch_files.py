@@ -7,14 +7,12 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from lm_experiments_tools.errors import UserError
-
-if TYPE_CHECKING:
-    from lm_experiments_tools.tools.launch import LaunchArgs
+from lm_experiments_tools.tools.launch_args import LaunchArgs
 
 
 @dataclass(frozen=True, kw_only=True)

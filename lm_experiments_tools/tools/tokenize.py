@@ -62,24 +62,26 @@ def run(args: TokenizeArgs) -> None:
     from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 
     check_output(args.output)
+    settings = {
+        "inputs": args.input,
+        "vocab_path": args.vocab,
+        "output_prefix": args.output,
+        "append_eos": args.append_eos,
+        "text_key": args.text_key,
+        "max_bad_lines": args.max_bad_lines,
+        "encode_by": args.encode_by,
+        "overwrite": args.overwrite,
+    }
     if args.on:
-        from lm_experiments_tools.tools.tokenize_parts import tokenize_parts
+        from lm_experiments_tools.tools.tokenize_parts import Parts, tokenize_parts
 
-        return tokenize_parts(args)
+        parts = Parts(
+            args.on, args.shards, settings, workers=args.workers or 1, partition=args.partition, time=args.time
+        )
+        return tokenize_parts(parts)
     shard = parse_shard(args.shard)
     start = time.perf_counter()
-    meta = tokenize_corpus(
-        args.input,
-        args.vocab,
-        args.output,
-        workers=args.workers,
-        append_eos=args.append_eos,
-        text_key=args.text_key,
-        max_bad_lines=args.max_bad_lines,
-        encode_by=args.encode_by,
-        shard=shard,
-        overwrite=args.overwrite,
-    )
+    meta = tokenize_corpus(**settings, workers=args.workers, shard=shard)
     seconds = time.perf_counter() - start
     megabytes = meta["num_bytes"] / 1e6
     empty = f", {meta['empty_documents']:,} empty texts" if "empty_documents" in meta else ""

@@ -12,7 +12,7 @@ import time
 import pytest
 import yaml
 
-from lm_experiments_tools.tools.launch import seconds_of
+from lm_experiments_tools.tools.launch_args import seconds_of
 from lm_experiments_tools.tools.main import main
 from tests.helpers import ROOT
 
