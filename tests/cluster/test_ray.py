@@ -15,7 +15,7 @@ from tests.distributed.launch import environment, missing
 from tests.helpers import ROOT
 from tests.helpers.runs import losses, words
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 SCRIPT = "run_t5_pretraining.py"
 
