@@ -84,15 +84,15 @@ def test_a_run_that_fails_is_a_sentence_and_a_code(address, flags, data):
     assert f"error: the run failed: {SCRIPT} ended with exit code 2; why stands above" in ended.stdout
 
 
-def test_tasks_of_the_cluster_tokenize_to_the_bytes_of_one_run(address, data, tmp_path):
+def test_tasks_of_the_cluster_tokenize_to_the_bytes_of_one_run(address, long_text, data, tmp_path):
     if reason := missing("datatrove"):
         pytest.skip(reason)
-    text = {"input": data / "text.jsonl", "vocab": data / "vocab.model", "output": tmp_path / "parts"}
+    text = {"input": long_text, "vocab": data / "vocab.model", "output": tmp_path / "parts"}
     ended = lmtools("tokenize", *words(**text, on="ray", shards=3), address=address)
     assert ended.returncode == 0, ended.stdout[-6000:]
     for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"parts{suffix}").read_bytes() == (data / f"tokens{suffix}").read_bytes()
-    (tmp_path / "bad.jsonl").write_text((data / "text.jsonl").read_text() + "not json\n")
+        assert (tmp_path / f"parts{suffix}").read_bytes() == (data / f"long{suffix}").read_bytes()
+    (tmp_path / "bad.jsonl").write_text(long_text.read_text() + "not json\n")
     text |= {"input": tmp_path / "bad.jsonl", "max_bad_lines": 0, "output": tmp_path / "bad"}
     ended = lmtools("tokenize", *words(**text, on="ray", shards=3), address=address)
     assert ended.returncode == 2 and "error: part 2 of 3: " in ended.stdout, ended.stdout[-6000:]

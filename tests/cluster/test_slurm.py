@@ -84,11 +84,10 @@ def test_a_mistake_is_refused_before_the_queue(cluster, flags, tmp_path):
     assert "invalid partition" in asked.stdout and not cluster.run("squeue", "-h").stdout
 
 
-def test_an_array_of_jobs_tokenizes_to_the_bytes_of_one_run(cluster, data, tmp_path):
-    """The tokens of `data` are one run's."""
+def test_an_array_of_jobs_tokenizes_to_the_bytes_of_one_run(cluster, long_text, data, tmp_path):
     if reason := missing("datatrove"):
         pytest.skip(reason)
-    text = {"input": data / "text.jsonl", "vocab": data / "vocab.model", "output": tmp_path / "parts"}
+    text = {"input": long_text, "vocab": data / "vocab.model", "output": tmp_path / "parts"}
     how = {"on": "slurm", "shards": 3, "partition": "p", "time": "10:00"}
     started = cluster.run("python", "-m", "lm_experiments_tools.tools.main", "tokenize", *words(**text | how))
     assert started.returncode == 0 and "submitted 3 parts and their merge" in started.stdout, started.stdout
@@ -99,5 +98,5 @@ def test_an_array_of_jobs_tokenizes_to_the_bytes_of_one_run(cluster, data, tmp_p
     logs = "".join(log.read_text() for log in sorted(tmp_path.glob("parts.parts/**/slurm_logs/*.out")))
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"parts{suffix}").exists(), logs[-6000:]
-        assert (tmp_path / f"parts{suffix}").read_bytes() == (data / f"tokens{suffix}").read_bytes()
+        assert (tmp_path / f"parts{suffix}").read_bytes() == (data / f"long{suffix}").read_bytes()
     assert len(list(tmp_path.glob("parts-0000?-of-00003.idx"))) == 3

@@ -15,7 +15,7 @@ from tests.helpers.token_toys import make_texts, write_jsonl
 def tokenize(tmp_path, monkeypatch, capfd):
     """Run it, in a folder with text that paths are relative to."""
     monkeypatch.chdir(tmp_path)
-    write_jsonl(tmp_path / "text.jsonl", make_texts(400))
+    write_jsonl(tmp_path / "text.jsonl", make_texts(4000))
 
     def tokenize(output, **flags):
         code = main(["tokenize", *words(**{"input": "text.jsonl", "vocab": "bytes", "output": output} | flags)])
@@ -35,6 +35,7 @@ def test_parts_are_those_of_shard_and_their_merge_is_one_run(tokenize):
     for number in range(3):
         assert tokenize("hand", workers=1, shard=f"{number}/3")[0] == 0
         assert written(f"parts-0000{number}-of-00003") == written(f"hand-0000{number}-of-00003")
+    assert all(Path(f"parts-0000{number}-of-00003.bin").stat().st_size for number in range(3))
     records = [json.loads(*written(name, ".json")) for name in ("parts", "one")]
     assert records[0] == records[1]
     before = [Path(f"parts-0000{number}-of-00003.bin").stat().st_mtime_ns for number in range(3)]
@@ -54,7 +55,7 @@ def test_a_part_that_fails_is_a_sentence_and_made_again(tokenize):
     assert not Path("parts.idx").exists()
     assert tokenize("parts", on="local", shards=2, max_bad_lines=3)[0] == 0
     assert tokenize("one", workers=1, max_bad_lines=3)[0] == 0 and written("parts") == written("one")
-    write_jsonl(Path("text.jsonl"), make_texts(300))
+    write_jsonl(Path("text.jsonl"), make_texts(3000))
     assert tokenize("parts", on="local", shards=2)[0] == 0, "no part of the old text passes for done"
     assert tokenize("two", workers=1)[0] == 0 and written("parts") == written("two")
 
