@@ -107,7 +107,7 @@ test: env-full horovod-if-possible ## the test suite, after env-full, without wh
 test-launchers: env-full horovod-if-possible ## every objective under every launcher, killed and continued: a table
 	@$(BIN)/python -m pytest -q -s tests/distributed/test_objectives_launchers.py $(ARGS)
 
-test-cluster: env-full horovod-if-possible ## jobs on two machines made of this one: root, openssh-server, iproute2, slurm-wlm
+test-cluster: env-full horovod-if-possible ## jobs on two machines made of this one: root, openssh-server, iproute2, slurm-wlm, requirements-clusters.txt
 	@$(BIN)/python -m pytest -q -m cluster tests/cluster $(ARGS)
 
 test-all: env-full horovod-if-possible ## the whole test suite

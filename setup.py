@@ -36,6 +36,9 @@ EXTRAS = {
     # suites of lmtools evaluate
     "suites": ["lm_eval>=0.4.13", "mteb>=2", "sentence-transformers>=6"],
     "sweep": ["optuna>=5"],
+    # lmtools tokenize --on, and launch --ray
+    "slurm": ["datatrove>=0.10"],
+    "ray": ["datatrove>=0.10", "ray[train]>=2.50"],
     # --log_to
     "trackio": ["trackio>=0.43"],
     "wandb": ["wandb>=0.31"],

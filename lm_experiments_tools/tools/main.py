@@ -15,6 +15,7 @@ lmtools export RUN --to FOLDER | --output DIR.onnx
 lmtools convert FILE --to FOLDER --model_cfg NAME
 lmtools compare RUNS --html page.html
 lmtools sweep SWEEP.yaml --output RUNS
+lmtools launch --slurm --nodes 2 --gpus 8 -- run_t5_pretraining.py --config RUN.yaml
 lmtools watch RUN
 lmtools doctor
 lmtools settings --output .
@@ -54,6 +55,7 @@ COMMANDS = {
     "convert": "make a folder for from_pretrained of weights of t5-experiments, nanoT5 or t5x",
     "compare": "runs beside each other: how far, how good, what was set otherwise; a page of their curves",
     "sweep": "run a script once for each of several settings, and compare: a grid, or what Optuna proposes",
+    "launch": "submit a script to Slurm, Ray, Kubeflow or machines by ssh as one job, its flags checked first",
     "watch": "watch a run from a terminal: progress, loss curve, speed, warnings; until it ends",
     "doctor": "what works here: versions, backends tried by two workers, devices, compilers; what to install",
     "settings": "write the settings that accelerate launch takes, accelerate_configs/, to a folder",
@@ -64,6 +66,11 @@ SCRIPTS = {
     "pretrain-bert": ("run_bert_pretraining.py", "pre-train a BERT with masked words and sentence pairs"),
     "finetune": ("run_finetuning.py", "fine-tune a pre-trained model"),
     "build-horovod": ("scripts/build_horovod.py", "build Horovod against the installed torch and check it"),
+}
+_ARGUMENTS = {
+    "pretrain-t5": "pretraining:T5PretrainingArgs",
+    "pretrain-bert": "bert:BertPretrainingArgs",
+    "finetune": "finetuning:FinetuningArgs",
 }
 
 
@@ -133,6 +140,12 @@ def _run_script(file: str, argv: list[str]) -> int:
 def script_path(name: str) -> Path:
     """The file of one of `SCRIPTS`."""
     return _find(SCRIPTS[name][0])
+
+
+def arguments_of(name: str) -> type | None:
+    """The dataclass of a script's flags; None for a name that is no script's, or one without any."""
+    module, _, cls = _ARGUMENTS.get(name, "").partition(":")
+    return getattr(importlib.import_module(f"lm_experiments_tools.config.{module}"), cls) if cls else None
 
 
 def _find(file: str) -> Path:

@@ -21,7 +21,6 @@ The same command again goes on: what is finished is not repeated, what was inter
 from __future__ import annotations
 
 import fcntl
-import importlib
 import json
 import math
 import shutil
@@ -46,11 +45,7 @@ from lm_experiments_tools.tools.runs.candidates import Candidate, Grid, OptunaSe
 
 POSITIONAL = "settings"  # words before the first flag are its values
 _KEYS = ("script", "config", "launcher", "parameters", "metric", "direction", "trials")
-_ARGS = {
-    "pretrain-t5": "pretraining:T5PretrainingArgs",
-    "pretrain-bert": "bert:BertPretrainingArgs",
-    "finetune": "finetuning:FinetuningArgs",
-}
+_SCRIPTS = ("pretrain-t5", "pretrain-bert", "finetune")
 _BY_SIGNAL = (130, 137, 143)  # Ctrl-C, kill -9, SIGTERM, as a launcher reports them
 _POLL = 1.0  # seconds
 
@@ -115,6 +110,8 @@ def run(args: SweepArgs) -> int:
 
 def read_sweep(path: Path) -> Sweep:
     """The file, checked: keys, names of flags, values. Raises UserError."""
+    from lm_experiments_tools.tools.main import arguments_of
+
     try:
         said = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -126,11 +123,9 @@ def read_sweep(path: Path) -> Sweep:
     for key in said:
         if key not in _KEYS:
             raise UserError(f"{path}: unknown setting {key!r}: there are {', '.join(_KEYS)}.")
-    if said.get("script") not in list(_ARGS):  # a list, which may be asked for anything
-        raise UserError(f"{path}: script is {said.get('script')!r}: choose one of {', '.join(_ARGS)}.")
-    module, _, name = _ARGS[said["script"]].partition(":")
-    args_class = getattr(importlib.import_module(f"lm_experiments_tools.config.{module}"), name)
-    flags = {field.name: field for field in fields(args_class)}
+    if said.get("script") not in _SCRIPTS:
+        raise UserError(f"{path}: script is {said.get('script')!r}: choose one of {', '.join(_SCRIPTS)}.")
+    flags = {field.name: field for field in fields(arguments_of(said["script"]))}
     check_parameters(said.get("parameters"), str(path))
     for flag in said["parameters"]:
         if flag not in flags:

@@ -1,12 +1,14 @@
 """Turn text into a token file (Megatron's .bin and .idx) that the trainers read; a run that was killed goes on.
 
-A cluster does it by a job array, job i with --shard i/n, and `lmtools merge` at its end (docs/scale.md).
+A cluster does it in n parts: with `--on slurm` and `--on ray` by datatrove, or by hand as a job array, job i with
+--shard i/n, and `lmtools merge` at its end (docs/scale.md).
 """
 
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from lm_experiments_tools.config.flags import COUNT, check_groups, needs, only
 from lm_experiments_tools.errors import UserError
 
 
@@ -30,12 +32,28 @@ class TokenizeArgs:
     max_bad_lines: int | None = None
     """Unusable lines to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error. None: 100, or 0.1 % of the
     lines read so far where that is more."""
-    workers: int | None = None
-    """Processes. None: one per core."""
+    workers: Annotated[int | None, COUNT] = None
+    """Processes. None: one per core; with --on, 1 for each part."""
     shard: str | None = None
     """i/n, i from 0: tokenize the i-th of n parts, into PREFIX-0000i-of-0000n. None: all."""
     overwrite: bool = False
     """Replace token files of other text, or of another vocabulary, that are there under the output's name."""
+    on: Literal["local", "slurm", "ray"] | None = None
+    """Cut the work into --shards parts for datatrove: processes here, a job array of Slurm, or tasks of Ray's cluster
+    (RAY_ADDRESS); the parts are merged at the end, to the bytes of one run."""
+    shards: Annotated[int | None, COUNT, needs("on")] = None
+    """Parts of the text."""
+    partition: Annotated[str | None, only("on", "slurm")] = None
+    """Partition of Slurm."""
+    time: Annotated[str, only("on", "slurm")] = "24:00:00"
+    """Time limit of a part in Slurm."""
+
+    def __post_init__(self) -> None:
+        check_groups(self, (TokenizeArgs,))
+        if self.on and (self.shards is None or self.shard is not None):
+            raise UserError(f"--on {self.on} takes --shards N, the number of parts, and makes them all: no --shard.")
+        if self.on == "slurm" and self.partition is None:
+            raise UserError("--on slurm needs --partition; `sinfo -s` lists those of the cluster.")
 
 
 def run(args: TokenizeArgs) -> None:
@@ -44,20 +62,26 @@ def run(args: TokenizeArgs) -> None:
     from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 
     check_output(args.output)
+    settings = {
+        "inputs": args.input,
+        "vocab_path": args.vocab,
+        "output_prefix": args.output,
+        "append_eos": args.append_eos,
+        "text_key": args.text_key,
+        "max_bad_lines": args.max_bad_lines,
+        "encode_by": args.encode_by,
+        "overwrite": args.overwrite,
+    }
+    if args.on:
+        from lm_experiments_tools.tools.tokenize_parts import Parts, tokenize_parts
+
+        parts = Parts(
+            args.on, args.shards, settings, workers=args.workers or 1, partition=args.partition, time=args.time
+        )
+        return tokenize_parts(parts)
     shard = parse_shard(args.shard)
     start = time.perf_counter()
-    meta = tokenize_corpus(
-        args.input,
-        args.vocab,
-        args.output,
-        workers=args.workers,
-        append_eos=args.append_eos,
-        text_key=args.text_key,
-        max_bad_lines=args.max_bad_lines,
-        encode_by=args.encode_by,
-        shard=shard,
-        overwrite=args.overwrite,
-    )
+    meta = tokenize_corpus(**settings, workers=args.workers, shard=shard)
     seconds = time.perf_counter() - start
     megabytes = meta["num_bytes"] / 1e6
     empty = f", {meta['empty_documents']:,} empty texts" if "empty_documents" in meta else ""

@@ -138,8 +138,8 @@ def _start_sshd(machine: Machine) -> None:
         if not file.exists():
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", file], check=True)
     machine.run("sh", "-c", "mkdir -p /run/sshd && mount -t tmpfs -o mode=755 tmpfs /run/sshd")
-    ssh = machine.folder / "ssh"  # that writes no known_hosts of the user, and needs no -i
-    ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F /dev/null -i {key} {_NO_QUESTIONS} "$@"\n')
+    ssh = machine.folder / "ssh"  # that writes no known_hosts of the user, and needs neither -i nor -p
+    ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F /dev/null -p {SSH_PORT} -i {key} {_NO_QUESTIONS} "$@"\n')
     ssh.chmod(0o755)
     options = {
         "Port": SSH_PORT, "HostKey": host_key, "AuthorizedKeysFile": f"{key}.pub", "StrictModes": "no",

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from lm_experiments_tools.checkpoint.manifest import verify
-from tests.helpers import ROOT
+from tests.distributed.launch import missing
 from tests.helpers.runs import losses, words
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -43,20 +43,15 @@ def test_a_file_that_one_machine_lacks_ends_the_job(cluster, machines, flags, da
     assert ended.returncode != 0 and "error: on lmtb: vocabulary" in ended.stdout, ended.stdout[-4000:]
 
 
-def test_a_requeued_job_saves_and_goes_on(cluster, flags, run_dir, tmp_path):
-    """The job file of docs/clusters.md: SIGTERM to the tasks, which end by 143 when they have saved."""
-    log, job = tmp_path / "job.txt", tmp_path / "job.sh"
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_a_requeued_job_saves_and_goes_on(launcher, cluster, flags, run_dir, tmp_path):
+    """The job files of docs/clusters.md: SIGTERM to the tasks, which end by 143 when they have saved."""
+    log = tmp_path / "job.txt"
     flags["iters"] = 10**6
-    command = " ".join(words(**flags))
-    job.write_text(
-        "#!/bin/bash\n#SBATCH --requeue --open-mode=append -N2 --ntasks-per-node=1\n"
-        f"#SBATCH --output={log} --chdir={ROOT}\n"
-        f"srun --kill-on-bad-exit=1 python {SCRIPT} {command}\n"
-        "code=$?\necho srun ended with $code\n[ $code -eq 143 ] && scontrol requeue $SLURM_JOB_ID\nexit $code\n"
-    )
-    submitted = cluster.run("sbatch", "--parsable", job)
-    number = submitted.stdout.strip()
-    assert number.isdigit(), submitted.stdout
+    job = ("--slurm", "--nodes", 2, "--launcher", launcher, "--sbatch", f"output={log}", "--", SCRIPT, *words(**flags))
+    submitted = cluster.run("python", "-m", "lm_experiments_tools.tools.main", "launch", *job)
+    number = submitted.stdout.split()[-1]
+    assert submitted.returncode == 0 and number.isdigit(), submitted.stdout
 
     def wait_for(condition, what):
         deadline = time.monotonic() + 150
@@ -64,15 +59,44 @@ def test_a_requeued_job_saves_and_goes_on(cluster, flags, run_dir, tmp_path):
             assert time.monotonic() < deadline, f"{what}: {log.read_text() if log.exists() else 'no output'}"
             time.sleep(0.3)
 
+    def queue():
+        return cluster.run("squeue", "-h", "-o", "%T").stdout
+
     wait_for(lambda: (run_dir / "last").exists(), "no checkpoint")
     assert cluster.run("scancel", "--signal=TERM", f"{number}.0").returncode == 0
-    wait_for(lambda: "srun ended with" in log.read_text(), "the tasks did not end")
-    assert "SIGTERM: saving a checkpoint and stopping" in log.read_text()
-    assert "srun ended with 143" in log.read_text()
+    wait_for(lambda: "PENDING" in queue(), "it was not requeued")
+    assert "2 worker(s)" in log.read_text() and "SIGTERM: saving a checkpoint and stopping" in log.read_text()
     saved = (run_dir / "last").resolve()
     verify(saved)
-    wait_for(lambda: "PENDING" in cluster.run("squeue", "-h", "-o", "%T").stdout, "it was not requeued")
     later = "StartTime=now+3"  # a start in the requeue's own second is revoked with the job; two minutes otherwise
     cluster.run("scontrol", "update", f"JobId={number}", later)
     wait_for(lambda: f"resumed from {saved}" in log.read_text(), "it did not go on")
     cluster.run("scancel", number)
+    wait_for(lambda: not queue(), "a job that its user has ended came back")
+
+
+def test_a_mistake_is_refused_before_the_queue(cluster, flags, tmp_path):
+    command = ("python", "-m", "lm_experiments_tools.tools.main", "launch", "--slurm")
+    asked = cluster.run(*command, "--", SCRIPT, *words(**flags, lrr=1))
+    assert asked.returncode == 2 and "unknown flag --lrr: did you mean --lr?" in asked.stdout
+    asked = cluster.run(*command, "--partition", "none", "--", SCRIPT, *words(**flags))
+    assert asked.returncode == 2 and "error: sbatch refused the job: " in asked.stdout, asked.stdout
+    assert "invalid partition" in asked.stdout and not cluster.run("squeue", "-h").stdout
+
+
+def test_an_array_of_jobs_tokenizes_to_the_bytes_of_one_run(cluster, long_text, data, tmp_path):
+    if reason := missing("datatrove"):
+        pytest.skip(reason)
+    text = {"input": long_text, "vocab": data / "vocab.model", "output": tmp_path / "parts"}
+    how = {"on": "slurm", "shards": 3, "partition": "p", "time": "10:00"}
+    started = cluster.run("python", "-m", "lm_experiments_tools.tools.main", "tokenize", *words(**text | how))
+    assert started.returncode == 0 and "submitted 3 parts and their merge" in started.stdout, started.stdout
+    deadline = time.monotonic() + 200
+    while cluster.run("squeue", "-h").stdout:
+        assert time.monotonic() < deadline, cluster.run("squeue").stdout
+        time.sleep(0.5)
+    logs = "".join(log.read_text() for log in sorted(tmp_path.glob("parts.parts/**/slurm_logs/*.out")))
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"parts{suffix}").exists(), logs[-6000:]
+        assert (tmp_path / f"parts{suffix}").read_bytes() == (data / f"long{suffix}").read_bytes()
+    assert len(list(tmp_path.glob("parts-0000?-of-00003.idx"))) == 3

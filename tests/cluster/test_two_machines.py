@@ -69,7 +69,9 @@ def worker_on(machine):
     own = [
         p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] and p.info["cmdline"][0].endswith("python")
     ]
-    own = [p for p in own if SCRIPT in p.info["cmdline"] and "torchrun" not in " ".join(p.info["cmdline"])]
+    launchers = ("torchrun", "torch.distributed.run", "tools.main launch")
+    lines = {p: " ".join(p.info["cmdline"]) for p in own if SCRIPT in p.info["cmdline"]}
+    own = [p for p, line in lines.items() if not any(word in line for word in launchers)]
     return next(p for p in own if Path(f"/proc/{p.pid}/ns/uts").readlink() == name)
 
 

@@ -50,8 +50,9 @@ CORE = {
 }
 # What an extra of setup.py brings, pyarrow as part of datasets; imported where it is used.
 EXTRAS = {
-    "apex", "bitsandbytes", "datasets", "lm_eval", "matplotlib", "megatron", "mteb", "nupunkt", "onnxruntime",
-    "optuna", "peft", "pyarrow", "rouge_score", "sacrebleu", "sentence_transformers", "sentencex", "trackio", "wandb",
+    "apex", "bitsandbytes", "datasets", "datatrove", "lm_eval", "matplotlib", "megatron", "mteb", "nupunkt",
+    "onnxruntime", "optuna", "peft", "pyarrow", "ray", "rouge_score", "sacrebleu", "sentence_transformers",
+    "sentencex", "trackio", "wandb",
 }  # fmt: skip
 OURS = {"lm_experiments_tools", "modeling_t5", "modeling_bert", "megatron"}
 # Rooms and files that modeling_t5 and modeling_bert may import.

@@ -63,8 +63,8 @@ def test_wheel_metadata(wheel):
     info = next(name.partition("/")[0] for name in archive.namelist() if ".dist-info/" in name)
     metadata = archive.read(f"{info}/METADATA").decode()
     extras = re.findall(r"^Provides-Extra: (.+)$", metadata, flags=re.M)
-    expected = "accelerate all bert deepspeed dev docs horovod metrics onnx peft plots quantize seqio suites sweep"
-    assert sorted(extras) == f"{expected} trackio wandb".split()
+    expected = "accelerate all bert deepspeed dev docs horovod metrics onnx peft plots quantize ray seqio slurm"
+    assert sorted(extras) == f"{expected} suites sweep trackio wandb".split()
     assert "Requires-Python: >=3.10" in metadata and "License-Expression: Apache-2.0" in metadata
     assert "lmtools = lm_experiments_tools.tools.main:main" in archive.read(f"{info}/entry_points.txt").decode()
     assert "Apache License" in archive.read(f"{info}/licenses/LICENSE").decode()
@@ -153,7 +153,7 @@ def setup_requirements() -> dict[str, list[Requirement]]:
 
 def test_requirements_cover_setup_and_pins_lie_in_its_ranges():
     pretrain, everything = requirements("requirements-pretrain.txt"), requirements("requirements.txt")
-    everything |= requirements("requirements-trackers.txt")
+    everything |= requirements("requirements-trackers.txt") | requirements("requirements-clusters.txt")
     for extra, lines in setup_requirements().items():
         pinned = pretrain if extra in ("", "horovod", "accelerate", "metrics", "peft", "plots") else everything
         for requirement in lines:

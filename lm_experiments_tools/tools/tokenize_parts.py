@@ -1,0 +1,188 @@
+"""The parts of a text as tasks of datatrove's executors, each `tokenize --shard i/n`, and their merge.
+
+datatrove starts the tasks, and starts those again that were not finished; nothing else of it is used.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lm_experiments_tools.data.text.documents import plan_pieces
+from lm_experiments_tools.data.text.encoding import Encoding
+from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.tokens.indexed import finished_record
+from lm_experiments_tools.data.tokens.merge import merge_datasets
+from lm_experiments_tools.data.tokens.pieces import part_of_plan, plan_fingerprint, shard_prefix
+from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
+from lm_experiments_tools.data.workers import available_cores
+from lm_experiments_tools.errors import UserError, os_sentence
+from lm_experiments_tools.files import write_atomic
+
+_PROGRAMS = ("launch_pickled_pipeline", "merge_stats")  # of datatrove, in its Slurm jobs
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is to be done.
+
+    Attributes:
+        engine: local, slurm or ray.
+        count: number of parts.
+        settings: arguments of `tokenize_corpus`.
+        workers: processes of a part.
+        partition, time: of Slurm.
+    """
+
+    engine: str
+    count: int
+    settings: Mapping[str, Any]
+    workers: int
+    partition: str | None
+    time: str
+
+    @property
+    def output(self) -> str:
+        return self.settings["output_prefix"]
+
+    def prefixes(self) -> tuple[str, ...]:
+        """Where the parts go."""
+        return tuple(shard_prefix(self.output, number, self.count) for number in range(self.count))
+
+    def merge(self) -> dict[str, Any]:
+        """Join them; what OUTPUT.json holds."""
+        return merge_datasets(self.prefixes(), self.output, overwrite=self.settings["overwrite"])
+
+
+def tokenize_parts(parts: Parts) -> None:
+    """Make the parts and merge them, or on Slurm submit both.
+
+    Raises:
+        UserError: an engine that is not installed or not there, text or vocabulary that cannot be read, a part that
+            failed.
+    """
+    _check_installed(parts.engine)
+    folder = _prepare(parts)
+    {"local": _run_local, "ray": _run_ray, "slurm": _submit}[parts.engine](parts, folder)
+    if parts.engine == "slurm":
+        return
+    if failed := sorted((folder / "failed").glob("*")):
+        raise UserError(f"part {int(failed[0].name)} of {parts.count}: {failed[0].read_text(encoding='utf-8')}")
+    meta = parts.merge()
+    print(
+        f"{meta['num_documents']:,} documents, {meta['num_tokens']:,} tokens of {parts.count} parts: "
+        f"{parts.output}.bin, .idx, .json"
+    )
+
+
+def _check_installed(engine: str) -> None:
+    for package in ("datatrove", *(["ray"] if engine == "ray" else [])):
+        if importlib.util.find_spec(package) is None:
+            wanted = "datatrove 'ray[train]'" if engine == "ray" else "datatrove"
+            raise UserError(f"--on {engine} needs {package}, which is not installed: pip install {wanted}")
+    if engine == "slurm" and shutil.which("sbatch") is None:
+        raise UserError("sbatch is not installed here: start this on a login node of the cluster.")
+    if engine == "slurm" and "SLURM_ARRAY_TASK_ID" in os.environ:
+        raise UserError(
+            "this is a job array's task already, from where --on slurm submits nothing: start it elsewhere."
+        )
+
+
+def _prepare(parts: Parts) -> Path:
+    """The folder of datatrove's records, one for each text, vocabulary and cut; and no mark of a part that is gone."""
+    settings = parts.settings
+    choices = {name: settings[name] for name in ("text_key", "append_eos", "encode_by")}
+    encoding = Encoding.of(Vocabulary.load(settings["vocab_path"]), **choices).identity()
+    plan = plan_fingerprint(plan_pieces(settings["inputs"]), encoding)
+    _, shard = part_of_plan(settings["inputs"], 0, parts.count, encoding)
+    folder = Path(f"{os.path.abspath(parts.output)}.parts") / f"{plan[:12]}-{parts.count}"
+    shutil.rmtree(folder / "failed", ignore_errors=True)
+    (folder / "failed").mkdir(parents=True)
+    for number, prefix in enumerate(parts.prefixes()):
+        record = finished_record(prefix, "shard")
+        if record is None or record["shard"].get("source") != shard["source"]:
+            (folder / "completions" / f"{number:05d}").unlink(missing_ok=True)
+    (folder / "merge" / "completions" / "00000").unlink(missing_ok=True)
+    return folder
+
+
+def _part(parts: Parts, start: str, folder: Path, data: Any, rank: int, world_size: int) -> None:
+    """A step of a pipeline: make part `rank` of `world_size`; what its user can mend is said in one sentence."""
+    os.chdir(start)
+    try:
+        tokenize_corpus(**parts.settings, workers=parts.workers, shard=(rank, world_size))
+    except (UserError, OSError) as error:
+        said = str(error) if isinstance(error, UserError) else os_sentence(error)
+        if parts.engine == "slurm":  # its own queue tells that a task has failed
+            sys.exit(f"error: {said}")
+        write_atomic(folder / "failed" / f"{rank:05d}", said)
+
+
+def _merged(parts: Parts, start: str, data: Any, rank: int, world_size: int) -> None:
+    """A step of a pipeline: merge the parts."""
+    os.chdir(start)
+    try:
+        parts.merge()
+    except (UserError, OSError) as error:
+        sys.exit(f"error: {error if isinstance(error, UserError) else os_sentence(error)}")
+
+
+def _steps(parts: Parts, folder: Path) -> dict[str, Any]:
+    """What each executor is given."""
+    step = partial(_part, parts, os.getcwd(), folder)
+    return {"pipeline": [step], "tasks": parts.count, "logging_dir": str(folder)}
+
+
+def _run_local(parts: Parts, folder: Path) -> None:
+    from datatrove.executor.local import LocalPipelineExecutor
+    from datatrove.utils.logging import logger
+
+    logger.remove()  # what it says of each part is in its folder's logs
+    at_once = max(available_cores() // parts.workers, 1)
+    LocalPipelineExecutor(**_steps(parts, folder), workers=min(at_once, parts.count)).run()
+
+
+def _run_ray(parts: Parts, folder: Path) -> None:
+    import ray
+    from datatrove.executor.ray import RayPipelineExecutor
+    from datatrove.utils.logging import logger
+
+    logger.remove()
+    try:
+        ray.init(address="auto", log_to_driver=False)
+    except ConnectionError:
+        raise UserError(
+            "--on ray finds no Ray cluster: set RAY_ADDRESS, or start one here: ray start --head"
+        ) from None
+    try:
+        RayPipelineExecutor(**_steps(parts, folder), cpus_per_task=parts.workers).run()
+    finally:
+        ray.shutdown()
+
+
+def _submit(parts: Parts, folder: Path) -> None:
+    from datatrove.executor.slurm import SlurmPipelineExecutor
+
+    python = shlex.quote(sys.executable)  # whose programs need not be on the PATH of a job
+    programs = [f'{name}() {{ {python} -m datatrove.tools.{name} "$@"; }}' for name in _PROGRAMS]
+    how = {"partition": parts.partition, "qos": None, "env_command": "; ".join(programs), "with_srun": False}
+    array = SlurmPipelineExecutor(
+        **_steps(parts, folder), **how, time=parts.time, job_name="tokenize", cpus_per_task=parts.workers
+    )
+    merged = SlurmPipelineExecutor(
+        [partial(_merged, parts, os.getcwd())], tasks=1, logging_dir=str(folder / "merge"), **how,
+        time=parts.time, job_name="merge", depends=array, run_on_dependency_fail=True,
+    )  # fmt: skip
+    merged.run()
+    print(
+        f"submitted {parts.count} parts and their merge (job {merged.job_id}) to {parts.output}.bin, .idx; "
+        f"what they say: {folder}/slurm_logs, {folder}/merge/slurm_logs; the same command again makes what is missing"
+    )

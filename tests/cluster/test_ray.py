@@ -1,0 +1,98 @@
+"""Ray's own cluster of two nodes in this process: `lmtools launch --ray` and `lmtools tokenize --on ray` use it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.launch import environment, missing
+from tests.helpers import ROOT
+from tests.helpers.runs import losses, words
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+SCRIPT = "run_t5_pretraining.py"
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Of a Ray cluster of two nodes, with 80 MB of objects and two processors each."""
+    if reason := missing("ray"):
+        pytest.skip(reason)
+    from ray.cluster_utils import Cluster
+
+    size = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
+    cluster.add_node(**size)
+    yield cluster.address
+    cluster.shutdown()
+
+
+def lmtools(*command: object, address: str, timeout: float = 300, **extra: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lm_experiments_tools.tools.main", *map(str, command)],
+        cwd=ROOT,
+        env=environment(RAY_ADDRESS=address, RAY_USAGE_STATS_ENABLED="0", **extra),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def test_workers_of_two_nodes_form_one_job_and_are_started_again(address, flags, run_dir):
+    """One of them is killed after the first checkpoint."""
+    flags["iters"] = 300
+    names = environment(RAY_ADDRESS=address)
+    start = [
+        sys.executable,
+        "-m",
+        "lm_experiments_tools.tools.main",
+        "launch",
+        "--ray",
+        "--nodes",
+        "2",
+        "--restarts",
+        "1",
+    ]
+    job = [*start, "--env", f"PYTHONPATH={names['PYTHONPATH']}", "--", SCRIPT, *words(**flags)]
+    with subprocess.Popen(
+        job, cwd=ROOT, env=names, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as ray:
+        output = killed = ""
+        for line in ray.stdout:
+            output += line
+            if not killed and "saved checkpoint of step 100" in line:
+                killed = re.search(r"pid=(\d+)\) world_rank=1", output)[1]
+                os.kill(int(killed), signal.SIGKILL)
+    assert ray.returncode == 0 and "2 worker(s)" in output, output[-6000:]
+    assert killed and "resumed from " in output
+    assert [step for step, _ in losses(run_dir)] == list(range(10, 301, 10))
+
+
+def test_a_run_that_fails_is_a_sentence_and_a_code(address, flags, data):
+    flags["data_path"] = data / "absent"
+    ray = ("launch", "--ray", "--env", f"PYTHONPATH={environment()['PYTHONPATH']}", "--")
+    ended = lmtools(*ray, SCRIPT, *words(**flags), address=address)
+    assert ended.returncode == 1 and f"{data / 'absent'}" in ended.stdout, ended.stdout[-6000:]
+    assert f"error: the run failed: {SCRIPT} ended with exit code 2; why stands above" in ended.stdout
+
+
+def test_tasks_of_the_cluster_tokenize_to_the_bytes_of_one_run(address, long_text, data, tmp_path):
+    if reason := missing("datatrove"):
+        pytest.skip(reason)
+    text = {"input": long_text, "vocab": data / "vocab.model", "output": tmp_path / "parts"}
+    ended = lmtools("tokenize", *words(**text, on="ray", shards=3), address=address)
+    assert ended.returncode == 0, ended.stdout[-6000:]
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"parts{suffix}").read_bytes() == (data / f"long{suffix}").read_bytes()
+    (tmp_path / "bad.jsonl").write_text(long_text.read_text() + "not json\n")
+    text |= {"input": tmp_path / "bad.jsonl", "max_bad_lines": 0, "output": tmp_path / "bad"}
+    ended = lmtools("tokenize", *words(**text, on="ray", shards=3), address=address)
+    assert ended.returncode == 2 and "error: part 2 of 3: " in ended.stdout, ended.stdout[-6000:]

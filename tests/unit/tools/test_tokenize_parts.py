@@ -1,0 +1,92 @@
+"""`lmtools tokenize --on local`: the parts by datatrove, the bytes of one run, and what a failure leaves."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lm_experiments_tools.tools.main import main
+from tests.distributed.launch import missing
+from tests.helpers.runs import words
+from tests.helpers.token_toys import make_texts, write_jsonl
+
+
+@pytest.fixture
+def tokenize(tmp_path, monkeypatch, capfd):
+    """Run it, in a folder with text that paths are relative to."""
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "text.jsonl", make_texts(4000))
+
+    def tokenize(output, **flags):
+        code = main(["tokenize", *words(**{"input": "text.jsonl", "vocab": "bytes", "output": output} | flags)])
+        return code, capfd.readouterr().err
+
+    return tokenize
+
+
+def written(prefix: str, *suffixes: str) -> list[bytes]:
+    return [Path(f"{prefix}{suffix}").read_bytes() for suffix in suffixes or (".bin", ".idx")]
+
+
+@pytest.mark.skipif(missing("datatrove") is not None, reason="datatrove is not installed: pip install datatrove")
+def test_parts_are_those_of_shard_and_their_merge_is_one_run(tokenize):
+    assert tokenize("one", workers=1)[0] == 0 and tokenize("parts", on="local", shards=3)[0] == 0
+    assert written("parts") == written("one")
+    for number in range(3):
+        assert tokenize("hand", workers=1, shard=f"{number}/3")[0] == 0
+        assert written(f"parts-0000{number}-of-00003") == written(f"hand-0000{number}-of-00003")
+    assert all(Path(f"parts-0000{number}-of-00003.bin").stat().st_size for number in range(3))
+    records = [json.loads(*written(name, ".json")) for name in ("parts", "one")]
+    assert records[0] == records[1]
+    before = [Path(f"parts-0000{number}-of-00003.bin").stat().st_mtime_ns for number in range(3)]
+    Path("parts-00001-of-00003.idx").unlink()
+    assert tokenize("parts", on="local", shards=3)[0] == 0 and written("parts") == written("one")
+    after = [Path(f"parts-0000{number}-of-00003.bin").stat().st_mtime_ns for number in range(3)]
+    assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, True]
+
+
+@pytest.mark.skipif(missing("datatrove") is not None, reason="datatrove is not installed: pip install datatrove")
+def test_a_part_that_fails_is_a_sentence_and_made_again(tokenize):
+    with open("text.jsonl", "a", encoding="utf-8") as file:
+        file.write("not json\n" * 3)
+    code, said = tokenize("parts", on="local", shards=2, max_bad_lines=0)
+    assert code == 2 and "Traceback" not in said
+    assert said.splitlines()[-1].startswith("error: part 1 of 2: ") and "bad lines" in said.splitlines()[-1]
+    assert not Path("parts.idx").exists()
+    assert tokenize("parts", on="local", shards=2, max_bad_lines=3)[0] == 0
+    assert tokenize("one", workers=1, max_bad_lines=3)[0] == 0 and written("parts") == written("one")
+    write_jsonl(Path("text.jsonl"), make_texts(3000))
+    assert tokenize("parts", on="local", shards=2)[0] == 0, "no part of the old text passes for done"
+    assert tokenize("two", workers=1)[0] == 0 and written("parts") == written("two")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"on": "local"}, "takes --shards N"),
+        ({"on": "local", "shards": 2, "shard": "0/2"}, "makes them all: no --shard"),
+        ({"shards": 2}, "--shards is about --on"),
+        ({"on": "slurm", "shards": 2}, "--on slurm needs --partition"),
+        ({"on": "local", "shards": 2, "partition": "p"}, "--partition is read by --on slurm alone"),
+        ({"on": "local", "shards": 0}, "--shards is 0"),
+        ({"on": "spark", "shards": 2}, "local, slurm, ray"),
+    ],
+)
+def test_a_mistake_is_one_sentence(flags, sentence, tokenize):
+    code, said = tokenize("parts", **flags)
+    assert code == 2 and sentence in said and len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(("engine", "package"), [("local", "datatrove"), ("ray", "ray"), ("slurm", "datatrove")])
+def test_an_engine_that_is_not_installed_is_a_sentence(engine, package, tokenize, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else True)
+    flags = {"on": engine, "shards": 2} | ({"partition": "p"} if engine == "slurm" else {})
+    code, said = tokenize("parts", **flags)
+    assert code == 2 and f"--on {engine} needs {package}" in said and "pip install datatrove" in said
+
+
+@pytest.mark.skipif(missing("datatrove") is not None, reason="datatrove is not installed: pip install datatrove")
+def test_slurm_is_looked_for_before_the_text_is_read(tokenize, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    code, said = tokenize("parts", input="absent.jsonl", on="slurm", shards=2, partition="p")
+    assert code == 2 and "sbatch is not installed here" in said
