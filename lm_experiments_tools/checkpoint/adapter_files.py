@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lm_experiments_tools.checkpoint.manifest import MANIFEST, keep_from_pruning, verify_files
+from lm_experiments_tools.checkpoint.manifest import keep_from_pruning, verify_model
 from lm_experiments_tools.checkpoint.source import ADAPTER_CONFIG, ENSEMBLE_CONFIG, LABELS_FILE, Source, real_names
 from lm_experiments_tools.checkpoint.tensor_files import WriteTensors, write_now
 from lm_experiments_tools.checkpoint.tree import load_tensors
@@ -99,6 +99,7 @@ def read_adapter(model: PeftModel, path: Path) -> dict[str, Tensor]:
     Raises:
         UserError: the folder has no adapter, one that does not fit, or one of a base with other weights.
     """
+    verify_model(path)
     folders = ensemble_folders(path)
     if not folders and not (path / ADAPTER_CONFIG).is_file():
         raise UserError(
@@ -168,6 +169,5 @@ def saved_by_name(path: Path) -> dict[str, Tensor]:
     file = path / ADAPTER_WEIGHTS
     if not file.is_file():
         raise UserError(f"{file} is missing: copy the adapter again.")
-    if (path / MANIFEST).is_file():
-        verify_files(path, [file.name])
+    verify_model(path, [file.name])
     return load_tensors(file)

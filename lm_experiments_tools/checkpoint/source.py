@@ -13,7 +13,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lm_experiments_tools.checkpoint.manifest import MANIFEST, parse_step, read_manifest, sha256_of
+from lm_experiments_tools.checkpoint.manifest import (
+    MANIFEST,
+    OF_TRAINING,
+    parse_step,
+    read_manifest,
+    sha256_of,
+    verify_model,
+)
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
 
@@ -226,6 +233,7 @@ class ModelFiles:
         flag, name = self.tokenizer_flag
         path, is_named = Path(name), flag == "--from_pretrained"
         if any(file.is_file() for pattern in _TOKENIZER_FILES for file in path.glob(pattern)):
+            verify_model(path)
             has_config = is_named and (path / CONFIG).is_file()
             return self.named if has_config and self.named.path == path else Source(name, path)
         source = self.named if is_named else find_source(name, flag)
@@ -255,8 +263,9 @@ def find_base(adapter: Source) -> Source:
 
 def _folder(path: Path, flag: str) -> Source:
     for link in ("best", "last"):  # first, for a run's own config.json holds its arguments
-        if (path / link / MANIFEST).is_file():
+        if any((path / link / name).is_file() for name in (MANIFEST, OF_TRAINING)):
             return _folder((path / link).resolve(), flag)
+    verify_model(path)
     if holds_adapter(path):
         return Source(str(path), path, is_adapter=True)
     if (path / CONFIG).is_file():
