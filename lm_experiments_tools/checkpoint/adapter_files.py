@@ -11,11 +11,17 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lm_experiments_tools.checkpoint.manifest import keep_from_pruning, verify_model
-from lm_experiments_tools.checkpoint.source import ADAPTER_CONFIG, ENSEMBLE_CONFIG, LABELS_FILE, Source, real_names
+from lm_experiments_tools.checkpoint.source import (
+    ADAPTER_CONFIG,
+    ENSEMBLE_CONFIG,
+    LABELS_FILE,
+    Source,
+    ensemble_folders,
+    real_names,
+)
 from lm_experiments_tools.checkpoint.tensor_files import WriteTensors, write_now
 from lm_experiments_tools.checkpoint.tree import load_tensors
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import read_json
 from lm_experiments_tools.modules.inspection import trained_parameters
 from lm_experiments_tools.modules.prompt_ensemble import PromptEnsemble
 
@@ -25,10 +31,6 @@ if TYPE_CHECKING:
 ADAPTER_WEIGHTS = "adapter_model.safetensors"  # peft's name
 DEFAULT_ADAPTER = "default"  # peft's name of a model's only adapter
 _BASE_SHA256 = "base_sha256"  # in the header of ADAPTER_WEIGHTS, which peft does not look at: Source.fingerprint
-
-
-def ensemble_folders(path: Path) -> list[str]:
-    return read_json(path / ENSEMBLE_CONFIG)["folders"] if (path / ENSEMBLE_CONFIG).is_file() else []
 
 
 def saved_names(model: PeftModel) -> dict[str, str]:

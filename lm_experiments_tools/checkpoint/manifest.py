@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NoReturn
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import to_jsonable
@@ -28,6 +28,7 @@ KEPT = "kept-"  # prefix of an empty file beside a checkpoint that is not to be 
 logger = logging.getLogger(__name__)
 
 _STATE_OF_TRAINING = ("optimizer", "trainer_state")  # how the names of files begin that are of no use to a model
+_EDITED = "adapter_config.json"  # names the adapter's base, which users write there when that has moved
 _NO_HASH = "0" * 64
 _CHUNK = 1 << 22
 _HASHING_THREADS = 4  # hashlib releases the GIL; more threads than this only fight over the disk
@@ -76,14 +77,21 @@ def sha256_of(path: Path) -> str:
 
 
 def list_files(directory: Path) -> dict[str, Path]:
-    """Every non-directory below `directory`, {posix relative name: path}; symbolic links are listed, not entered."""
+    """Every non-directory below `directory`, {posix relative name: path}; symbolic links are listed, not entered.
+
+    Raises OSError where a directory cannot be listed: of a manifest, half a list would be the whole checkpoint.
+    """
     found = {}
-    for parent, directories, files in os.walk(directory, followlinks=False):
+    for parent, directories, files in os.walk(directory, onerror=_raise, followlinks=False):
         links = [name for name in directories if (Path(parent) / name).is_symlink()]
         for name in [*files, *links]:
             path = Path(parent) / name
             found[path.relative_to(directory).as_posix()] = path
     return dict(sorted(found.items()))
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
 
 
 def build_manifest(directory: Path, step: int, is_best: bool, extra: dict[str, Any]) -> str:
@@ -175,7 +183,8 @@ def verify_model(folder: Path, names: Sequence[str] | None = None) -> None:
 
     Users move and thin out checkpoints before they start from their weights, so only `names` have to be there
     (default: all that is listed but the state of training). A process reads the bytes once, however often it asks. A
-    folder without a manifest passes; of a checkpoint that had one this is said.
+    folder without a manifest passes; a checkpoint that lost it passes with a warning, as does an adapter_config.json
+    that was edited.
 
     Raises CheckpointDamaged as `verify` does.
     """
@@ -189,10 +198,23 @@ def verify_model(folder: Path, names: Sequence[str] | None = None) -> None:
     if names is None:
         names = [name for name in _listed(folder, manifest) if not name.startswith(_STATE_OF_TRAINING)]
     stamps = [(folder / name).lstat() for name in names if os.path.lexists(folder / name)]
-    key = tuple((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stamps)
-    if (str(folder), manifest["manifest_sha256"], *names, *key) not in _checked:
-        _check_listed(folder, manifest, names)
-        _checked.add((str(folder), manifest["manifest_sha256"], *names, *key))
+    key = (str(folder), manifest["manifest_sha256"], *names)
+    key += tuple((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stamps)
+    if key not in _checked:
+        _check_listed(folder, manifest, [name for name in names if PurePosixPath(name).name != _EDITED])
+        for name in names:
+            if PurePosixPath(name).name == _EDITED:
+                _say_if_edited(folder, manifest, name)
+        _checked.add(key)
+
+
+def _say_if_edited(folder: Path, manifest: dict[str, Any], name: str) -> None:
+    try:
+        _check_listed(folder, manifest, [name])
+    except CheckpointDamaged as damage:
+        if not (folder / name).is_file():
+            raise
+        logger.warning("%s is not as it was saved (%s): read as it is, its base may have moved", folder, damage.reason)
 
 
 def _of_another_step(checkpoint: Path, manifest: dict[str, Any]) -> CheckpointDamaged:

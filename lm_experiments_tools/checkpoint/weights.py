@@ -265,7 +265,7 @@ def _read_directory(path: Path, allow_pickle: bool, verified: bool) -> dict[str,
 def _shards(index: Path) -> list[str]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(f"{index} is not an index of weight shards ({error!r}): copy the checkpoint again.") from error
     for name in names:
         if not is_plain_relative_name(name):
