@@ -27,6 +27,7 @@ from lm_experiments_tools.training.generators import (
     random_state,
     set_random_state,
 )
+from lm_experiments_tools.training.profile_table import DATA_WAIT
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,8 @@ class BatchStream:
         while True:
             started = time.perf_counter()
             self._before = random_state(), self.state_dict()
-            batch = next(batches)
+            with torch.profiler.record_function(DATA_WAIT):
+                batch = next(batches)
             yield batch, time.perf_counter() - started
 
     def put_back(self) -> dict[str, Any]:
