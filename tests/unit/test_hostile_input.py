@@ -214,7 +214,7 @@ def payloads(canary):
     }
 
 
-@pytest.mark.parametrize("written", ["torch", "legacy", "pickle"])
+@pytest.mark.parametrize("written", ["torch", pytest.param("legacy", marks=FULL), pytest.param("pickle", marks=FULL)])
 @pytest.mark.parametrize("payload", sorted(payloads(Path("x"))))
 def test_a_pickle_that_calls_something_is_refused_and_calls_nothing(tmp_path, written, payload):
     """30 pickles, each as weights of a file, of a folder, and as the state of a trainer."""
@@ -289,7 +289,7 @@ IMPORTS += ["os.path:join", "..evil:Model", "evil:Model:x", ":x", "x:", "torch:l
 IMPORTS += ["torch.nn:Linear.__init__", "evil;import os:x", "__import__('evil'):x", "evil.py:Model"]
 
 
-@pytest.mark.parametrize("name", IMPORTS)
+@pytest.mark.parametrize("name", [*IMPORTS[:6], *(pytest.param(name, marks=FULL) for name in IMPORTS[6:])])
 def test_names_in_the_files_of_a_model_import_nothing(tmp_path, monkeypatch, name):
     """20 names of classes in each place of a checkpoint that names one; evil.py lies beside and in the folder."""
     folder = tmp_path / "model"
