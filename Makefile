@@ -23,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster test-all lint docs bench bench-step clean
+.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster damage fuzz test-all lint docs bench bench-step clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -109,6 +109,13 @@ test-launchers: env-full horovod-if-possible ## every objective under every laun
 
 test-cluster: env-full horovod-if-possible ## jobs on two machines made of this one: root, openssh-server, iproute2, slurm-wlm, requirements-clusters.txt
 	@$(BIN)/python -m pytest -q -m cluster tests/cluster $(ARGS)
+
+damage: env-full ## every kind of damaged checkpoint, and a fault at every call of a save: tables, about 15 minutes
+	@$(BIN)/python -m pytest -q -s tests/unit/checkpoint/test_checkpoint_damage.py tests/unit/checkpoint/test_write_faults.py $(ARGS)
+
+fuzz: env-full ## thousands of edits of data, configurations and flags, and hostile files: about 5 minutes
+	@$(BIN)/python -m pytest -q -s tests/unit/test_hostile_input.py tests/unit/config/test_cli.py \
+	  tests/unit/data/tokens/test_indexed_mutations.py $(ARGS)
 
 test-all: env-full horovod-if-possible ## the whole test suite
 	@$(BIN)/python -m pytest -q $(ARGS)

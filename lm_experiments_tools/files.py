@@ -161,7 +161,7 @@ def read_json(path: Path, what: str = "an object") -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:  # broken JSON or not UTF-8
+    except (ValueError, RecursionError) as error:  # broken JSON or not UTF-8, or lists in lists in lists
         raise UserError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a JSON {type(content).__name__}, not {what}.")

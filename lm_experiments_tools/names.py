@@ -50,6 +50,10 @@ def resolve_name(text: str, base: type | None = None, said: str | None = None) -
         raise UserError(
             f"{said} does not name a class: write module:Class, e.g. transformers:T5ForConditionalGeneration."
         )
+    if (
+        base not in (None, object) and module_name.partition(".")[0] in sys.stdlib_module_names
+    ):  # some of which act when imported
+        raise UserError(f"{said}: {module_name} is a module of Python itself, which has no {base.__name__}.")
     try:
         found: Any = _imported(module_name)
     except (ImportError, SyntaxError) as error:

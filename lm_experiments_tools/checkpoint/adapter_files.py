@@ -10,12 +10,18 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lm_experiments_tools.checkpoint.manifest import MANIFEST, keep_from_pruning, verify_files
-from lm_experiments_tools.checkpoint.source import ADAPTER_CONFIG, ENSEMBLE_CONFIG, LABELS_FILE, Source, real_names
+from lm_experiments_tools.checkpoint.manifest import keep_from_pruning, verify_model
+from lm_experiments_tools.checkpoint.source import (
+    ADAPTER_CONFIG,
+    ENSEMBLE_CONFIG,
+    LABELS_FILE,
+    Source,
+    ensemble_folders,
+    real_names,
+)
 from lm_experiments_tools.checkpoint.tensor_files import WriteTensors, write_now
 from lm_experiments_tools.checkpoint.tree import load_tensors
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import read_json
 from lm_experiments_tools.modules.inspection import trained_parameters
 from lm_experiments_tools.modules.prompt_ensemble import PromptEnsemble
 
@@ -25,10 +31,6 @@ if TYPE_CHECKING:
 ADAPTER_WEIGHTS = "adapter_model.safetensors"  # peft's name
 DEFAULT_ADAPTER = "default"  # peft's name of a model's only adapter
 _BASE_SHA256 = "base_sha256"  # in the header of ADAPTER_WEIGHTS, which peft does not look at: Source.fingerprint
-
-
-def ensemble_folders(path: Path) -> list[str]:
-    return read_json(path / ENSEMBLE_CONFIG)["folders"] if (path / ENSEMBLE_CONFIG).is_file() else []
 
 
 def saved_names(model: PeftModel) -> dict[str, str]:
@@ -99,6 +101,7 @@ def read_adapter(model: PeftModel, path: Path) -> dict[str, Tensor]:
     Raises:
         UserError: the folder has no adapter, one that does not fit, or one of a base with other weights.
     """
+    verify_model(path)
     folders = ensemble_folders(path)
     if not folders and not (path / ADAPTER_CONFIG).is_file():
         raise UserError(
@@ -168,6 +171,5 @@ def saved_by_name(path: Path) -> dict[str, Tensor]:
     file = path / ADAPTER_WEIGHTS
     if not file.is_file():
         raise UserError(f"{file} is missing: copy the adapter again.")
-    if (path / MANIFEST).is_file():
-        verify_files(path, [file.name])
+    verify_model(path, [file.name])
     return load_tensors(file)

@@ -8,12 +8,12 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NoReturn
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import to_jsonable
@@ -22,13 +22,18 @@ FORMAT = "lm_experiments_tools checkpoint"
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 REPLACED = ".old-"  # prefix of a step's earlier checkpoint while the new version takes its name
+OF_TRAINING = "trainer_state.safetensors"  # in every checkpoint of ours, and in no folder of another tool
 KEPT = "kept-"  # prefix of an empty file beside a checkpoint that is not to be pruned
 
 logger = logging.getLogger(__name__)
 
+_STATE_OF_TRAINING = ("optimizer", "trainer_state")  # how the names of files begin that are of no use to a model
+_EDITED = "adapter_config.json"  # names the adapter's base, which users write there when that has moved
 _NO_HASH = "0" * 64
 _CHUNK = 1 << 22
 _HASHING_THREADS = 4  # hashlib releases the GIL; more threads than this only fight over the disk
+
+_checked: set[tuple[Any, ...]] = set()  # what `verify_model` has found right: folder, manifest, names, their stamps
 
 
 class CheckpointDamaged(UserError):
@@ -72,14 +77,21 @@ def sha256_of(path: Path) -> str:
 
 
 def list_files(directory: Path) -> dict[str, Path]:
-    """Every non-directory below `directory`, {posix relative name: path}; symbolic links are listed, not entered."""
+    """Every non-directory below `directory`, {posix relative name: path}; symbolic links are listed, not entered.
+
+    Raises OSError where a directory cannot be listed: of a manifest, half a list would be the whole checkpoint.
+    """
     found = {}
-    for parent, directories, files in os.walk(directory, followlinks=False):
+    for parent, directories, files in os.walk(directory, onerror=_raise, followlinks=False):
         links = [name for name in directories if (Path(parent) / name).is_symlink()]
         for name in [*files, *links]:
             path = Path(parent) / name
             found[path.relative_to(directory).as_posix()] = path
     return dict(sorted(found.items()))
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
 
 
 def build_manifest(directory: Path, step: int, is_best: bool, extra: dict[str, Any]) -> str:
@@ -119,6 +131,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / MANIFEST
     if path.is_symlink():
         raise CheckpointDamaged(checkpoint, f"{MANIFEST} is a symbolic link")
+    if path.exists() and not path.is_file():  # to read a pipe would never end
+        raise CheckpointDamaged(checkpoint, f"{MANIFEST} is not a regular file")
     with _reading(checkpoint, MANIFEST, " (a save that never finished?)"):
         raw = path.read_bytes()
     try:
@@ -157,28 +171,69 @@ def verify(path: Path | str) -> None:
         raise CheckpointDamaged(checkpoint, "the directory is empty")
     manifest = read_manifest(checkpoint)
     if manifest.get("step") != parse_step(checkpoint.name.removeprefix(REPLACED)):
-        raise CheckpointDamaged(checkpoint, f"{MANIFEST} is of step {manifest.get('step')}, the directory is not")
+        raise _of_another_step(checkpoint, manifest)
     _check_listed(checkpoint, manifest, None)
     unlisted = [name for name in list_files(checkpoint) if name != MANIFEST and name not in manifest["files"]]
     if unlisted:
         raise CheckpointDamaged(checkpoint, f"{unlisted[0]} is not in the manifest ({len(unlisted)} unlisted files)")
 
 
-def verify_files(checkpoint: Path, names: list[str]) -> None:
-    """Check only `names` against the manifest: users move and thin out checkpoints before starting from their weights.
+def verify_model(folder: Path, names: Sequence[str] | None = None) -> None:
+    """Check what a model is read from against the manifest of its folder, before anything is read of it.
+
+    Users move and thin out checkpoints before they start from their weights, so only `names` have to be there
+    (default: all that is listed but the state of training). A process reads the bytes once, however often it asks. A
+    folder without a manifest passes; a checkpoint that lost it passes with a warning, as does an adapter_config.json
+    that was edited.
 
     Raises CheckpointDamaged as `verify` does.
     """
-    _check_listed(checkpoint, read_manifest(checkpoint), names)
+    if not os.path.lexists(folder / MANIFEST):
+        if (folder / OF_TRAINING).is_file():
+            logger.warning("%s has lost its %s: what is read from it cannot be checked", folder, MANIFEST)
+        return
+    manifest = read_manifest(folder)
+    if parse_step(folder.name) not in (None, manifest.get("step")):
+        raise _of_another_step(folder, manifest)
+    if names is None:
+        names = [name for name in _listed(folder, manifest) if not name.startswith(_STATE_OF_TRAINING)]
+    stamps = [(folder / name).lstat() for name in names if os.path.lexists(folder / name)]
+    key = (str(folder), manifest["manifest_sha256"], *names)
+    key += tuple((s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stamps)
+    if key not in _checked:
+        _check_listed(folder, manifest, [name for name in names if PurePosixPath(name).name != _EDITED])
+        for name in names:
+            if PurePosixPath(name).name == _EDITED:
+                _say_if_edited(folder, manifest, name)
+        _checked.add(key)
 
 
-def _check_listed(checkpoint: Path, manifest: dict[str, Any], names: list[str] | None) -> None:
+def _say_if_edited(folder: Path, manifest: dict[str, Any], name: str) -> None:
+    try:
+        _check_listed(folder, manifest, [name])
+    except CheckpointDamaged as damage:
+        if not (folder / name).is_file():
+            raise
+        logger.warning("%s is not as it was saved (%s): read as it is, its base may have moved", folder, damage.reason)
+
+
+def _of_another_step(checkpoint: Path, manifest: dict[str, Any]) -> CheckpointDamaged:
+    return CheckpointDamaged(checkpoint, f"{MANIFEST} is of step {manifest.get('step')}, the directory is not")
+
+
+def _listed(checkpoint: Path, manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The files that a manifest lists, all names checked before any file is opened."""
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
         raise CheckpointDamaged(checkpoint, f"{MANIFEST} lists no files")
-    for name in files:  # all names before any file is opened
+    for name in files:
         if not is_plain_relative_name(name):
             raise CheckpointDamaged(checkpoint, f"{MANIFEST} lists {name!r}, which is not inside the directory")
+    return files
+
+
+def _check_listed(checkpoint: Path, manifest: dict[str, Any], names: Sequence[str] | None) -> None:
+    files = _listed(checkpoint, manifest)
     chosen = list(files) if names is None else names
     for name in chosen:
         if name not in files:

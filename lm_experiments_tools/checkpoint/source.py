@@ -13,7 +13,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lm_experiments_tools.checkpoint.manifest import MANIFEST, parse_step, read_manifest, sha256_of
+from lm_experiments_tools.checkpoint.manifest import (
+    MANIFEST,
+    OF_TRAINING,
+    is_plain_relative_name,
+    parse_step,
+    read_manifest,
+    sha256_of,
+    verify_model,
+)
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
 
@@ -74,7 +82,7 @@ class Source:
     def base(self) -> str:
         """The base model that an adapter was trained on. Raises UserError."""
         name = read_json(self.base_named_in).get("base_model_name_or_path")
-        if not name:
+        if not name or not isinstance(name, str):
             raise UserError(f"{self.base_named_in} does not name its base_model_name_or_path: write it there.")
         return name
 
@@ -83,9 +91,12 @@ class Source:
         """The labels of a classifier in a folder, in the order of their numbers; empty where they have no names."""
         if self.is_adapter:
             labels = self.path / LABELS_FILE
-            return tuple(read_json(labels)["label_names"]) if labels.is_file() else ()
+            return tuple(_strings(labels, "label_names")) if labels.is_file() else ()
         named = self.config.get("id2label") or {}
-        return real_names({int(number): name for number, name in named.items()})
+        try:
+            return real_names({int(number): name for number, name in named.items()})
+        except (AttributeError, ValueError) as error:
+            raise UserError(f"{self.path / CONFIG}: id2label names no label by its number ({error}).") from error
 
     def fingerprint(self) -> str | None:
         """sha256 of the weights (of several files: of their sha256, in the order of names); None where there are none.
@@ -110,15 +121,30 @@ class Source:
     @property
     def base_named_in(self) -> Path:
         """The file in which an adapter names its base model."""
-        folder = self.path
-        if (folder / ENSEMBLE_CONFIG).is_file():
-            folder = folder / read_json(folder / ENSEMBLE_CONFIG)["folders"][0]
-        return folder / ADAPTER_CONFIG
+        return self.path / (ensemble_folders(self.path) or [""])[0] / ADAPTER_CONFIG
 
 
 def holds_adapter(path: Path) -> bool:
     """True for a folder with an adapter of peft, or with several of these."""
     return (path / ADAPTER_CONFIG).is_file() or (path / ENSEMBLE_CONFIG).is_file()
+
+
+def ensemble_folders(path: Path) -> list[str]:
+    """Names of the folders of the prompts in an adapter's; empty where it holds one adapter. Raises UserError."""
+    file = path / ENSEMBLE_CONFIG
+    folders = _strings(file, "folders") if file.is_file() else []
+    for name in folders:
+        if not is_plain_relative_name(name):
+            raise UserError(f"{file} points to {name!r}, outside its directory: the adapter is not to be trusted.")
+    return folders
+
+
+def _strings(file: Path, key: str) -> list[str]:
+    """The list of texts under `key` of a JSON file. Raises UserError."""
+    found = read_json(file).get(key)
+    if not isinstance(found, list) or not found or not all(isinstance(text, str) for text in found):
+        raise UserError(f"{file} has no list of texts called {key}: copy the adapter again.")
+    return found
 
 
 def real_names(id2label: Mapping[int, str]) -> tuple[str, ...]:
@@ -226,6 +252,7 @@ class ModelFiles:
         flag, name = self.tokenizer_flag
         path, is_named = Path(name), flag == "--from_pretrained"
         if any(file.is_file() for pattern in _TOKENIZER_FILES for file in path.glob(pattern)):
+            verify_model(path)
             has_config = is_named and (path / CONFIG).is_file()
             return self.named if has_config and self.named.path == path else Source(name, path)
         source = self.named if is_named else find_source(name, flag)
@@ -255,8 +282,9 @@ def find_base(adapter: Source) -> Source:
 
 def _folder(path: Path, flag: str) -> Source:
     for link in ("best", "last"):  # first, for a run's own config.json holds its arguments
-        if (path / link / MANIFEST).is_file():
+        if any((path / link / name).is_file() for name in (MANIFEST, OF_TRAINING)):
             return _folder((path / link).resolve(), flag)
+    verify_model(path)
     if holds_adapter(path):
         return Source(str(path), path, is_adapter=True)
     if (path / CONFIG).is_file():

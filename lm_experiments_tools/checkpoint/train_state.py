@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.backends.peers import all_peers, lost_peer
 from lm_experiments_tools.checkpoint.legacy import read_old_training_state, regrouped
-from lm_experiments_tools.checkpoint.manifest import MANIFEST, verify_files
+from lm_experiments_tools.checkpoint.manifest import MANIFEST, OF_TRAINING, read_manifest, verify_model
 from lm_experiments_tools.checkpoint.tree import load_tree, tree_files
 from lm_experiments_tools.checkpoint.weights import LoadReport, load_weights
 from lm_experiments_tools.errors import RunError, UserError
-from lm_experiments_tools.files import read_json
 from lm_experiments_tools.optimizers import CHOSEN
 
 if TYPE_CHECKING:
@@ -179,19 +178,22 @@ def load_initial(
 
 
 def is_ours(source: Path) -> bool:
-    """True for a folder with a trainer state of ours; transformers' Trainer has another of the same name."""
-    file = source / "trainer_state.json"
-    return file.is_file() and {"state", "workers"} <= read_json(file).keys()
+    """True for a folder that has, or lost, a trainer state of ours; that of transformers' Trainer has no tensors."""
+    has_manifest = (source / MANIFEST).is_file()
+    return (source / OF_TRAINING).is_file() or (has_manifest and OF_TRAINING in read_manifest(source)["files"])
 
 
 def _verify_state(path: Path, backend: Backend, with_optimizer: bool) -> None:
     """Compare what `load_state` is going to read with the manifest, if the checkpoint still has one."""
-    stems = [path / "trainer_state"]
+    needed = tree_files(path / "trainer_state")
+    if missing := [file.name for file in needed if not file.is_file()]:
+        raise UserError(
+            f"{path} has no {missing[0]}: copy the checkpoint again, or give its weights alone, by the name of their "
+            "file (model.safetensors)."
+        )
     if with_optimizer and backend.optimizer is not None:
-        stems.append(_optimizer_stem(path, backend))
-    files = [file.name for stem in stems for file in tree_files(stem) if file.exists()]
-    if (path / MANIFEST).is_file():
-        verify_files(path, files)
+        needed += tuple(file for file in tree_files(_optimizer_stem(path, backend)) if file.exists())
+    verify_model(path, [file.name for file in needed])
 
 
 def _optimizer_stem(path: Path, backend: Backend) -> Path:

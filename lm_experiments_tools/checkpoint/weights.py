@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from lm_experiments_tools.checkpoint.adapter_files import read_adapter, read_adapter_into, save_adapter
 from lm_experiments_tools.checkpoint.legacy import read_pickle, state_dict_of, strip_wrappers
-from lm_experiments_tools.checkpoint.manifest import MANIFEST, is_plain_relative_name, verify_files
+from lm_experiments_tools.checkpoint.manifest import MANIFEST, is_plain_relative_name, verify_model
 from lm_experiments_tools.checkpoint.source import TASK_FILE, holds_adapter
 from lm_experiments_tools.checkpoint.t5x import is_t5x, read_t5x
 from lm_experiments_tools.checkpoint.tensor_files import WriteTensors, write_now
@@ -243,13 +243,15 @@ def _read_directory(path: Path, allow_pickle: bool, verified: bool) -> dict[str,
     for single in ("model.safetensors", "pytorch_model.bin"):
         index = path / f"{single}.index.json"
         if index.is_file():
+            if not verified and (path / MANIFEST).is_file():
+                verify_model(path, [index.name])
             names = _shards(index)
         elif (path / single).is_file():
             names = [single]
         else:
             continue
-        if not verified and (path / MANIFEST).is_file():
-            verify_files(path, [*names, index.name] if index.is_file() else names)
+        if not verified:
+            verify_model(path, names)
         weights: dict[str, torch.Tensor] = {}
         for name in names:
             weights.update(_read_file(path / name, allow_pickle))
@@ -269,7 +271,7 @@ def _read_directory(path: Path, allow_pickle: bool, verified: bool) -> dict[str,
 def _shards(index: Path) -> list[str]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(f"{index} is not an index of weight shards ({error!r}): copy the checkpoint again.") from error
     for name in names:
         if not is_plain_relative_name(name):

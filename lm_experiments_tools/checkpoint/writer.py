@@ -171,10 +171,9 @@ class CheckpointWriter:
 
     @staticmethod
     def _flush(directory: Path) -> None:
-        for parent, _, files in os.walk(directory):
-            for name in files:
-                fsync_path(Path(parent) / name)
-            fsync_path(Path(parent))
+        files = list_files(directory).values()
+        for path in [*files, *{file.parent for file in files}, directory]:
+            fsync_path(path)
 
     def _take_name(self, temporary: Path, final: Path) -> None:
         replaced = final.with_name(f"{REPLACED}{final.name}")
@@ -235,8 +234,9 @@ class CheckpointWriter:
 
     def _failure(self, step: int, error: OSError) -> CheckpointWriteError:
         temporary = self._temporary(step)
-        written = sum(path.lstat().st_size for path in list_files(temporary).values()) if self.rank == 0 else 0
+        written = 0
         with contextlib.suppress(OSError):
+            written = sum(path.lstat().st_size for path in list_files(temporary).values()) if self.rank == 0 else 0
             self.abort(step)
         needed, free = max(self._expected_bytes, written), _free_bytes(self.root)
         room = f"{human_bytes(needed)} ({needed} bytes) needed, " if needed else ""  # unknown of a first one

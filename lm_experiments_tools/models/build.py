@@ -74,6 +74,8 @@ def load_model_config(path_or_preset: str | Path, config_cls: type | None = None
     """
     path = find_config(path_or_preset)
     values = read_model_settings(path)
+    if not isinstance(values.get("model_type"), str | None):
+        raise UserError(f"{path}: model_type is {values['model_type']!r}, not the name of a kind of model.")
     config_cls = config_cls or _config_class(values.get("model_type"), path)
     kinds = [getattr(cls, name, None) for cls in config_cls.__mro__ for name in ("model_type", "variant_type")]
     if values.get("model_type", kinds[0]) not in kinds:
@@ -148,10 +150,9 @@ def build_model(model_cls: type, config: PreTrainedConfig, *, seed: int) -> PreT
     generator.manual_seed(seed)
     try:
         model = model_cls(config)
-    except (TypeError, ValueError, AttributeError, ImportError) as error:
-        raise UserError(
-            f"{model_cls.__name__} refuses this {type(config).__name__}: {' '.join(str(error).split())}"
-        ) from error
+    except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"there is no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise UserError(f"{model_cls.__name__} refuses this {type(config).__name__}: {reason}") from error
     finally:
         generator.set_state(state)
     if getattr(config, "tie_word_embeddings", None) is False and getattr(model, "_tied_weights_keys", None):

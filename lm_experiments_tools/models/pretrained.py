@@ -15,6 +15,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -302,7 +303,7 @@ def load_pretrained(
                 ignore_mismatched_sizes=True,
                 **{"dtype": torch.float32, **options},
             )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, LookupError, SafetensorError, UnpicklingError) as error:
         raise UserError(f"{source.name}: its weights cannot be read ({first_line(error)}).") from error
     new_weights = _judge(model, info, source, args)
     if unties and getattr(model, "_tied_weights_keys", None):

@@ -8,8 +8,10 @@ Unlike `pretrained`, which sets a model up to be trained for a task, nothing her
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -118,7 +120,8 @@ def saved_class(source: Source, model_cls: str | None = None) -> type:
     if model_cls is not None:
         return get_cls_by_name(model_cls)
     register_own_models(source)
-    named = (source.config.get("architectures") or [None])[0]
+    architectures = source.config.get("architectures")
+    named = architectures[0] if isinstance(architectures, list) and architectures else None
     if source.path is None:
         named = (transformers.AutoConfig.from_pretrained(source.name).architectures or [None])[0]
     trained = run_settings(source).get("model_cls")
@@ -126,8 +129,8 @@ def saved_class(source: Source, model_cls: str | None = None) -> type:
         if trained.partition(":")[0].partition(".")[0] not in _LIBRARIES:
             return get_cls_by_name(trained)
     package = OWN_PACKAGES.get(source.config.get("model_type"), "transformers")
-    found = getattr(importlib.import_module(package), named, None) if named is not None else None
-    if found is None:
+    found = getattr(importlib.import_module(package), named, None) if isinstance(named, str) else None
+    if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
         said = f"names the class {named}, which is none of {package}" if named else "names no class (architectures)"
         raise UserError(f"{source.name}: its config.json {said}: give --model_cls module:Class.")
     return found
@@ -155,11 +158,8 @@ def _strictly(cls: type, name: str, called: str) -> PreTrainedModel:
 
 def loaded(load: Callable[[], tuple[PreTrainedModel, dict[str, Any]]], name: str, called: str) -> PreTrainedModel:
     """What `load` gives, refused unless it has all weights and no others. Raises UserError."""
-    try:
-        with quiet_loading(), torch.random.fork_rng(devices=[]):
-            model, info = load()
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, StrictDataclassError) as error:
-        raise UserError(f"{name}: it cannot be read as {called} ({first_line(error)}).") from error
+    with unread(name, called), quiet_loading(), torch.random.fork_rng(devices=[]):
+        model, info = load()
     for kind, what in (
         ("missing_keys", "are missing"),
         ("unexpected_keys", "are none of it"),
@@ -168,6 +168,20 @@ def loaded(load: Callable[[], tuple[PreTrainedModel, dict[str, Any]]], name: str
             number, names = len(info[kind]), some_names(sorted(info[kind]))
             raise UserError(f"{name} is no {called}: {number} of its weights {what} ({names}): check --model_cls.")
     return model
+
+
+@contextlib.contextmanager
+def unread(name: str, called: str) -> Iterator[None]:
+    """Turn what transformers raises of files that are no model, or one that may run code, into a UserError."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{name}: its weights are a pickle that asks for more than tensors, or none, and were not read: have them "
+            "written as safetensors by whoever made it."
+        ) from error
+    except (OSError, ValueError, RuntimeError, LookupError, SafetensorError, StrictDataclassError) as error:
+        raise UserError(f"{name}: it cannot be read as {called} ({first_line(error)}).") from error
 
 
 def whole_model(source: Source) -> PreTrainedModel:
@@ -182,14 +196,15 @@ def whole_model(source: Source) -> PreTrainedModel:
     if base.is_file:
         raise UserError(f"{base.name} holds weights alone: write the model by save_pretrained, and name its folder.")
     register_own_models(base)
-    config = transformers.AutoConfig.from_pretrained(base.name)
+    with unread(base.name, "a configuration"):
+        config = transformers.AutoConfig.from_pretrained(base.name)
     kind = kind_of(config)
     if kind is None:
         raise UserError(f"{base.name}: a {config.model_type} model is neither encoder nor decoder.")
     classes = getattr(transformers, AUTO_CLASSES[kind])
     if source.is_adapter:
         return _merged(classes, base, source)
-    with quiet_loading():
+    with unread(base.name, classes.__name__), quiet_loading():
         model, info = classes.from_pretrained(base.name, dtype=torch.float32, output_loading_info=True)
     if info["missing_keys"]:
         raise UserError(
@@ -215,7 +230,7 @@ def _merged(classes: type, base: Source, adapter: Source) -> PreTrainedModel:
     names = adapter.label_names or [f"LABEL_{number}" for number in range(len(heads[0]) if heads else 0)]
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
     options = labels if names else {}
-    with quiet_loading():
+    with unread(base.name, classes.__name__), quiet_loading():
         model = classes.from_pretrained(base.name, dtype=torch.float32, **options)
     model.base_fingerprint = base.fingerprint()
     adapted = peft.PeftModel.from_pretrained(model, str(adapter.path))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.checkpoint.manifest import verify_model
 from lm_experiments_tools.config.options import read_options
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.models.build import (
@@ -194,6 +195,7 @@ def _config(args: ExperimentArgs, config_cls: type | None) -> PreTrainedConfig:
         raise UserError(
             f"--init_checkpoint {path.parent} holds no config.json that would describe the model; give --model_cfg"
         )
+    verify_model(path.parent, [path.name])
     return load_model_config(path, config_cls)
 
 

@@ -82,7 +82,7 @@ def _draw_layouts(args: AttentionArgs) -> Path:
 
     try:
         settings: Any = json.loads(args.settings)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f'--settings {args.settings!r} is not JSON ({error}): write {{"seed": 1}}.') from error
     if not isinstance(settings, dict):
         raise UserError(f'--settings {args.settings!r} is no JSON object: write {{"seed": 1}}.')

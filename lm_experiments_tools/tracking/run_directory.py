@@ -229,7 +229,7 @@ def settings_in_use(run_dir: Path) -> dict[str, Any] | None:
         path = run_dir / _numbered("config.json", number)
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(
                 f"{path} cannot be read ({error}): mend or remove it, or choose another --model_path."
             ) from error
@@ -249,7 +249,7 @@ def began_without(run_dir: Path | str | None, flag: str) -> bool:
     """True if the run of a directory was begun by a version that did not know the flag, and goes on as there."""
     try:
         config = json.loads(Path(run_dir or "", "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return run_dir is not None and isinstance(config, dict) and flag not in config
 

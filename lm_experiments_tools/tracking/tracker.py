@@ -340,7 +340,7 @@ def parse_record(line: str) -> dict[str, Any] | None:
     """The record on a line of metrics.jsonl; None for a line that is not a whole one (a kill while it was written)."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     whole = isinstance(record, dict) and all(name in record for name in (*_POSITION, "metrics"))
     return record if whole and isinstance(record["step"], int) else None

@@ -210,7 +210,7 @@ def _read_task(path: Path) -> dict[str, Any]:
         for kind in ("Positive Examples", "Negative Examples"):
             complete &= all(isinstance(e["input"], str) and isinstance(e["output"], str) for e in task.get(kind, []))
         complete &= isinstance(definition if isinstance(definition, str) else definition[0], str)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         reason = f"no entry {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(f"{path} is no task of Super-Natural-Instructions ({reason}): copy it again.") from None
     if not complete:

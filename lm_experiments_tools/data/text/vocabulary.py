@@ -188,7 +188,7 @@ def read_config(folder: Path) -> dict:
         return {}
     try:
         config = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); copy it again") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} holds {type(config).__name__}, not an object; copy it again")

@@ -84,6 +84,6 @@ def _stamp(path: Path) -> list[int]:
 def _read(record: Path) -> dict[str, Any]:
     try:
         known = json.loads(record.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return known if isinstance(known, dict) and isinstance(known.get("fingerprint"), str) else {}

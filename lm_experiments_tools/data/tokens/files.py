@@ -41,7 +41,7 @@ def read_meta(prefix: str | os.PathLike) -> dict[str, Any]:
         return {}
     try:
         meta = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); delete it or tokenize again") from None
     if not isinstance(meta, dict):
         raise UserError(f"{path} holds {type(meta).__name__}, not an object; delete it or tokenize again")

@@ -1,204 +1,184 @@
-"""Checkpoints: every kind of damage is named, and the one before it used."""
+"""Damaged checkpoints: each kind is named, and passed over or refused; what is read is what was saved, or nothing.
+
+`make damage` runs every kind on the newest, the newest two and all checkpoints of a run, and through the flags that
+start from a checkpoint, and prints the table of docs/reliability.md.
+"""
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
+import torch
 
+from lm_experiments_tools.checkpoint import manifest, saving
 from lm_experiments_tools.checkpoint.writer import CheckpointDamaged, find_newest_valid, verify
 from lm_experiments_tools.errors import UserError
-from tests.helpers.checkpoint_toys import flip, write
+from lm_experiments_tools.models.saved import open_saved
+from tests.helpers.checkpoint_toys import flip, random_t5, write
+from tests.helpers.damage import DAMAGE, DATA, UNREAD, UNREADABLE, refuse_to_open, remove, truncate
+from tests.helpers.saved_runs import end_of_run, make_run, train
+from tests.helpers.toys import TinyLabeller, weights_of
 
-DATA = "trainer_state.safetensors"
-
-
-def truncate(name: str, fraction: float | None):
-    def damage(path: Path) -> None:
-        content = (path / name).read_bytes()
-        (path / name).write_bytes(content[: 1 if fraction is None else int(len(content) * fraction)])
-
-    return damage
+KINDS = pytest.mark.parametrize("kind", DAMAGE)
+FAST = {"bit flip in the middle", "manifest missing", "rank files swapped", "manifest a pipe", "unreadable weights"}
+MATRIX = [pytest.param(kind, marks=[] if kind in FAST else pytest.mark.slow) for kind in DAMAGE]
 
 
-def edit_manifest(**changes):
-    """A manifest that is consistent with itself, as an attacker or a newer release would write it."""
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run of 6 steps with checkpoints 2, 4, 6, and the end of the same run of 8 steps that nothing disturbed."""
+    folder, save_tree = tmp_path_factory.mktemp("runs"), saving.save_tree
 
-    def damage(path: Path) -> None:
-        manifest = json.loads((path / "manifest.json").read_text())
-        for key, value in changes.items():
-            manifest[key] = value(manifest[key]) if callable(value) else value
-        manifest["manifest_sha256"] = "0" * 64
-        text = json.dumps(manifest)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        (path / "manifest.json").write_text(text.replace("0" * 64, digest))
+    def with_files_of_ranks(stem, tree, **options):
+        save_tree(stem, tree, **options)
+        if stem.name == "trainer_state":
+            (stem.parent / "rng").mkdir()
+            for rank in range(2):
+                save_tree(stem.parent / "rng" / f"rank{rank}", {"noise": torch.full((8,), rank)})
 
-    return damage
-
-
-def with_file(name: str):
-    return edit_manifest(files=lambda files: files | {name: {"size": 1, "sha256": "1" * 64}})
-
-
-def remove(name: str):
-    return lambda path: (path / name).unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "save_tree", with_files_of_ranks)
+        train(folder / "run")
+        train(folder / "whole", iters=8)
+    train(folder / "labeller", model=TinyLabeller())
+    whole = {name: value for name, value in end_of_run(folder / "whole").items() if not name.startswith("rng/")}
+    return folder / "run", whole, folder / "labeller"
 
 
-def replace_by_link(name: str):
-    def damage(path: Path) -> None:
-        outside = path.parent / "outside"
-        shutil.move(path / name, outside)
-        (path / name).symlink_to(outside)
-
-    return damage
-
-
-def empty(path: Path) -> None:
-    shutil.rmtree(path)
-    path.mkdir()
+@pytest.fixture
+def copy(runs, tmp_path, monkeypatch):
+    """A copy of the run, to be damaged."""
+    monkeypatch.setattr("builtins.open", refuse_to_open(open))
+    monkeypatch.setattr("io.open", refuse_to_open(open))
+    yield shutil.copytree(runs[0], tmp_path / "run", symlinks=True)
+    UNREADABLE.clear()
 
 
-def swap_files(path: Path) -> None:
-    a, b = path / DATA, path / "rng" / "rank0.safetensors"
-    content = a.read_bytes()
-    a.write_bytes(b.read_bytes())
-    b.write_bytes(content)
+@pytest.fixture(scope="module")
+def counts():
+    """Cases that ended as they have to, by what was asked."""
+    found: dict[str, list[str]] = {}
+    yield found
+    if found:
+        print("\n| asked | kinds | named, and as it should end |\n|---|---|---|")
+        print(*(f"| {asked} | {len(kinds)} | {len(kinds)} |" for asked, kinds in found.items()), sep="\n")
 
 
-def take_file_of_another_step(path: Path) -> None:
-    shutil.copy(path.parent / "step_000100" / DATA, path / DATA)
+def newest(run, number):
+    return [run / "checkpoints" / f"step_{step:06d}" for step in (6, 4, 2)[:number]]
 
 
-def take_another_step(path: Path) -> None:
-    shutil.rmtree(path)
-    shutil.copytree(path.parent / "step_000100", path)
+def listing(folder):
+    return sorted(str(path) for path in folder.rglob("*"))
 
 
-def misname(path: Path) -> None:
-    path.rename(path.with_name("step_200"))
-
-
-def add_file(path: Path) -> None:
-    (path / "rng" / "extra.bin").write_bytes(b"x")
-
-
-def add_link(path: Path) -> None:
-    (path / "link").symlink_to("/etc")
-
-
-def directory_for_file(path: Path) -> None:
-    (path / DATA).unlink()
-    (path / DATA).mkdir()
-
-
-def link_nested_directory(path: Path) -> None:
-    shutil.move(path / "rng", path.parent / "elsewhere")
-    (path / "rng").symlink_to(path.parent / "elsewhere")
-
-
-def become_file(path: Path) -> None:
-    shutil.rmtree(path)
-    path.write_text("not a directory")
-
-
-def become_link(path: Path) -> None:
-    shutil.move(path, path.parent / "moved")
-    path.symlink_to(path.parent / "moved")
-
-
-DAMAGE = {
-    "truncated to 0": (truncate(DATA, 0), f"{DATA} has 0 bytes"),
-    "truncated to 1 byte": (truncate(DATA, None), f"{DATA} has 1 bytes"),
-    "truncated to 50 %": (truncate(DATA, 0.5), f"{DATA} has .* bytes"),
-    "truncated to 99 %": (truncate(DATA, 0.99), f"{DATA} has .* bytes"),
-    "bit flip at the start": (flip(DATA, 0), f"{DATA} does not match its sha256"),
-    "bit flip in the middle": (flip(DATA, 0.5), f"{DATA} does not match its sha256"),
-    "bit flip at the end": (flip(DATA, 1), f"{DATA} does not match its sha256"),
-    "bit flip in json": (flip("trainer_state.json", 0.5), "trainer_state.json does not match"),
-    "bit flip in a nested file": (flip("rng/rank0.safetensors", 0.9), "rng/rank0.safetensors does not match"),
-    "bit flip in a nested json": (flip("rng/rank0.json", 0.5), "rng/rank0.json does not match"),
-    "manifest truncated to 0": (truncate("manifest.json", 0), "manifest.json is not valid JSON"),
-    "manifest truncated to 50 %": (truncate("manifest.json", 0.5), "manifest.json is not valid JSON"),
-    "manifest missing": (remove("manifest.json"), "manifest.json is missing"),
-    "manifest of another format": (edit_manifest(format="other"), "not a manifest of this project"),
-    "manifest a list": (lambda p: (p / "manifest.json").write_text("[]"), "not a manifest of this project"),
-    "manifest without files": (edit_manifest(files=[]), "lists no files"),
-    "file missing": (remove(DATA), f"{DATA} is missing"),
-    "nested file missing": (remove("rng/rank0.json"), "rng/rank0.json is missing"),
-    "nested directory missing": (lambda p: shutil.rmtree(p / "rng"), "rng/rank0.json is missing"),
-    "empty directory": (empty, "the directory is empty"),
-    "files swapped": (swap_files, "safetensors has .* bytes, .* were written"),
-    "file of another step": (take_file_of_another_step, f"{DATA} does not match its sha256"),
-    "another step's directory": (take_another_step, "manifest.json is of step 100, the directory is not"),
-    "wrong step in manifest": (edit_manifest(step=100), "manifest.json is of step 100"),
-    "misnamed": (misname, "its name is not step_NNNNNN"),
-    "future version": (edit_manifest(format_version=2), "format version 2; this release reads up to 1"),
-    "version a string": (edit_manifest(format_version="1"), "format version 1;"),
-    "extra file": (add_file, "rng/extra.bin is not in the manifest"),
-    "extra link": (add_link, "link is not in the manifest"),
-    "file a link to outside": (replace_by_link(DATA), f"{DATA} is a symbolic link"),
-    "manifest a link": (replace_by_link("manifest.json"), "manifest.json is a symbolic link"),
-    "directory a link to outside": (link_nested_directory, "rng/rank0.json is a symbolic link"),
-    "directory for a file": (directory_for_file, f"{DATA} is not a regular file"),
-    "checkpoint a file": (become_file, "it is not a directory"),
-    "checkpoint a link": (become_link, "it is a symbolic link"),
-    "name with ..": (with_file("../../../etc/passwd"), "'../../../etc/passwd', which is not inside"),
-    "name with inner ..": (with_file("a/../../b"), "which is not inside"),
-    "absolute name": (with_file("/etc/passwd"), "'/etc/passwd', which is not inside"),
-    "backslash name": (with_file("..\\x"), "which is not inside"),
-    "drive name": (with_file("C:x"), "which is not inside"),
-    "NUL name": (with_file("a\0b"), "which is not inside"),
-    "dot name": (with_file("./a"), "which is not inside"),
-    "empty name": (with_file(""), "which is not inside"),
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_named_and_the_previous_checkpoint_used(tmp_path, kind):
+@KINDS
+def test_damage_is_named_and_the_previous_checkpoint_is_found(copy, kind):
     damage, reason = DAMAGE[kind]
-    write(tmp_path, 100)
-    damage(write(tmp_path, 200))
+    damage(newest(copy, 1)[0])
     warnings: list[str] = []
-    assert find_newest_valid(tmp_path, warnings.append) == tmp_path / "step_000100"
-    assert len(warnings) == 1 and "step_" in warnings[0], warnings
-    assert re.search(reason, warnings[0]), warnings[0]
-    shutil.rmtree(tmp_path / "step_000100")
-    with pytest.raises(UserError, match=r"none of the 1 checkpoints .*another --model_path"):
-        find_newest_valid(tmp_path, warnings.append)
+    assert find_newest_valid(copy / "checkpoints", warnings.append).name == "step_000004"
+    assert len(warnings) == 1 and re.search(reason, warnings[0]) and "step_" in warnings[0], warnings
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("kind", MATRIX)
+def test_a_run_goes_on_from_the_newest_whole_checkpoint_bit_for_bit(copy, runs, caplog, counts, kind, number):
+    damage, reason = DAMAGE[kind]
+    for checkpoint in newest(copy, number):
+        damage(checkpoint)
+    loop = make_run(copy, iters=8)
+    assert loop.state.step == (4, 2)[number - 1]
+    said = [
+        r.getMessage() for r in caplog.records if r.name.endswith("checkpoint.writer") and r.levelname == "WARNING"
+    ]
+    assert len(said) == number and all(re.search(reason, sentence) for sentence in said), said
+    loop.train()
+    assert end_of_run(copy) == runs[1]
+    counts.setdefault(f"the newest {number} damaged: bit for bit the undisturbed run", []).append(kind)
+
+
+@pytest.mark.parametrize("kind", MATRIX)
+def test_a_run_of_damaged_checkpoints_alone_is_refused_and_left_as_it_is(copy, counts, kind):
+    damage, reason = DAMAGE[kind]
+    if kind in ("another step's directory", "manifest of another step") or "of another step" in kind:
+        shutil.rmtree(newest(copy, 3)[2])  # from which these take the files of the others
+        shutil.copytree(newest(copy, 1)[0], newest(copy, 3)[2])
+        damage = truncate("manifest.json", 0)
+        reason = "manifest.json is (not valid JSON|of step)"
+    for checkpoint in newest(copy, 3):
+        damage(checkpoint)
+    before = listing(copy / "checkpoints")
+    with pytest.raises(UserError, match="none of the 3 checkpoints in .*another --model_path") as refusal:
+        make_run(copy, iters=8)
+    assert len(re.findall(reason, str(refusal.value))) == 3 and listing(copy / "checkpoints") == before
+    counts.setdefault("every one damaged: refused with the reasons", []).append(kind)
+
+
+@pytest.mark.parametrize("kind", MATRIX)
+def test_what_another_run_starts_from_is_what_was_saved_or_nothing(copy, tmp_path, caplog, counts, kind):
+    """--init_checkpoint (weights, optimizer, counts) and the weights of --from_pretrained, the damaged one named."""
+    damage, reason = DAMAGE[kind]
+    checkpoint = newest(copy, 1)[0]
+    whole = make_run(tmp_path / "second", init_checkpoint=str(checkpoint), iters=8)
+    optimizer, weights = whole.backend.optimizer.state_dict(), weights_of(whole.backend.unwrap())
+    damage(checkpoint)
+    manifest._checked.clear()
+    for asked, start in {
+        "--init_checkpoint": lambda: make_run(tmp_path / "third", init_checkpoint=str(checkpoint), iters=8),
+        "--from_pretrained": lambda: open_saved(str(checkpoint)),
+    }.items():
+        caplog.clear()
+        try:
+            started = start()
+        except UserError as error:
+            assert "\n" not in str(error) and re.search(reason, str(error)), error
+            counts.setdefault(f"{asked}: refused with the reason", []).append(kind)
+            continue
+        assert kind in UNREAD[asked] or "has lost its manifest.json" in caplog.text
+        model = started.model if asked == "--from_pretrained" else started.backend.unwrap()
+        for name, value in weights_of(model).items():
+            assert torch.equal(value, weights[name]), name
+        if asked == "--init_checkpoint":
+            assert started.state.step == 6
+            torch.testing.assert_close(started.backend.optimizer.state_dict(), optimizer, rtol=0, atol=0)
+        counts.setdefault(f"{asked}: harmless there, all that is read as it was saved", []).append(kind)
+
+
+def test_a_checkpoint_of_another_model_is_refused(copy, runs):
+    shutil.rmtree(newest(copy, 1)[0])
+    shutil.copytree(newest(runs[2], 1)[0], newest(copy, 1)[0])
+    with pytest.raises(UserError, match="no weight in .* fits the model"):
+        make_run(copy, iters=8)
+    with pytest.raises(UserError, match=r"does not fit the model: .* 1 of another shape .shared.weight: 64x16 in the"):
+        make_run(copy, model=random_t5(vocab_size=80, d_kv=8), resume=str(newest(copy, 2)[1]))
+
+
+def test_what_an_interrupted_save_left_and_a_copied_step_are_passed_over(copy, runs, caplog):
+    six = newest(copy, 1)[0]
+    shutil.copytree(six, six.with_name(".tmp-step_000008"))
+    shutil.copytree(six, six.with_name("step_000007"))
+    (copy / "checkpoints" / "model_9.pth").write_bytes(b"of t5-experiments")
+    loop = make_run(copy, iters=8)
+    assert loop.state.step == 6 and "step_000007 is damaged: manifest.json is of step 6" in caplog.text
+    loop.train()
+    assert end_of_run(copy) == runs[1]
 
 
 def test_every_single_bit_of_the_manifest_is_guarded(tmp_path):
     path = write(tmp_path, 3)
-    manifest = path / "manifest.json"
-    content = manifest.read_bytes()
+    file = path / "manifest.json"
+    content = file.read_bytes()
     for position in range(0, len(content), 3):
         changed = bytearray(content)
         changed[position] ^= 1 << (position % 8)
-        manifest.write_bytes(changed)
+        file.write_bytes(changed)
         with pytest.raises(CheckpointDamaged, match=r"manifest\.json"):
             verify(path)
-    manifest.write_bytes(content)
+    file.write_bytes(content)
     verify(path)
-
-
-def test_unreadable_file_is_named(tmp_path, monkeypatch):
-    path = write(tmp_path, 3)
-    target = path / DATA
-    original = open
-
-    def refuse(file, *args, **kwargs):
-        if Path(file) == target:
-            raise PermissionError(errno.EACCES, "Permission denied", str(file))
-        return original(file, *args, **kwargs)
-
-    monkeypatch.setattr("builtins.open", refuse)  # root reads everything, so chmod would prove nothing
-    with pytest.raises(CheckpointDamaged, match=rf"{DATA} cannot be read \(Permission denied\)"):
-        verify(path)
 
 
 def test_two_damaged_in_a_row_and_none_at_all(tmp_path):

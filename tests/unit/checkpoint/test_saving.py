@@ -10,15 +10,12 @@ import threading
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
-from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.checkpoint import saving, tensor_files, writer
 from lm_experiments_tools.checkpoint.manifest import read_manifest, verify
-from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import RunError
-from lm_experiments_tools.training.trainer import TrainingLoop
-from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller, tiny_t5
+from tests.helpers.saved_runs import contents, steps, train
+from tests.helpers.toys import TinyLabeller
 
 
 class At:
@@ -32,28 +29,6 @@ class At:
     def __call__(self, loop, info):
         if info.step == self.step:
             self.action()
-
-
-def train(path, hooks=(), model=None, **args):
-    settings = {"batch_size": 4, "iters": 6, "log_interval": 1, "save_interval": 2, "keep_checkpoints": None, **args}
-    torch.manual_seed(7)
-    model = model or tiny_t5(dropout=0.3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    valid = DataLoader(RaggedPairs(4), batch_size=4) if "save_best" in args else None
-    loader, arguments = SeekableBatches(RaggedPairs(24), 4), TrainerArgs(model_path=str(path), **settings)
-    loop = TrainingLoop(arguments, LocalBackend(), model, optimizer, loader, valid, hooks=hooks)
-    loop.train()
-    return loop
-
-
-def steps(path):
-    return [int(entry.name.removeprefix("step_")) for entry in sorted((path / "checkpoints").glob("step_*"))]
-
-
-def contents(path):
-    """sha256 of the files of each checkpoint, but for the state with its times."""
-    found = {entry.name: read_manifest(entry)["files"] for entry in (path / "checkpoints").glob("step_*")}
-    return {name: {n: f["sha256"] for n, f in files.items() if "_state" not in n} for name, files in found.items()}
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, T5ForConditionalGeneration
 
+from lm_experiments_tools.checkpoint.manifest import build_manifest
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import build_model
 from lm_experiments_tools.models.pretrained import pretrained_model
@@ -38,8 +39,9 @@ def test_a_run_directory_gives_its_best_checkpoint_else_its_last(link, bases, tm
     save_toy("encoder-decoder", tmp_path / "checkpoints" / "step_000002")
     other = T5ForConditionalGeneration(t5_config(num_layers=1))
     save_toy("", tmp_path / "checkpoints" / "step_000004", other)
-    for step in ("step_000002", "step_000004"):
-        (tmp_path / "checkpoints" / step / "manifest.json").write_text("{}")
+    for step in (2, 4):
+        folder = tmp_path / "checkpoints" / f"step_{step:06d}"
+        (folder / "manifest.json").write_text(build_manifest(folder, step, False, {}))
     (tmp_path / "last").symlink_to("checkpoints/step_000004")
     if link == "best":
         (tmp_path / "best").symlink_to("checkpoints/step_000002")

@@ -1,0 +1,146 @@
+"""Seeded edits of what users write, and a watch over what Python does meanwhile."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+_WATCHED = (
+    "exec",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "os.forkpty",
+    "subprocess.Popen",
+    "ctypes.dlopen",
+)
+_WATCHED += ("socket.connect", "shutil.rmtree", "webbrowser.open")
+_GENERATED = ("<frozen", "<attrs", "<__array")
+_seen: list[list[str]] = []  # of the watches that are on now
+_hooked: list[bool] = []
+
+SPLICES = [b"\r", b'"', b"\\", b"\\u0000", b"\\ud83d", b"\x00", b"\xff", b"{", b"}", b"[", b"]", b",", b":", b"null"]
+SPLICES += [b"1e999", b"\xef\xbb\xbf", b"NaN", b"-Infinity", b"\xe2\x80", b'"text"', b" ", b"\t", b"\x0c", b"//", b"'"]
+SPLICES += [b"[" * 3000, b'{"a":' * 3000, b"9" * 5000, b"\xe2\x80\xa8", b"1_000", b'"text": "twice", ', b"{}" * 3]
+NUMBERS = (None, True, -1, 0, 1, 2, 3, 7, 64, -0.5, 0.0, 0.5, 1.5, 1e30, 10**30, float("nan"), float("inf"))
+OTHERS = (
+    "",
+    "x",
+    "relu",
+    "gelu",
+    "../x",
+    "\0",
+    "é" * 9,
+    [],
+    {},
+    [1, 2],
+    {"a": [None]},
+    [[[]]],
+    "os:system",
+    "t5",
+    "bert",
+)
+
+
+def edited(rng: random.Random, content: bytes, most: int = 4) -> bytes:
+    """One to four edits of a line: bits, bytes, cuts, insertions, copies of a part elsewhere; no end of a line."""
+    content = bytearray(content)
+    for _ in range(rng.randrange(1, most + 1)):
+        at, kind = rng.randrange(len(content) or 1), rng.randrange(5)
+        if kind == 0 and content:
+            content[at] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            del content[at : at + rng.choice((1, 1, 3, 20))]
+        elif kind == 2:
+            content[at:at] = rng.choice(SPLICES)
+        elif kind == 3:
+            content[at : at + 1] = rng.choice(SPLICES)
+        else:
+            content[at:at] = content[: rng.randrange(30)]
+    return bytes(content).replace(b"\n", b" ")
+
+
+def edited_object(rng: random.Random, values: dict[str, Any]) -> dict[str, Any]:
+    """An object with one to three keys left out, misspelt, added, or of another value."""
+    values = dict(values)
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        name, kind = rng.choice(sorted(values)), rng.randrange(10)
+        if kind == 0:
+            del values[name]
+        elif kind == 1:
+            at = rng.randrange(len(name))
+            values[name[:at] + name[at + 1 :]] = values.pop(name)
+        elif kind < 7:
+            values[name] = rng.choice(NUMBERS)
+        else:
+            values[name] = rng.choice(OTHERS)
+        if not values:
+            return values
+    return values
+
+
+def any_value(rng: random.Random, annotation: Any) -> list[str]:
+    """Words of a value that the type of a flag may take."""
+    options = typing.get_args(annotation)
+    if typing.get_origin(annotation) is Literal:
+        return [str(rng.choice(options))]
+    if typing.get_origin(annotation) is tuple:
+        return [word for _ in range(rng.choice((1, 1, 2))) for word in any_value(rng, options[0])]
+    if options:
+        return any_value(rng, rng.choice([option for option in options if option is not type(None)] or [str]))
+    words: dict[Any, tuple[object, ...]] = {
+        bool: ("true", "false"),
+        int: (-1, 0, 1, 2, 3, 8, 100, 10**12),
+        float: (-1.0, 0.0, 1e-9, 1e-3, 0.15, 0.5, 1.0, 2.0, 1e30, "nan", "inf"),
+    }
+    texts = (
+        "x",
+        "../x",
+        "/",
+        ".",
+        "a=b",
+        "beta=0.9",
+        "x:y",
+        "os:system",
+        "-",
+        "é",
+        "a b",
+        "1",
+        "[" * 200,
+        "{}",
+        "bf16",
+    )
+    return [str(rng.choice(words.get(annotation, texts)))]
+
+
+def dumped(values: Any) -> str:
+    """JSON as Python writes it, NaN and Infinity included."""
+    return json.dumps(values)
+
+
+@contextmanager
+def watching() -> Iterator[list[str]]:
+    """Audit events of code that is run, and of processes, connections and removals, as they come."""
+    if not _hooked:
+        _hooked.append(True)
+        sys.addaudithook(_note)  # for the rest of the process: Python has no way to take it back
+    _seen.append([])
+    try:
+        yield _seen[-1]
+    finally:
+        _seen.pop()
+
+
+def _note(event: str, args: tuple[Any, ...]) -> None:
+    if not _seen or not event.startswith(_WATCHED):
+        return
+    file = getattr(args[0], "co_filename", "") if event == "exec" and args else ""
+    installed = file.startswith(("/usr", sys.prefix, sys.base_prefix, *_GENERATED)) or "lm_experiments_tools/" in file
+    if not installed:  # what is installed is imported when it is first used
+        _seen[-1].append(f"{event} {file or args}")
