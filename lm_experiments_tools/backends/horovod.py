@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.profiler import record_function
 
 from lm_experiments_tools.backends.backend import STALL_SECONDS, DataParallelBackend, check_whole
 from lm_experiments_tools.backends.launch import wanted_processes
@@ -86,7 +87,8 @@ class HorovodBackend(DataParallelBackend):
         for parameter in model.parameters():  # a gradient has its parameter's strides; Horovod sends no other
             parameter.data = parameter.data.contiguous()
         self._broadcast_tensors([*model.parameters(), *model.buffers()])
-        self._reducer = self._make_reducer(model, optimizer) if optimizer is not None else None
+        reduces = optimizer is not None and self._addends is None
+        self._reducer = self._make_reducer(model, optimizer) if reduces else None
         super().setup(model, optimizer)
 
     def share_weights(self, model: nn.Module) -> None:
@@ -110,9 +112,11 @@ class HorovodBackend(DataParallelBackend):
 
     def backward(self, loss: Tensor) -> None:
         # Horovod sends a gradient after its n-th backward pass: never, until the last micro-batch makes it the next.
-        self._reducer.set_backward_passes_per_step(1 if self._sync else NEVER)
+        if self._reducer is not None:
+            self._reducer.set_backward_passes_per_step(1 if self._sync else NEVER)
         super().backward(loss)
 
+    @record_function("communication")
     def _reduce_gradients(self) -> None:
         """Average gradients; one that no worker has stays None, so that its parameter is left alone by the optimizer.
 
@@ -128,8 +132,12 @@ class HorovodBackend(DataParallelBackend):
             if not count:
                 parameter.grad = None
 
+    @record_function("communication")
     def sum(self, values: Tensor) -> Tensor:
         return hvd.allreduce(values, op=hvd.Sum, name="sum")
+
+    def _sum_in_place(self, values: Tensor) -> None:
+        hvd.allreduce_(values, op=hvd.Sum, name="exact_sum")
 
     def gather(self, value: Any) -> list[Any]:
         return hvd.allgather_object(value, name="gather")

@@ -89,12 +89,14 @@ _OF_DATA = _names(TaskArgs, LengthArgs, InstructionArgs) | {
 _REFUSED = {
     "init_checkpoint": "give the checkpoint as from_pretrained",
     "validate_only": "call evaluate()",
+    "find_lr": "it is for run_finetuning.py",
+    "find_micro_batch": "it is for run_finetuning.py",
     "working_dir": "relative paths start from Python's own folder",
 }
 # of the loop that evaluates the weights as they are: it reads no checkpoint and writes nothing
 _ONLY_EVALUATION = {
-    "model_path": None, "resume": "never", "save_best": False, "save_interval": None, "profile_after": None,
-    "save_in_background": True, "optimize_metric": "loss", "optimize_mode": "min",
+    "model_path": None, "resume": "never", "save_best": False, "save_interval": None, "profile": None,
+    "profile_after": None, "save_in_background": True, "optimize_metric": "loss", "optimize_mode": "min",
 }  # fmt: skip
 
 

@@ -1,0 +1,91 @@
+"""One start of a run of test_elastic.py: goes on to a step with as many workers as there are.
+
+    elastic_worker.py RUN STEP [FLAG=VALUE ...]
+
+Rank 0 prints `digest` and a hash of all that the next steps depend on: weights, optimizer, grids, metrics, position.
+"""
+
+import hashlib
+import json
+import sys
+from dataclasses import asdict
+
+import numpy as np
+import torch
+
+from lm_experiments_tools.backends import get_backend
+from lm_experiments_tools.config.training import TrainerArgs
+from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.training.trainer import TrainingLoop
+from tests.helpers.toys import RaggedPairs, tiny_t5
+
+STEPS, SAMPLES, VIRTUAL = 9, 50, 12
+
+
+class Numbered:
+    """Rows of `RaggedPairs` by global number, each epoch in an order of its own."""
+
+    fingerprint = "ragged pairs, numbered"
+
+    def __init__(self, size: int) -> None:
+        self.data = RaggedPairs(size)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        rows = [self.data[int((number * 7 + number // len(self)) % len(self))] for number in samples]
+        return {name: np.stack([row[name].numpy() for row in rows]) for name in rows[0]}
+
+
+def args_of(run: str, step: str, **more: str) -> TrainerArgs:
+    settings = {
+        "batch_size": 2, "gradient_accumulation_steps": 1, "iters": int(step), "log_interval": 4, "valid_interval": 3,
+        "save_interval": 2, "clip_grad_norm": 0.5, "model_path": run, "pad_to_multiple_of": 2, "stall_timeout": 60,
+        "lr_scheduler": "linear", "num_warmup_steps": 2, "num_training_steps": STEPS,
+        "reproducible": "elastic", "save_best": True,
+    }  # fmt: skip
+    return TrainerArgs(**settings | more)
+
+
+def digest(loop: TrainingLoop) -> str:
+    whole = hashlib.sha256()
+    state = {**loop.backend.model_state(), **_tensors("optimizer", loop.backend.optimizer_state())}
+    for name in sorted(state):
+        whole.update(name.encode() + state[name].numpy().tobytes())
+    told = asdict(loop.state) | {"exponents": loop.backend.exact.exponents}
+    whole.update(json.dumps(told, sort_keys=True).encode())
+    return whole.hexdigest()
+
+
+def _tensors(name, tree):
+    if isinstance(tree, torch.Tensor):
+        return {name: tree}
+    parts = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    return {key: tensor for part, value in parts for key, tensor in _tensors(f"{name}.{part}", value).items()}
+
+
+def main() -> None:
+    run, step, *more = sys.argv[1:]
+    args = args_of(run, step, **dict(item.split("=") for item in more))
+    backend = get_backend(args)
+    model = tiny_t5(dropout=0.3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    where = (args.rows_per_worker() * backend.shares, backend.rank, backend.world_size)
+    loop = TrainingLoop(
+        args, backend, model, optimizer, TrainLoader(Numbered(SAMPLES), *where), ValidLoader(Numbered(17), *where)
+    )
+    torch.manual_seed(1000 * backend.world_size + backend.rank)  # noise must not come from here
+    loop.train()
+    if backend.is_main:
+        print("digest", digest(loop), "of", backend.describe(), flush=True)
+    backend.close()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        print("refused:", error, file=sys.stderr)
+        sys.exit(2)
