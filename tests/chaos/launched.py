@@ -35,6 +35,9 @@ def start(launcher: str, workers: int, argv: list[str], folder: Path, kill: Kill
         except subprocess.TimeoutExpired:
             hung = True
         finally:
+            for left in _workers(job.pid):  # horovodrun's are in sessions of their own
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    left.kill()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGKILL)
             job.wait()
