@@ -19,7 +19,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -55,6 +55,7 @@ class Tracker:
         run_dir: where the files go; None reports to the console only.
         start_step: updates already applied when this process starts; later records in `run_dir` are superseded (all
             of them by -1: a run from its beginning).
+        again: splits that this process writes at `start_step` itself; what is there is of a start that was killed.
         total_steps: of the whole run, for the console's eta and bar; None shows neither.
         stream: of the bar; the console lines go through `logging`.
     """
@@ -65,6 +66,7 @@ class Tracker:
         *,
         rank: int,
         start_step: int = 0,
+        again: Collection[str] = (),
         total_steps: int | None = None,
         stream: IO[str] | None = None,
     ):
@@ -81,23 +83,23 @@ class Tracker:
             return
         directory = Path(run_dir)
         directory.mkdir(parents=True, exist_ok=True)
-        kept = _cut_records(directory / "metrics.jsonl", start_step)
+        kept, purge_step = _cut_records(directory / "metrics.jsonl", start_step, again)
         self._jsonl = open(directory / "metrics.jsonl", "a", encoding="utf-8")
         self._services = Services(directory, start_step)
         if self._services.tensorboard:
-            self._open_tensorboard(directory, start_step, kept)
+            self._open_tensorboard(directory, purge_step, kept)
 
-    def _open_tensorboard(self, directory: Path, start_step: int, kept: list[dict[str, Any]]) -> None:
+    def _open_tensorboard(self, directory: Path, purge_step: int, kept: list[dict[str, Any]]) -> None:
         try:
-            self._events = EventFile(directory, purge_step=start_step + 1)
+            self._events = EventFile(directory, purge_step=purge_step)
         except ImportError as error:
             logger.warning("TensorBoard files are not written (%s): pip install tensorboard; see metrics.jsonl", error)
             return
         for record in kept:
             for tag, value, x in _scalars(record):
-                if _axis(tag) != "iterations" and x > start_step:
+                if x >= purge_step:
                     self._events.scalar(tag, value, x, record["time"])
-                elif tag.endswith(("/iterations/train", "/iterations/valid")):
+                if tag.endswith(("/iterations/train", "/iterations/valid")):
                     self._metric_tags[tag] = None
         self._events.flush()
 
@@ -313,17 +315,24 @@ class EventFile:
         self._file.close()
 
 
-def _cut_records(path: Path, start_step: int) -> list[dict[str, Any]]:
-    """Keep the records up to `start_step`; the rest is appended to metrics.superseded.jsonl. Returns those kept.
+def _cut_records(path: Path, start_step: int, again: Collection[str]) -> tuple[list[dict[str, Any]], int]:
+    """Keep the records up to `start_step`, but there none of `again`; the rest goes to metrics.superseded.jsonl.
 
     A line that is not a whole record (a kill while it was written) goes with the rest.
+
+    Returns:
+        Those kept, and the step from which on some may have gone.
     """
+    purge_step = start_step + 1
     if not path.exists():
-        return []
+        return [], purge_step
     kept, lines, superseded = [], [], []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         record = parse_record(line)
-        if record is not None and record["step"] <= start_step:
+        redone = record is not None and record["step"] == start_step and record["split"] in again
+        if redone:
+            purge_step = start_step
+        if record is not None and record["step"] <= start_step and not redone:
             kept.append(record)
             lines.append(line)
         elif line.strip():
@@ -333,7 +342,7 @@ def _cut_records(path: Path, start_step: int) -> list[dict[str, Any]]:
             file.writelines(f"{line}\n" for line in superseded)
         fsync_path(path.with_suffix(".superseded.jsonl"))
         write_atomic(path, "".join(f"{line}\n" for line in lines))
-    return kept
+    return kept, purge_step
 
 
 def parse_record(line: str) -> dict[str, Any] | None:
@@ -384,10 +393,6 @@ def _tags(name: str, record: dict[str, Any]) -> list[tuple[str, str]]:
     if name == "seconds_per_step":
         return [(f"time/{axis}/per_iter", axis) for axis in _AXES]
     return [(_TAGS.get(name, f"{clean}/iterations"), "iterations")]
-
-
-def _axis(tag: str) -> str:
-    return next((part for part in tag.split("/")[1:] if part in _AXES), "iterations")
 
 
 def _is_number(value: Any) -> bool:

@@ -412,7 +412,10 @@ class TrainingLoop:
         """A context in which what is measured is also written to the run directory."""
         path, begun = None if self.args.validate_only else self.args.model_path or None, self._saved_at is not None
         start = self.state.step if begun else -1  # nothing logged here before is of this run
-        self.tracker = Tracker(path, rank=self.backend.rank, start_step=start, total_steps=self.args.iters)
+        unlogged = {"train": self.window.steps > 0, "valid": self.state.last_validated_step < self.state.step}
+        again = [split for split, lacks in unlogged.items() if begun and lacks]  # by a start that was then killed
+        rank, total = self.backend.rank, self.args.iters
+        self.tracker = Tracker(path, rank=rank, start_step=start, again=again, total_steps=total)
         return self.tracker
 
     def log_train(self) -> None:

@@ -155,7 +155,8 @@ class PieceFiles:
         plan = self._folder / "plan.json"
         if plan.is_file() and json.loads(plan.read_bytes()).get("fingerprint") == self._fingerprint:
             return
-        if self._folder.exists() and not plan.is_file() and any(self._folder.iterdir()):
+        begun = f".{plan.name}.tmp"  # of a plan whose writing was killed
+        if not plan.is_file() and any(not p.name.startswith(begun) for p in self._folder.glob("*")):
             raise UserError(
                 f"{self._folder} holds files that are not ours (no plan.json); move it away or choose another output"
             )

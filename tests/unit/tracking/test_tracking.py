@@ -116,6 +116,20 @@ def test_no_step_is_doubled_or_lost_after_any_number_of_restarts(tmp_path):
     assert [record["step"] for record in superseded] == [11, 12, *range(21, 26), *range(21, 32)]
 
 
+def test_what_a_start_writes_again_at_its_first_step_is_there_once(tmp_path):
+    """Its validation makes up for one that a signal cut short, and kills came before the next checkpoint."""
+    with Tracker(tmp_path, rank=0) as tracker:
+        log_step(tracker, 1)
+        log_step(tracker, 2, loss=7.0)
+    for again in ((), ("valid",), ("valid",)):
+        with Tracker(tmp_path, rank=0, start_step=2, again=again) as tracker:
+            tracker.log("valid", 2, 20, 200, {"loss": 5.0})
+    records = [(r["step"], r["split"], r["loss"]) for r in strict_lines(tmp_path / "metrics.jsonl")]
+    assert records[1:] == [(2, "train", 7.0), (2, "valid", 5.0)] and len(records) == 3
+    assert scalars(tmp_path)["loss/iterations/valid"] == [(2, 5.0)]
+    assert scalars(tmp_path)["loss/iterations/train"][1:] == [(2, 7.0)]
+
+
 def test_torn_last_line_is_set_aside(tmp_path):
     with Tracker(tmp_path, rank=0) as tracker:
         for step in (1, 2, 3):

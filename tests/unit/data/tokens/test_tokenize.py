@@ -117,6 +117,14 @@ def test_pieces_of_another_plan_are_not_used(tmp_path, vocab, small_pieces, monk
     assert all(ids[-1] == 1 for ids in sequences(tmp_path / "t"))
 
 
+def test_a_kill_while_the_plan_is_written_is_not_in_the_way(tmp_path, vocab):
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(3))
+    (tmp_path / "t.pieces").mkdir()
+    (tmp_path / "t.pieces" / ".plan.json.tmp0123456789ab").write_text("{")
+    tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
+    assert len(sequences(tmp_path / "t")) == 3 and not (tmp_path / "t.pieces").exists()
+
+
 def test_a_folder_of_someone_else_is_left_alone(tmp_path, vocab):
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(3))
     (tmp_path / "t.pieces").mkdir()

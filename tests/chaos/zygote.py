@@ -1,0 +1,210 @@
+"""Workers forked from a process that has imported torch and the project, so that a start costs no imports.
+
+`start` gives each child the environment that horovodrun or torchrun would, and `Job.wait` does as they do when a
+worker ends badly: SIGTERM to the others, SIGKILL after a grace period.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tests.chaos.moments import Kill, Watch, install
+
+BACKENDS = ("horovod", "ddp")
+PRELOADED = (
+    "horovod.torch",
+    "torch.distributed",
+    "lm_experiments_tools.backends.accelerate",
+    "lm_experiments_tools.backends.horovod",
+    "lm_experiments_tools.recipes.t5_data",
+    "lm_experiments_tools.recipes.t5_sources",
+    "lm_experiments_tools.training.trainer",
+    "modeling_t5",
+    "run_t5_pretraining",
+    "transformers.optimization",
+)
+GRACE_SECONDS, PATIENCE_SECONDS = 30.0, 150.0
+
+
+def preload() -> None:
+    """Import what every worker needs, before the first fork."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    from lm_experiments_tools.tracking import run_directory
+
+    environment = run_directory.describe_environment()  # of 500 packages, the same at each start
+    run_directory.describe_environment = lambda: dict(environment)
+
+
+@dataclass
+class Ended:
+    """How a start ended: exit codes by rank (negative: a signal), the seconds, and if the kill was delivered."""
+
+    codes: dict[int, int]
+    seconds: float
+    landed: bool
+    hung: bool = False
+    forced: list[int] = field(default_factory=list)
+
+
+def start(
+    main: Callable[[Sequence[str]], None],
+    argv: Sequence[str],
+    backend: str,
+    workers: int,
+    folder: Path,
+    kill: Kill | None,
+) -> Job:
+    """Fork the workers of a start; what they print goes to `folder`/rank<N>.log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    server, common = _rendezvous(backend, workers)
+    pids = {}
+    for rank in range(workers):
+        if (pid := os.fork()) == 0:
+            _work(main, argv, {**common, **_own(backend, rank, workers)}, folder, rank, kill)
+        pids[rank] = pid
+    return Job(pids, server, folder, kill)
+
+
+class Job:
+    """Workers that run, by rank."""
+
+    def __init__(self, pids: dict[int, int], server: int | None, folder: Path, kill: Kill | None) -> None:
+        self.pids, self.server, self.folder, self.kill = pids, server, folder, kill
+        self.begun = time.monotonic()
+        self._sent = False
+
+    def wait(self, random: Random) -> Ended:
+        """Return when all have ended, as their launcher would see to."""
+        alive, codes, forced = dict(self.pids), {}, []
+        react, patience = random.uniform(0.0, 1.0), self.begun + PATIENCE_SECONDS
+        failed_at, told, hung = None, False, False
+        while alive:
+            self._send(alive)
+            for rank, pid in list(alive.items()):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    codes[rank] = os.waitstatus_to_exitcode(status)
+                    del alive[rank]
+                    failed_at = failed_at or (time.monotonic() if codes[rank] else None)
+            now = time.monotonic()
+            if failed_at and not told and now > failed_at + react:
+                told = True
+                _signal(alive, signal.SIGTERM)
+            if (failed_at and now > failed_at + GRACE_SECONDS) or now > patience:
+                hung = hung or now > patience
+                forced = forced or sorted(alive)
+                _signal(alive, signal.SIGKILL)
+            time.sleep(0.01)
+        if self.server is not None:
+            os.kill(self.server, signal.SIGKILL)
+            os.waitpid(self.server, 0)
+        landed = self._sent or (self.folder / "landed").exists()
+        return Ended(codes, time.monotonic() - self.begun, landed, hung, forced)
+
+    def _send(self, alive: dict[int, int]) -> None:
+        kill = self.kill
+        if kill is None or kill.phase != "any time" or self._sent or kill.rank not in alive:
+            return
+        if time.monotonic() - self.begun >= kill.delay:
+            os.kill(alive[kill.rank], kill.sign)
+            self._sent = True
+
+
+def _signal(alive: dict[int, int], sign: int) -> None:
+    for pid in alive.values():
+        os.kill(pid, sign)
+
+
+def _work(
+    main: Any, argv: Sequence[str], environment: dict[str, str], folder: Path, rank: int, kill: Kill | None
+) -> None:
+    """Be a worker: never returns."""
+    code = 70
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: none outlives the harness
+        log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.update(environment)
+        os.chdir(folder.parent)  # token files of text go to .cache of the current folder
+        if kill is not None and kill.rank == rank and kill.phase != "any time":
+            install(Watch(kill, lambda: (folder / "landed").touch()), rank)
+        from lm_experiments_tools.config.cli import run_main
+
+        try:
+            run_main(lambda: main(argv))
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    finally:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _own(backend: str, rank: int, workers: int) -> dict[str, str]:
+    if backend == "horovod":
+        names = {
+            "RANK": rank,
+            "SIZE": workers,
+            "LOCAL_RANK": rank,
+            "LOCAL_SIZE": workers,
+            "CROSS_RANK": 0,
+            "CROSS_SIZE": 1,
+        }
+        return {f"HOROVOD_{name}": str(value) for name, value in names.items()}
+    names = {"RANK": rank, "WORLD_SIZE": workers, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": workers}
+    return {name: str(value) for name, value in names.items()}
+
+
+def _rendezvous(backend: str, workers: int) -> tuple[int | None, dict[str, str]]:
+    """The process that workers of Horovod meet at, if any, and what all workers are told."""
+    if backend == "ddp":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        return None, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    told, tell = os.pipe()
+    if (server := os.fork()) == 0:
+        _serve(tell, workers)
+    os.close(tell)
+    with os.fdopen(told) as answer:
+        port = answer.readline().strip()
+    return server, {
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_IFACE": "lo",
+        "HOROVOD_HOSTNAME": "localhost",
+    }
+
+
+def _serve(tell: int, workers: int) -> None:
+    """Be horovodrun's rendezvous server, in a process of its own because a fork should find no threads."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.http.http_server import RendezvousServer
+
+    server = RendezvousServer(0)
+    port = server.start()
+    server.init(get_host_assignments(parse_hosts(f"localhost:{workers}"), workers))
+    os.write(tell, f"{port}\n".encode())
+    while True:
+        time.sleep(3600)
