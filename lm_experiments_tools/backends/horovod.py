@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lm_experiments_tools.backends import horovod_elastic
 from lm_experiments_tools.backends.backend import STALL_SECONDS, DataParallelBackend, check_whole
 from lm_experiments_tools.backends.launch import wanted_processes
 from lm_experiments_tools.backends.precision import Precision, get_precision
@@ -60,7 +61,9 @@ class HorovodBackend(DataParallelBackend):
         os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(STALL_SECONDS))
         # Else a GPU's gradients would be waited for by the host, not by the GPU's next work.
         os.environ.setdefault("HOROVOD_ENABLE_ASYNC_COMPLETION", "1")
+        horovod_elastic.ask_for_rank()
         hvd.init()
+        horovod_elastic.listen()
         super().__init__(precision, _local_device())
         self.rank, self.local_rank, self.world_size = hvd.rank(), hvd.local_rank(), hvd.size()
         self.fp16_allreduce = fp16_allreduce

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from lm_experiments_tools.errors import RunError, first_line
+from lm_experiments_tools.errors import LostWorkerError, first_line
 
-_SECONDS = 5.0  # in which those that are there answer: they learn of the same loss at about the same time
+_SECONDS = 3.5  # in which those that are there answer: they learn of the same loss at about the same time
 
 
 @contextmanager
@@ -23,13 +23,13 @@ def meeting(seconds: float) -> Iterator[None]:
     """The start of a job, in which workers find one another.
 
     Raises:
-        RunError: they do not, within `seconds`.
+        LostWorkerError: they do not, within `seconds`.
     """
     try:
         yield
     except (dist.DistStoreError, dist.DistNetworkError, dist.DistBackendError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise RunError(
+        raise LostWorkerError(
             f"the workers of the job did not all meet at {where} within {seconds:g} s ({first_line(error)}): see what "
             "the others say, whether a firewall closes ports between the machines, and whether GLOO_SOCKET_IFNAME "
             "and NCCL_SOCKET_IFNAME name the network that they share"
@@ -47,7 +47,7 @@ def host_group(world_size: int, device: torch.device, seconds: float) -> dist.Pr
     """A group for tensors of the host, so that no count waits behind a GPU's work; None where the first is one.
 
     Raises:
-        RunError: the workers do not reach one another within `seconds`.
+        LostWorkerError: the workers do not reach one another within `seconds`.
     """
     if world_size == 1 or device.type == "cpu":
         return None

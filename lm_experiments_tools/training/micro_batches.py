@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.modules.labelled_head import LABEL_POSITIONS
 from lm_experiments_tools.training.generators import (
@@ -103,12 +103,15 @@ class BatchStream:
         return {**state, "generators": self._generators.state()}
 
     def timed(self) -> Iterator[tuple[Mapping[str, Any], float]]:
-        """Batches, each with the seconds it was waited for."""
+        """Batches, each with the seconds it was waited for. Raises RunError where they end."""
         batches = iter(self)
         while True:
             started = time.perf_counter()
             self._before = random_state(), self.state_dict()
-            batch = next(batches)
+            if (batch := next(batches, None)) is None:
+                raise RunError(
+                    "the training data loader has come to an end, but one that has seek() must go on for ever"
+                )
             yield batch, time.perf_counter() - started
 
     def put_back(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tests.helpers.runs import losses, words
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
-SCRIPT, SECONDS = "run_t5_pretraining.py", 180
+SCRIPT, SECONDS, STALL = "run_t5_pretraining.py", 180, 20
 FOUND: dict[str, list] = {}  # by the first launcher
 CPU = {"ACCELERATE_USE_CPU": "true"}
 
@@ -63,6 +63,12 @@ def training(processes, run_dir):
         time.sleep(0.2)
 
 
+def weights(run_dir):
+    """The bytes of a run's last weights."""
+    (file,) = (run_dir / "last").resolve().glob("*.safetensors")
+    return file.read_bytes()
+
+
 def worker_on(machine):
     """The process that trains there."""
     name = Path(f"/proc/{machine.holder.pid}/ns/uts").readlink()
@@ -71,6 +77,16 @@ def worker_on(machine):
     ]
     own = [p for p in own if SCRIPT in p.info["cmdline"] and "torchrun" not in " ".join(p.info["cmdline"])]
     return next(p for p in own if Path(f"/proc/{p.pid}/ns/uts").readlink() == name)
+
+
+LOSSES = {
+    "cut": lambda first, second: second.cut(),
+    "dropped": lambda first, second: (first.drop(second), second.drop(first)),
+    "slow": lambda first, second: (first.slow_down(), second.slow_down()),
+    "crashed": lambda first, second: second.crash(),
+    "killed": lambda first, second: worker_on(second).send_signal(signal.SIGKILL),
+    "stopped": lambda first, second: worker_on(second).send_signal(signal.SIGSTOP),
+}
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -129,34 +145,52 @@ def test_files_that_one_machine_lacks_are_named_with_it(machines, flags, data, r
     assert output.count(f"error: on lmtb: vocabulary {data / 'vocab.model'} does not exist") == 2
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun"])
-@pytest.mark.parametrize("what", ["cut", "stopped", "killed"])
-def test_a_lost_machine_ends_the_job_within_the_limit(what, launcher, machines, flags, run_dir):
+@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun", "accelerate"])
+@pytest.mark.parametrize("what", LOSSES)
+def test_a_lost_machine_ends_the_job_within_the_limit_and_the_same_command_goes_on(
+    what, launcher, machines, flags, run_dir, tmp_path
+):
     if reason := missing("horovod" if launcher == "horovodrun" else "accelerate"):
         pytest.skip(reason)
-    first, second = machines
-    jobs = LAUNCHERS[launcher](machines, SCRIPT, *words(**flags, stall_timeout=20))
+    flags |= {"stall_timeout": STALL, "keep_checkpoints": None}
+    jobs = LAUNCHERS[launcher](machines, SCRIPT, *words(**flags))
     training(jobs, run_dir)
     started = time.monotonic()
-    if what == "cut":
-        second.cut()
-    else:
-        worker_on(second).send_signal(signal.SIGSTOP if what == "stopped" else signal.SIGKILL)
-    codes, output = finished(jobs[:1], 90)
-    assert codes != (0,)
-    print(f"{launcher}, {what}: {time.monotonic() - started:.1f} s")
+    LOSSES[what](*machines)
+    codes, output = finished(jobs, 90)
+    seconds = time.monotonic() - started
+    assert 0 not in codes
+    logs = "\n".join(file.read_text() for file in sorted((run_dir / "logs").glob("rank*.log")))
+    said = [line for line in logs.splitlines() if "error: rank " in line]
+    print(f"\n{launcher:10} {what:8} {seconds:5.1f} s, codes {codes}: {said}")
     if (launcher, what) == ("horovodrun", "killed"):  # it ends rank 0 at once, which may have no time to say so
         assert "Process 1 exit with status code" in output
-        return
-    deadline = time.monotonic() + 15  # nor does it wait for the workers that it ends
-    while "error: " not in (last := (run_dir / "logs" / "rank0.log").read_text().splitlines()[-1]):
-        assert time.monotonic() < deadline, last
-        time.sleep(0.2)
-    assert "error: rank 0 step" in last and "lmtb" in last and "lost " in last, last
-    if launcher == "torchrun" and what == "cut":
-        _, output = finished(jobs[1:], 60)
-        assert "lost lmta, the machine of rank 0, or the connection to it" in output
-    verify((run_dir / "last").resolve())
+    else:
+        deadline = time.monotonic() + 15  # nor does it wait for the workers that it ends
+        while not (last := (run_dir / "logs" / "rank0.log").read_text().splitlines()[-1]).count("error: "):
+            assert time.monotonic() < deadline, last
+            time.sleep(0.2)
+        assert "error: rank 0 step" in last and "lmtb" in last and "lost " in last, last
+    assert seconds < STALL + 5, "of all launchers, on both machines"
+    for machine in machines:
+        machine.mend()
+    verify(newest := (run_dir / "last").resolve())
+    flags["iters"] = int(newest.name.removeprefix("step_")) + 50
+    codes, output = finished(LAUNCHERS[launcher](machines, SCRIPT, *words(**flags)))
+    assert set(codes) == {0}, output[-4000:]
+    whole = tmp_path / "whole"
+    alone = (
+        "torchrun",
+        "--nproc_per_node",
+        2,
+        "--master_port",
+        29505,
+        SCRIPT,
+        *words(**flags | {"model_path": whole, "save_interval": None}),
+    )
+    codes, output = finished([machines[0].start(*alone, **CPU)])
+    assert set(codes) == {0}, output[-4000:]
+    assert weights(run_dir) == weights(whole), "of a run in which nothing was lost"
 
 
 def test_a_machine_that_never_comes_is_waited_for_within_the_limit(machines, flags):
