@@ -7,6 +7,7 @@ which goes on from the newest checkpoint as after any restart.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -56,15 +57,11 @@ def begin_anew() -> NoReturn:
     for child in children:
         child.kill()
     psutil.wait_procs(children)
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     for file in os.listdir("/dev/fd"):
         if int(file) > 2:
-            try:
+            with contextlib.suppress(OSError):  # the one of the listing itself
                 os.set_inheritable(int(file), False)
-            except OSError:  # the one of the listing itself
-                continue
     os.chdir(_FOLDER)
     os.environ[_MARK] = "1"
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
@@ -72,7 +69,12 @@ def begin_anew() -> NoReturn:
 
 def leave(code: int) -> NoReturn:
     """End at once: what Python and libraries do at an exit may wait for the workers that are gone."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     os._exit(code)
+
+
+def _flush() -> None:
+    logging.shutdown()
+    with contextlib.suppress(BrokenPipeError):  # of a launcher that has ended
+        sys.stdout.flush()
+        sys.stderr.flush()

