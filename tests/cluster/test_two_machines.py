@@ -77,8 +77,7 @@ def training(processes, run_dir):
 
 def weights(run_dir):
     """The bytes of a run's last weights."""
-    (file,) = (run_dir / "last").resolve().glob("*.safetensors")
-    return file.read_bytes()
+    return (run_dir / "last" / "model.safetensors").read_bytes()
 
 
 def worker_on(machine):

@@ -57,7 +57,7 @@ def main():
     number, folder = int(sys.argv[1]), sys.argv[2]
     args = TrainerArgs(
         batch_size=2, gradient_accumulation_steps=2, iters=GAP * (number + 1), log_interval=GAP, save_interval=1,
-        model_path=folder, clip_grad_norm=1.0, stall_timeout=60, valid_at_start=False,
+        model_path=folder, clip_grad_norm=1.0, stall_timeout=300, valid_at_start=False,
     )  # fmt: skip
     backend = get_backend(args)
     setup_logging(folder, backend.rank)
