@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.profiler import record_function
 
 from lm_experiments_tools.backends import horovod_elastic
 from lm_experiments_tools.backends.backend import STALL_SECONDS, DataParallelBackend, check_whole
@@ -116,6 +117,7 @@ class HorovodBackend(DataParallelBackend):
         self._reducer.set_backward_passes_per_step(1 if self._sync else NEVER)
         super().backward(loss)
 
+    @record_function("communication")
     def _reduce_gradients(self) -> None:
         """Average gradients; one that no worker has stays None, so that its parameter is left alone by the optimizer.
 
@@ -131,6 +133,7 @@ class HorovodBackend(DataParallelBackend):
             if not count:
                 parameter.grad = None
 
+    @record_function("communication")
     def sum(self, values: Tensor) -> Tensor:
         return hvd.allreduce(values, op=hvd.Sum, name="sum")
 

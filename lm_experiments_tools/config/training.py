@@ -33,6 +33,7 @@ from lm_experiments_tools.errors import UserError
 
 VALIDATION = Unread(lambda args: args.lacks_validation(), "needs validation data: give --valid_data_path")
 EVALUATION = Unread(lambda args: args.measures_nothing(), VALIDATION.reason)
+MOST_PROFILED = 50
 IN_RUN_DIRECTORY = needs("model_path", "needs --model_path: there is no run directory to write to")
 _PATIENCE = Range(lambda value: value == -1 or value >= 1, "it must be at least 1, or -1 for never")
 _WAIT = Range(lambda value: 2 <= value <= 10**6, "it must lie between 2 and 1000000")  # a C int of ms
@@ -316,8 +317,11 @@ class LoggingArgs:
     """Updates between two records of the norms of gradient, weights and update of each part. None: never."""
     log_maxima: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
     """Updates between two records of the largest activation and a bound of attention logits by part. None: never."""
+    profile: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
+    """Trace this many updates: a table of where their time goes, and torch profiler's file. None: none, or 3 with
+    --profile_after."""
     profile_after: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
-    """Write a torch profiler trace of the three updates after this one. None: no trace."""
+    """The update after which --profile begins. None: 5 after the run has started or gone on."""
     report: Annotated[bool, HARMLESS, IN_RUN_DIRECTORY, _OF_TRAINING] = False
     """End with a report: loss before and after, example predictions, the loss curve as a PNG."""
 
@@ -336,10 +340,23 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
 
     def check_profile(self) -> None:
         """The updates to be traced must be made."""
-        if self.profile_after is not None and self.profile_after + 3 > self.iters:
+        number, start = self.profiled_steps(), self.profile_after or 1  # the first is never typical
+        if number is None:
+            return
+        if number > MOST_PROFILED:
             raise UserError(
-                f"--profile_after {self.profile_after} traces the three updates after it, but --iters is {self.iters}."
+                f"--profile {number} would hold the events of {number} updates in memory, some 20,000 each: trace at "
+                f"most {MOST_PROFILED}; 3 are enough."
             )
+        if start + number > self.iters:
+            raise UserError(
+                f"--profile traces the {number} updates after update {start}, but --iters is {self.iters}: "
+                "raise it, or trace fewer (--profile) or earlier ones (--profile_after)."
+            )
+
+    def profiled_steps(self) -> int | None:
+        """The number of updates to trace, if any."""
+        return 3 if self.profile is None and self.profile_after is not None else self.profile
 
     def _check_steps(self) -> None:
         """Only what was set explicitly: a short run may well end inside the warm-up of a long schedule."""

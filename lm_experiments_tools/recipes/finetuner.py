@@ -93,8 +93,8 @@ _REFUSED = {
 }
 # of the loop that evaluates the weights as they are: it reads no checkpoint and writes nothing
 _ONLY_EVALUATION = {
-    "model_path": None, "resume": "never", "save_best": False, "save_interval": None, "profile_after": None,
-    "save_in_background": True, "optimize_metric": "loss", "optimize_mode": "min",
+    "model_path": None, "resume": "never", "save_best": False, "save_interval": None, "profile": None,
+    "profile_after": None, "save_in_background": True, "optimize_metric": "loss", "optimize_mode": "min",
 }  # fmt: skip
 
 

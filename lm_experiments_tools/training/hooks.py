@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.training.profile_table import DATA_WAIT, STEPS, events_of, table, time_by_line
 from lm_experiments_tools.training.step import Loop, StepInfo
 from lm_experiments_tools.training.watch_values import MaximaHook, NormsHook
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from lm_experiments_tools.config.training import TrainerArgs
 
 logger = logging.getLogger(__name__)
+
+_WARM_UP = 5  # updates that are not typical: memory is allocated, graphs are compiled
 
 
 class Hook(Protocol):
@@ -94,25 +97,77 @@ class ValidateHook:
 
 
 class ProfileHook:
-    """A torch profiler trace of `num_steps` steps after step `start`, for Perfetto or TensorBoard's profile tab."""
+    """A torch profiler trace of `num_steps` steps after step `start`, and a table of where their time went.
 
-    def __init__(self, start: int, folder: Path, num_steps: int = 3) -> None:
+    Called after step `start`, once all other hooks of that step have run; `end`, a hook of its own, is to be called
+    before all others, so that what they do belongs to the steps only where it is done between them.
+    """
+
+    def __init__(self, start: int, num_steps: int, folder: Path) -> None:
         self.start, self.stop, self.folder = start, start + num_steps, folder
-        self.every: int | None = start  # then `stop`, then never: a step with a hook waits for the device
-        self._profiler: torch.profiler.profile | None = None
+        self.every: int | None = start  # then never: a step with a hook waits for the device
+        self.end = VerbHook(None, self._end)
+        self._profiler, self._range = torch.profiler.profile(), torch.profiler.record_function(STEPS)
+        self._before: tuple[int, int] = 0, 0
 
     def __call__(self, loop: Loop, info: StepInfo) -> None:
-        self.every = self.stop if info.step == self.start else None
-        if info.step == self.start:
-            self._profiler = torch.profiler.profile(profile_memory=True)
-            self._profiler.start()
-        elif info.step == self.stop and self._profiler is not None:
-            self._profiler.stop()
-            self.folder.mkdir(parents=True, exist_ok=True)
-            trace = self.folder / f"steps_{self.start + 1}-{self.stop}_rank_{loop.backend.rank}.json"
-            self._profiler.export_chrome_trace(str(trace))
-            self._profiler = None
-            loop.say(f"profile of steps {self.start + 1} to {self.stop}: {trace}")
+        self.every, self.end.every = None, self.stop
+        self._before = self._counts(loop)
+        self._profiler.start()
+        _synchronize(loop)
+        self._range.__enter__()
+
+    def _end(self, loop: Loop) -> None:
+        self.end.every = None
+        _synchronize(loop)
+        self._range.__exit__(None, None, None)
+        self._profiler.stop()
+        name, num_steps = f"steps_{self.start + 1}-{self.stop}", self.stop - self.start
+        self.folder.mkdir(parents=True, exist_ok=True)
+        trace = self.folder / f"{name}_rank_{loop.backend.rank}.json"
+        self._profiler.export_chrome_trace(str(trace))
+        times = time_by_line(events_of(self._profiler))
+        self._profiler = None
+        waits = loop.backend.gather(times[DATA_WAIT] / num_steps)
+        heading = f"where the time of steps {self.start + 1} to {self.stop} went, on rank 0 under the profiler:"
+        lines = [table(times, num_steps, heading), *self._remarks(loop, waits)]
+        if loop.backend.is_main:
+            (self.folder / f"{name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        loop.say("\n".join([*lines, f"profile of steps {self.start + 1} to {self.stop}: {trace}"]))
+
+    @staticmethod
+    def _counts(loop: Loop) -> tuple[int, int]:
+        return loop.state.skipped_updates, loop.state.last_validated_step
+
+    def _remarks(self, loop: Loop, waits: list[float]) -> list[str]:
+        changed = [now != before for now, before in zip(self._counts(loop), self._before, strict=True)]
+        found = []
+        if len(waits) > 1:
+            ends = (f"{wait:.2f} ms (rank {waits.index(wait)})" for wait in (min(waits), max(waits)))
+            found.append(f"  data wait of workers: {' to '.join(ends)} a step")
+        found += ["  skipped updates among them are in it"] * changed[0]
+        return found + ["  a validation between them is in it: see --profile_after and --valid_interval"] * changed[1]
+
+
+def _synchronize(loop: Loop) -> None:
+    if loop.backend.device.type == "cuda":
+        torch.cuda.synchronize(loop.backend.device)
+
+
+def with_profile(hooks: list[Hook], args: TrainerArgs, step: int, say: Callable[[str], None]) -> list[Hook]:
+    """Hooks of a loop that begins after `step`, with those of `--profile`, if it is asked for."""
+    number = args.profiled_steps()
+    if number is None or args.validate_only or step >= args.iters:
+        return hooks
+    start = min(step + _WARM_UP, args.iters - number) if args.profile_after is None else args.profile_after
+    if start <= step or start + number > args.iters:
+        say(
+            f"--profile: updates {start + 1} to {start + number} were to be traced, which is left out: "
+            f"this start traces from its second one, {step + 2}, to {args.iters}"
+        )
+        return hooks
+    profile = ProfileHook(start, number, Path(args.model_path) / "profile")
+    return [profile.end, *hooks, profile]
 
 
 def watching_hooks(args: TrainerArgs, loop: Loop) -> list[Hook]:

@@ -42,7 +42,7 @@ from lm_experiments_tools.training.first_batches import checked, same_on_all
 from lm_experiments_tools.training.flops import FlopMeter
 from lm_experiments_tools.training.generation import generate
 from lm_experiments_tools.training.generators import preserved_random_state, random_state, set_random_state
-from lm_experiments_tools.training.hooks import Hook, ProfileHook, ValidateHook, VerbHook, is_due, watching_hooks
+from lm_experiments_tools.training.hooks import Hook, ValidateHook, VerbHook, is_due, watching_hooks, with_profile
 from lm_experiments_tools.training.losses import MODEL_LOSS, Loss
 from lm_experiments_tools.training.metrics import Collector, KeptOutputs, MetricSums, Window, storable
 from lm_experiments_tools.training.micro_batches import BatchStream, MicroBatch, StepBatch, padded, split_batch
@@ -135,9 +135,8 @@ class TrainingLoop:
         )
         log = VerbHook(args.log_interval, lambda loop: loop.log_train())
         save = VerbHook(args.save_interval, lambda loop: loop.save(unless_last=True))
-        self.hooks: list[Hook] = [log, *watching_hooks(args, self), self.validate_hook, save, *hooks]
-        if args.profile_after is not None:
-            self.hooks.append(ProfileHook(args.profile_after, Path(args.model_path) / "profile"))
+        own: list[Hook] = [log, *watching_hooks(args, self), self.validate_hook, save]
+        self.hooks = with_profile([*own, *hooks], args, self.state.step, self.say)
 
     # ---- set-up and restart -----------------------------------------------------------------------------------------
     def _set_up_model(self, model: nn.Module, optimizer: Optimizer | None) -> None:

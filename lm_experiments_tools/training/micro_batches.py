@@ -27,6 +27,7 @@ from lm_experiments_tools.training.generators import (
     random_state,
     set_random_state,
 )
+from lm_experiments_tools.training.profile_table import DATA_WAIT
 
 logger = logging.getLogger(__name__)
 
@@ -108,10 +109,10 @@ class BatchStream:
         while True:
             started = time.perf_counter()
             self._before = random_state(), self.state_dict()
-            if (batch := next(batches, None)) is None:
-                raise RunError(
-                    "the training data loader has come to an end, but one that has seek() must go on for ever"
-                )
+            with torch.profiler.record_function(DATA_WAIT):
+                batch = next(batches, None)
+            if batch is None:
+                raise RunError("the training data loader has come to an end, but one with seek() must go on for ever")
             yield batch, time.perf_counter() - started
 
     def put_back(self) -> dict[str, Any]:

@@ -222,11 +222,11 @@ def test_the_flags_that_a_resumed_run_may_change_are_these():
         "keep_checkpoints length_penalty log_interval log_maxima log_norms log_to max_bad_lines "
         "max_instances_per_eval_task "
         "max_new_tokens max_skipped_updates metrics min_new_tokens mlm_positions model_path "
-        "no_repeat_ngram_size num_beams peak_tflops plan profile_after repetition_penalty report reset_iteration "
-        "reset_lr reset_optimizer resume save_best save_in_background save_interval show_valid_examples "
-        "skip_used_data speed stall_timeout temperature test_data_path test_samples thresholds top_k top_p "
-        "use_generate_on_valid valid_at_start valid_data_path valid_interval valid_samples validate_only "
-        "vocab working_dir"
+        "no_repeat_ngram_size num_beams peak_tflops plan profile profile_after repetition_penalty report "
+        "reset_iteration reset_lr reset_optimizer resume save_best save_in_background save_interval "
+        "show_valid_examples skip_used_data speed stall_timeout temperature test_data_path test_samples "
+        "thresholds top_k top_p use_generate_on_valid valid_at_start valid_data_path valid_interval "
+        "valid_samples validate_only vocab working_dir"
     )
 
 
