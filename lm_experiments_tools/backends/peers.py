@@ -63,7 +63,9 @@ def lost_peer(error: Exception, peers: Peers, backend: Backend) -> str | None:
         return f"lost {named}, or the connection there: no answer {reason}"
     if missing is not None:
         return f"all workers answer, but one came too late, or two of them have no connection {reason}"
-    return f"lost a worker on {' or '.join(far)}, or the connection to it {reason}" if far else None
+    ranks = [str(rank) for rank, (host, _) in enumerate(peers) if host in far]
+    who = f"rank {' or '.join(ranks)}" if len(far) == 1 else "a worker"  # of more machines there are too many
+    return f"lost {who} on {' or '.join(far)}, or the connection to it {reason}" if far else None
 
 
 def _gone(process: int) -> str | None:
