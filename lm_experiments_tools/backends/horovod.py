@@ -25,6 +25,7 @@ from lm_experiments_tools.errors import UserError
 try:
     import horovod
     import horovod.torch as hvd
+    from horovod.common.elastic import notification_manager
 except ImportError as error:
     raise UserError(
         f"Horovod's PyTorch part cannot be imported ({error}); build it with `lmtools build-horovod` "
@@ -64,7 +65,7 @@ class HorovodBackend(DataParallelBackend):
         os.environ.setdefault("HOROVOD_ENABLE_ASYNC_COMPLETION", "1")
         horovod_elastic.ask_for_rank()
         hvd.init()
-        horovod_elastic.listen()
+        horovod_elastic.listen(notification_manager)
         super().__init__(precision, _local_device())
         self.rank, self.local_rank, self.world_size = hvd.rank(), hvd.local_rank(), hvd.size()
         self.fp16_allreduce = fp16_allreduce

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import urllib.error
 import urllib.request
+from typing import Any
 
 from lm_experiments_tools.config import restart
 from lm_experiments_tools.errors import RunError
@@ -33,13 +34,11 @@ def ask_for_rank() -> None:
     os.environ.update({f"HOROVOD_{name}": number for name, number in zip(_NAMES, numbers, strict=True)})
 
 
-def listen() -> None:
-    """After `hvd.init`: be told by the driver when hosts come or go."""
+def listen(manager: Any) -> None:
+    """After `hvd.init`: be told by the driver, through Horovod's WorkerNotificationManager, when hosts come or go."""
     if restart.is_elastic():
-        from horovod.common.elastic import notification_manager
-
-        notification_manager.init()
-        notification_manager.register_listener(_Listener())
+        manager.init()
+        manager.register_listener(_Listener())
 
 
 class _Listener:
