@@ -49,6 +49,8 @@ def lost_peer(error: Exception, peers: Peers, backend: Backend) -> str | None:
             break
         time.sleep(0.05)
     reason = f"({first_line(error)})"
+    if not gone and closed_here and len(near) == 1:  # it takes its time to end
+        gone = dict.fromkeys(near, ", which has closed its connections")
     if gone:
         named = ", ".join(f"{rank} (process {near[rank]} on {here[0]}{why})" for rank, why in gone.items())
         return f"lost rank {named}, whose own log says why if it could {reason}"
