@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # imported after parsing, so that --help and a mistyped flag answer at once
     from lm_experiments_tools.backends import get_backend
     from lm_experiments_tools.models.speed import choose_speed
-    from lm_experiments_tools.planning.watch import watched
+    from lm_experiments_tools.planning.finders import find_or_train
     from lm_experiments_tools.recipes import common
     from lm_experiments_tools.recipes.bert_data import bert_metrics, bert_pretraining_data
     from lm_experiments_tools.recipes.report import fill_in_masked_words, write_report
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.training.trainer import TrainingLoop
 
     args, origins = choose_speed(args, origins)
+    args, folder = args.while_finding()
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = common.start_run(args, backend)
     model_source = common.model_source(args, backend)
@@ -64,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         loss=bert_loss(args.use_nsp, most_labels),
     )
     common.show_run(args, origins, run, backend, backend.unwrap(), data)
-    with watched(args, origins, backend):
-        common.train_or_validate(trainer)
+    if find_or_train(trainer, origins, folder, data):
+        return
     trainer.save_metrics(args.model_path)
     if args.report:
         write_report(trainer, fill_in_masked_words(trainer, data))

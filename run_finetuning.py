@@ -50,14 +50,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.models.pretrained import pretrained_model
     from lm_experiments_tools.models.speed import choose_speed
     from lm_experiments_tools.models.tokenizers import load_tokenizer
-    from lm_experiments_tools.planning.watch import watched
+    from lm_experiments_tools.planning.finders import find_or_train
     from lm_experiments_tools.recipes.common import (
         close_run,
         optimizer_from_args,
         seed_worker,
         show_run,
         start_run,
-        train_or_validate,
     )
     from lm_experiments_tools.recipes.finetuning import (
         evaluate_last,
@@ -70,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.recipes.finetuning_data import finetuning_data
 
     args, origins = choose_speed(args, origins, found)
+    args, folder = args.while_finding()
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = start_run(args, backend)
     show_inherited(args, origins)
@@ -85,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer_dir = save_tokenizer(args, backend, tokenizer, data)
     trainer = finetuning_loop(args, backend, model, optimizer, data, tokenizer, tokenizer_dir)
     show_run(args, origins, run, backend, backend.unwrap(), data)
-    with watched(args, origins, backend):
-        train_or_validate(trainer)
+    if find_or_train(trainer, origins, folder, data):
+        return
     evaluate_last(trainer, data)
     trainer.save_metrics(args.model_path)
     close_run(backend, data)

@@ -32,7 +32,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         from lm_experiments_tools.planning.show import show_run
 
         return show_run(args, origins)
-
     # imported after parsing, so that --help and a mistyped flag answer at once, as does a vocabulary of other tokens
     from lm_experiments_tools.backends.cluster import attempt
     from lm_experiments_tools.recipes.t5_sources import T5Sources
@@ -42,13 +41,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_experiments_tools.backends.collective import on_all
     from lm_experiments_tools.models.speed import choose_speed
     from lm_experiments_tools.modules.inspection import forward_names
-    from lm_experiments_tools.planning.watch import watched
+    from lm_experiments_tools.planning.finders import find_or_train
     from lm_experiments_tools.recipes import common, t5_data
     from lm_experiments_tools.recipes.objectives import check_causality, check_model
     from lm_experiments_tools.recipes.report import WrittenExamples, filled_right, t5_examples, write_report
     from lm_experiments_tools.training.trainer import TrainingLoop
 
     args, origins = choose_speed(args, origins)
+    args, folder = args.while_finding()
     backend = get_backend(args)  # before start_run changes the folder: a launcher names its files from this one
     run = common.start_run(args, backend)
     sources = on_all(backend, sources)
@@ -78,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         collect=collect,
     )
     common.show_run(args, origins, run, backend, backend.unwrap(), data)
-    with watched(args, origins, backend):
-        common.train_or_validate(trainer)
+    if find_or_train(trainer, origins, folder, data):
+        return
     trainer.save_metrics(args.model_path)
     if args.report:
         write_report(trainer, t5_examples(trainer, data), filled_right(trainer, data))

@@ -61,4 +61,6 @@ def get_backend(args: TrainerArgs) -> Backend:
     if name not in BACKENDS:
         raise UserError(f"--backend {name}: choose auto or one of {', '.join(BACKENDS)}")
     guard.watch(args)
-    return resolve_name(f"{__name__}.{BACKENDS[name]}").from_args(args)
+    backend = resolve_name(f"{__name__}.{BACKENDS[name]}").from_args(args)
+    backend.reproduce(args)
+    return backend

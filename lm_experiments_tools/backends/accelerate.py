@@ -105,6 +105,9 @@ class AccelerateBackend(DataParallelBackend):
         check_unprepared(model, optimizer)
         check_whole(model, "Accelerate")
         super().setup(model, optimizer)
+        if self.exact is not None:  # which takes DDP's place
+            self._sync_always = self._unused_checked = True
+            return self._broadcast_tensors([*model.parameters(), *model.buffers()])
         self.model = self.accelerator.prepare_model(self.model, evaluation_mode=optimizer is None)
         if self.fp16_allreduce and optimizer is not None and self.world_size > 1:
             self.model.register_comm_hook(self.world_size, send_as_fp16)
@@ -146,6 +149,10 @@ class AccelerateBackend(DataParallelBackend):
         total = values.clone()
         dist.all_reduce(total, group=self._host_group)
         return total
+
+    def _sum_in_place(self, values: Tensor) -> None:
+        if self.world_size > 1:
+            dist.all_reduce(values)
 
     def gather(self, value: Any) -> list[Any]:
         if self.world_size == 1:
@@ -444,26 +451,13 @@ def make_accelerator(args: TrainerArgs) -> Accelerator:
     if sharding is None:
         handlers.append(DistributedDataParallelKwargs(gradient_as_bucket_view=True))
     if sharding == "DEEPSPEED":
-        plugin = make_deepspeed_plugin(args)
+        launch.open_deepspeed_settings()
+        plugin = DeepSpeedPlugin()
         with meeting(seconds):
             return Accelerator(mixed_precision=ours, deepspeed_plugin=plugin, kwargs_handlers=handlers)
     cpu = launch.cpu_asked() or (not torch.accelerator.is_available() and not started)
     with meeting(seconds):
         return Accelerator(mixed_precision="no", cpu=cpu, kwargs_handlers=handlers)
-
-
-def make_deepspeed_plugin(args: TrainerArgs) -> DeepSpeedPlugin:
-    """DeepSpeed's settings from the launcher's file or environment; `from_accelerator` completes them."""
-    try:
-        import deepspeed  # noqa: F401
-    except ImportError as error:
-        raise UserError(f"DeepSpeed was asked for but cannot be imported ({error}); `pip install deepspeed`") from None
-    # accelerate launch hands its own defaults on as if they had been asked for, 1 step and clipping at 1.0; and an
-    # Accelerator cannot read "auto", which is what a plugin takes an absent variable for.
-    for variable, default in (("GRADIENT_ACCUMULATION_STEPS", "1"), ("GRADIENT_CLIPPING", "1.0")):
-        if os.environ.get(f"ACCELERATE_{variable}") in (default, "auto"):
-            del os.environ[f"ACCELERATE_{variable}"]
-    return DeepSpeedPlugin()
 
 
 def check_agreement(accelerator: Accelerator, args: TrainerArgs) -> None:

@@ -13,7 +13,7 @@ Order of calls in one training step of M micro-batches::
             backend.backward(loss)
     grad_norm, applied = backend.update(max_norm)
 
-Gradients are averaged over workers, so a loss that is to be summed over workers is multiplied by `world_size` first
+Gradients are averaged over workers, so a loss that is to be summed over workers is multiplied by `averaged_over` first
 (the loop does that).
 """
 
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lm_experiments_tools.backends.exact_sum import ExactSum, check_exact, use_ordered_kernels
 from lm_experiments_tools.backends.precision import Precision, get_precision
 from lm_experiments_tools.backends.trees import load_optimizer_tree, to_parameter
 from lm_experiments_tools.errors import UserError
@@ -57,6 +58,9 @@ class Backend:
         optimizer: the wrapped optimizer; read its param_groups, set their lr.
         shards_model: forward passes are collective (FSDP, ZeRO-3), so every worker runs equally many.
         shards_optimizer: each worker's `optimizer_state` is a part of its own.
+        shares: virtual ranks that this worker computes, 1 but for `--reproducible elastic`: it reads the rows of all.
+        reproducible: [--reproducible, virtual ranks], which a run keeps.
+        exact: what gradients are summed by, with `--reproducible`, once set up for training.
         before_update: called by `update` when gradients are reduced, neither clipped nor applied.
         runs_ahead: the device works through a queue, and idles while the host waits for it (see `begin_update`).
     """
@@ -68,6 +72,9 @@ class Backend:
     optimizer: Optimizer
     planned_mib: float | None = None  # of this worker's memory
     shards_model = shards_optimizer = False
+    shares = 1
+    reproducible: list[Any] = ["off", None]  # noqa: RUF012  (replaced as a whole)
+    exact: ExactSum | None = None
     before_update: Callable[[], None] | None = None
 
     def __init__(self, precision: Precision | None = None, device: torch.device | None = None) -> None:
@@ -75,12 +82,39 @@ class Backend:
         self.runs_ahead = self.device.type == "cuda"
         self.precision = precision or Precision()
         self._sync = True
+        self._addends: int | None = None  # micro-batches of an update over all workers, where they are summed exactly
+
+    def reproduce(self, args: TrainerArgs) -> None:
+        """Do as `--reproducible` says; before data is read, as it decides how much of it each worker reads.
+
+        Raises:
+            UserError: this backend or another flag cannot be exact, or the workers do not divide the virtual ranks.
+        """
+        if args.reproducible == "off" or self._addends is not None:
+            return
+        shards = self.shards_model or self.shards_optimizer
+        check_exact(args, getattr(self, "wrapping", self.name) if shards else None)
+        use_ordered_kernels(self.device)
+        virtual = args.virtual_size(self.world_size)
+        if virtual % self.world_size:
+            raise UserError(
+                f"--virtual_ranks {virtual} cannot be shared equally by {self.world_size} workers: start as many as "
+                f"divide it ({', '.join(str(n) for n in range(1, virtual + 1) if virtual % n == 0)})."
+            )
+        self.shares = virtual // self.world_size
+        self.reproducible = [args.reproducible, virtual]
+        if not shards:
+            self._addends, self.runs_ahead = virtual * args.gradient_accumulation_steps, False
 
     # ---- training step
     def setup(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Move, wrap and broadcast the model and (None: evaluation only) its optimizer; sets `model`, `optimizer`."""
         self._inner = model if is_spread(model) else model.to(self.device)
         self.model, self.optimizer = self.precision.initialize(self._inner, optimizer, self.device)
+        self.exact = None
+        if self._addends is not None and optimizer is not None:
+            parameters = self.precision.parameters(self.optimizer)
+            self.exact = ExactSum(parameters, self._addends, self._sum_in_place, self.gather)
 
     def release(self) -> None:
         """Take the wrapping off the model after its training or evaluation, so that it can be set up once more.
@@ -105,7 +139,17 @@ class Backend:
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of a scalar loss; call inside `accumulate`."""
-        self.precision.backward(loss, self.optimizer, last=self._sync, reduce=self._reduce_gradients)
+        if self.exact is None:
+            self.precision.backward(loss, self.optimizer, last=self._sync, reduce=self._reduce_gradients)
+            return
+        loss.backward()
+        self.exact.add()
+        if self._sync:
+            self.exact.finish()
+
+    def must_repeat(self) -> bool:
+        """True, on all workers, if the micro-batches of this step have to be computed once more; see `ExactSum`."""
+        return self.exact is not None and self.exact.must_repeat()
 
     def update(self, max_norm: float | None = None, max_value: float | None = None) -> tuple[float, bool]:
         """Clip, step the optimizer and clear the gradients.
@@ -172,6 +216,9 @@ class Backend:
         """Sum of a float64 or int64 CPU tensor over all workers, on all workers."""
         return values
 
+    def _sum_in_place(self, values: Tensor) -> None:
+        """`values`, an int64 tensor on the device, becomes its sum over all workers."""
+
     def gather(self, value: Any) -> list[Any]:
         """The picklable `value` of every worker in rank order, on all workers."""
         return [value]
@@ -213,13 +260,18 @@ class Backend:
 
         Where `shards_optimizer` is False the trees of all workers are equal and rank 0's is enough.
         """
-        return {"optimizer": self.optimizer.state_dict(), "precision": self.precision.state_dict()}
+        state = {"optimizer": self.optimizer.state_dict(), "precision": self.precision.state_dict()}
+        return state if self.exact is None else {**state, "exponents": self.exact.exponents}
 
     def load_optimizer_state(self, tree: Any) -> None:
         """The inverse of `optimizer_state`, for a tree saved by the same worker; not sharded, rank 0's is enough."""
         ours, send = tree["optimizer"] if self.is_main else None, self._broadcast_tensors
         load_optimizer_tree(self.optimizer, ours, self.is_main, self.broadcast, send, self._place)
         self.precision.load_state_dict(self.broadcast(tree["precision"] if self.is_main else None))
+        if self.exact is not None:
+            self.exact.exponents = (
+                self.broadcast(tree.get("exponents") if self.is_main else None) or self.exact.exponents
+            )
 
     def share_weights(self, model: nn.Module) -> None:
         """Give every worker rank 0's weights of a model that is not set up yet; for `setup` to do where it does."""
@@ -253,6 +305,11 @@ class Backend:
         """One line for the log: what is really running."""
         kind = type(self.model).__name__ if hasattr(self, "model") else "nothing set up"
         return f"backend {self.name}, {self.world_size} worker(s), device {self.device}, model wrapped as {kind}"
+
+    @property
+    def averaged_over(self) -> int:
+        """The number of workers that gradients become the mean over; 1 where they are summed."""
+        return self.world_size if self.exact is None else 1
 
     @property
     def is_main(self) -> bool:

@@ -91,7 +91,8 @@ class HorovodBackend(DataParallelBackend):
         for parameter in model.parameters():  # a gradient has its parameter's strides; Horovod sends no other
             parameter.data = parameter.data.contiguous()
         self._broadcast_tensors([*model.parameters(), *model.buffers()])
-        self._reducer = self._make_reducer(model, optimizer) if optimizer is not None else None
+        reduces = optimizer is not None and self._addends is None
+        self._reducer = self._make_reducer(model, optimizer) if reduces else None
         super().setup(model, optimizer)
 
     def share_weights(self, model: nn.Module) -> None:
@@ -115,7 +116,8 @@ class HorovodBackend(DataParallelBackend):
 
     def backward(self, loss: Tensor) -> None:
         # Horovod sends a gradient after its n-th backward pass: never, until the last micro-batch makes it the next.
-        self._reducer.set_backward_passes_per_step(1 if self._sync else NEVER)
+        if self._reducer is not None:
+            self._reducer.set_backward_passes_per_step(1 if self._sync else NEVER)
         super().backward(loss)
 
     @record_function("communication")
@@ -137,6 +139,9 @@ class HorovodBackend(DataParallelBackend):
     @record_function("communication")
     def sum(self, values: Tensor) -> Tensor:
         return hvd.allreduce(values, op=hvd.Sum, name="sum")
+
+    def _sum_in_place(self, values: Tensor) -> None:
+        hvd.allreduce_(values, op=hvd.Sum, name="exact_sum")
 
     def gather(self, value: Any) -> list[Any]:
         return hvd.allgather_object(value, name="gather")

@@ -138,3 +138,20 @@ def _parent_command() -> list[str]:
         return parent.cmdline() if parent is not None else []
     except psutil.Error:
         return []
+
+
+def open_deepspeed_settings() -> None:
+    """Leave open, for `deepspeed_config.fill_config`, what accelerate launch says of its own accord.
+
+    Raises:
+        UserError: DeepSpeed cannot be imported.
+    """
+    try:
+        import deepspeed  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"DeepSpeed was asked for but cannot be imported ({error}); `pip install deepspeed`") from None
+    # accelerate launch hands its own defaults on as if they had been asked for, 1 step and clipping at 1.0; and an
+    # Accelerator cannot read "auto", which is what a plugin takes an absent variable for.
+    for variable, default in (("GRADIENT_ACCUMULATION_STEPS", "1"), ("GRADIENT_CLIPPING", "1.0")):
+        if os.environ.get(f"ACCELERATE_{variable}") in (default, "auto"):
+            del os.environ[f"ACCELERATE_{variable}"]

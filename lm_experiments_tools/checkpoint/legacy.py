@@ -7,6 +7,7 @@ cannot be read without that).
 
 from __future__ import annotations
 
+import argparse
 import pickle
 import re
 import struct
@@ -29,11 +30,20 @@ _READ_ERRORS += (TypeError, AttributeError, ImportError)  # of bytes that are no
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 
 
-def read_pickle(path: Path, *, allow_pickle: bool = False) -> Any:
+class _LeftOut:
+    """Stands for an object of a package that is not to be imported: its content is dropped."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __setstate__(self, _: Any) -> None: ...
+
+
+def read_pickle(path: Path, *, allow_pickle: bool = False, left_out: tuple[str, ...] = ()) -> Any:
     """torch.load of a weights file on the CPU.
 
     Args:
         allow_pickle: unpickle anything, which can run any code the file's author chose.
+        left_out: packages whose objects in the file are of no interest: nothing of them is imported or called.
 
     Raises:
         UserError: the file holds objects other than tensors and numbers (named), or is corrupt.
@@ -41,7 +51,8 @@ def read_pickle(path: Path, *, allow_pickle: bool = False) -> Any:
     try:
         if allow_pickle:
             return torch.load(path, map_location="cpu", weights_only=False)
-        with torch.serialization.safe_globals(_numpy_scalar_globals()), warnings.catch_warnings():
+        known = _left_out(path, left_out) if left_out else _numpy_scalar_globals()
+        with torch.serialization.safe_globals(known), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about the pickle protocol of old files, which these are
             return torch.load(path, map_location="cpu", weights_only=True)
     except _READ_ERRORS as error:
@@ -167,6 +178,12 @@ def _numpy_scalar_globals() -> list[Any]:
     scalar = np.float64(0).__reduce__()[0]
     globals_ = [(scalar, "numpy.core.multiarray.scalar"), (scalar, "numpy._core.multiarray.scalar"), np.dtype]
     return globals_ + [type(np.dtype(name)) for name in _SCALAR_DTYPES]
+
+
+def _left_out(path: Path, packages: tuple[str, ...]) -> list[Any]:
+    """Stand-ins for what the file asks for of these packages, and the plain container that holds settings."""
+    asked = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    return [(_LeftOut, name) for name in asked if name.partition(".")[0] in packages] + [argparse.Namespace]
 
 
 def _corrupt(path: Path, error: Exception) -> UserError:

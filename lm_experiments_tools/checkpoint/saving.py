@@ -153,6 +153,7 @@ class Saver:
         tree = {
             "state": asdict(state),
             "world_size": self.backend.world_size,
+            "reproducible": self.backend.reproducible,
             "optimizer": type(self.backend.optimizer).__name__,
             "workers": all_workers,
         }

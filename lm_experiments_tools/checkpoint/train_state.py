@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lm_experiments_tools.config.training import TrainerArgs
 
 logger = logging.getLogger(__name__)
+_RANKS = {"fixed": "worker(s)", "elastic": "virtual ranks"}
 SETTINGS = ("weight_decay", "scale_parameter", "relative_step", "warmup_init")  # flags, whatever a checkpoint says
 
 
@@ -114,20 +115,40 @@ def load_weights_for_all(
 
 
 def load_state(
-    path: Path, backend: Backend, *, with_optimizer: bool = True
+    path: Path, backend: Backend, *, with_optimizer: bool = True, initial: bool = False
 ) -> tuple[TrainState, dict[str, Any] | None]:
     """Trainer state of a checkpoint, and this worker's own part (None if another number of workers saved it).
 
     The state of the optimizer and of the loss scaler goes into `backend`, which is set up, if that has an optimizer.
 
+    Args:
+        initial: another run begins from it, so that `--reproducible` need not be the same.
+
     Raises:
-        UserError: a newer version's state, another optimizer's, or one sharded for other workers.
+        UserError: a newer version's state, another optimizer's, or one sharded for other workers; one saved under
+            another `--reproducible`, or with `fixed` by another number of workers.
     """
     tree = on_main(backend, lambda: load_tree(path / "trainer_state"))
     state, workers = TrainState.from_dict(tree["state"]), tree["workers"]
+    if not initial:
+        _check_reproducible(path, backend, tree.get("reproducible", ["off", None]))
     if with_optimizer and backend.optimizer is not None:
         _load_optimizer(path, backend, tree)
+    if backend.reproducible[0] == "elastic" and not initial:  # rank 0's part is of all
+        nothing = {"window": {**workers[0]["window"], "sums": {"sums": {}, "counts": {}}}, "kept": {}}
+        return state, workers[0] if backend.is_main else {**workers[0], **nothing}
     return state, workers[backend.rank] if len(workers) == backend.world_size else None
+
+
+def _check_reproducible(path: Path, backend: Backend, then: list[Any]) -> None:
+    """A run keeps `--reproducible` and its virtual ranks; those of a fixed one are its workers."""
+    if then == backend.reproducible:
+        return
+    was, now = (how + (f" of {ranks} {_RANKS[how]}" if ranks else "") for how, ranks in (then, backend.reproducible))
+    raise UserError(
+        f"{path} is of a run with --reproducible {was}, and this start is {now}: it would go on to other bits; start "
+        "it as it was, or begin a new run from it by --init_checkpoint."
+    )
 
 
 def load_initial(
@@ -140,7 +161,7 @@ def load_initial(
     if on_main(backend, lambda: is_ours(source)):
         main = not backend.shards_optimizer  # then rank 0 reads for all
         on_all(backend, lambda: _verify_state(source, backend, with_optimizer), only_main=main)
-        return load_state(source, backend, with_optimizer=with_optimizer)
+        return load_state(source, backend, with_optimizer=with_optimizer, initial=True)
     with_optimizer = with_optimizer and backend.optimizer is not None
 
     def read() -> tuple[int, Any]:

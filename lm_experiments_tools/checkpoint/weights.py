@@ -159,7 +159,13 @@ def load_weights(
     path = Path(source)
     if is_adapted(model):
         return LoadReport(matched=read_adapter_into(model, path))
-    weights = read_weights(path, allow_pickle, verified=verified)
+    return place_weights(model, read_weights(path, allow_pickle, verified=verified), path, allow_partial=allow_partial)
+
+
+def place_weights(
+    model: torch.nn.Module, weights: dict[str, torch.Tensor], path: Path, *, allow_partial: bool = False
+) -> LoadReport:
+    """Copy `weights`, which were read from `path`, into `model`; see `load_weights`."""
     own = model.state_dict(keep_vars=True)
     report = _compare(own, weights, getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
     if not report.matched:

@@ -39,7 +39,7 @@ ESSENTIAL = frozenset(
 )
 _FLAGS_OF_UNITS = {
     "updates": "iters num_warmup_steps num_training_steps log_interval valid_interval save_interval profile "
-    "profile_after log_norms log_maxima max_skipped_updates",
+    "profile_after log_norms log_maxima max_skipped_updates find_lr",
     "tokens": "input_seq_len target_seq_len mean_noise_span_length max_sentence_length max_new_tokens min_new_tokens "
     "no_repeat_ngram_size pad_to_multiple_of num_virtual_tokens top_k",
     "examples": "batch_size eval_batch_size valid_samples test_samples max_train_samples max_instances_per_task "
@@ -48,6 +48,7 @@ _FLAGS_OF_UNITS = {
     "rows": "bucket_rows mix_rows",
     "lines": "max_bad_lines",
     "epochs": "epochs data_n_epochs",
+    "workers": "virtual_ranks",
     "seconds": "stall_timeout",
     "checkpoints": "keep_checkpoints",
     "validations": "early_stopping_patience lr_drop_patience lr_drop_cooldown",
@@ -57,7 +58,7 @@ _FLAGS_OF_UNITS = {
     "beams": "num_beams",
     "prompts": "num_prompts",
     "rank": "lora_r",
-    "rate": "lr lr_drop_min_lr lr_drop_eps",
+    "rate": "lr lr_drop_min_lr lr_drop_eps find_lr_min find_lr_max",
     "fraction": "dropout_rate lora_dropout noise_density mlm_prob mlm_probability short_seq_prob max_unread "
     "lr_min_ratio thresholds top_p",
     "factor": "lr_drop_factor lr_drop_threshold length_penalty repetition_penalty lora_alpha weight_decay temperature "

@@ -9,9 +9,10 @@ follow from others are methods, so nothing is ever written into `args` after par
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
+from lm_experiments_tools.config.finders import FinderArgs
 from lm_experiments_tools.config.flags import (
     COUNT,
     DROPOUT,
@@ -46,6 +47,9 @@ _OF_RELATIVE_STEP = needs("relative_step", "needs --relative_step: it is the war
 _OF_SCHEDULE = needs("lr_scheduler", "needs an --lr_scheduler, for example --lr_scheduler linear")
 _WARMUP = Unread(lambda args: not args.lr_scheduler and bool(args.num_warmup_steps), _OF_SCHEDULE.reason)
 _OF_LR_DROP = needs("use_lr_drop")
+_OF_ELASTIC = Unread(
+    lambda args: args.reproducible != "elastic", "needs --reproducible elastic: other runs have no virtual ranks"
+)
 _OF_FP16 = needs("fp16", "needs --fp16: only float16 training has a loss scale")
 _BETWEEN_WORKERS = Unread(
     lambda args: args.backend == "local", "is about gradients between workers, and --backend local has one"
@@ -127,6 +131,11 @@ class RunArgs:
     """Seed of weights, dropout and data order."""
     backend: Annotated[Literal["auto", "horovod", "accelerate", "local"], HARMLESS] = "auto"
     """What joins the processes; auto reads the launcher's environment."""
+    reproducible: Literal["off", "fixed", "elastic"] = "off"
+    """fixed: the same bits after any restart and from every backend, with this number of workers; elastic: with any
+    number that divides --virtual_ranks, too. Costs 8 bytes a parameter and some time (docs/reproducibility.md)."""
+    virtual_ranks: Annotated[int, COUNT, _OF_ELASTIC] = 12
+    """--reproducible elastic: the workers that the batch is for; each real one computes the shares of several."""
     stall_timeout: Annotated[int | None, HARMLESS, _WAIT] = None
     """Seconds that workers wait for one that is late or lost, before the job ends. None: 1800 (Horovod, lost: 30)."""
     resume: Annotated[str, HARMLESS] = "auto"
@@ -141,6 +150,10 @@ class RunArgs:
         if not os.path.isdir(self.working_dir):
             raise UserError(f"--working_dir {self.working_dir} is not a folder")
         return self.working_dir
+
+    def virtual_size(self, world_size: int) -> int:
+        """The workers that a batch is for, where `world_size` compute it."""
+        return self.virtual_ranks if self.reproducible == "elastic" else world_size
 
     def resume_path(self) -> str | None:
         """The checkpoint named by `--resume PATH`, or None for auto and never."""
@@ -213,7 +226,7 @@ class BatchArgs:
 
     def global_batch_size(self, world_size: int) -> int:
         """Examples in one optimizer update of `world_size` workers."""
-        return self.rows_per_worker() * world_size
+        return self.rows_per_worker() * self.virtual_size(world_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,10 +330,10 @@ class LoggingArgs:
     """Updates between two records of the norms of gradient, weights and update of each part. None: never."""
     log_maxima: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
     """Updates between two records of the largest activation and a bound of attention logits by part. None: never."""
-    profile: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
+    profile: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY, _OF_TRAINING] = None
     """Trace this many updates: a table of where their time goes, and torch profiler's file. None: none, or 3 with
     --profile_after."""
-    profile_after: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
+    profile_after: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY, _OF_TRAINING] = None
     """The update after which --profile begins. None: 5 after the run has started or gone on."""
     report: Annotated[bool, HARMLESS, IN_RUN_DIRECTORY, _OF_TRAINING] = False
     """End with a report: loss before and after, example predictions, the loss curve as a PNG."""
@@ -418,12 +431,12 @@ class TrainerArgs(LoggingArgs, CheckpointArgs, ValidationArgs, PrecisionArgs, Ba
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExperimentArgs(TrainerArgs, OptimizerArgs, ModelArgs):
+class ExperimentArgs(FinderArgs, TrainerArgs, OptimizerArgs, ModelArgs):
     """Arguments of every training script, besides its data."""
 
     def check(self) -> None:
         self.check_model()
-        if self.learning_rate() is None and not self.relative_step and not self.validate_only:
+        if self.learning_rate() is None and not (self.relative_step or self.validate_only or self.find_lr):
             raise UserError(self.lacking_rate())
         check_conflict(self, "relative_step", "lr_scheduler", "Adafactor then computes its own learning rate")
         check_conflict(self, "relative_step", "use_lr_drop", "Adafactor then computes its own learning rate")
@@ -443,3 +456,12 @@ class ExperimentArgs(TrainerArgs, OptimizerArgs, ModelArgs):
     def lacking_rate(self) -> str:
         """The sentence that asks for a learning rate."""
         return f"--lr is missing: --optimizer {self.optimizer} needs a learning rate, for example --lr 1e-3."
+
+    def while_finding(self) -> tuple["ExperimentArgs", str | None]:
+        """These arguments for what a finder does, which leaves nothing in the run directory, and that directory."""
+        if not self.finds():
+            return self, self.model_path
+        changed = {name: getattr(type(self), name) for name in given_flags(self, IN_RUN_DIRECTORY)}
+        if self.find_lr is not None:
+            changed["lr"] = self.find_lr_max
+        return replace(self, **changed, model_path=None, resume="never"), self.model_path

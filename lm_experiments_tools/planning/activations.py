@@ -86,6 +86,7 @@ class Part(NamedTuple):
     count: int = 1  # layers like it
     entry: float = 0  # bytes of its input, all that checkpointing keeps
     scratch: float = 0  # most bytes that its backward pass holds beside
+    passing: float = 0  # most bytes that its forward pass holds, where nothing is kept
 
     @property
     def saved(self) -> float:
@@ -141,7 +142,7 @@ def _scores(model: Model, step: Step, n: int, k: int, *, cross: bool) -> list[Te
     """Matrices of n x k scores for each head and row, where they are kept."""
     rows, heads, inner, c = step.rows, model.heads, model.inner, step.computed
     dropped, learned = model.attention_dropout > 0, step.trains_weights and model.has_bias and not cross
-    fused = step.attention == "sdpa" and not (step.fast and step.device == "cpu")
+    fused = _has_sdpa(step)
     if fused and (step.device == "cuda" or not (dropped or learned)):
         size = c * rows * (2 * n + 2 * k) * inner
         return [Term(size - c * rows * n * inner + 4 * rows * heads * n, "queries, keys, values of a fused kernel")]
@@ -154,6 +155,27 @@ def _scores(model: Model, step: Step, n: int, k: int, *, cross: bool) -> list[Te
     elif step.attention == "eager" and step.mixed:
         terms.append(Term(c * matrix, "weights in 16 bits: c B H n k"))
     return terms
+
+
+def _has_sdpa(step: Step) -> bool:
+    return step.attention == "sdpa" and not (step.fast and step.device == "cpu")
+
+
+def _passing(model: Model, step: Step, length: int) -> float:
+    """Most bytes at once in the forward pass of frozen blocks, none of which outlives its block but the stream and the
+    position bias: in torch's unfused attention scores, weights, dropout's mask and what it leaves, with queries, keys
+    and values of which SDPA scales two beside; or in the feed-forward layer."""
+    rows, n, c = step.rows, step.rows * length, step.computed
+    dropped, sdpa = model.attention_dropout > 0, _has_sdpa(step)
+    stream = 2 * step.stream * n * model.width  # x, and x normed
+    if sdpa and (step.device == "cuda" or not dropped):
+        attended = 4 * c * n * model.inner + 4 * n * model.heads
+    else:
+        a = 4 if sdpa else c
+        matrix = rows * model.heads * length**2
+        attended = (5 if sdpa else 3) * a * n * model.inner + (4 if dropped else 2) * a * matrix
+    fed = (4 if model.gated or model.gelu else 3) * c * n * model.wide
+    return stream + max(attended, fed) + _sum(_bias(model, step, length))
 
 
 def feed_forward(model: Model, step: Step, n: int) -> list[Term]:
@@ -196,7 +218,7 @@ def _bert_parts(model: Model, step: Step) -> list[Part]:
         Part("embeddings", embedded, table),
         Part("layers", block, model.encoder_block, model.encoder_layers, step.stream * n * model.width, scratch),
     ]
-    return _thawed(parts, step, ("embeddings", "encoder"))
+    return _thawed(parts, step, ("embeddings", "encoder"), _passing(model, layer, length))
 
 
 def _t5_parts(model: Model, step: Step) -> list[Part]:
@@ -212,7 +234,7 @@ def _t5_parts(model: Model, step: Step) -> list[Part]:
         Part("encoder", block, model.encoder_block, model.encoder_layers, step.stream * n * width, scratch),
         Part("encoder's last norm", last, width),
     ]
-    encoder = _thawed(encoder, step, ("embeddings", "encoder", "encoder"))
+    encoder = _thawed(encoder, step, ("embeddings", "encoder", "encoder"), _passing(model, layer, source))
     encoder[-1].terms.append(_output(step, n, width))
     if not model.decoder_layers:
         return encoder
@@ -230,13 +252,14 @@ def _t5_parts(model: Model, step: Step) -> list[Part]:
     return [*encoder, *decoder]
 
 
-def _thawed(parts: list[Part], step: Step, names: tuple[str, ...]) -> list[Part]:
-    """The first parts of the model: frozen ones make no gradients, and keep nothing before the first trained one."""
+def _thawed(parts: list[Part], step: Step, names: tuple[str, ...], passing: float) -> list[Part]:
+    """The first parts of the model: frozen ones make no gradients, and before the first trained one they keep nothing,
+    so that the highest moment of the layers is `passing`."""
     found, trained = [], False
     for part, name in zip(parts, names, strict=True):
         trained = trained or name not in step.frozen
         part = part._replace(parameters=0) if name in step.frozen else part
-        found.append(part if trained else part._replace(terms=[], entry=0))
+        found.append(part if trained else part._replace(terms=[], entry=0, passing=passing * (part.count > 1)))
     return found
 
 

@@ -85,7 +85,8 @@ def walk(model: Model, step: Step, fixed: Fixed, accumulates: bool, trained: int
     reads = _reads_of_table(model, step)
     reads_last = model.tied and not model.labels
     waiting = table if reads_last else 0  # the output's share of the table's gradient, until the embeddings' are there
-    moments = [
+    moments = [_Moment(f"forward pass, {part.name}", 0, 0, done, part.passing) for part in parts]
+    moments += [
         _Moment("forward pass, loss", sum(kept), head.forward, done),
         _Moment("backward pass, loss", sum(kept), head.backward, done),
         _Moment("backward pass, output layer", sum(kept), head.saved, done + share * head.gradients, waiting),

@@ -273,6 +273,8 @@ def _fixed(args: ExperimentArgs, planning: PlanningArgs, model: Model, trained: 
         weights /= workers
     elif workers > 1:
         sent = _communication(args, gradients)
+    if args.reproducible != "off" and sharding == "none":  # in place of what Horovod or DDP send from
+        sent = 8.0 * trained
     if whole or sharding == "zero2":
         gradients /= workers
     if sharding != "none":

@@ -44,7 +44,7 @@ def _reasons(plan: Plan) -> Mapping[str, str]:
         "optimizer state": plan.state.why,
         "activations": "inputs of blocks, and one block again" if step.checkpointing else "kept for the backward pass",
         "logits and loss": "4 n V for each of logits, log-softmax and gradient; of our fast step one chunk",
-        "communication": "buffers of gradients or weights between workers",
+        "communication": "buffers of gradients or weights between workers, or --reproducible's sums",
         "temporary": "gradients of activations, and of the token table",
     }
 

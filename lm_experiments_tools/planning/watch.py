@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_REFUSED = ("DefaultCPUAllocator", "can't allocate memory", "out of memory")  # in torch's RuntimeErrors
 _NEXT = 0.8  # of the planned peak that the next setting must stay below, where the plan said that it would fit
 
 
@@ -32,33 +33,44 @@ def watched(args: ExperimentArgs, origins: Mapping[str, str], backend: Backend) 
     Raises:
         RunError: the device ran out of memory; says what was planned, and what to try next.
     """
-    planned = _planned(args, origins, backend)
+    planned = planned_for(args, origins, backend)
     if planned is not None:
         backend.planned_mib = _predicted(planned) / 2**20
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if not is_out_of_memory(error):
+            raise
         raise RunError(_sentence(args, origins, backend, planned, error)) from error
     if planned is not None and backend.is_main and not args.validate_only:
         _log(planned, backend)
 
 
-def _config(backend: Backend) -> dict:
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for what torch, numpy or Python raise where memory is refused, on a GPU or (`ulimit -v`) a CPU."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _REFUSED)
+
+
+def config_of(backend: Backend) -> dict:
+    """Configuration of the model that was built."""
     config = backend.unwrap().config
     return {**config.to_dict(), "attn_implementation": getattr(config, "_attn_implementation", None)}
 
 
-def _planning(backend: Backend, memory: float | None = None) -> PlanningArgs:
+def planning_of(backend: Backend, memory: float | None = None) -> PlanningArgs:
+    """Device and workers of a run, and the bytes that a setting is to fit into."""
     told, fits = of_launcher(), None if memory is None else f"{int(memory)}B"
     return PlanningArgs(device=backend.device.type, workers=told.workers, sharding=told.sharding, fit=fits)
 
 
-def _planned(args: ExperimentArgs, origins: Mapping[str, str], backend: Backend) -> Plan | None:
+def planned_for(args: ExperimentArgs, origins: Mapping[str, str], backend: Backend) -> Plan | None:
     """The plan of what was built; None for a model or a device that no formula describes."""
     if backend.device.type not in ("cpu", "cuda") or not hasattr(backend.unwrap(), "config"):
         return None
     try:
-        return make_plan(args, _planning(backend), origins, _config(backend))
+        return make_plan(args, planning_of(backend), origins, config_of(backend))
     except UserError:
         return None
 
@@ -85,15 +97,15 @@ def _sentence(
     args: ExperimentArgs, origins: Mapping[str, str], backend: Backend, plan: Plan | None, error: Exception
 ) -> str:
     """What ran out, what was planned, what to try."""
-    said = str(error).split(". ")[0]
+    said = str(error).rpartition(_REFUSED)[2].split(". ")[0] or "Python's own objects"
     if plan is None:
         return f"out of memory ({said}): try a smaller --batch_size with more --gradient_accumulation_steps"
     parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in plan.peak.parts.items() if size)
     lines = f"out of memory ({said}); planned were {human_bytes(plan.peak.total)} for micro-batches of "
     lines += f"{args.batch_size}: {parts}"
     try:
-        planning = _planning(backend, _NEXT * plan.peak.total / USABLE)
-        found = fit(args, planning, origins, _config(backend), plan)
+        planning = planning_of(backend, _NEXT * plan.peak.total / USABLE)
+        found = fit(args, planning, origins, config_of(backend), plan)
     except UserError as impossible:
         return f"{lines}. {impossible}"
     return f"{lines}; try {found.flags()}, planned at {human_bytes(found.plan.peak.total)}, as many rows an update"

@@ -93,7 +93,7 @@ def bert_pretraining_data(args: BertPretrainingArgs, backend: Backend, model: Mo
     first = backend.local_rank == 0
     opened = on_all(backend, lambda: bert_datasets(args, tokenizer) if first else None, takes_long=True)
     train, valid, valid_tokens = on_all(backend, lambda: opened or bert_datasets(args, tokenizer), takes_long=True)
-    where = (args.rows_per_worker(), backend.rank, backend.world_size)
+    where = (args.rows_per_worker() * backend.shares, backend.rank, backend.world_size)
     tokenizer_dir = save_tokenizer(args, backend, tokenizer.save)
     return BertPretrainingData(
         tokenizer,

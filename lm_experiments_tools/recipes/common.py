@@ -97,12 +97,13 @@ def show_run(
     count = num_parameters(model)
     rows = args.global_batch_size(backend.world_size)
     epoch = None if data.train is None else data.train.samples_per_epoch
+    workers = f"{args.virtual_size(backend.world_size)} {'virtual ranks' if backend.shares > 1 else 'worker(s)'}"
     panel: dict[str, Any] = {
         "model": f"{args.model_cls or type(model).__name__}, {count.total:,} parameters ({count.embedding:,} in "
         f"embeddings){'' if count.trainable == count.total else f', {count.trainable:,} of them trained'}",
         "objective": data.objective,
-        "batch": f"{args.batch_size} rows x {args.gradient_accumulation_steps} accumulated x {backend.world_size} "
-        f"worker(s) = {rows} rows a step",
+        "batch": f"{args.batch_size} rows x {args.gradient_accumulation_steps} accumulated x {workers} = {rows} "
+        "rows a step",
         "steps": f"{args.iters} updates, {args.iters * rows:,} examples"
         + (f" = {args.iters * rows / epoch:.2f} epochs of {epoch:,}" if epoch else ""),
         "optimizer": ", ".join([args.optimizer, *args.optimizer_options, f"lr {args.lr}"])
@@ -113,7 +114,9 @@ def show_run(
     if run is not None:
         panel["run"] = f"{run.path} (tensorboard --logdir {run.path})"
         model_config = model.config.to_dict() if hasattr(model, "config") else None
-        run.write_start(asdict(args), origins, sys.argv, model_config, world_size=backend.world_size)
+        run.write_start(
+            asdict(args), origins, sys.argv, model_config, world_size=args.virtual_size(backend.world_size)
+        )
     if args.validate_only:
         panel["batch"] = f"{args.valid_batch_size()} rows x {backend.world_size} worker(s), validated once"
         del panel["steps"], panel["optimizer"]

@@ -89,6 +89,8 @@ _OF_DATA = _names(TaskArgs, LengthArgs, InstructionArgs) | {
 _REFUSED = {
     "init_checkpoint": "give the checkpoint as from_pretrained",
     "validate_only": "call evaluate()",
+    "find_lr": "it is for run_finetuning.py",
+    "find_micro_batch": "it is for run_finetuning.py",
     "working_dir": "relative paths start from Python's own folder",
 }
 # of the loop that evaluates the weights as they are: it reads no checkpoint and writes nothing

@@ -135,7 +135,7 @@ class _Reader:
         if not args.validate_only:
             dataset = self._train_dataset()
             where = (self.backend.rank, self.backend.world_size)
-            data.train = TrainLoader(dataset, args.rows_per_worker(), *where)
+            data.train = TrainLoader(dataset, args.rows_per_worker() * self.backend.shares, *where)
             data.objective = dataset.describe()
         for split, path, limit in (
             ("valid", args.valid_data_path, args.valid_samples),
@@ -316,7 +316,7 @@ class _Reader:
         return BucketedDataset(dataset, rows, args.seed, args.trim_to(), micro_rows, TARGET_STEP, least)
 
     def _eval_split(self, split: str, path: str, limit: int | None) -> EvalSplit:
-        rows, where = self.args.valid_batch_size(), (self.backend.rank, self.backend.world_size)
+        rows, where = self.args.valid_batch_size() * self.backend.shares, (self.backend.rank, self.backend.world_size)
         if self.args.task == "causal_lm":
             return EvalSplit(split, ValidLoader(self._blocks([path], None, FIXED_SEED), rows, *where, limit), [])
         encoder = self._encoder()

@@ -3,10 +3,12 @@
     lmtools convert t5-experiments/runs/mine/model_100000.pth --to mine --model_cfg t5-small --tokenizer vocab.model
     lmtools convert nanoT5/logs/.../pytorch_model.bin --to mine --model_cfg t5-v1_1-base --tokenizer DIR
     lmtools convert t5_1_1_small/checkpoint_1000000 --to mine --model_cfg t5-v1_1-small
+    lmtools convert megatron/bert/iter_0100000 --to mine
 
-Read are weights of t5-experiments (.pth, a folder of its accelerate trainer), nanoT5 (pytorch_model.bin) and t5x (a
-folder of zarr arrays). Checkpoints of ours, and folders that save_pretrained wrote in one file or in shards, need no
-conversion: lmtools export writes them into a new folder.
+Read are weights of t5-experiments (.pth, a folder of its accelerate trainer), nanoT5 (pytorch_model.bin), t5x (a
+folder of zarr arrays) and Megatron-LM (a run, or an iteration, of its BERT or T5).
+Checkpoints of ours, and folders that save_pretrained wrote in one file or in shards, need no conversion: lmtools
+export writes them into a new folder.
 """
 
 from __future__ import annotations
@@ -14,8 +16,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lm_experiments_tools.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 POSITIONAL = "source"
 
@@ -29,9 +35,11 @@ class ConvertArgs:
     to: str | None = None
     """New folder."""
     model_cfg: str | None = None
-    """Configuration of the model: a JSON file, or the name of one below models_configs, for example t5-small."""
-    model_cls: str = "transformers:T5ForConditionalGeneration"
-    """Class of the model, as module:Class."""
+    """Configuration of the model: a JSON file, or the name of one below models_configs, for example t5-small.
+    Megatron's checkpoints hold their own."""
+    model_cls: str | None = None
+    """Class of the model, as module:Class. None: transformers:T5ForConditionalGeneration; of Megatron's checkpoints
+    the class of transformers that computes the same."""
     tokenizer: str | None = None
     """Folder, .model file or name of the Hub. None: that beside the weights, if there is one."""
     max_shard_size: str = "50GB"
@@ -44,8 +52,6 @@ class ConvertArgs:
             raise UserError(
                 "lmtools convert: name the weights and the new folder, as in lmtools convert a.pth --to a."
             )
-        if self.model_cfg is None:
-            raise UserError(f"--model_cfg is missing: {self.source} does not say what model it is of.")
         if not re.fullmatch(r"[1-9]\d*[KMGT]B", self.max_shard_size):
             raise UserError(f"--max_shard_size {self.max_shard_size}: write a size as 5GB or 500MB.")
 
@@ -56,15 +62,12 @@ def run(args: ConvertArgs) -> None:
         raise UserError(f"--source {args.source}: there is no such file or folder.")
     import torch
 
-    from lm_experiments_tools.checkpoint.weights import load_weights, without_progress_bars
-    from lm_experiments_tools.models.build import build_model, load_model_config
+    from lm_experiments_tools.checkpoint.weights import without_progress_bars
     from lm_experiments_tools.models.saved import loaded
-    from lm_experiments_tools.modules.user_classes import get_cls_by_name
     from lm_experiments_tools.tools.hub_folder import check_same, example_inputs, logits_of, new_folder
 
-    cls, folder = get_cls_by_name(args.model_cls), Path(args.to)
-    model = build_model(cls, load_model_config(args.model_cfg, getattr(cls, "config_class", None)), seed=0).eval()
-    load_weights(model, args.source, allow_pickle=args.allow_pickle)
+    model, folder = _model(args).eval(), Path(args.to)
+    cls = type(model)
     with new_folder(folder) as temporary:
         with without_progress_bars():
             model.save_pretrained(temporary, max_shard_size=args.max_shard_size)
@@ -80,6 +83,32 @@ def run(args: ConvertArgs) -> None:
     print(f"{folder}: {cls.__name__} of {parameters:,} parameters; loaded back, its logits are the same.")
     if not has_tokenizer:
         print("It has no tokenizer: put one there, or name it by --tokenizer.")
+
+
+def _model(args: ConvertArgs) -> PreTrainedModel:
+    """The model with the weights of the source."""
+    import transformers
+
+    from lm_experiments_tools.checkpoint.megatron import is_megatron, read_megatron
+    from lm_experiments_tools.checkpoint.weights import load_weights, place_weights
+    from lm_experiments_tools.models.build import build_model, load_model_config
+    from lm_experiments_tools.modules.user_classes import get_cls_by_name
+
+    source = Path(args.source)
+    if is_megatron(source):
+        if flag := next((name for name in ("model_cfg", "model_cls") if getattr(args, name) is not None), None):
+            raise UserError(f"--{flag}: leave it out, since {source} is of Megatron-LM and says what model it is of.")
+        weights, name, settings = read_megatron(source, args.allow_pickle)
+        cls = getattr(transformers, name)
+        model = build_model(cls, cls.config_class(**settings), seed=0)
+        place_weights(model, weights, source)
+        return model
+    if args.model_cfg is None:
+        raise UserError(f"--model_cfg is missing: {source} does not say what model it is of.")
+    cls = get_cls_by_name(args.model_cls or "transformers:T5ForConditionalGeneration")
+    model = build_model(cls, load_model_config(args.model_cfg, getattr(cls, "config_class", None)), seed=0)
+    load_weights(model, source, allow_pickle=args.allow_pickle)
+    return model
 
 
 def _save_tokenizer(args: ConvertArgs, folder: Path) -> bool:

@@ -24,7 +24,7 @@ from typing import Annotated
 from lm_experiments_tools.config.flags import POSITIVE, check_groups
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools.runs.records import Run, read_run, state_of
-from lm_experiments_tools.tools.runs.terminal import bar, coloured, plot
+from lm_experiments_tools.tracking.terminal import bar, coloured, plot
 from lm_experiments_tools.tracking.tracker import ConsoleLine
 
 POSITIONAL = "run"

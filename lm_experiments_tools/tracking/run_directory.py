@@ -390,7 +390,8 @@ def _git(*arguments: str) -> bytes:
 def _differences(
     before: Mapping[str, Any], now: Mapping[str, Any], harmless: Collection[str]
 ) -> dict[str, tuple[Any, Any]]:
-    then = {"optimizer_options": [], "lr_scheduler_options": []} | before  # unknown to older runs, which had none
+    # unknown to older runs, which had none
+    then = {"optimizer_options": [], "lr_scheduler_options": [], "reproducible": "off", "virtual_ranks": 12} | before
     now = {name: to_jsonable(value) for name, value in now.items()}
     for config in (then, now):
         parts = [config.get(name) for name in ("batch_size", "gradient_accumulation_steps", "WORLD_SIZE")]
@@ -404,7 +405,7 @@ def _differences(
     if not (then.get("text_fields") and now.get("text_fields")):  # none means by names; the data's fingerprint tells
         then.pop("text_fields", None)
     split: set[str] = set()
-    if then["global_batch_size"] and now["global_batch_size"]:
+    if now.get("reproducible", "off") == "off" and then["global_batch_size"] and now["global_batch_size"]:
         split = {"batch_size", "gradient_accumulation_steps"}
     else:
         del then["global_batch_size"], now["global_batch_size"]

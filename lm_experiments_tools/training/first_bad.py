@@ -100,7 +100,7 @@ class Replay:
             with backend.autocast():
                 outputs = model(**micro_batch.inputs, **loop.forward_kwargs)
             means = loop.loss.means(micro_batch.inputs, outputs)
-            loss = loop.loss.part(means, micro_batch.weights, self.weights) * backend.world_size * scale
+            loss = loop.loss.part(means, micro_batch.weights, self.weights) * backend.averaged_over * scale
             if trace.found is None and _is_bad(loss):
                 trace.found = _described("", model, "the loss", loss)
             trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

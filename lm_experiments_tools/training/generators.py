@@ -46,6 +46,14 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+def seed_all(*key: int) -> None:
+    """Seed every generator of `random_state` with a hash of some numbers that are not negative."""
+    first, second, third, fourth = np.random.SeedSequence(key).generate_state(4).tolist()
+    torch.manual_seed(first << 32 | second)  # GPUs too
+    np.random.seed(third)
+    random.seed(fourth)
+
+
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
     """Keep training's random numbers as they were, whatever draws inside (a validation, an extra loader)."""

@@ -45,7 +45,15 @@ from lm_experiments_tools.training.generators import preserved_random_state, ran
 from lm_experiments_tools.training.hooks import Hook, ValidateHook, VerbHook, is_due, watching_hooks, with_profile
 from lm_experiments_tools.training.losses import MODEL_LOSS, Loss
 from lm_experiments_tools.training.metrics import Collector, KeptOutputs, MetricSums, Window, storable
-from lm_experiments_tools.training.micro_batches import BatchStream, MicroBatch, StepBatch, padded, split_batch
+from lm_experiments_tools.training.micro_batches import (
+    BatchStream,
+    MicroBatch,
+    StepBatch,
+    in_shares,
+    padded,
+    split_batch,
+)
+from lm_experiments_tools.training.passes import check_source, make_gradients, measure
 from lm_experiments_tools.training.run_folder import claim_for_all
 from lm_experiments_tools.training.schedules import LearningRate
 from lm_experiments_tools.training.signals import StopSignals
@@ -108,6 +116,8 @@ class TrainingLoop:
     ) -> None:
         self.args, self.backend, self.tokenizer_dir, self.loss = args, backend, tokenizer_dir, loss
         self.stream = BatchStream(train_dataloader, train_sampler) if train_dataloader is not None else None
+        backend.reproduce(args)
+        check_source(args, self.stream)
         self.valid_dataloader = valid_dataloader
         self.batch_transform_fn, self.batch_metrics_fn = batch_transform_fn, batch_metrics_fn
         self.forward_kwargs, self.generate_kwargs = dict(forward_kwargs or {}), dict(generate_kwargs or {})
@@ -274,16 +284,8 @@ class TrainingLoop:
             self._random_state = self.stream.put_back()
             return None
         micro_batches = self.micro_batches = list(padded(part.micro_batches, num_micro_batches))
-        sums, replay = MetricSums(), Replay(self, micro_batches, weights)
-        for i, micro_batch in enumerate(micro_batches):
-            with backend.accumulate(sync=i == len(micro_batches) - 1):
-                with backend.autocast():
-                    outputs = backend.model(**micro_batch.inputs, **self.forward_kwargs)
-                means = self.loss.means(micro_batch.inputs, outputs)
-                self._measure(micro_batch, means, outputs, sums, self.kept)
-                loss = self.loss.part(means, micro_batch.weights, weights) * backend.world_size
-                del outputs, means  # logits would otherwise live on through the backward pass and the update
-                backend.backward(loss)
+        replay = Replay(self, micro_batches, weights)
+        sums = make_gradients(self, micro_batches, weights)
         self._settle()  # the learning rate depends on whether the update before was applied
         self._set_lr()
         clip, due = (self.args.clip_grad_norm, self.args.clip_grad_value), self._is_due(self.state.step + 1)
@@ -311,7 +313,8 @@ class TrainingLoop:
         batch = self.batch_transform_fn(batch) if self.batch_transform_fn else batch
         names, labels, trim_to = self.forward_names, self.loss.label_names(), self.args.trim_to()
         device, first = self.backend.device, self.first_label
-        part = split_batch(batch, rows, names, device, self.has_decoder, labels, trim_to, first)
+        how = (rows, names, device, self.has_decoder, labels, trim_to, first)
+        part = in_shares(batch, self.backend.shares, lambda share: split_batch(share, *how))
         return part if self.loss.most_labels is None else part.with_labels_alone(self.loss.most_labels)
 
     def _agree(self, part: StepBatch) -> tuple[dict[str, int], int, int, int]:
@@ -331,15 +334,6 @@ class TrainingLoop:
             self.saver.wait()
         weights = dict(zip(part.weights, totals[5 : -len(passes)], strict=True))
         return weights, totals[0], totals[1], max(totals[-len(passes) :])
-
-    def _measure(self, part: MicroBatch, means: dict, outputs: Any, sums: MetricSums, kept: Collector) -> None:
-        """Add a micro-batch's losses and metrics to the sums, unless it only fills up."""
-        if part.counts():
-            values = self.batch_metrics_fn(part.batch, outputs)
-            for term in self.loss.labels.keys() - values.keys():
-                sums.add({term: means[term]}, part.weights[self.loss.labels[term]])
-            sums.add(values, part.weight)
-            kept.add(part.batch, outputs)
 
     def _set_lr(self) -> None:
         self.learning_rate.set(self.backend.optimizer, self.state.step - self.state.schedule_start)
@@ -369,7 +363,7 @@ class TrainingLoop:
         """
         model, options = self.backend.unwrap(), self.generate_kwargs
         self.backend.model.eval()
-        sums, kept = MetricSums(), self.collect(split)
+        sums, kept = MetricSums(exact=self.backend.exact is not None), self.collect(split)
         with torch.no_grad(), preserved_random_state():
             for micro_batch in self._aligned(dataloader, split):
                 with self.backend.autocast():
@@ -379,7 +373,7 @@ class TrainingLoop:
                     outputs = self.backend.model(**micro_batch.inputs, **self.forward_kwargs)
                 if texts is not None:
                     outputs["generation_outputs"] = texts
-                self._measure(micro_batch, self.loss.means(micro_batch.inputs, outputs), outputs, sums, kept)
+                measure(self, micro_batch, self.loss.means(micro_batch.inputs, outputs), outputs, sums, kept)
                 del outputs  # logits would otherwise live on while the next texts are generated
         if self.signals.agreed:
             return None
@@ -473,6 +467,8 @@ class TrainingLoop:
             "window": self.window.state_dict(),
             "kept": self.kept.data,
         }
+        if self.backend.exact is not None:  # as it would be with any number of workers
+            own |= {"window": self.window.whole_state(self.backend), "kept": self.kept.whole_data(self.backend)}
         self.saver.save(self.state, own, is_best=is_best)
         self._saved_at = here
 

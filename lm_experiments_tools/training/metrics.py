@@ -7,7 +7,7 @@ so nothing here divides before everything has been added up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.training.step import StepInfo
 
+_GRID = 2.0**20
 Value = "Tensor | float | tuple[Tensor | float, Tensor | float]"
 
 
@@ -28,9 +29,13 @@ class MetricSums:
 
     A value is a mean over its micro-batch, weighted by the micro-batch's valid target tokens, or an explicit
     `(sum, count)` pair. Values stay tensors on their device until `reduce`, so that adding never waits for a GPU.
+
+    Args:
+        exact: round what is added to a millionth, so that sums below 8e9 are the same in any order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, exact: bool = False) -> None:
+        self._rounded = _on_grid if exact else lambda value: value
         self.sums: dict[str, Tensor | float] = {}
         self.counts: dict[str, Tensor | float] = {}
 
@@ -44,9 +49,9 @@ class MetricSums:
         """
         for name, value in values.items():
             if isinstance(value, tuple):
-                self._add(name, *map(_detached, value))
+                self._add(name, *(self._rounded(_detached(part)) for part in value))
             elif weight:
-                self._add(name, _detached(value) * weight, float(weight))
+                self._add(name, self._rounded(_detached(value) * weight), float(weight))
 
     def merge(self, other: MetricSums) -> None:
         for name, total in other.sums.items():
@@ -83,6 +88,10 @@ def _detached(value: Any) -> Tensor | float:
     return value.detach().to(torch.float64, copy=True) if isinstance(value, Tensor) else float(value)
 
 
+def _on_grid(value: Tensor | float) -> Tensor | float:
+    return (value * _GRID).round() / _GRID if isinstance(value, Tensor) else round(value * _GRID) / _GRID
+
+
 def storable(values: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics as a checkpoint holds them: Python's numbers, NaN too; what is no number as JSON or else as text."""
     plain = {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in values.items()}
@@ -113,6 +122,13 @@ class KeptOutputs:
             value = value.detach().to("cpu", non_blocking=value.is_cuda) if isinstance(value, Tensor) else value
             self.data.setdefault(name, []).append(value)
 
+    def whole_data(self, backend: Backend) -> dict[str, list[Any]]:
+        """What all workers keep, on rank 0, and nothing on the others; collective."""
+        if self.metrics is None:
+            return {}
+        every = backend.gather(self.data)
+        return _joined(every) if backend.is_main else {}
+
     def reduce(self, backend: Backend) -> dict[str, float]:
         """`metrics_fn` of the data of all workers, computed on rank 0 and told to the others; clears the data."""
         if self.metrics is None:
@@ -123,10 +139,15 @@ class KeptOutputs:
         self.data = {}
         values = None
         if backend.is_main:
-            names = sorted(set(chain.from_iterable(gathered)))
-            values = self.metrics({n: _join(list(chain.from_iterable(d.get(n, ()) for d in gathered))) for n in names})
+            values = self.metrics({name: _join(pieces) for name, pieces in _joined(gathered).items()})
             values = {k: v.item() if hasattr(v, "item") and math.prod(v.shape) == 1 else v for k, v in values.items()}
         return backend.broadcast(values)
+
+
+def _joined(every: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
+    """The lists of all workers as one, by name."""
+    names = sorted(set(chain.from_iterable(every)))
+    return {name: list(chain.from_iterable(data.get(name, ()) for data in every)) for name in names}
 
 
 def _join(pieces: list[Any]) -> Any:
@@ -160,6 +181,14 @@ class Window:
 
     def state_dict(self) -> dict[str, Any]:
         return {**vars(self), "sums": self.sums.state_dict()}
+
+    def whole_state(self, backend: Backend) -> dict[str, Any]:
+        """As `state_dict`, with the sums of all workers on rank 0 and none on the others; collective."""
+        whole = MetricSums()
+        for sums in backend.gather(self.sums.state_dict()) if backend.world_size > 1 else [self.sums.state_dict()]:
+            if backend.is_main:
+                whole.merge(MetricSums.from_state(sums))
+        return {**vars(self), "sums": whole.state_dict()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Window:

@@ -259,6 +259,25 @@ class StepBatch:
         return cls([], 0, dict.fromkeys(label_names, 0), 0)
 
 
+def in_shares(batch: Mapping[str, Any], shares: int, split: Callable[[Mapping[str, Any]], StepBatch]) -> StepBatch:
+    """A worker's batch cut by `split` for each of its virtual ranks: row i is one of the (i % `shares`)-th.
+
+    At the end of an evaluation the last ones may have none.
+    """
+    rows = next((len(value) for value in batch.values() if isinstance(value, Tensor)), 0)
+    if shares == 1 or rows == 0:
+        return split(batch)
+
+    def of(share: int) -> dict[str, Any]:
+        taken = {name: value[share::shares] if _has_rows(value, rows) else value for name, value in batch.items()}
+        return {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in taken.items()}
+
+    parts = [split(of(share)) for share in range(min(shares, rows))]
+    weights = {name: sum(part.weights[name] for part in parts) for name in parts[0].weights}
+    micro_batches = [micro_batch for part in parts for micro_batch in part.micro_batches]
+    return StepBatch(micro_batches, rows, weights, sum(part.tokens for part in parts))
+
+
 def split_batch(
     batch: Mapping[str, Any],
     batch_size: int,

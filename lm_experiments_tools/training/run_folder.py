@@ -34,7 +34,9 @@ def claim_for_all(args: TrainerArgs, backend: Backend, *, once_more: bool = Fals
         UserError: the directory holds a run with other settings, or one that has not ended; or it is not one folder
             for all machines, and the run cannot do without.
     """
-    run = on_all(backend, lambda: claim_run(args, backend.world_size, once_more=once_more), only_main=True)
+    run = on_all(
+        backend, lambda: claim_run(args, args.virtual_size(backend.world_size), once_more=once_more), only_main=True
+    )
     folder = Path(args.model_path)
     with _marked(folder, backend) as mark:
         reports = backend.gather((platform.node(), mark.exists(), newest_step(folder)))

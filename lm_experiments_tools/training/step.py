@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.checkpoint.train_state import TrainState
+    from lm_experiments_tools.config.training import TrainerArgs
     from lm_experiments_tools.tracking.tracker import Tracker
     from lm_experiments_tools.training.losses import Loss
     from lm_experiments_tools.training.micro_batches import MicroBatch
@@ -39,11 +40,14 @@ class StepInfo:
 class Loop(Protocol):
     """The training loop as hooks see it; each verb is collective, so every worker calls it."""
 
+    args: TrainerArgs
     backend: Backend
     state: TrainState
     learning_rate: LearningRate
     valid_dataloader: Iterable
     loss: Loss
+    kept: Any
+    batch_metrics_fn: Callable[[Any, Any], Mapping[str, Any]]
     forward_kwargs: dict[str, Any]
     micro_batches: list[MicroBatch]
     tracker: Tracker | None

@@ -1,77 +1,91 @@
-"""The job of test_elastic_jobs.py: a run whose workers die, or whose hosts change, at steps that were planned.
+"""One start of a run of test_elastic.py: goes on to a step with as many workers as there are.
 
-argv: NUMBER of events, the run directory. Variables: EVENTS, if they are to happen; HOSTS, the file that a discovery
-script prints. An event that has happened has left a file in the run directory.
+    elastic_worker.py RUN STEP [FLAG=VALUE ...]
+
+Rank 0 prints `digest` and a hash of all that the next steps depend on: weights, optimizer, grids, metrics, position.
 """
 
-import os
-import signal
+import hashlib
+import json
 import sys
-import time
-from pathlib import Path
+from dataclasses import asdict
 
+import numpy as np
 import torch
 
 from lm_experiments_tools.backends import get_backend
-from lm_experiments_tools.config.cli import run_main
 from lm_experiments_tools.config.training import TrainerArgs
-from lm_experiments_tools.tracking.run_directory import setup_logging
+from lm_experiments_tools.data.loader import TrainLoader, ValidLoader
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training.trainer import TrainingLoop
-from tests.distributed.resume_worker import digest
-from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller
+from tests.helpers.toys import RaggedPairs, tiny_t5
 
-GAP = 2  # steps between two events
-NAMES = ("localhost", "127.0.0.1", "127.1")  # of this machine, which Horovod takes for three
+STEPS, SAMPLES, VIRTUAL = 9, 50, 12
 
 
-class Events:
-    """After step GAP * n event n: one worker is killed, fails, ends without a word, or its host is taken away."""
+class Numbered:
+    """Rows of `RaggedPairs` by global number, each epoch in an order of its own."""
 
-    every = 1
+    fingerprint = "ragged pairs, numbered"
 
-    def __init__(self, number, folder, backend):
-        self.number, self.folder, self.backend = number, Path(folder) / "events", backend
-        self.folder.mkdir(exist_ok=True)
+    def __init__(self, size: int) -> None:
+        self.data = RaggedPairs(size)
 
-    def __call__(self, loop, info):
-        event = info.step // GAP
-        if info.step % GAP or event > self.number or event % self.backend.world_size != self.backend.rank:
-            return
-        mark = self.folder / str(event)
-        if mark.exists():
-            return
-        mark.write_text(f"{os.getpid()} rank {self.backend.rank} of {self.backend.world_size}")
-        if hosts := os.environ.get("HOSTS"):
-            taken = os.environ["HOROVOD_HOSTNAME"] if event % 4 == 3 else None
-            Path(hosts).write_text("".join(f"{name}:1\n" for name in NAMES if name != taken))
-            if taken:
-                time.sleep(4)  # the driver asks every second
-                return
-        kind = event % 3
-        if kind == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if kind == 1:
-            raise ZeroDivisionError("a deliberate failure")
-        os._exit(7)
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
+        rows = [self.data[int((number * 7 + number // len(self)) % len(self))] for number in samples]
+        return {name: np.stack([row[name].numpy() for row in rows]) for name in rows[0]}
 
 
-def main():
-    number, folder = int(sys.argv[1]), sys.argv[2]
-    args = TrainerArgs(
-        batch_size=2, gradient_accumulation_steps=2, iters=GAP * (number + 1), log_interval=GAP, save_interval=1,
-        model_path=folder, clip_grad_norm=1.0, stall_timeout=300, valid_at_start=False,
-    )  # fmt: skip
+def args_of(run: str, step: str, **more: str) -> TrainerArgs:
+    settings = {
+        "batch_size": 2, "gradient_accumulation_steps": 1, "iters": int(step), "log_interval": 4, "valid_interval": 3,
+        "save_interval": 2, "clip_grad_norm": 0.5, "model_path": run, "pad_to_multiple_of": 2, "stall_timeout": 60,
+        "lr_scheduler": "linear", "num_warmup_steps": 2, "num_training_steps": STEPS,
+        "reproducible": "elastic", "save_best": True,
+    }  # fmt: skip
+    return TrainerArgs(**settings | more)
+
+
+def digest(loop: TrainingLoop) -> str:
+    whole = hashlib.sha256()
+    state = {**loop.backend.model_state(), **_tensors("optimizer", loop.backend.optimizer_state())}
+    for name in sorted(state):
+        whole.update(name.encode() + state[name].numpy().tobytes())
+    told = asdict(loop.state) | {"exponents": loop.backend.exact.exponents}
+    whole.update(json.dumps(told, sort_keys=True).encode())
+    return whole.hexdigest()
+
+
+def _tensors(name, tree):
+    if isinstance(tree, torch.Tensor):
+        return {name: tree}
+    parts = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    return {key: tensor for part, value in parts for key, tensor in _tensors(f"{name}.{part}", value).items()}
+
+
+def main() -> None:
+    run, step, *more = sys.argv[1:]
+    args = args_of(run, step, **dict(item.split("=") for item in more))
     backend = get_backend(args)
-    setup_logging(folder, backend.rank)
-    model = TinyLabeller()
-    loader = SeekableBatches(RaggedPairs(24), 4, backend.rank, backend.world_size)
-    hooks = [Events(number, folder, backend)] if os.environ.get("EVENTS") else []
-    TrainingLoop(args, backend, model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader, hooks=hooks).train()
-    state = backend.model_state()
+    model = tiny_t5(dropout=0.3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    where = (args.rows_per_worker() * backend.shares, backend.rank, backend.world_size)
+    loop = TrainingLoop(
+        args, backend, model, optimizer, TrainLoader(Numbered(SAMPLES), *where), ValidLoader(Numbered(17), *where)
+    )
+    torch.manual_seed(1000 * backend.world_size + backend.rank)  # noise must not come from here
+    loop.train()
     if backend.is_main:
-        (Path(folder) / "digest").write_text(digest(state))
+        print("digest", digest(loop), "of", backend.describe(), flush=True)
     backend.close()
 
 
 if __name__ == "__main__":
-    run_main(main)
+    try:
+        main()
+    except UserError as error:
+        print("refused:", error, file=sys.stderr)
+        sys.exit(2)

@@ -7,12 +7,12 @@ import os
 
 import pytest
 
-from tests.distributed.elastic_worker import NAMES
+from tests.distributed.restarting_worker import NAMES
 from tests.distributed.launch import ROOT, missing, run, torchrun
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(0)]
 
-WORKER = ROOT / "tests" / "distributed" / "elastic_worker.py"
+WORKER = ROOT / "tests" / "distributed" / "restarting_worker.py"
 NUMBER = int(os.environ.get("ELASTIC_EVENTS", "4"))
 CPU = {"ACCELERATE_USE_CPU": "true"}
 

@@ -137,8 +137,8 @@ def test_the_wrong_backend_for_the_launcher_is_refused(tmp_path):
         (
             "deepspeed",
             "from lm_experiments_tools.config.training import TrainerArgs\n"
-            "from lm_experiments_tools.backends.accelerate import make_deepspeed_plugin\n"
-            "make_deepspeed_plugin(TrainerArgs())",
+            "from lm_experiments_tools.backends.launch import open_deepspeed_settings\n"
+            "open_deepspeed_settings()",
             "pip install deepspeed",
         ),
         ("accelerate", "import lm_experiments_tools.backends.accelerate", "pip install accelerate"),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -14,12 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import T5Config, T5ForConditionalGeneration
 
 from lm_experiments_tools.config import cli
+from lm_experiments_tools.models.build import build_model, load_model_config
 from lm_experiments_tools.tools.main import COMMANDS, with_names
 from tests.helpers import ROOT
 from tests.helpers.pretrained_toys import save_toy
+from tests.helpers.suite_toys import MTEB_TASK, save_run, write_colours, write_pairs
+from tests.helpers.t5x_toys import write_t5x
 
 SMALL = yaml.safe_load((ROOT / "tests" / "docs" / "small.yaml").read_text(encoding="utf-8"))
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -28,6 +33,7 @@ ARGUMENTS = {
     "run_bert_pretraining.py": "lm_experiments_tools.config.bert:BertPretrainingArgs",
     "run_finetuning.py": "lm_experiments_tools.config.finetuning:FinetuningArgs",
 }
+CLONED = ("examples", "accelerate_configs", "megatron", "models_configs", "scripts")
 SCRIPT_OF = {
     "pretrain-t5": "run_t5_pretraining.py",
     "pretrain-bert": "run_bert_pretraining.py",
@@ -85,9 +91,10 @@ def reason_not_to_run(command: str) -> str | None:
         if command == beginning or command.startswith(f"{beginning} "):
             return reason
     found = program_of(shlex.split(command))
-    if found is None and not command.startswith(("python -m ", "git ")):
+    if found is None and not command.startswith(("python -m ", "python megatron/", "git ")):
         return "a launcher alone, to be put before a script"
-    return "not whole" if "..." in command or "$" in command else None
+    open_ended = "..." in command and found[0] not in SMALL["rest"]
+    return "not whole" if open_ended or "$" in command else None
 
 
 def all_commands() -> Iterator[Any]:
@@ -96,10 +103,27 @@ def all_commands() -> Iterator[Any]:
             yield pytest.param(page, command, id=f"{page}: {command[:60]}")
 
 
+def is_out_of_place(flag: str, program: str, given: set[str]) -> bool:
+    """True for a flag of small.yaml that the command must not get."""
+    if flag == "model_cfg":  # one of small.yaml's own; Megatron's checkpoints hold their sizes
+        return bool(SMALL["configurations"].keys() & given) or (
+            program == "lmtools convert" and "--model_cfg" not in given
+        )
+    return flag == "save_interval" and not {"--model_path", "--config"} & given
+
+
 def small(command: str) -> str:
-    """The command with the flags of small.yaml."""
+    """The command with the flags of small.yaml, and those that its `...` stands for."""
     program, before, given = program_of(shlex.split(command))
-    for flag, value in SMALL["flags"].get(program, {}).items():
+    if program not in SMALL["flags"]:
+        return command
+    if "..." in given:
+        rest = {f"--{flag}": str(value) for flag, value in SMALL["rest"][program].items()}
+        given = [word for word in given if word != "..."]
+        given += [word for flag, value in rest.items() if flag not in given for word in (flag, value)]
+    for flag, value in SMALL["flags"][program].items():
+        if is_out_of_place(flag, program, set(given)):
+            continue
         if f"--{flag}" in given:
             given[given.index(f"--{flag}") + 1] = str(value)
         elif flag not in SMALL["where_given"] or "--config" in given:
@@ -118,6 +142,16 @@ def write_text(folder: Path) -> None:
     for name in ("train.tsv", "dev.tsv", "glue/SST-2/train.tsv", "glue/SST-2/dev.tsv"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(labelled)
+    (folder / "glue" / "RTE").mkdir()
+    for name in ("train", "dev"):
+        lines = "".join(f"w{n} w{n + 1}\tw{n + 2}\t{n % 2}\n" for n in range(1, 13))
+        (folder / "glue" / "RTE" / f"{name}.tsv").write_text("sentence1\tsentence2\tlabel\n" + lines)
+    (folder / "my_tasks").mkdir()
+    write_colours(folder / "my_tasks")
+    scored = [f"{row['sentence1']}\t{row['sentence2']}\t{row['score']}\n" for row in write_pairs(folder)]
+    (folder / "sts_b.tsv").write_text("sentence1\tsentence2\tscore\n" + "".join(scored))
+    (folder / "my_mteb.py").write_text(MTEB_TASK)
+    (folder / "prompts.txt").write_text("w1 w2\nw3 w4\n")
     for name in ("my_text.txt", "held_out.txt"):
         (folder / name).write_text("\n".join(" ".join(f"w{n + m}" for m in range(30)) for n in range(20)))
     task = {
@@ -130,6 +164,22 @@ def write_text(folder: Path) -> None:
     (sni / "tasks" / "task1_w.json").write_text(json.dumps(task))
     for name in ("train", "test"):
         (sni / "splits" / "default" / f"{name}_tasks.txt").write_text("task1_w\n")
+
+
+def write_other_programs(folder: Path) -> None:
+    """Write weights as t5-experiments, nanoT5 and t5x do, of a model of small_t5.json."""
+    torch.manual_seed(0)
+    model = build_model(T5ForConditionalGeneration, load_model_config(str(folder / "small_t5.json"), T5Config), seed=0)
+    old, nano = folder / "t5-experiments/runs/mine/model_100000.pth", folder / "nanoT5/logs/pytorch_model.bin"
+    for path, content in ((old, {"model_state_dict": model.state_dict()}), (nano, model.state_dict())):
+        path.parent.mkdir(parents=True)
+        torch.save(content, path)
+    if is_there("tensorstore"):
+        write_t5x(model, folder / "t5x/t5_1_1_small/checkpoint_1000000")
+
+
+def is_there(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +204,7 @@ def text(tmp_path_factory) -> Path:
 def world(tmp_path, text, request) -> Path:
     """A folder with what the pages take as given: the clone's files, text, rows, models."""
     for path in ROOT.iterdir():
-        if path.suffix == ".py" or path.name in ("examples", "accelerate_configs", "models_configs", "scripts"):
+        if path.suffix == ".py" or path.name in CLONED:
             (tmp_path / path.name).symlink_to(path)
     write_text(tmp_path)
     for name in ("my_text", "text", "TEXT"):
@@ -173,6 +223,8 @@ def world(tmp_path, text, request) -> Path:
     (tmp_path / "small_bert.json").write_text(
         json.dumps({"base": str(ROOT / "models_configs/bert_configs/bert_base_uncased.json"), **bert})
     )
+    for name, settings in SMALL["configurations"].items():
+        (tmp_path / name).write_text(json.dumps(settings))
     page = request.node.callspec.params["page"]
     for name, source in re.findall(r"^```python file=(\S+)\n(.*?)^```", (ROOT / page).read_text(), flags=re.M | re.S):
         if "/" not in name:
@@ -180,6 +232,10 @@ def world(tmp_path, text, request) -> Path:
     for name, kind in SMALL["models"].items():
         if name not in SMALL["makes"].get(page, ()):
             save_toy(kind, tmp_path / name)
+    for name, kind in SMALL["runs"].get(page, {}).items():
+        save_run(tmp_path / name, kind)
+    if page == "docs/interchange.md":
+        write_other_programs(tmp_path)
     return tmp_path
 
 
@@ -192,7 +248,7 @@ def test_flags_of_a_command_exist(page, command, tmp_path, monkeypatch):
     cls = found and arguments_of(found[0])
     reason = reason_not_to_run(command)
     if not cls or (reason and reason.startswith("test_")):  # that test reads it
-        assert reason or command.startswith("python -m ")
+        assert reason or command.startswith(("python -m ", "python megatron/"))
         return
     for word in found[1]:
         assert not word.endswith(".yaml") or (ROOT / word).is_file()
@@ -216,7 +272,10 @@ def test_commands_of_a_page_run(page, world):
         "PYTHONPATH": str(ROOT),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
+    absent = tuple(beginning for beginning, package in SMALL["needs"].items() if not is_there(package))
     for command in [*SMALL["before"].get(page, ()), *whole]:
+        if absent and command.startswith(absent):
+            continue
         line = small(command) if program_of(shlex.split(command)) else command
         ended = subprocess.run(
             ["bash", "-c", line], cwd=world, env=environment, capture_output=True, text=True, timeout=300
@@ -226,5 +285,6 @@ def test_commands_of_a_page_run(page, world):
 
 def test_every_exception_of_small_yaml_is_needed():
     everything = [command for page in PAGES for command in commands(page)]
-    for beginning in SMALL["not_run"]:
+    everything += [command for before in SMALL["before"].values() for command in before]
+    for beginning in (*SMALL["not_run"], *SMALL["needs"]):
         assert any(command == beginning or command.startswith(f"{beginning} ") for command in everything), beginning

@@ -82,7 +82,7 @@ def seqio_data(
     worker = on_all(backend, start)
     folder, answer = backend.gather((worker.job.folder, worker.answer) if worker else None)[ranks[0]]
     lengths = (args.input_seq_len, targets_length)
-    fingerprint, rows = answer["fingerprint"], args.rows_per_worker()
+    fingerprint, rows = answer["fingerprint"], args.rows_per_worker() * backend.shares
     train = SeqioLoader(
         folder, fingerprint, lengths, vocabulary.pad_id, rows, backend.rank, backend.world_size, worker=worker
     )

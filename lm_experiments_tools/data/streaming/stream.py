@@ -275,4 +275,4 @@ def _open(
         except (UserError, OSError):
             feed.close()
             raise
-    return StreamLoader(dataset, args.rows_per_worker(), backend.rank, backend.world_size)
+    return StreamLoader(dataset, args.rows_per_worker() * backend.shares, backend.rank, backend.world_size)

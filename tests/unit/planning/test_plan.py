@@ -77,6 +77,7 @@ def test_the_parameters_of_a_preset_are_those_of_the_model(preset):
         (T5, {"freeze": ("encoder",), "batch_size": 16}),
         (T5, {"freeze": ("decoder",), "batch_size": 16}),
         (T5, {"freeze": ("embeddings", "encoder"), "batch_size": 16, "target_seq_len": 128}),
+        (T5, {"freeze": ("embeddings", "encoder"), "input_seq_len": 512, "target_seq_len": 8}),
         (T5, {"freeze": (), "batch_size": 16, "task": "classification", "target_seq_len": 8}),
         (BERT, {"model_type": "encoder"}),
         (BERT, {"model_type": "encoder", "cls": "modeling_bert:BertForSequenceClassification", "speed": "auto"}),

@@ -47,6 +47,15 @@ def test_running_out_of_memory_quotes_the_plan_and_proposes_the_next_setting(run
     assert "; try --batch_size 4 --gradient_accumulation_steps 2, planned at " in sentence
 
 
+def test_main_memory_that_is_refused_is_told_likewise(run):
+    with pytest.raises(RunError, match=r"^out of memory \(can't allocate memory: you tried .*; try --batch_size 4"):
+        with watched(*run):
+            torch.empty(2**50)
+    with pytest.raises(RuntimeError, match="not of memory") as caught, watched(*run):
+        raise RuntimeError("not of memory")
+    assert not isinstance(caught.value, RunError)
+
+
 def test_plan_prints_before_anything_is_allocated(run, capsys, tmp_path):
     import run_t5_pretraining
 

@@ -16,7 +16,7 @@ from lm_experiments_tools.files import dump_json
 from lm_experiments_tools.tools.main import main
 from lm_experiments_tools.tools.runs.curves import MAX_POINTS, curves_page
 from lm_experiments_tools.tools.runs.records import differences, read_run
-from lm_experiments_tools.tools.runs.terminal import bar, plot
+from lm_experiments_tools.tracking.terminal import bar, plot
 from run_t5_pretraining import main as pretrain
 from tests.helpers import ROOT
 from tests.helpers.runs import TINY, records, words

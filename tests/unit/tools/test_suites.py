@@ -7,16 +7,12 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
-from transformers import BertConfig, BertForMaskedLM
 
-from lm_experiments_tools.checkpoint.manifest import build_manifest
-from lm_experiments_tools.files import write_atomic
 from lm_experiments_tools.recipes.finetuner import FineTuner
 from lm_experiments_tools.tools import suites
 from lm_experiments_tools.tools.main import main
-from tests.helpers.pretrained_toys import ROWS, save_toy, toy_model
 from tests.helpers.runs import records
+from tests.helpers.suite_toys import MTEB_TASK, save_run, write_colours, write_pairs
 
 
 def needs(package: str):
@@ -24,36 +20,10 @@ def needs(package: str):
     return pytest.mark.skipif(not found, reason=f"{package} is not installed: it is of the extra `suites`")
 
 
-def model_of(kind: str, seed: int) -> torch.nn.Module:
-    """Other weights for each seed, of such a size that texts do not look alike."""
-    if kind == "encoder":
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-        model = BertForMaskedLM(BertConfig(vocab_size=ROWS, max_position_embeddings=64, **sizes))
-    else:
-        model = toy_model(kind)
-    torch.manual_seed(seed)
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=0.2)
-    return model
-
-
 @pytest.fixture
 def run_of(tmp_path):
     """A run directory with checkpoints of steps 2 and 4."""
-
-    def make(kind: str):
-        for step in (2, 4):
-            folder = tmp_path / "run" / "checkpoints" / f"step_{step:06}"
-            save_toy(kind, folder, model_of(kind, step))
-            state = {"step": step, "consumed_samples": 8 * step, "consumed_tokens": 100 * step}
-            (folder / "trainer_state.json").write_text(json.dumps({"state": state}))
-            write_atomic(folder / "manifest.json", build_manifest(folder, step, False, {}))
-        for link in ("best", "last"):
-            (tmp_path / "run" / link).symlink_to("checkpoints/step_000004")
-        (tmp_path / "run" / "config.json").write_text(json.dumps({"iters": 4, "lr": 1e-3}))
-        return tmp_path / "run"
-
-    return make
+    return lambda kind: save_run(tmp_path / "run", kind)
 
 
 def evaluate(run, *flags) -> int:
@@ -62,26 +32,7 @@ def evaluate(run, *flags) -> int:
 
 @pytest.fixture
 def colours(tmp_path):
-    """A task of lm_eval's, with a choice to be scored and a file beside."""
-    rows = [{"thing": f"w{i} w{i + 3}", "label": i % 2} for i in range(16)]
-    (tmp_path / "colours.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "colours.yaml").write_text(
-        f"""task: colours
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {tmp_path / "colours.jsonl"}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{thing}}}} is"
-doc_to_choice: ["w40 w41", "w50"]
-doc_to_target: label
-metric_list:
-  - metric: acc
-  - metric: acc_norm
-"""
-    )
-    return tmp_path / "colours.yaml"
+    return write_colours(tmp_path)
 
 
 @needs("lm_eval")
@@ -110,9 +61,7 @@ def test_lm_eval_gives_what_it_gives_by_itself(run_of, colours, tmp_path, monkey
 
 @pytest.fixture
 def pairs(tmp_path):
-    rows = [{"sentence1": f"w{i} w3 w{2 * i}", "sentence2": f"w{i * i} w7", "score": i * 7 % 5} for i in range(9)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return rows
+    return write_pairs(tmp_path)
 
 
 @needs("sentence_transformers")
@@ -132,28 +81,6 @@ def test_sts_gives_what_sentence_transformers_gives(run_of, pairs, tmp_path):
         assert record["pairs/pearson_cosine"] == direct["pearson_cosine"]
     (tmp_path / "bad.jsonl").write_text('{"sentence1": "a", "score": 1}\n')
     assert evaluate(run, "--suite", "sts", "--tasks", tmp_path / "bad.jsonl") == 2
-
-
-MTEB_TASK = """
-import json
-from datasets import Dataset, DatasetDict
-from mteb.abstasks.sts import AbsTaskSTS
-from mteb.abstasks.task_metadata import TaskMetadata
-
-
-class LocalSTS(AbsTaskSTS):
-    metadata = TaskMetadata(
-        name="LocalSTS", description="Pairs.", dataset={"path": "local", "revision": "1"}, type="STS", category="t2t",
-        modalities=["text"], eval_splits=["test"], eval_langs=["eng-Latn"], main_score="cosine_spearman",
-        reference=None, date=None, domains=None, task_subtypes=None, license=None, annotations_creators=None,
-        dialect=None, sample_creation=None, bibtex_citation=None,
-    )
-    min_score, max_score = 0, 4
-
-    def load_data(self, **kwargs):
-        self.dataset = DatasetDict(test=Dataset.from_list([json.loads(line) for line in open("pairs.jsonl")]))
-        self.data_loaded = True
-"""
 
 
 @needs("mteb")

@@ -30,6 +30,7 @@ def plot(
     *,
     dots: bool = True,
     colour: bool = False,
+    ends: tuple[str, str] | None = None,
 ) -> list[str]:
     """Lines of curves with their axes; later curves are drawn over earlier ones.
 
@@ -37,6 +38,7 @@ def plot(
         curves: {name, one of COLOURS: (x, y) by x}; empty ones are left out.
         width, height: of the whole, in characters.
         dots: Braille characters; False draws asterisks.
+        ends: what stands below the first and the last x, instead of these as whole numbers.
     """
     points = [point for curve in curves.values() for point in curve]
     if not points or width < 24 or height < 4:
@@ -58,7 +60,7 @@ def plot(
     shown = {0: labels[0], (rows - 1) // 2: labels[1], rows - 1: labels[2]}
     side, corner, floor = ("│", "└", "─") if dots else ("|", "+", "-")
     lines = [f"{shown.get(number, ''):>{margin}} {side}{''.join(row)}" for number, row in enumerate(cells)]
-    first, last = f"{left:,.0f}", f"{right:,.0f}"
+    first, last = ends or (f"{left:,.0f}", f"{right:,.0f}")
     below = f"{'':{margin + 2}}{first}{last:>{max(columns - len(first), len(last) + 1)}}"
     return [*lines, f"{'':{margin}} {corner}{floor * columns}", below]
 

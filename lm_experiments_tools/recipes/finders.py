@@ -1,0 +1,195 @@
+"""The learning-rate range test: real updates at rates that grow by a constant factor.
+
+The loss belonging to a rate is that of the next batch, of the weights that an update at this rate has made. A running
+median smooths the curve: unlike an exponential mean it neither lags nor lets one large value move its neighbours, so
+that its lowest point is where the loss begins to rise.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from lm_experiments_tools.backends.collective import on_all
+from lm_experiments_tools.checkpoint.train_state import failures_located
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import dump_json, write_atomic
+from lm_experiments_tools.tracking.terminal import plot
+from lm_experiments_tools.training.attempt import TrainingDiverged
+from lm_experiments_tools.training.first_batches import checked
+from lm_experiments_tools.training.hooks import VerbHook
+from lm_experiments_tools.training.metrics import KeptOutputs, Window
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.training.loop import TrainingLoop
+
+_FAR = 4.0  # times the lowest smoothed loss: the test stops
+_NOISE = 3  # times the median step between two losses: a fall of less is none
+_ROWS = 12  # of the table
+_SIZE = (72, 14)  # of the curve, in characters
+
+
+class RangeTest(NamedTuple):
+    """Rates, the loss after an update at each, and what they say.
+
+    Attributes:
+        smoothed: running medians of the losses.
+        steepest: the rate at which the loss falls fastest with the logarithm of the rate; None if it falls nowhere.
+        edge: the highest rate before the loss rises for good; None if it does not in this range.
+    """
+
+    rates: list[float]
+    losses: list[float]
+    smoothed: list[float]
+    steepest: float | None
+    edge: float | None
+
+
+def find_lr(trainer: TrainingLoop, folder: str | Path | None) -> RangeTest:
+    """Make the updates of `--find_lr`, show the curve and write it to `folder`/find_lr.json.
+
+    Every worker calls it, with a loop that has just been made; its weights are of no use afterwards.
+
+    Raises:
+        UserError: the loss is not finite from the start.
+        SystemExit: with 128 + signal number, after a signal.
+    """
+    args = trainer.args
+    growth = (args.find_lr_max / args.find_lr_min) ** (1 / (args.find_lr - 1))
+    rates = [args.find_lr_min * growth**i for i in range(args.find_lr)]
+    losses = _losses(trainer, rates)
+    if len(losses) < 2:
+        raise UserError(
+            f"--find_lr: the loss or its gradient is not finite from --find_lr_min {args.find_lr_min:g} on: lower it, "
+            "or look at the model and the data without --find_lr"
+        )
+    stopped = len(losses) < args.find_lr
+    test = read_range_test(rates[: len(losses)], losses, stopped)
+    for line in _shown(test, stopped):
+        trainer.say(line)
+    write_found(trainer, folder, "find_lr.json", test._asdict())
+    return test
+
+
+@contextmanager
+def only_steps(trainer: TrainingLoop) -> Iterator[None]:
+    """The loop's own steps with nothing beside them: no log, validation or checkpoint; each is waited for."""
+    trainer.hooks = [VerbHook(1, lambda loop: None)]
+    trainer.kept = KeptOutputs(None, None)
+    with trainer.signals, failures_located(trainer.state, trainer.backend):
+        trainer.backend.model.train()
+        yield
+    if trainer.signals.agreed:
+        raise SystemExit(128 + trainer.signals.agreed)
+
+
+def write_found(trainer: TrainingLoop, folder: str | Path | None, name: str, found: dict[str, Any]) -> None:
+    """Write what was found to a file of the run directory, if there is to be one, by rank 0."""
+    if folder is None:
+        return
+    path = Path(folder) / name
+
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, dump_json(found))
+
+    on_all(trainer.backend, write, only_main=True)
+    trainer.say(f"written to {path}; nothing else is changed")
+
+
+def _losses(trainer: TrainingLoop, rates: Sequence[float]) -> list[float]:
+    """The global loss after an update at each rate, as far as they are finite and not far above the lowest."""
+    rate, before = trainer.learning_rate, trainer.state.step
+    rate.schedule, rate.plateau = (lambda step: wanted / trainer.args.lr), None
+    losses: list[float] = []
+    wanted, made = rates[0], 0
+    with only_steps(trainer):
+        batches = checked(trainer.stream.timed(), trainer.stream, trainer.backend, trainer.args)
+        while made <= len(rates):
+            wanted = rates[min(made, len(rates) - 1)]
+            trainer.window = Window()
+            try:
+                info = trainer.train_step(*next(batches))
+            except TrainingDiverged:
+                break
+            if info is None or not (info.applied or trainer.args.fp16):
+                break
+            if not info.applied:  # a loss scale that is coming down
+                continue
+            loss = trainer.loss.with_total(trainer.window.sums.reduce(trainer.backend))["loss"]
+            if not math.isfinite(loss):
+                break
+            if made:
+                losses.append(loss)
+            made = trainer.state.step - before
+            if _is_far(losses):
+                break
+    return losses
+
+
+def _is_far(losses: Sequence[float]) -> bool:
+    smoothed = _medians(losses, 2)[:-2]  # the last ones have not all their neighbours yet
+    return bool(smoothed) and smoothed[-1] > _FAR * min(smoothed) > 0
+
+
+def read_range_test(rates: Sequence[float], losses: Sequence[float], stopped: bool = False) -> RangeTest:
+    """Find the steepest descent and the edge of divergence.
+
+    Args:
+        rates: each the same multiple of the one before.
+        losses: after an update at each.
+        stopped: the next one was not finite, or the last is far above the lowest.
+    """
+    reach = max(1, len(losses) // 40)
+    smoothed = _medians(losses, reach)
+    lowest = int(np.argmin(smoothed))
+    span = max(2, len(losses) // 20)
+    logs = np.log(rates)
+    ends = [(max(i - span, 0), min(i + span, lowest)) for i in range(lowest + 1)]
+    slopes = [(smoothed[b] - smoothed[a]) / (logs[b] - logs[a]) if b > a else 0.0 for a, b in ends]
+    steepest = int(np.argmin(slopes))
+    rises = stopped or lowest < len(losses) - 1 - span
+    noise = float(np.median(np.abs(np.diff(losses[: lowest + 1])))) if lowest else 0.0
+    falls = slopes[steepest] < 0 and smoothed[0] - smoothed[lowest] > _NOISE * noise
+    return RangeTest(
+        list(rates),
+        list(losses),
+        smoothed,
+        rates[steepest] if falls else None,
+        rates[lowest] if rises else None,
+    )
+
+
+def _medians(values: Sequence[float], reach: int) -> list[float]:
+    """Medians over `reach` neighbours on each side, fewer and still symmetric at the ends."""
+    reaches = [min(reach, i, len(values) - 1 - i) for i in range(len(values))]
+    return [float(np.median(values[i - r : i + r + 1])) for i, r in enumerate(reaches)]
+
+
+def _shown(test: RangeTest, stopped: bool) -> list[str]:
+    """Table, curve, and the sentence that follows from them."""
+    rows = sorted({round(i * (len(test.rates) - 1) / (_ROWS - 1)) for i in range(_ROWS)})
+    lines = ["      lr        loss    smoothed"]
+    lines += [f"{test.rates[i]:8.2e}  {test.losses[i]:10.4f}  {test.smoothed[i]:10.4f}" for i in rows]
+    dots = (sys.stdout.encoding or "").lower().startswith("utf")
+    width = min(shutil.get_terminal_size().columns - 24, _SIZE[0])  # the log's time and level stand before each line
+    curve = list(zip(np.log(test.rates).tolist(), test.smoothed, strict=True))
+    ends = f"lr {test.rates[0]:.1e}", f"{test.rates[-1]:.1e}"
+    lines += plot({"train": curve}, width, _SIZE[1], dots=dots, ends=ends)
+    highest = f"{test.rates[-1]:.2g}"
+    if test.steepest is None:
+        found = f"the loss falls by no more than its noise from lr {test.rates[0]:.2g} to {highest}: take more updates"
+    else:
+        found = f"try --lr {test.steepest:.2g}, where the loss falls fastest"
+    if test.edge is not None:
+        found += f"; it rises from lr {test.edge:.2g} on"
+    elif test.steepest is not None:
+        found += f"; it does not rise up to lr {highest}: raise --find_lr_max to see where it does"
+    return [*lines, found + (f" (stopped at {highest}, far above its lowest)" if stopped else "")]

@@ -1,0 +1,46 @@
+"""The finders on two workers: the same global batch as on one, and one micro-batch that both can hold."""
+
+import json
+import sys
+
+import pytest
+
+from tests.distributed.launch import ROOT, horovodrun, missing, run, torchrun
+
+WORKER = ROOT / "tests" / "distributed" / "finders_worker.py"
+LAUNCHERS = {"horovod": (horovodrun, "horovod", {}), "ddp": (torchrun, "accelerate", {"ACCELERATE_USE_CPU": "true"})}
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The range test of one process, 24 rows an update."""
+    folder = tmp_path_factory.mktemp("alone")
+    job = run([sys.executable], WORKER, folder)
+    assert job.returncode == 0, job.output[-3000:]
+    return json.loads((folder / "find_lr.json").read_text())
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_workers_agree_and_none_hangs(launcher, alone, tmp_path):
+    launch, package, extra = LAUNCHERS[launcher]
+    if reason := missing(package):
+        pytest.skip(reason)
+    job = run(launch(), WORKER, tmp_path, FULL_AT="12,5", **extra)
+    assert job.returncode == 0, job.output[-3000:]
+    found = json.loads((tmp_path / "find_lr.json").read_text())
+    assert found["losses"] == pytest.approx(alone["losses"], rel=1e-4)  # far beyond the edge rounding grows
+    assert found["edge"] == alone["edge"]
+    found = json.loads((tmp_path / "find_micro_batch.json").read_text())
+    assert found["largest_that_fits"] == 4  # the largest divisor of 12 that rank 1 can hold
+    assert found["fits"]["6"] is False and found["fits"]["4"] is True
+    assert found["batch_size"] * found["gradient_accumulation_steps"] == 12 and found["batch_size"] <= 4
+    assert "do not fit (1 of 2 worker(s) out of memory)" in job.output
+
+
+@pytest.mark.slow
+def test_nobody_waits_where_one_worker_holds_no_row(tmp_path):
+    job = run(torchrun(), WORKER, tmp_path, FULL_AT="12,0", ACCELERATE_USE_CPU="true")
+    assert job.returncode not in (0, None), job.output[-3000:]
+    assert "error: --find_micro_batch: not even micro-batches of one row fit" in job.output

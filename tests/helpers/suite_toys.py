@@ -1,0 +1,93 @@
+"""Runs of toy models with two checkpoints, and tasks for suites of other projects to measure them by."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import BertConfig, BertForMaskedLM
+
+from lm_experiments_tools.checkpoint.manifest import build_manifest
+from lm_experiments_tools.files import write_atomic
+from tests.helpers.pretrained_toys import ROWS, save_toy, toy_model
+
+
+def model_of(kind: str, seed: int) -> torch.nn.Module:
+    """Other weights for each seed, of such a size that texts do not look alike."""
+    if kind == "encoder":
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        model = BertForMaskedLM(BertConfig(vocab_size=ROWS, max_position_embeddings=512, **sizes))
+    else:
+        model = toy_model(kind)
+    torch.manual_seed(seed)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    return model
+
+
+def save_run(run: Path, kind: str) -> Path:
+    """A run directory with checkpoints of steps 2 and 4."""
+    for step in (2, 4):
+        folder = run / "checkpoints" / f"step_{step:06}"
+        save_toy(kind, folder, model_of(kind, step))
+        state = {"step": step, "consumed_samples": 8 * step, "consumed_tokens": 100 * step}
+        (folder / "trainer_state.json").write_text(json.dumps({"state": state}))
+        write_atomic(folder / "manifest.json", build_manifest(folder, step, False, {}))
+    for link in ("best", "last"):
+        (run / link).symlink_to("checkpoints/step_000004")
+    (run / "config.json").write_text(json.dumps({"iters": 4, "lr": 1e-3}))
+    return run
+
+
+def write_colours(folder: Path) -> Path:
+    """A task of lm_eval's, with a choice to be scored and a file beside."""
+    rows = [{"thing": f"w{i} w{i + 3}", "label": i % 2} for i in range(16)]
+    (folder / "colours.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "colours.yaml").write_text(
+        f"""task: colours
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {folder / "colours.jsonl"}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{thing}}}} is"
+doc_to_choice: ["w40 w41", "w50"]
+doc_to_target: label
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
+    )
+    return folder / "colours.yaml"
+
+
+def write_pairs(folder: Path) -> list[dict[str, str | int]]:
+    """Sentences with scores, in pairs.jsonl."""
+    rows = [{"sentence1": f"w{i} w3 w{2 * i}", "sentence2": f"w{i * i} w7", "score": i * 7 % 5} for i in range(9)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+# A module with a task of mteb's, of the rows in pairs.jsonl.
+MTEB_TASK = """
+import json
+from datasets import Dataset, DatasetDict
+from mteb.abstasks.sts import AbsTaskSTS
+from mteb.abstasks.task_metadata import TaskMetadata
+
+
+class LocalSTS(AbsTaskSTS):
+    metadata = TaskMetadata(
+        name="LocalSTS", description="Pairs.", dataset={"path": "local", "revision": "1"}, type="STS", category="t2t",
+        modalities=["text"], eval_splits=["test"], eval_langs=["eng-Latn"], main_score="cosine_spearman",
+        reference=None, date=None, domains=None, task_subtypes=None, license=None, annotations_creators=None,
+        dialect=None, sample_creation=None, bibtex_citation=None,
+    )
+    min_score, max_score = 0, 4
+
+    def load_data(self, **kwargs):
+        self.dataset = DatasetDict(test=Dataset.from_list([json.loads(line) for line in open("pairs.jsonl")]))
+        self.data_loaded = True
+"""

@@ -1,0 +1,159 @@
+"""Sums of gradients as integers against Python's exact sum of floats, in any order and grouping."""
+
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.backends.exact_sum import ExactSum
+from lm_experiments_tools.config.training import TrainerArgs
+from lm_experiments_tools.errors import UserError
+
+SHAPES = [(7, 5), (300,), (), (3, 2, 4)]
+
+
+def micro_batches(number: int, scale: float = 1.0) -> list[list[torch.Tensor]]:
+    """Gradients of every size down to a millionth, so that floating-point sums depend on their order."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(shape: tuple[int, ...]) -> torch.Tensor:
+        size = torch.rand(shape, generator=generator).mul(-14).exp()
+        return torch.randn(shape, generator=generator) * size * scale
+
+    return [[draw(shape) for shape in SHAPES] for _ in range(number)]
+
+
+class Together:
+    """Workers in threads, whose collectives wait for each other."""
+
+    def __init__(self, number: int) -> None:
+        self.barrier, self.shared = threading.Barrier(number, timeout=20), {}
+
+    def gather(self, value: object) -> list:
+        self.shared[threading.current_thread().name] = value
+        self.barrier.wait()
+        values = [self.shared[name] for name in sorted(self.shared)]
+        self.barrier.wait()
+        return values
+
+    def sum_in_place(self, values: torch.Tensor) -> None:
+        values.copy_(torch.stack(self.gather(values.clone())).sum(0))
+
+
+def workers(number: int, addends: int) -> list[ExactSum]:
+    together = Together(number)
+    return [
+        ExactSum(
+            [nn.Parameter(torch.zeros(shape)) for shape in SHAPES], addends, together.sum_in_place, together.gather
+        )
+        for _ in range(number)
+    ]
+
+
+def summed(parts: list[ExactSum], gradients: list[list[torch.Tensor]]) -> tuple[list[torch.Tensor | None], bool]:
+    """The gradients that all workers end with, which are the same, and if the step is to be repeated."""
+
+    def work(number: int) -> tuple[list[torch.Tensor | None], bool]:
+        threading.current_thread().name = f"worker {number}"
+        part = parts[number]
+        for micro_batch in gradients[number :: len(parts)]:
+            for parameter, gradient in zip(part.parameters, micro_batch, strict=True):
+                parameter.grad = gradient.clone()
+            part.add()
+        part.finish()
+        return [parameter.grad for parameter in part.parameters], part.must_repeat()
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        (first, repeat), *others = pool.map(work, range(len(parts)))
+    for got, again in others:
+        assert again == repeat
+        assert repeat or all(
+            torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(first, got, strict=True)
+        )
+    return first, repeat
+
+
+def exact(gradients: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Python's exact sums of floats, rounded once."""
+    sums = []
+    for column in (torch.stack(column) for column in zip(*gradients, strict=True)):
+        values = [math.fsum(values) for values in column.view(len(column), -1).double().T.tolist()]
+        sums.append(torch.tensor(values, dtype=torch.float32).view(column.shape[1:]))
+    return sums
+
+
+@pytest.mark.parametrize("order", ["as they come", "backwards"])
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_any_order_and_any_grouping_gives_the_exact_sum(number, order):
+    gradients = micro_batches(12)
+    expected = exact(gradients)
+    got, _ = summed(workers(number, 12), gradients if order == "as they come" else gradients[::-1])
+    for sum_, want in zip(got, expected, strict=True):
+        assert torch.equal(sum_, want)
+    floats = sum(micro_batch[1] for micro_batch in gradients)
+    backwards = sum(micro_batch[1] for micro_batch in gradients[::-1])
+    assert not torch.equal(floats, backwards), "the case is no test: floats agree as well"
+
+
+def test_what_leaves_its_grid_is_computed_once_more():
+    parts, gradients = workers(2, 4), micro_batches(4)
+    gradients[3] = [gradient * 1e6 for gradient in gradients[3]]  # of the second worker alone
+    assert summed(parts, gradients) == ([None] * len(SHAPES), True)
+    got, repeat = summed(parts, gradients)
+    assert not repeat
+    for sum_, want in zip(got, exact(gradients), strict=True):
+        assert torch.allclose(sum_, want, rtol=2e-7, atol=0)
+
+
+def test_grids_follow_the_gradients_down():
+    part = workers(1, 4)
+    for scale in (1.0, 1e-4, 1e-8, 1e-12, 1e-12):
+        gradients = micro_batches(4, scale)
+        got, _ = summed(part, gradients)
+    for sum_, want in zip(got, exact(gradients), strict=True):
+        assert torch.allclose(sum_, want, rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_anywhere_is_nan_and_no_reason_to_repeat(value):
+    parts, gradients = workers(2, 2), micro_batches(2)
+    gradients[1][0][0, 0] = value
+    got, repeat = summed(parts, gradients)
+    assert got[0].isnan().all() and not repeat
+    assert torch.equal(got[1], exact(gradients)[1])
+
+
+def test_an_unused_parameter_has_no_gradient():
+    [part] = workers(1, 2)
+    part.parameters[1].grad = torch.ones(300)
+    part.add()
+    part.finish()
+    assert [parameter.grad is None for parameter in part.parameters] == [True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [({"fp16": True}, "--fp16"), ({"fp16_allreduce": True, "backend": "horovod"}, "rounds them")],
+)
+def test_what_cannot_be_exact_is_refused(flags, words):
+    args = TrainerArgs(reproducible="elastic", **flags)
+    with pytest.raises(UserError, match=words):
+        LocalBackend().reproduce(args)
+
+
+def test_elastic_is_refused_where_gradients_are_sharded():
+    backend = LocalBackend()
+    backend.shards_optimizer = True
+    with pytest.raises(UserError, match="--reproducible fixed"):
+        backend.reproduce(TrainerArgs(reproducible="elastic"))
+
+
+def test_workers_that_do_not_divide_the_virtual_ranks_are_refused():
+    backend = LocalBackend()
+    backend.world_size = 5
+    with pytest.raises(UserError, match=r"1, 2, 3, 4, 6, 12"):
+        backend.reproduce(TrainerArgs(reproducible="elastic"))
