@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from tests.distributed.restarting_worker import NAMES
 from tests.distributed.launch import ROOT, missing, run, torchrun
+from tests.distributed.restarting_worker import NAMES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(0)]
 
