@@ -25,6 +25,10 @@ class RunError(RuntimeError):
     """
 
 
+class LostWorkerError(RunError):
+    """Another worker of the job is gone, or cannot be reached: nobody is left to take leave of."""
+
+
 def os_sentence(error: OSError) -> str:
     """File, what the system says about it, and what to do; of a library's own words, these alone."""
     if error.errno is None:

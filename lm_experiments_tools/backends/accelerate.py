@@ -31,7 +31,7 @@ from lm_experiments_tools.backends.backend import (
 )
 from lm_experiments_tools.backends.compression import send_as_fp16
 from lm_experiments_tools.backends.precision import ApexAmp, Precision, get_precision
-from lm_experiments_tools.backends.roll_call import host_group, limit_waiting, meeting, missing_ranks
+from lm_experiments_tools.backends.roll_call import host_group, limit_waiting, meeting, missing_ranks, restarts_store
 from lm_experiments_tools.backends.trees import as_carrier, map_tensors, put_back
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.inspection import is_adapted
@@ -447,7 +447,7 @@ def make_accelerator(args: TrainerArgs) -> Accelerator:
             f"say no) and give --{told}" + ("" if told in ("fp16", "bf16") else " is not supported")
         )
     seconds = args.stall_timeout or STALL_SECONDS
-    handlers = [InitProcessGroupKwargs(timeout=timedelta(seconds=seconds))]
+    handlers = [InitProcessGroupKwargs(init_method=restarts_store(), timeout=timedelta(seconds=seconds))]
     if sharding is None:
         handlers.append(DistributedDataParallelKwargs(gradient_as_bucket_view=True))
     if sharding == "DEEPSPEED":

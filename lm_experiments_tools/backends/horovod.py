@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
+from lm_experiments_tools.backends import horovod_elastic
 from lm_experiments_tools.backends.backend import STALL_SECONDS, DataParallelBackend, check_whole
 from lm_experiments_tools.backends.launch import wanted_processes
 from lm_experiments_tools.backends.precision import Precision, get_precision
@@ -24,6 +25,7 @@ from lm_experiments_tools.errors import UserError
 try:
     import horovod
     import horovod.torch as hvd
+    from horovod.common.elastic import notification_manager
 except ImportError as error:
     raise UserError(
         f"Horovod's PyTorch part cannot be imported ({error}); build it with `lmtools build-horovod` "
@@ -61,7 +63,9 @@ class HorovodBackend(DataParallelBackend):
         os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(STALL_SECONDS))
         # Else a GPU's gradients would be waited for by the host, not by the GPU's next work.
         os.environ.setdefault("HOROVOD_ENABLE_ASYNC_COMPLETION", "1")
+        horovod_elastic.ask_for_rank()
         hvd.init()
+        horovod_elastic.listen(notification_manager)
         super().__init__(precision, _local_device())
         self.rank, self.local_rank, self.world_size = hvd.rank(), hvd.local_rank(), hvd.size()
         self.fp16_allreduce = fp16_allreduce

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
 
 _WAIT_SECONDS = 1.0  # a process closes its connections shortly before it is seen to have ended
+_END_SECONDS = 4.0  # the same where it must be one of this machine: a Python process that fails takes a while to end
 _SIGNS = ("connection", "peer", "socket", "remote", "gloo", "nccl", "horovod")  # in the message of a broken collective
 _STATES = {psutil.STATUS_ZOMBIE: "", psutil.STATUS_STOPPED: ", stopped by a signal"}
 
@@ -39,16 +40,20 @@ def lost_peer(error: Exception, peers: Peers, backend: Backend) -> str | None:
     if not any(sign in text for sign in _SIGNS):
         return None
     near = {rank: process for rank, (host, process) in enumerate(peers) if host == here[0] and process != here[1]}
-    deadline = time.monotonic() + (_WAIT_SECONDS if near else 0)  # a launcher may soon end this worker too
+    far = sorted({host for host, _ in peers} - {here[0]})
+    closed_here = not far and ("peer" in text or "shut down" in text)
+    # a launcher may soon end this worker too
+    deadline = time.monotonic() + (_END_SECONDS if closed_here else _WAIT_SECONDS if near else 0)
     while not (gone := {rank: why for rank, process in near.items() if (why := _gone(process)) is not None}):
         if time.monotonic() > deadline:
             break
         time.sleep(0.05)
     reason = f"({first_line(error)})"
+    if not gone and closed_here and len(near) == 1:  # it takes its time to end
+        gone = dict.fromkeys(near, ", which has closed its connections")
     if gone:
         named = ", ".join(f"{rank} (process {near[rank]} on {here[0]}{why})" for rank, why in gone.items())
         return f"lost rank {named}, whose own log says why if it could {reason}"
-    far = sorted({host for host, _ in peers} - {here[0]})
     if not far and "timed out" not in text:  # else all are here and run, and the error may be another's
         return None
     try:
@@ -60,7 +65,9 @@ def lost_peer(error: Exception, peers: Peers, backend: Backend) -> str | None:
         return f"lost {named}, or the connection there: no answer {reason}"
     if missing is not None:
         return f"all workers answer, but one came too late, or two of them have no connection {reason}"
-    return f"lost a worker on {' or '.join(far)}, or the connection to it {reason}" if far else None
+    ranks = [str(rank) for rank, (host, _) in enumerate(peers) if host in far]
+    who = f"rank {' or '.join(ranks)}" if len(far) == 1 else "a worker"  # of more machines there are too many
+    return f"lost {who} on {' or '.join(far)}, or the connection to it {reason}" if far else None
 
 
 def _gone(process: int) -> str | None:

@@ -8,14 +8,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from lm_experiments_tools.errors import RunError, first_line
+from lm_experiments_tools.errors import LostWorkerError, UserError, first_line
 
-_SECONDS = 5.0  # in which those that are there answer: they learn of the same loss at about the same time
+_SECONDS = 3.0  # in which those that are there answer: they learn of the same loss at about the same time
 
 
 @contextmanager
@@ -23,17 +24,47 @@ def meeting(seconds: float) -> Iterator[None]:
     """The start of a job, in which workers find one another.
 
     Raises:
-        RunError: they do not, within `seconds`.
+        LostWorkerError: they do not, within `seconds`.
     """
     try:
         yield
     except (dist.DistStoreError, dist.DistNetworkError, dist.DistBackendError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise RunError(
+        raise LostWorkerError(
             f"the workers of the job did not all meet at {where} within {seconds:g} s ({first_line(error)}): see what "
             "the others say, whether a firewall closes ports between the machines, and whether GLOO_SOCKET_IFNAME "
             "and NCCL_SOCKET_IFNAME name the network that they share"
         ) from error
+
+
+def restarts_store() -> str | None:
+    """The init_method of workers that torchrun has started again (`--max-restarts`); None where torch's own serves.
+
+    torchrun keeps its store over a restart, with the addresses of the workers that were: the new ones would try to
+    reach these. Here they write under a name of their own.
+
+    Raises:
+        UserError: on several machines, whose agents do not count restarts alike.
+    """
+    told = os.environ.get
+    if told("TORCHELASTIC_USE_AGENT_STORE") != "True" or told("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        return None
+    if told("GROUP_WORLD_SIZE", "1") != "1":
+        raise UserError(
+            "--max-restarts of torchrun on several machines needs --rdzv_backend c10d and, in the environment of each "
+            "torchrun, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: else restarted workers look for those of before"
+        )
+    count = told("TORCHELASTIC_RESTART_COUNT", "0")
+    if count == "0":
+        return None
+    dist.register_rendezvous_handler("restart", _rendezvous_of_restart)
+    return f"restart://{count}"
+
+
+def _rendezvous_of_restart(url: str, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    """Torch's env:// with the keys of this start apart."""
+    for store, rank, world_size in dist.rendezvous("env://", **options):
+        yield dist.PrefixStore(url.partition("?")[0], store), rank, world_size
 
 
 def limit_waiting(seconds: float | None) -> None:
@@ -47,7 +78,7 @@ def host_group(world_size: int, device: torch.device, seconds: float) -> dist.Pr
     """A group for tensors of the host, so that no count waits behind a GPU's work; None where the first is one.
 
     Raises:
-        RunError: the workers do not reach one another within `seconds`.
+        LostWorkerError: the workers do not reach one another within `seconds`.
     """
     if world_size == 1 or device.type == "cpu":
         return None
@@ -73,7 +104,7 @@ def missing_ranks(rank: int, world_size: int) -> list[int]:
 
     thread = threading.Thread(target=ask, daemon=True)  # a store without a connection answers never
     thread.start()
-    thread.join(2 * _SECONDS)
+    thread.join(_SECONDS + 0.5)
     if not answers:
         raise ConnectionError("the store of the process group does not answer")
     return answers[0]

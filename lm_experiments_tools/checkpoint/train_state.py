@@ -20,7 +20,7 @@ from lm_experiments_tools.checkpoint.legacy import read_old_training_state, regr
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, OF_TRAINING, read_manifest, verify_model
 from lm_experiments_tools.checkpoint.tree import load_tree, tree_files
 from lm_experiments_tools.checkpoint.weights import LoadReport, load_weights
-from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.errors import LostWorkerError, UserError
 from lm_experiments_tools.optimizers import CHOSEN
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
     """An exception that leaves this block says, as its attribute `step`, how many updates had been applied.
 
     Raises:
-        RunError: another worker is gone; names it where that can be known.
+        LostWorkerError: another worker is gone; names it where that can be known.
     """
     peers = all_peers(backend)
     try:
@@ -94,7 +94,7 @@ def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
         error.step = state.step
         if (sentence := lost_peer(error, peers, backend)) is None:
             raise
-        located = RunError(sentence)
+        located = LostWorkerError(sentence)
         located.step = state.step
         raise located from error
 

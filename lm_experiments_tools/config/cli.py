@@ -23,11 +23,12 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import tyro
 import yaml
 
+from lm_experiments_tools.config import restart
 from lm_experiments_tools.config.flags import help_groups
 from lm_experiments_tools.config.help import help_topic, print_help
 from lm_experiments_tools.config.launchers import launcher_rank, on_several_machines
 from lm_experiments_tools.config.suggestions import suggestion
-from lm_experiments_tools.errors import RunError, UserError, os_sentence
+from lm_experiments_tools.errors import LostWorkerError, RunError, UserError, os_sentence
 from lm_experiments_tools.names import resolve_name
 
 Args = TypeVar("Args")
@@ -142,7 +143,8 @@ def to_yaml(args: Any, origins: Mapping[str, str] | None = None) -> str:
 def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
     """Run an entry point and exit with its code.
 
-    UserError: its sentence on stderr, code 2. RunError: its sentence with rank and step, code 1. Ctrl-C: code 130. Any
+    UserError: its sentence on stderr, code 2. RunError: its sentence with rank and step, code 1; in an elastic job a
+    worker that has lost another, or is left when that one was told to leave, begins anew. Ctrl-C: code 130. Any
     other exception keeps its traceback, code 1, and a last line repeats rank, step (where the exception carries one as
     `step`), type and reason, because the traceback of one rank drowns in the output of the others.
     """
@@ -154,6 +156,8 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
         sys.exit(2)
     except RunError as error:
         _say(f"error: {_where(error)}: {error}")
+        if isinstance(error, LostWorkerError):
+            restart.begin_anew() if restart.is_elastic() else restart.leave(1)
         sys.exit(1)
     except OSError as error:
         if error.errno is None:  # raised by a library for reasons of its own
@@ -163,6 +167,10 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(128 + signal.SIGINT)
+    except SystemExit as error:
+        if restart.is_restart(error.code):
+            restart.begin_anew()
+        raise
     sys.exit(code or 0)
 
 
@@ -175,6 +183,8 @@ def _report_crash(kind: type[BaseException], error: BaseException, trace: types.
     sys.__excepthook__(kind, error, trace)
     reason = str(error).strip().splitlines()
     _say(f"{_where(error)}: {kind.__name__}: {reason[0] if reason else 'no message'}")
+    if restart.is_elastic() and kind.__name__ == "HorovodInternalError":  # while the job starts
+        restart.begin_anew()
 
 
 def _say(sentence: str) -> None:

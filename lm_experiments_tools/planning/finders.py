@@ -21,7 +21,8 @@ import torch
 
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.planning.fit import USABLE, fit, memory_of
-from lm_experiments_tools.planning.watch import config_of, is_out_of_memory, planned_for, planning_of, watched
+from lm_experiments_tools.planning.trial import is_out_of_memory
+from lm_experiments_tools.planning.watch import config_of, planned_for, planning_of, watched
 from lm_experiments_tools.recipes.common import close_run, train_or_validate
 from lm_experiments_tools.recipes.finders import find_lr, only_steps, write_found
 

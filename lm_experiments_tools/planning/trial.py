@@ -14,7 +14,8 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.planning.build import prepare
 from lm_experiments_tools.planning.plan import Plan
 from lm_experiments_tools.planning.trace import make_steps
-from lm_experiments_tools.planning.watch import is_out_of_memory
+
+_REFUSED = ("DefaultCPUAllocator", "can't allocate memory", "out of memory")  # in torch's RuntimeErrors
 
 
 class Trial(NamedTuple):
@@ -77,3 +78,10 @@ def _steps(out: Connection, plan: Plan, memory: float | None) -> None:
     else:
         peak = torch.cuda.max_memory_allocated()
     out.send(("peak", peak))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for what torch, numpy or Python raise where memory is refused, on a GPU or (`ulimit -v`) a CPU."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _REFUSED)

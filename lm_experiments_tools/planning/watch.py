@@ -15,6 +15,7 @@ from lm_experiments_tools.files import human_bytes
 from lm_experiments_tools.planning.fit import USABLE, fit
 from lm_experiments_tools.planning.plan import Plan, make_plan
 from lm_experiments_tools.planning.show import of_launcher
+from lm_experiments_tools.planning.trial import is_out_of_memory
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_REFUSED = ("DefaultCPUAllocator", "can't allocate memory", "out of memory")  # in torch's RuntimeErrors
 _NEXT = 0.8  # of the planned peak that the next setting must stay below, where the plan said that it would fit
 
 
@@ -44,13 +44,6 @@ def watched(args: ExperimentArgs, origins: Mapping[str, str], backend: Backend) 
         raise RunError(_sentence(args, origins, backend, planned, error)) from error
     if planned is not None and backend.is_main and not args.validate_only:
         _log(planned, backend)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True for what torch, numpy or Python raise where memory is refused, on a GPU or (`ulimit -v`) a CPU."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _REFUSED)
 
 
 def config_of(backend: Backend) -> dict:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.modules.labelled_head import LABEL_POSITIONS
 from lm_experiments_tools.training.generators import (
@@ -104,13 +104,15 @@ class BatchStream:
         return {**state, "generators": self._generators.state()}
 
     def timed(self) -> Iterator[tuple[Mapping[str, Any], float]]:
-        """Batches, each with the seconds it was waited for."""
+        """Batches, each with the seconds it was waited for. Raises RunError where they end."""
         batches = iter(self)
         while True:
             started = time.perf_counter()
             self._before = random_state(), self.state_dict()
             with torch.profiler.record_function(DATA_WAIT):
-                batch = next(batches)
+                batch = next(batches, None)
+            if batch is None:
+                raise RunError("the training data loader has come to an end, but one with seek() must go on for ever")
             yield batch, time.perf_counter() - started
 
     def put_back(self) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+from lm_experiments_tools.config import restart
+
 logger = logging.getLogger(__name__)
 
 WATCHED = (signal.SIGTERM, signal.SIGINT)
@@ -64,6 +66,7 @@ class StopSignals:
         self._previous.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        restart.note_signal()
         if number == signal.SIGINT and self._noted[1]:
             raise KeyboardInterrupt
         self._noted[WATCHED.index(number)] += 1

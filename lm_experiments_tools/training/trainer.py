@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
+from lm_experiments_tools.backends import guard
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.tracking.run_directory import setup_logging
 from lm_experiments_tools.training.attempt import TrainingDiverged
@@ -30,6 +31,7 @@ class Trainer(TrainingLoop):
     ) -> None:
         from lm_experiments_tools.backends.horovod import HorovodBackend
 
+        guard.watch(args)
         backend = HorovodBackend.from_args(args)
         _show_progress(args, backend)
         super().__init__(args, backend, model, optimizer, *others, **options)
@@ -49,6 +51,7 @@ class TrainerAccelerate(TrainingLoop):
     ) -> None:
         from lm_experiments_tools.backends.accelerate import AccelerateBackend
 
+        guard.watch(args)
         backend = AccelerateBackend.from_accelerator(accelerator, args)
         _show_progress(args, backend)
         super().__init__(args, backend, model, optimizer, *others, **options)

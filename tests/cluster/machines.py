@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,16 +80,41 @@ class Machine:
         """Take the cable out."""
         self.run("ip", "link", "set", INTERFACE, "down")
 
+    def drop(self, other: Machine) -> None:
+        """Let all that is sent to another machine vanish, with the cable in its place."""
+        self.run("ip", "route", "add", "blackhole", f"{other.address}/32")
+
+    def slow_down(self) -> None:
+        """Send 2 kilobits a second."""
+        self.run("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", "2kbit", "burst", 2000, "limit", 10**6)
+
+    def mend(self) -> None:
+        """Undo `cut`, `drop` and `slow_down`."""
+        self.run("ip", "link", "set", INTERFACE, "up")
+        for words in (("route", "flush", "type", "blackhole"), ("qdisc", "del", "dev", INTERFACE, "root")):
+            program = "tc" if words[0] == "qdisc" else "ip"
+            subprocess.run(self.inside(program, *words), capture_output=True)
+
+    def crash(self) -> None:
+        """Lose power: the cable is dead and nothing runs any more. What starts the machine again is still there."""
+        self.cut()
+        self._kill_all(but=[self.holder, *self.holder.children])
+
     def end(self) -> None:
-        """Kill whatever runs here, daemons and orphans too: what has this machine's host name."""
-        name = os.readlink(f"/proc/{self.holder.pid}/ns/uts")
-        for process in [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
-            with suppress(OSError):  # it has ended
-                if os.readlink(f"/proc/{process}/ns/uts") == name and name != os.readlink("/proc/self/ns/uts"):
-                    os.kill(int(process), signal.SIGKILL)
+        """Kill whatever runs here, daemons and orphans too."""
+        self._kill_all()
         for process in (*self.started, *self.holder.children, self.holder):
             process.kill()
             process.wait()
+
+    def _kill_all(self, but: Iterable[subprocess.Popen] = ()) -> None:
+        """Kill what has this machine's host name."""
+        kept = {str(process.pid) for process in but}
+        name = os.readlink(f"/proc/{self.holder.pid}/ns/uts")
+        for process in {entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()} - kept:
+            with suppress(OSError):  # it has ended
+                if os.readlink(f"/proc/{process}/ns/uts") == name and name != os.readlink("/proc/self/ns/uts"):
+                    os.kill(int(process), signal.SIGKILL)
 
 
 @contextmanager

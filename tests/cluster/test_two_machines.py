@@ -17,7 +17,8 @@ from tests.helpers.runs import losses, words
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
-SCRIPT, SECONDS = "run_t5_pretraining.py", 180
+SCRIPT, SECONDS, STALL = "run_t5_pretraining.py", 180, 20
+LAUNCHER = 5  # seconds that a launcher may take to end after its workers, where other tests run
 FOUND: dict[str, list] = {}  # by the first launcher
 CPU = {"ACCELERATE_USE_CPU": "true"}
 
@@ -54,6 +55,17 @@ def finished(processes, seconds=SECONDS):
     return codes, "\n".join(outputs)
 
 
+def ends(processes, started):
+    """Seconds from `started` on after which each has ended; at most 90."""
+    found = {}
+    while len(found) < len(processes) and time.monotonic() < started + 90:
+        time.sleep(0.1)
+        for i, process in enumerate(processes):
+            if process.poll() is not None:
+                found.setdefault(i, round(time.monotonic() - started, 1))
+    return [found.get(i) for i in range(len(processes))]
+
+
 def training(processes, run_dir):
     """Wait until the job has saved a checkpoint."""
     deadline = time.monotonic() + SECONDS
@@ -61,6 +73,11 @@ def training(processes, run_dir):
         outputs = "\n".join(process.log.read_text() for process in processes)
         assert time.monotonic() < deadline and all(p.poll() is None for p in processes), outputs[-6000:]
         time.sleep(0.2)
+
+
+def weights(run_dir):
+    """The bytes of a run's last weights."""
+    return (run_dir / "last" / "model.safetensors").read_bytes()
 
 
 def worker_on(machine):
@@ -73,6 +90,16 @@ def worker_on(machine):
     lines = {p: " ".join(p.info["cmdline"]) for p in own if SCRIPT in p.info["cmdline"]}
     own = [p for p, line in lines.items() if not any(word in line for word in launchers)]
     return next(p for p in own if Path(f"/proc/{p.pid}/ns/uts").readlink() == name)
+
+
+LOSSES = {
+    "cut": lambda first, second: second.cut(),
+    "dropped": lambda first, second: (first.drop(second), second.drop(first)),
+    "slow": lambda first, second: (first.slow_down(), second.slow_down()),
+    "crashed": lambda first, second: second.crash(),
+    "killed": lambda first, second: worker_on(second).send_signal(signal.SIGKILL),
+    "stopped": lambda first, second: worker_on(second).send_signal(signal.SIGSTOP),
+}
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -131,34 +158,52 @@ def test_files_that_one_machine_lacks_are_named_with_it(machines, flags, data, r
     assert output.count(f"error: on lmtb: vocabulary {data / 'vocab.model'} does not exist") == 2
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun"])
-@pytest.mark.parametrize("what", ["cut", "stopped", "killed"])
-def test_a_lost_machine_ends_the_job_within_the_limit(what, launcher, machines, flags, run_dir):
+@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun", "accelerate"])
+@pytest.mark.parametrize("what", LOSSES)
+def test_a_lost_machine_ends_the_job_within_the_limit_and_the_same_command_goes_on(
+    what, launcher, machines, flags, run_dir, tmp_path
+):
     if reason := missing("horovod" if launcher == "horovodrun" else "accelerate"):
         pytest.skip(reason)
-    first, second = machines
-    jobs = LAUNCHERS[launcher](machines, SCRIPT, *words(**flags, stall_timeout=20))
+    flags |= {"stall_timeout": STALL, "keep_checkpoints": None}
+    jobs = LAUNCHERS[launcher](machines, SCRIPT, *words(**flags))
     training(jobs, run_dir)
     started = time.monotonic()
-    if what == "cut":
-        second.cut()
-    else:
-        worker_on(second).send_signal(signal.SIGSTOP if what == "stopped" else signal.SIGKILL)
-    codes, output = finished(jobs[:1], 90)
-    assert codes != (0,)
-    print(f"{launcher}, {what}: {time.monotonic() - started:.1f} s")
+    LOSSES[what](*machines)
+    seconds = ends(jobs, started)
+    codes, output = finished(jobs, 1)
+    assert 0 not in codes
+    logs = "\n".join(file.read_text() for file in sorted((run_dir / "logs").glob("rank*.log")))
+    said = [line for line in logs.splitlines() if "error: rank " in line]
+    print(f"\n{launcher:10} {what:8} {seconds} s, codes {codes}: {said}")
     if (launcher, what) == ("horovodrun", "killed"):  # it ends rank 0 at once, which may have no time to say so
         assert "Process 1 exit with status code" in output
-        return
-    deadline = time.monotonic() + 15  # nor does it wait for the workers that it ends
-    while "error: " not in (last := (run_dir / "logs" / "rank0.log").read_text().splitlines()[-1]):
-        assert time.monotonic() < deadline, last
-        time.sleep(0.2)
-    assert "error: rank 0 step" in last and "lmtb" in last and "lost " in last, last
-    if launcher == "torchrun" and what == "cut":
-        _, output = finished(jobs[1:], 60)
-        assert "lost lmta, the machine of rank 0, or the connection to it" in output
-    verify((run_dir / "last").resolve())
+    else:
+        deadline = time.monotonic() + 15  # nor does it wait for the workers that it ends
+        while not (last := (run_dir / "logs" / "rank0.log").read_text().splitlines()[-1]).count("error: "):
+            assert time.monotonic() < deadline, last
+            time.sleep(0.2)
+        assert "error: rank 0 step" in last and "lost rank 1 on lmtb" in last, last
+    assert max(seconds) < STALL + 5 + LAUNCHER, "on both machines"
+    for machine in machines:
+        machine.mend()
+    verify(newest := (run_dir / "last").resolve())
+    flags["iters"] = int(newest.name.removeprefix("step_")) + 50
+    codes, output = finished(LAUNCHERS[launcher](machines, SCRIPT, *words(**flags)))
+    assert set(codes) == {0}, output[-4000:]
+    whole = tmp_path / "whole"
+    alone = (
+        "torchrun",
+        "--nproc_per_node",
+        2,
+        "--master_port",
+        29505,
+        SCRIPT,
+        *words(**flags | {"model_path": whole, "save_interval": None}),
+    )
+    codes, output = finished([machines[0].start(*alone, **CPU)])
+    assert set(codes) == {0}, output[-4000:]
+    assert weights(run_dir) == weights(whole), "of a run in which nothing was lost"
 
 
 def test_a_machine_that_never_comes_is_waited_for_within_the_limit(machines, flags):

@@ -1,0 +1,131 @@
+"""One job of test_hangs.py: two workers train with dropout, and something goes wrong on rank 1.
+
+argv: KIND, MOMENT, the run directory. KIND stop, kill, raise, exit, nan, uneven, or train for nothing wrong; MOMENT
+start, training, evaluation or saving.
+"""
+
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lm_experiments_tools.backends import get_backend
+from lm_experiments_tools.checkpoint.saving import Saver
+from lm_experiments_tools.config.cli import run_main
+from lm_experiments_tools.config.training import TrainerArgs
+from lm_experiments_tools.tracking.run_directory import setup_logging
+from lm_experiments_tools.training.trainer import TrainingLoop
+from tests.distributed.resume_worker import digest
+from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller
+
+STEPS, AT, STALL = 9, 5, 6
+
+
+class Trouble:
+    """It happens on rank 1 at one moment of the run, in step 5."""
+
+    every = 1
+
+    def __init__(self, kind, moment, folder, rank):
+        self.kind, self.moment, self.folder, self.rank, self.step = kind, moment, Path(folder), rank, 0
+
+    def __call__(self, loop, info):
+        self.step = info.step
+        self.at("training")
+
+    def at(self, moment):
+        due = moment == "start" or self.step >= AT
+        if self.rank != 1 or self.kind == "train" or moment != self.moment or not due:
+            return
+        self.note()
+        if self.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "raise":
+            raise ZeroDivisionError("a deliberate failure")
+        if self.kind == "exit":
+            sys.exit(0)
+
+    def factor(self):
+        """0, and NaN where that is the trouble."""
+        if self.kind != "nan" or self.rank != 1 or self.step < AT - 1:
+            return 0.0
+        self.note()
+        return math.nan
+
+    def note(self):
+        """Write down when it began."""
+        since = self.folder / "since"
+        since.exists() or since.write_text(str(time.time()))
+
+
+class Batches(SeekableBatches):
+    """Rank 1's come to an end, if that is the trouble."""
+
+    trouble = None
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            due = self.trouble.step >= AT - 1 and self.rank == 1
+            if due and self.trouble.kind == "uneven":
+                self.trouble.note()
+                return
+            yield batch
+
+
+class Labeller(TinyLabeller):
+    """With dropout; in step 5 on rank 1 what it computes is NaN, if that is the trouble."""
+
+    trouble = None
+
+    def forward(self, input_ids, attention_mask, labels):
+        noise = nn.functional.dropout(torch.ones(()), 0.3, self.training)
+        out = super().forward(input_ids, labels)
+        return {"loss": out["loss"] * (noise + self.trouble.factor())}
+
+
+class Validation:
+    """A batch; at its first one of an evaluation trouble may come."""
+
+    def __init__(self, trouble):
+        self.trouble = trouble
+
+    def __iter__(self):
+        self.trouble.at("evaluation")
+        yield RaggedPairs(24).batch([0, 1])
+
+
+def main():
+    kind, moment, folder = sys.argv[1:]
+    args = TrainerArgs(
+        batch_size=2, gradient_accumulation_steps=2, iters=STEPS, log_interval=2, save_interval=1, valid_interval=3,
+        keep_checkpoints=None, clip_grad_norm=1.0, model_path=folder, stall_timeout=STALL, max_skipped_updates=2,
+        valid_at_start=False,
+    )  # fmt: skip
+    backend = get_backend(args)
+    setup_logging(folder, backend.rank)
+    trouble = Trouble(kind, moment, folder, backend.rank)
+    trouble.at("start")
+    model = Labeller()
+    model.trouble = trouble
+    save = Saver.save
+    Saver.save = lambda *args, **options: (trouble.at("saving"), save(*args, **options))[1]
+    loader = Batches(RaggedPairs(24), 4, backend.rank, backend.world_size)
+    loader.trouble = trouble
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(100 + backend.rank)
+    TrainingLoop(args, backend, model, optimizer, loader, Validation(trouble), hooks=[trouble]).train()
+    state = backend.model_state()
+    if backend.is_main:
+        (Path(folder) / "digest").write_text(digest(state))
+    backend.close()
+
+
+if __name__ == "__main__":
+    run_main(main)
