@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import torch
-
 from lm_experiments_tools.config.planning import PlanningArgs
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.files import human_bytes
@@ -90,7 +88,7 @@ def _sentence(
     args: ExperimentArgs, origins: Mapping[str, str], backend: Backend, plan: Plan | None, error: Exception
 ) -> str:
     """What ran out, what was planned, what to try."""
-    said = str(error).rpartition(_REFUSED)[2].split(". ")[0] or "Python's own objects"
+    said = str(error).rpartition("DefaultCPUAllocator: ")[2].split(". ")[0] or "Python's own objects"
     if plan is None:
         return f"out of memory ({said}): try a smaller --batch_size with more --gradient_accumulation_steps"
     parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in plan.peak.parts.items() if size)
