@@ -107,7 +107,7 @@ def test_masks_of_queries_by_keys_are_understood(way):
         ({"last_layer_norm": False}, "goes with pre_layer_norm=True"),
         ({"rotary_dim": 4}, 'rotary_dim=4 is of position_embedding_type "rotary"'),
         ({"position_embedding_type": "nowhere:Mine"}, "'nowhere:Mine': .* imported .No module named 'nowhere'"),
-        ({"position_embedding_type": "json:JSONDecoder"}, "not a subclass of .*PositionScheme"),
+        ({"position_embedding_type": "torch.nn:Linear"}, "not a subclass of .*PositionScheme"),
         ({"is_decoder": True}, "for decoders, but this BERT is an encoder"),
         ({"position_embedding_type": "rotary", "rotary_dim": 3}, "rotary_dim=3 must be an even number"),
         ({"position_embedding_type": "rotary", "rotary_dim": 10}, "rotary_dim=10 must be an even number"),

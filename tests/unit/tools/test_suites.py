@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from lm_experiments_tools.checkpoint.manifest import MANIFEST, build_manifest
 from lm_experiments_tools.recipes.finetuner import FineTuner
 from lm_experiments_tools.tools import suites
 from lm_experiments_tools.tools.main import main
@@ -142,7 +143,9 @@ def test_a_value_that_is_there_is_not_measured_again(run_of, tmp_path, monkeypat
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["checkpoint", "a/acc", "b/acc"] and lines[-1].split()[1:] == ["0.4", "0.4"]
     assert evaluate(run, *flags, "a", "--limit", 3) == 0 and asked[4:] == [("2", "a", 3), ("4", "a", 3)]
-    shutil.copytree(run / "checkpoints" / "step_000004", run / "checkpoints" / "step_000006")
+    later = shutil.copytree(run / "checkpoints" / "step_000004", run / "checkpoints" / "step_000006")
+    (later / MANIFEST).unlink()
+    (later / MANIFEST).write_text(build_manifest(later, 6, False, {}))
     assert evaluate(run, *flags, "a") == 0 and asked[6:] == [("6", "a", None)]
     page = tmp_path / "page.html"
     assert main(["compare", str(run), "--html", str(page)]) == 0
