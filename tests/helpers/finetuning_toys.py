@@ -37,7 +37,7 @@ def word_tokenizer(end: str = "template", pad: bool = True) -> PreTrainedTokeniz
 def lone_backend(rank: int = 0, world_size: int = 1) -> Any:
     """One worker, who hears nobody."""
     alone = {"gather": lambda x: [x], "broadcast": lambda x: x, "sum": lambda x: x}
-    return SimpleNamespace(rank=rank, world_size=world_size, is_main=rank == 0, **alone)
+    return SimpleNamespace(rank=rank, world_size=world_size, shares=1, is_main=rank == 0, **alone)
 
 
 def read(tokenizer: Any, rank: int = 0, world_size: int = 1, **flags: Any) -> FinetuningData:
