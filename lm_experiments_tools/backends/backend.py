@@ -312,6 +312,11 @@ class Backend:
         return self.world_size if self.exact is None else 1
 
     @property
+    def sums_exactly(self) -> bool:
+        """True with `--reproducible` where sums are the same in any order, also if nothing is trained."""
+        return self._addends is not None
+
+    @property
     def is_main(self) -> bool:
         return self.rank == 0
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lm_experiments_tools.config.training import TrainerArgs
 
 _FIRST = 6  # the exponent before anything is known: gradients of a mean loss are below 64
+_LARGEST = 128  # the exponent that no fp32 number reaches
 _GROWTH = 12  # binary orders of magnitude that a gradient may gain from one update to the next without a second pass
 _PIECE = 1 << 17  # elements converted at once on a CPU, so that what is between lies in its cache
 _SENT_AT_ONCE = 1 << 23  # elements of one collective: 64 MiB
@@ -43,6 +44,9 @@ class ExactSum:
 
     Attributes:
         exponents: of each parameter's grid; equal on all workers, and part of a checkpoint.
+
+    Raises:
+        UserError: the parameters lie on more than one device.
     """
 
     def __init__(
@@ -53,6 +57,11 @@ class ExactSum:
         gather: Callable[[list[float]], list[list[float]]],
     ) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
+        if len(devices := {str(p.device) for p in self.parameters}) > 1:
+            raise UserError(
+                f"--reproducible sums the gradients of a model on one device, and this one is on "
+                f"{' and '.join(sorted(devices))}: leave --device_map and --embeddings_on_cpu out."
+            )
         self._bits = 62 - math.ceil(math.log2(addends))
         self._sum_over_workers, self._gather = sum_over_workers, gather
         self.exponents = [_FIRST] * len(self.parameters)
@@ -82,7 +91,7 @@ class ExactSum:
         number = len(self.parameters)
         limits = torch.tensor([2.0**e for e in self.exponents], dtype=torch.float64, device=self._largest.device)
         self._counts[number : 2 * number] = self._largest >= limits
-        self._counts[2 * number :] = ~self._largest.isfinite()
+        self._counts[2 * number :] = ~(self._largest < 2.0**_LARGEST)  # a NaN, or infinite in fp32
         for piece in self._sums.split(_SENT_AT_ONCE):
             self._sum_over_workers(piece)
         used, overflowed, broken = (column.tolist() for column in self._counts.view(3, number))
@@ -147,7 +156,7 @@ def _largest(tensors: list[Tensor]) -> Tensor:
 
 def _exponent(largest: float) -> int:
     """The exponent of a grid for gradients of this size, within what 2.0 ** (bits - exponent) can be in fp32."""
-    return min(max(math.frexp(largest)[1] + _GROWTH, -60), 126) if largest else _FIRST
+    return min(max(math.frexp(largest)[1] + _GROWTH, -60), _LARGEST) if largest else _FIRST
 
 
 def _pieces(flat: Tensor) -> Iterator[slice]:

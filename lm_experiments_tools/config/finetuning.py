@@ -388,6 +388,11 @@ class FinetuningArgs(
         options = super().precision_options()
         return {**options, "bf16": options["bf16"] or self.inference_dtype == "bf16"}
 
+    def trim_to(self) -> int:
+        """Never None: rows are as wide as the longest of those that a worker makes at once, whose number says nothing
+        of the run."""
+        return self.pad_to_multiple_of or 1
+
     def lacks_validation(self) -> bool:
         return self.valid_data_path is None
 

@@ -363,13 +363,14 @@ class TrainingLoop:
         """
         model, options = self.backend.unwrap(), self.generate_kwargs
         self.backend.model.eval()
-        sums, kept = MetricSums(exact=self.backend.exact is not None), self.collect(split)
+        sums, kept = MetricSums(exact=self.backend.sums_exactly), self.collect(split)
         with torch.no_grad(), preserved_random_state():
             for micro_batch in self._aligned(dataloader, split):
                 with self.backend.autocast():
                     texts = None
                     if self.args.use_generate_on_valid:
-                        texts = generate(model, micro_batch, options, synced=self.backend.shards_model)
+                        seed = self.args.seed if self.backend.sums_exactly else None
+                        texts = generate(model, micro_batch, options, synced=self.backend.shards_model, seed=seed)
                     outputs = self.backend.model(**micro_batch.inputs, **self.forward_kwargs)
                 if texts is not None:
                     outputs["generation_outputs"] = texts

@@ -89,7 +89,9 @@ def _detached(value: Any) -> Tensor | float:
 
 
 def _on_grid(value: Tensor | float) -> Tensor | float:
-    return (value * _GRID).round() / _GRID if isinstance(value, Tensor) else round(value * _GRID) / _GRID
+    if isinstance(value, Tensor):
+        return (value * _GRID).round() / _GRID
+    return round(value * _GRID) / _GRID if math.isfinite(value * _GRID) else value  # Python rounds to an int
 
 
 def storable(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,6 +51,10 @@ class PackedDataset:
         self.members = first_fit(longest[:, order], limits)
         self.members.values = order[self.members.values]
         self._filled = longest.sum() / (limits.sum() * len(self.members))
+        firsts = np.cumsum(self.members.lengths) - self.members.lengths
+        # What no micro-batch is cut to is as wide as for all rows: those that a worker makes at once are no measure.
+        self._widest = np.add.reduceat(longest[:, self.members.values], firsts, axis=1).max(axis=1)
+        self._most = int(self.members.lengths.max())
 
     def __len__(self) -> int:
         return len(self.members)
@@ -92,7 +96,7 @@ class PackedDataset:
             "input_ids": cells.filled(encoded.sources.flat(sources), self.dataset.pad_id),
             "segment_ids": segments,
             "attention_mask": (segments > 0).astype(np.int64),
-            "labels": cells.by_segment(encoded.labels[examples], IGNORED_LABEL),
+            "labels": cells.by_segment(encoded.labels[examples], self._most, IGNORED_LABEL),
         }
         if encoded.types is not None:
             batch["token_type_ids"] = cells.filled(encoded.types.flat(sources), 0)
@@ -101,7 +105,7 @@ class PackedDataset:
     def _decoder_rows(self, counts: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> dict[str, np.ndarray]:
         prompts, answers = self.dataset.encoded.sources, self.dataset.encoded.targets
         lengths = np.stack([prompts.lengths[sources], answers.lengths[targets]], axis=1)
-        cells = _Cells(counts, lengths.sum(axis=1), lambda used: self.dataset.width(used, 0))
+        cells = _Cells(counts, lengths.sum(axis=1), lambda used: self.dataset.width(self._widest[:1], 0))
         is_answer = np.repeat(np.tile([False, True], len(lengths)), lengths.ravel())
         ids = np.empty(len(is_answer), np.int64)
         ids[~is_answer], ids[is_answer] = prompts.flat(sources), answers.flat(targets)
@@ -138,9 +142,9 @@ class _Cells:
         out.ravel()[self.cells] = values
         return out
 
-    def by_segment(self, values: np.ndarray, fill: float) -> np.ndarray:
-        """[rows, segments of a row at most, ...] with the values [segments, ...]."""
-        out = np.full((self.shape[0], self.number.max() + 1, *values.shape[1:]), fill, values.dtype)
+    def by_segment(self, values: np.ndarray, most: int, fill: float) -> np.ndarray:
+        """[rows, `most`, ...] with the values [segments, ...] of each row."""
+        out = np.full((self.shape[0], most, *values.shape[1:]), fill, values.dtype)
         out[self.row, self.number] = values
         return out
 

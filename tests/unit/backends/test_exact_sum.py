@@ -12,6 +12,7 @@ from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.backends.exact_sum import ExactSum
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.training.metrics import MetricSums
 
 SHAPES = [(7, 5), (300,), (), (3, 2, 4)]
 
@@ -125,6 +126,38 @@ def test_what_is_not_finite_anywhere_is_nan_and_no_reason_to_repeat(value):
     got, repeat = summed(parts, gradients)
     assert got[0].isnan().all() and not repeat
     assert torch.equal(got[1], exact(gradients)[1])
+
+
+def test_the_largest_numbers_of_fp32_have_a_grid():
+    parts, largest = workers(2, 2), torch.finfo(torch.float32).max
+    gradients = [[torch.zeros(shape) for shape in SHAPES] for _ in range(2)]
+    gradients[1][0][0, 0] = largest
+    assert summed(parts, gradients)[1]
+    got, repeat = summed(parts, gradients)
+    assert not repeat, "a step that is repeated without end"
+    assert got[0][0, 0] == largest
+
+
+def test_parameters_on_two_devices_are_refused():
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))]
+    with pytest.raises(UserError, match="cpu and meta"):
+        ExactSum(parameters, 2, lambda values: None, lambda value: [value])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e308])
+def test_a_metric_that_cannot_be_rounded_is_kept(value):
+    sums = MetricSums(exact=True)
+    sums.add({"mean": value}, 1)
+    [total] = sums.reduce(LocalBackend()).values()
+    assert total == value or math.isnan(value) and math.isnan(total)
+
+
+def test_an_evaluation_alone_sums_exactly_too():
+    backend = LocalBackend()
+    backend.reproduce(TrainerArgs(reproducible="elastic"))
+    backend.setup(nn.Linear(2, 2), None)
+    assert backend.exact is None and backend.sums_exactly
+    assert not LocalBackend().sums_exactly
 
 
 def test_an_unused_parameter_has_no_gradient():

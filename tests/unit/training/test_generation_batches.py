@@ -6,6 +6,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lm_experiments_tools import FineTuner
 from lm_experiments_tools.recipes.finetuning import with_new_tokens
+from lm_experiments_tools.training.generation import generate
+from lm_experiments_tools.training.micro_batches import MicroBatch
 from tests.helpers.pretrained_toys import ROWS, save_toy
 
 TEXTS = ["w1 w2 w3 w4 w5 w6 w7 w8", "w9", "w4 w70 w3"]
@@ -74,3 +76,17 @@ def test_soft_prompt_is_generated_after_as_peft_does_it(options, bases):
         ours = made.model.generate(**ask, **options, **length)
         assert torch.equal(ours, peft.PeftModelForCausalLM.generate(made.model, **ask, **options, **length))
         assert ours.shape[1] > 9
+
+
+def test_what_is_sampled_for_rows_depends_on_them_and_the_seed_alone(bases):
+    made = tuner(bases["gpt2"])
+    prompts = torch.randint(2, ROWS, (2, 5), generator=torch.Generator().manual_seed(1))
+    written = []
+    for padding in (0, 3):  # of longer rows that are this worker's too, in other micro-batches
+        torch.manual_seed(padding)  # what it drew before
+        prompt = torch.cat([torch.ones(2, padding, dtype=torch.int64), prompts], 1)
+        mask = torch.cat([torch.zeros(2, padding, dtype=torch.int64), torch.ones_like(prompts)], 1)
+        batch = {"input_ids": prompts, "prompt_ids": prompt, "prompt_mask": mask}
+        options = {"do_sample": True, "max_new_tokens": 12}
+        written.append(generate(made.model, MicroBatch({"input_ids": prompts}, batch, {"labels": 1}), options, seed=3))
+    assert torch.equal(*written)

@@ -147,3 +147,21 @@ def test_an_epoch_of_an_encoder_has_each_example_once_with_its_label(task, tmp_p
                 found.append((ids[here].tolist(), types[here].tolist(), labels[number - 1].tolist()))
         assert sorted(found) == expected
     assert packed.batch(np.arange(len(packed)))["input_ids"].shape[1] <= 64 and len(packed) < 60 / 2
+
+
+@pytest.mark.parametrize(
+    "flags", [{"model_type": "decoder", "target_seq_len": 8}, {"model_type": "encoder", "task": "classification"}]
+)
+def test_a_row_is_the_same_whatever_is_made_with_it(tmp_path, flags):
+    rows = [{"source": " ".join(["w1"] * (1 + n % 7)), "target": "w2", "label": "ab"[n % 2]} for n in range(60)]
+    if "task" in flags:
+        rows = [{"text": row["source"], "label": row["label"]} for row in rows]
+    path = write_json(tmp_path / "a.jsonl", rows)
+    train = read(word_tokenizer(), data_path=(path,), packing=True, input_seq_len=64, **flags).train
+    train.close()
+    numbers = np.arange(len(train.dataset))
+    together = train.dataset.batch(numbers)
+    for number in numbers:
+        alone = train.dataset.batch(numbers[number : number + 1])
+        for name in ("labels", *(["input_ids", "position_ids"] if "position_ids" in alone else [])):
+            assert np.array_equal(alone[name][0], together[name][number]), name
