@@ -180,10 +180,7 @@ class RunDirectory:
         differing = _differences(before, {**args, "WORLD_SIZE": world_size}, harmless)
         shown = ", ".join(f"{name} ({_show(then)} then, {_show(now)} now)" for name, (then, now) in differing.items())
         if differing and not resume:
-            raise UserError(
-                f"{self.path} holds a run with other settings: {shown}; choose another --model_path, or pass --resume "
-                f"{self.path / 'last'} to continue that run with the new ones."
-            )
+            raise UserError(f"{self.path} holds a run with other settings: {shown}; {_way_on(self.path, differing)}.")
         if differing:
             logger.warning("continuing %s with other settings: %s", self.path, shown)
         return differing
@@ -385,6 +382,13 @@ def _git(*arguments: str) -> bytes:
         return subprocess.run(command, capture_output=True, check=True, timeout=_GIT_SECONDS).stdout
     except (OSError, subprocess.SubprocessError):
         return b""
+
+
+def _way_on(path: Path, differing: Collection[str]) -> str:
+    if {"reproducible", "virtual_ranks"}.isdisjoint(differing):
+        return f"choose another --model_path, or pass --resume {path / 'last'} to continue that run with the new ones"
+    # With --resume too these are refused: the bits would be others.
+    return f"start it as it was, or begin a new one in another --model_path, by --init_checkpoint {path / 'last'}"
 
 
 def _differences(
