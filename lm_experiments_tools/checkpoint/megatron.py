@@ -122,6 +122,8 @@ def _iteration(path: Path) -> Path:
         return path.absolute().parent
     tracker = path / _TRACKER
     step = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else ""
+    if step not in ("", "release") and not step.isdecimal():
+        raise UserError(f"{tracker} names no iteration, but {step[:40]!r}: put one of the folders iter_... into it.")
     folder = path / (f"iter_{int(step):07d}" if step.isdecimal() else step)
     if (folder / "common.pt").is_file():
         raise UserError(

@@ -72,7 +72,9 @@ def _try(found: Fit, fit_below: Callable[[float], Fit], args: ExperimentArgs, pl
             print(f"not tried: {error}")
             return
         if peak is not None:
-            print(f"tried on this {found.plan.device}: two steps took {human_bytes(peak)} (predicted {predicted})")
+            whole = "; a CPU's is that of the process, with what libraries load" if found.plan.device == "cpu" else ""
+            took = f"two steps took {human_bytes(peak)} (predicted {predicted}{whole})"
+            print(f"tried on this {found.plan.device}: {took}")
             return
         print(f"tried on this {found.plan.device}: {predicted} were predicted, and it does not fit; less:", flush=True)
         found = fit_below(_LESS * found.plan.peak.total)

@@ -107,6 +107,10 @@ def without(run, name: str) -> None:
 RANK = "iter_0000007/mp_rank_01"
 BAD = {
     "a missing rank": (lambda run: (run / RANK / FILE).unlink(), "mp_rank_01/model_optim_rng.pt is missing"),
+    "a torn tracker": (
+        lambda run: (run / "latest_checkpointed_iteration.txt").write_text("five"),
+        "names no iteration, but 'five'",
+    ),
     "a rank too many": (lambda run: shutil.copytree(run / RANK, run / "iter_0000007/mp_rank_02"), "has 3 ranks"),
     "a pipeline": (lambda run: (run / RANK).rename(run / f"{RANK}_001"), "mp_rank_01_001 is a piece of a pipeline"),
     "stages": (lambda run: changed(run, pipeline_model_parallel_size=2), "split over 2 stages of a pipeline"),
