@@ -58,10 +58,15 @@ class Harness:
     seed: int
     workers: list[int]
     backends: list[str]
-    elastic: bool
+    reproducible: str
     wholes: dict[tuple, Path] = field(default_factory=dict)
     seconds: float = 5.0
     pace = 5
+
+    @property
+    def elastic(self) -> bool:
+        """True if the number of workers is redrawn at each start."""
+        return self.reproducible == "elastic"
 
     @property
     def inputs(self) -> Path:
@@ -70,15 +75,15 @@ class Harness:
         return inputs
 
     def one_way(self, workers: int) -> bool:
-        """True if the backends have the same bits: always of one run or two workers, where a sum has one order."""
-        return self.elastic or workers <= 2
+        """True if the backends have the same bits; of one or two workers they always have, as a sum has one order."""
+        return self.reproducible != "off" or workers <= 2
 
     def launch(
         self, run: Path, backend: str, workers: int, kill: Kill | None, random: Random, **options: int
     ) -> zygote.Ended:
         from run_t5_pretraining import main
 
-        argv = tiny_run.flags(self.inputs, run, elastic=self.elastic, **options)
+        argv = tiny_run.flags(self.inputs, run, reproducible=self.reproducible, **options)
         number = sum(1 for _ in run.glob("start_*"))
         return zygote.start(main, argv, backend, workers, run / f"start_{number:03d}", kill).wait(random)
 
@@ -169,7 +174,7 @@ class LaunchedHarness(Harness):
     def launch(
         self, run: Path, backend: str, workers: int, kill: Kill | None, random: Random, **options: int
     ) -> zygote.Ended:
-        argv = tiny_run.flags(self.inputs, run, elastic=self.elastic, **options)
+        argv = tiny_run.flags(self.inputs, run, reproducible=self.reproducible, **options)
         number = sum(1 for _ in run.glob("start_*"))
         return launched.start(backend, workers, argv, run / f"start_{number:03d}", kill)
 
@@ -182,7 +187,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", default="2", help="numbers to draw from, such as 1,2,3,4")
     parser.add_argument("--backends", default="horovod,ddp", help="to draw from")
     parser.add_argument("--launchers", help="real ones instead: horovodrun, accelerate")
-    parser.add_argument("--reproducible", choices=("off", "elastic"), default="off")
+    parser.add_argument("--reproducible", choices=("off", "fixed", "elastic"), default="off")
     parser.add_argument("--minutes", type=float, help="begin no run after this time")
     parser.add_argument("--folder", type=Path, help="where the runs go; removed after success, kept after a fault")
     args = parser.parse_args(argv)
@@ -199,10 +204,10 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # of events after a restart, which is what is tested
     workers, backends = [int(n) for n in args.workers.split(",")], args.backends.split(",")
     if args.launchers:
-        harness = LaunchedHarness(folder, args.seed, [2], args.launchers.split(","), args.reproducible == "elastic")
+        harness = LaunchedHarness(folder, args.seed, [2], args.launchers.split(","), args.reproducible)
     else:
         zygote.preload()
-        harness = Harness(folder, args.seed, workers, backends, args.reproducible == "elastic")
+        harness = Harness(folder, args.seed, workers, backends, args.reproducible)
     print(f"{args.kills} kills, seed {args.seed}, in {folder}: {harness.pace} s a kill on two idle cores", flush=True)
     faults, number = [], args.run or 0
     while tally.landed.total() < args.kills:

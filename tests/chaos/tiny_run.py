@@ -30,11 +30,10 @@ def make_inputs(folder: Path) -> None:
     (folder / "tiny.json").write_text(json.dumps(TINY | {"dropout_rate": 0.1}))
 
 
-def flags(inputs: Path, run: Path, *, elastic: bool, save_interval: int = 2, keep: int = 2) -> list[str]:
+def flags(inputs: Path, run: Path, *, reproducible: str, save_interval: int = 2, keep: int = 2) -> list[str]:
     """The command line; the text is read from the run's own copy of it, so that each run tokenizes."""
-    how: dict[str, Any] = {"batch_size": 4, "gradient_accumulation_steps": 3}
-    if elastic:
-        how = {"batch_size": 1, "gradient_accumulation_steps": 3, "reproducible": "elastic"}
+    rows = 1 if reproducible == "elastic" else 4  # its batch is for 12 workers
+    how = {"batch_size": rows, "gradient_accumulation_steps": 3, "reproducible": reproducible}
     text = run / "text.jsonl"
     return words(
         data_path=text, valid_data_path=text, vocab=inputs / "vocab.model", model_cfg=inputs / "tiny.json",
