@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from lm_experiments_tools.backends.collective import agreed
+from lm_experiments_tools.backends.collective import agreed, on_all
 from lm_experiments_tools.backends.launch import cpu_asked, wanted_sharding
 from lm_experiments_tools.checkpoint.source import CONFIG, Source, find_base, find_source
 from lm_experiments_tools.config.finetuning import FinetuningArgs
@@ -119,6 +119,7 @@ def check_agreement(args: ExperimentArgs, backend: Backend) -> None:
     for name, value in choices[0].items():
         others = {str(choice[name]) for choice in choices} - {str(value)}
         if others:
+            on_all(backend, lambda: _model_settings(args, ()))  # what one of them lacks is the better reason
             raise agreed(
                 UserError(
                     f"{AUTO}: rank 0 takes {name} {value}, others {', '.join(sorted(others))}, as their machines or "

@@ -40,7 +40,9 @@ def test_a_torchrun_a_task_is_refused_unless_they_are_told_to_meet(cluster, flag
 def test_a_file_that_one_machine_lacks_ends_the_job(cluster, machines, flags, data):
     machines[1].takes_alone(data)
     ended = cluster.run("srun", "-N2", "-n2", "--kill-on-bad-exit=1", "python", SCRIPT, *words(**flags))
-    assert ended.returncode != 0 and "error: on lmtb: vocabulary" in ended.stdout, ended.stdout[-4000:]
+    assert ended.returncode != 0 and f"error: on lmtb: '{data / 'tiny.json'}' is neither" in ended.stdout, (
+        ended.stdout[-4000:]
+    )
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])

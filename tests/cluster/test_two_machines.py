@@ -155,7 +155,7 @@ def test_files_that_one_machine_lacks_are_named_with_it(machines, flags, data, r
     machines[1].takes_alone(data)
     codes, output = finished(torchrun(machines, SCRIPT, *words(**flags)), 90)
     assert 0 not in codes
-    assert output.count(f"error: on lmtb: vocabulary {data / 'vocab.model'} does not exist") == 2
+    assert output.count(f"error: on lmtb: '{data / 'tiny.json'}' is neither a model configuration file nor") == 2
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "horovodrun", "accelerate"])

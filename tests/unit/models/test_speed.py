@@ -154,9 +154,17 @@ def test_workers_that_chose_differently_are_refused():
     ours, theirs = (choose_speed(*t5(model_cls=cls))[0] for cls in (OURS, THEIRS))
     names = ("speed", "model_cls", "bf16")
     others = [{name: getattr(args, name) for name in names} for args in (ours, theirs)]
-    check_agreement(ours, SimpleNamespace(gather=lambda mine: [mine, others[0]]))
+    lacks = "'tiny.json' is neither a model configuration file nor a preset"
+
+    def backend_of(*answers):  # those of the other worker, in turn
+        given = iter(answers)
+        return SimpleNamespace(gather=lambda mine: [mine, next(given)], is_main=True, world_size=2)
+
+    check_agreement(ours, backend_of(others[0]))
     with pytest.raises(UserError, match="rank 0 takes model_cls modeling_t5:.*, others transformers:.*: give --model"):
-        check_agreement(ours, SimpleNamespace(gather=lambda mine: [mine, others[1]]))
+        check_agreement(ours, backend_of(others[1], ("there", None)))
+    with pytest.raises(UserError, match=f"^on there: {lacks}"):  # why it chose otherwise
+        check_agreement(ours, backend_of(others[1], ("there", (True, lacks))))
 
 
 def test_no_thread_computes_with_denormal_numbers():
