@@ -86,7 +86,7 @@ def worker_on(machine):
     own = [
         p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] and p.info["cmdline"][0].endswith("python")
     ]
-    launchers = ("torchrun", "torch.distributed.run", "tools.main launch")
+    launchers = ("torchrun", "torch.distributed.run", "accelerate", "tools.main launch")
     lines = {p: " ".join(p.info["cmdline"]) for p in own if SCRIPT in p.info["cmdline"]}
     own = [p for p, line in lines.items() if not any(word in line for word in launchers)]
     return next(p for p in own if Path(f"/proc/{p.pid}/ns/uts").readlink() == name)
@@ -183,7 +183,9 @@ def test_a_lost_machine_ends_the_job_within_the_limit_and_the_same_command_goes_
         while not (last := (run_dir / "logs" / "rank0.log").read_text().splitlines()[-1]).count("error: "):
             assert time.monotonic() < deadline, last
             time.sleep(0.2)
-        assert "error: rank 0 step" in last and "lost rank 1 on lmtb" in last, last
+        late = "all workers answer, but one came too late"  # as over a slow link both may say in time
+        told = ("lost rank 1 on lmtb", late) if what == "slow" else ("lost rank 1 on lmtb",)
+        assert "error: rank 0 step" in last and any(words in last for words in told), last
     assert max(seconds) < STALL + 5 + LAUNCHER, "on both machines"
     for machine in machines:
         machine.mend()
