@@ -95,12 +95,8 @@ class Backend:
         shards = self.shards_model or self.shards_optimizer
         check_exact(args, getattr(self, "wrapping", self.name) if shards else None)
         use_ordered_kernels(self.device)
+        args.check_shares(self.world_size)
         virtual = args.virtual_size(self.world_size)
-        if virtual % self.world_size:
-            raise UserError(
-                f"--virtual_ranks {virtual} cannot be shared equally by {self.world_size} workers: start as many as "
-                f"divide it ({', '.join(str(n) for n in range(1, virtual + 1) if virtual % n == 0)})."
-            )
         self.shares = virtual // self.world_size
         self.reproducible = [args.reproducible, virtual]
         if not shards:

@@ -31,6 +31,9 @@ class FinderArgs:
 
     def check(self) -> None:
         check_conflict(self, "find_lr", "find_micro_batch", "find the micro-batch first, then the learning rate")
+        for finder in ("find_lr", "find_micro_batch"):
+            for flag in ("profile", "profile_after"):
+                check_conflict(self, finder, flag, "a finder makes no run of which to take a profile")
         if self.find_micro_batch and self.reproducible != "off":
             raise UserError(
                 "--find_micro_batch tries other micro-batches, and a run with --reproducible "

@@ -152,7 +152,8 @@ def _shown(names: dict[str, list[str]], groups: dict[str, type], topic: str) -> 
     if asked:
         return {title: names[title] for title in asked}
     flags = [name for of_group in names.values() for name in of_group]
-    nearest = difflib.get_close_matches(topic, [ALL, *names, *flags], n=1)
+    alike = [title for title in names if title[:4] == topic[:4]]  # a group before a flag that begins so
+    nearest = alike or difflib.get_close_matches(topic, [ALL, *names, *flags], n=1)
     hint = f": did you mean --help {nearest[0]}?" if nearest else f": there are {', '.join([ALL, *names])}."
     raise UserError(f"--help {topic} is neither a group of flags nor a flag{hint}")
 

@@ -155,6 +155,14 @@ class RunArgs:
         """The workers that a batch is for, where `world_size` compute it."""
         return self.virtual_ranks if self.reproducible == "elastic" else world_size
 
+    def check_shares(self, world_size: int) -> None:
+        """Raise UserError unless so many workers can share the batch equally."""
+        if (virtual := self.virtual_size(world_size)) % world_size:
+            raise UserError(
+                f"--virtual_ranks {virtual} cannot be shared equally by {world_size} workers: start as many as divide "
+                f"it ({', '.join(str(n) for n in range(1, virtual + 1) if virtual % n == 0)})."
+            )
+
     def resume_path(self) -> str | None:
         """The checkpoint named by `--resume PATH`, or None for auto and never."""
         return None if self.resume in ("auto", "never") else self.resume

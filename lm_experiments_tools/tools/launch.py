@@ -74,6 +74,8 @@ def job_of(args: LaunchArgs, words: Sequence[str]) -> Job:
         if cls is None or script != name:
             raise UserError(f"{script} is no file here, nor one of {', '.join(_FILES.values())}.")
         script = str(script_path(name))
+    elif not script.endswith(".py"):
+        raise UserError(f"{script} is no Python script: after -- stands the script (a .py file), then its flags.")
     if cls is None:
         print(f"{script} is not one of our scripts: its flags are not checked", file=sys.stderr)
         settings = None
@@ -102,6 +104,7 @@ def _environment(args: LaunchArgs) -> dict[str, str]:
 def _check_settings(args: LaunchArgs, settings: Any) -> None:
     """Refuse what would be refused, or lost, once the job has waited in a queue."""
     count = sum(args.machines().values()) if args.hosts else args.nodes * args.per_node
+    settings.check_shares(count)
     by_horovod = args.launcher == "horovodrun"
     if settings.backend == "local" and count > 1:
         raise UserError(f"--backend local has one worker, and the job {count}: leave it out.")

@@ -90,6 +90,7 @@ def test_help_of_one_group(capsys, monkeypatch):
     ("topic", "words"),
     [
         ("optimiser", ["--help optimiser", "did you mean --help optimizer?"]),
+        ("finding", ["did you mean --help finder?"]),
         ("itres", ["did you mean --help iters?"]),
         ("qqqqq", ["--help qqqqq is neither", "there are all, data, mixture"]),
     ],

@@ -105,6 +105,7 @@ def test_a_model_that_is_not_finite_at_once_is_refused():
         ({"lr": 1.0, "find_lr_min": 1e-4}, "--find_lr_min is an end of the range of --find_lr, which is not given"),
         ({"find_lr": 50, "find_lr_min": 1.0}, "--find_lr_min 1 is not below --find_lr_max 1"),
         ({"find_lr": 50, "find_micro_batch": True}, "--find_lr and --find_micro_batch exclude each other"),
+        ({"find_lr": 50, "profile": 2, "model_path": "a"}, "--find_lr and --profile exclude each other"),
         ({"find_micro_batch": True, "lr": 1.0, "resume": "runs/a/last"}, "not from --resume runs/a/last"),
         ({"find_lr": 50, "validate_only": True}, "of which --validate_only makes none"),
         ({"find_lr": 50, "relative_step": True, "optimizer": "Adafactor"}, "--relative_step computes its own"),

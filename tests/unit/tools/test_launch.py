@@ -230,6 +230,11 @@ def strict(schema):
         ("--slurm", "no script is given"),
         ("--slurm run_t5_pretraining.py --lr 1", "put -- before the script"),
         ("--slurm -- train.py", "train.py is no file here, nor one of pretrain-t5"),
+        ("--slurm -- run.yaml", "run.yaml is no Python script: after -- stands the script"),
+        (
+            "--slurm --nodes 5 -- pretrain-t5 --config run.yaml --reproducible elastic",
+            "--virtual_ranks 12 cannot be shared equally by 5 workers",
+        ),
         ("--slurm -- pretrain-t5 --config run.yaml --lrr 1", "did you mean --lr?"),
         ("--slurm -- pretrain-t5 --config absent.yaml", "--config absent.yaml cannot be read"),
         ("--slurm -- pretrain-t5 --config run.yaml --iters 0", "--iters is 0"),
