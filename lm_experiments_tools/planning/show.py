@@ -97,9 +97,9 @@ def of_launcher(environ: Mapping[str, str] = os.environ) -> PlanningArgs:
     stage, away = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", ""), "none"
     devices = [environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{name}_DEVICE") for name in ("OPTIMIZER", "PARAM")]
     if file := environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
-        zero = read_json(Path(file)).get("zero_optimization", {})
+        zero = _object(read_json(Path(file)).get("zero_optimization"))
         stage = str(zero.get("stage", stage))
-        devices = [zero.get(f"offload_{name}", {}).get("device") for name in ("optimizer", "param")]
+        devices = [_object(zero.get(f"offload_{name}")).get("device") for name in ("optimizer", "param")]
     if environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         sharding, away = "fsdp", "all" if environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true" else "none"
     else:
@@ -109,6 +109,10 @@ def of_launcher(environ: Mapping[str, str] = os.environ) -> PlanningArgs:
     if workers == 1 and away == "none":
         sharding = "none"
     return PlanningArgs(workers=workers, sharding=sharding, offload=away)
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _traced(plan: Plan) -> list[str]:

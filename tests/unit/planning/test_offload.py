@@ -161,7 +161,10 @@ def of_shipped():
     return PlanningArgs(device="cuda", workers=told.workers, sharding=told.sharding, offload=told.offload)
 
 
-def test_the_environment_says_what_is_offloaded():
+def test_the_environment_says_what_is_offloaded(tmp_path):
+    (file := tmp_path / "odd.json").write_text('{"zero_optimization": {"stage": 3, "offload_param": null}}')
+    odd = {"WORLD_SIZE": "2", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
+    assert of_launcher(odd) == PlanningArgs(workers=2, sharding="zero3")
     zero2 = {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}
     assert of_launcher(zero2) == PlanningArgs(sharding="zero2", offload="optimizer")
     fsdp = {"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true"}
