@@ -22,6 +22,9 @@ class PlanningArgs:
     """Processes of the run, each with a batch of its own."""
     sharding: Literal["none", "zero1", "zero2", "zero3", "fsdp"] = "none"
     """What the workers divide among them: optimizer state (zero1), gradients too (zero2), weights too (the others)."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What a GPU's run keeps in main memory: state, for an update on the CPU (optimizer: ZeRO), or weights too (all:
+    ZeRO 3, FSDP). Also says what that costs in time."""
     fit: str | None = None
     """Memory to fit into, as 24GiB, or auto for this device's: proposes micro-batch, accumulation, checkpointing and
     optimizer for the same global batch."""
@@ -29,7 +32,10 @@ class PlanningArgs:
     def check(self) -> None:
         if self.fit not in (None, "auto"):
             bytes_of(self.fit)
-        if self.sharding != "none" and self.workers == 1:
+        fits = {"optimizer": ("zero1", "zero2", "zero3"), "all": ("zero3", "fsdp")}.get(self.offload)
+        if fits is not None and self.sharding not in fits:
+            raise UserError(f"--offload {self.offload} is for --sharding {' or '.join(fits)}, not {self.sharding}")
+        if self.sharding != "none" and self.workers == 1 and self.offload == "none":
             raise UserError(f"--sharding {self.sharding} divides among workers: add --workers N, for example 8")
 
 

@@ -14,6 +14,7 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.models.presets import read_model_settings
 from lm_experiments_tools.planning.activations import Step
+from lm_experiments_tools.planning.offload import REUSED, Offload, offload_of
 from lm_experiments_tools.planning.optimizer_state import State, state_of
 from lm_experiments_tools.planning.peak import Fixed, Peak, walk
 from lm_experiments_tools.planning.shapes import KINDS, Model, describe
@@ -54,6 +55,7 @@ class Plan:
     state: State
     device: str
     notes: tuple[str, ...]
+    offload: Offload | None = None
 
     def weights_as(self, kind: str) -> float:
         """Bytes of all weights for inference in fp32, bf16, int8 or nf4."""
@@ -72,7 +74,8 @@ class Plan:
     def host(self) -> float:
         """Bytes of main memory, roughly: the process, on a CPU the plan itself, copies while a checkpoint is saved."""
         copies = self.checkpoint() if self.args.save_in_background and self.args.model_path else 0
-        return _PROCESS + copies + (self.peak.total if self.device == "cpu" else 0)
+        offloaded = 0 if self.offload is None else self.offload.held
+        return _PROCESS + copies + offloaded + (self.peak.total if self.device == "cpu" else 0)
 
 
 def make_plan(
@@ -101,10 +104,15 @@ def make_plan(
     options = dict(option.partition("=")[::2] for option in args.optimizer_options)
     momentum = options.get("momentum", "0") not in ("0", "0.0")
     state = state_of(args.optimizer, model, trained, momentum=momentum, beta1="beta1" in options)
-    fixed = _fixed(args, planning, model, trained, state)
+    fixed, offload = _fixed(args, planning, model, trained, state), None
+    if planning.offload != "none" and device == "cuda":
+        offload = offload_of(args, planning, model, trained, state.size)
+        if offload.value == 2:
+            notes.append("16-bit copies of weights in the activations do not exist: DeepSpeed casts the model itself")
+        fixed = _left(fixed, offload.value / 4, whole=planning.offload == "all")
     buckets = planning.workers > 1 and planning.sharding == "none" and args.backend != "horovod"
     peak = walk(model, step, fixed, args.gradient_accumulation_steps > 1 or buckets, trained)
-    return Plan(args, model, step, fixed, peak, trained, state, device, tuple(notes))
+    return Plan(args, model, step, fixed, peak, trained, state, device, tuple(notes), offload)
 
 
 def model_settings(args: ExperimentArgs) -> Mapping[str, Any]:
@@ -270,6 +278,8 @@ def _fixed(args: ExperimentArgs, planning: PlanningArgs, model: Model, trained: 
     sent = 0.0
     if whole:  # two blocks are gathered at once: the one that computes and the next
         sent = 2 * 4 * max(model.encoder_block, model.decoder_block if model.decoder_layers else 0, model.table)
+        if sharding == "zero3":  # which keeps them gathered until the backward pass
+            sent = max(sent, 4 * min(model.parameters(), REUSED))
         weights /= workers
     elif workers > 1:
         sent = _communication(args, gradients)
@@ -280,6 +290,12 @@ def _fixed(args: ExperimentArgs, planning: PlanningArgs, model: Model, trained: 
     if sharding != "none":
         optimizer /= workers
     return Fixed(weights, gradients, optimizer, state.update / (workers if whole else 1), sent)
+
+
+def _left(fixed: Fixed, share: float, *, whole: bool) -> Fixed:
+    """Leave on the GPU what offloading does: values of `share` of float32's size, and weights unless all are away."""
+    weights = 0.0 if whole else share * fixed.weights
+    return Fixed(weights, share * fixed.gradients, 0.0, 0.0, share * fixed.communication)
 
 
 def _communication(args: ExperimentArgs, gradients: float) -> float:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lm_experiments_tools.files import human_bytes
 from lm_experiments_tools.planning.activations import parts_of
+from lm_experiments_tools.planning.offload import Rate, link_rate, memory_rate
 from lm_experiments_tools.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -37,10 +38,10 @@ def lines_of(plan: Plan) -> list[str]:
 
 
 def _reasons(plan: Plan) -> Mapping[str, str]:
-    step = plan.step
+    step, size = plan.step, 4 if plan.offload is None else plan.offload.value
     return {
-        "weights": "4 N in float32" if step.adapted is None else "held, and the adapter's",
-        "gradients": f"of {plan.trained:,} parameters 4 bytes each, as far as they exist then",
+        "weights": f"{size} N in {size * 8} bits" if step.adapted is None else "held, and the adapter's",
+        "gradients": f"of {plan.trained:,} parameters {size} bytes each, as far as they exist then",
         "optimizer state": plan.state.why,
         "activations": "inputs of blocks, and one block again" if step.checkpointing else "kept for the backward pass",
         "logits and loss": "4 n V for each of logits, log-softmax and gradient; of our fast step one chunk",
@@ -85,6 +86,60 @@ def _beside(plan: Plan) -> list[str]:
     lines.append(f"main memory, roughly: {human_bytes(plan.host())} ({copies})")
     lines.append(f"a checkpoint on disk: {human_bytes(plan.checkpoint())}")
     return lines
+
+
+def lines_of_offload(plan: Plan, *, measured: bool) -> list[str]:
+    """The cost as lines, none where nothing is offloaded.
+
+    Args:
+        measured: torch may be loaded to measure copies to a GPU.
+    """
+    args, cost, lines = plan.args, plan.offload, []
+    embeds = getattr(args, "embeddings_on_cpu", False) and not plan.model.tied
+    places = getattr(args, "device_map", None)
+    if plan.device == "cpu" or not (cost or embeds or places):
+        return []
+    link, memory = link_rate(measured=measured), memory_rate()
+    if cost is not None:
+        seconds = cost.down / link.speed, cost.up / link.speed, cost.touched / memory.speed
+        lines += [
+            f"offload, each optimizer step and worker: {sum(seconds):.3g} s, if computing hides nothing of it",
+            f"  {human_bytes(cost.down)} of gradients down, {seconds[0]:.3g} s, and {human_bytes(cost.up)} up, "
+            f"{seconds[1]:.3g} s, at {link.speed / 1e9:.3g} GB/s ({link.source})",
+            f"  update on the CPU: {human_bytes(cost.touched)} read and written, {seconds[2]:.3g} s at "
+            f"{memory.speed / 1e9:.3g} GB/s ({memory.source})",
+        ]
+    if embeds:
+        lines.append(_embedded(plan, link))
+    if places:
+        lines.append(_placed(plan, link))
+    return lines
+
+
+def _embedded(plan: Plan, link: Rate) -> str:
+    """The cost of a token table in main memory: features up, their gradients down."""
+    step = plan.step
+    up = 4 * plan.args.gradient_accumulation_steps * step.rows * (step.source + step.target) * plan.model.width
+    down = 0 if "embeddings" in step.frozen or step.adapted is not None else up
+    return (
+        f"--embeddings_on_cpu, each optimizer step: {human_bytes(up)} of features up and {human_bytes(down)} of "
+        f"gradients down, {(up + down) / link.speed:.3g} s at {link.speed / 1e9:.3g} GB/s ({link.source})"
+    )
+
+
+def _placed(plan: Plan, link: Rate) -> str:
+    """The cost of layers that `--device_map` leaves in main memory: their weights go up in each forward pass."""
+    model, kind = plan.model, plan.args.quantize or plan.args.inference_dtype or "fp32"
+    encoder = model.encoder_layers * model.encoder_block
+    shares = encoder / model.parameters(), 1 - encoder / model.parameters()
+    whole = plan.weights_as(kind)
+    passes = [f"all of them, {human_bytes(whole)}, {whole / link.speed:.3g} s a forward pass"]
+    if model.decoder_layers:
+        passes.append(f"{whole * shares[1] / link.speed:.3g} s for each token that is generated")
+    return (
+        f"--device_map {plan.args.device_map}: each GiB of weights left in main memory goes up once a forward pass, "
+        f"{2**30 / link.speed:.3g} s at {link.speed / 1e9:.3g} GB/s ({link.source}); {', '.join(passes)}"
+    )
 
 
 def compared(plan: Plan, traced: Traced) -> list[str]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.config.launchers import launcher_rank
 from lm_experiments_tools.config.planning import PlanningArgs
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import human_bytes
+from lm_experiments_tools.files import human_bytes, read_json
 from lm_experiments_tools.planning.fit import USABLE, Fit, fit, lines_of_fit, memory_of
 from lm_experiments_tools.planning.plan import Plan, device_of, make_plan, model_settings
-from lm_experiments_tools.planning.report import compared, lines_of
+from lm_experiments_tools.planning.report import compared, lines_of, lines_of_offload
 
 if TYPE_CHECKING:
     from lm_experiments_tools.config.training import ExperimentArgs
@@ -40,11 +41,13 @@ def show(args: ExperimentArgs, planning: PlanningArgs, origins: Mapping[str, str
         print(f"no closed form: {error}", flush=True)
         print(_trace_alone(args, planning, config))
         return
+    found = fit(args, planning, origins, config, plan) if planning.fit else None
     print("\n".join(lines_of(plan)), flush=True)
+    if offloaded := lines_of_offload(plan, measured=planning.trace and Path("/dev/nvidia0").exists()):
+        print("\n" + "\n".join(offloaded), flush=True)
     if planning.trace:
         print("\n" + "\n".join(_traced(plan)), flush=True)
-    if planning.fit:
-        found = fit(args, planning, origins, config, plan)
+    if found is not None:
         print("\n" + "\n".join(lines_of_fit(found, args, planning.fit)), flush=True)
         if planning.trace and found.changed:
             print("\n".join(_traced(found.plan)), flush=True)
@@ -91,10 +94,25 @@ def of_launcher(environ: Mapping[str, str] = os.environ) -> PlanningArgs:
     """Workers and sharding as the launcher's environment tells them."""
     told = [environ.get(name, "") for name in ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")]
     workers = max((int(text) for text in told if text.isdigit()), default=1)
-    sharded = workers > 1 and environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "") if workers > 1 else ""
-    sharding = "fsdp" if sharded else f"zero{stage}" if stage in ("1", "2", "3") else "none"
-    return PlanningArgs(workers=workers, sharding=sharding)
+    stage, away = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", ""), "none"
+    devices = [environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{name}_DEVICE") for name in ("OPTIMIZER", "PARAM")]
+    if file := environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
+        zero = _object(read_json(Path(file)).get("zero_optimization"))
+        stage = str(zero.get("stage", stage))
+        devices = [_object(zero.get(f"offload_{name}")).get("device") for name in ("optimizer", "param")]
+    if environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        sharding, away = "fsdp", "all" if environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true" else "none"
+    else:
+        sharding = f"zero{stage}" if stage in ("1", "2", "3") else "none"
+        if sharding != "none" and devices[0] == "cpu":
+            away = "all" if sharding == "zero3" and devices[1] == "cpu" else "optimizer"
+    if workers == 1 and away == "none":
+        sharding = "none"
+    return PlanningArgs(workers=workers, sharding=sharding, offload=away)
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _traced(plan: Plan) -> list[str]:

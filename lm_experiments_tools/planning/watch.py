@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.planning import PlanningArgs
@@ -53,7 +54,7 @@ def config_of(backend: Backend) -> dict:
 def planning_of(backend: Backend, memory: float | None = None) -> PlanningArgs:
     """Device and workers of a run, and the bytes that a setting is to fit into."""
     told, fits = of_launcher(), None if memory is None else f"{int(memory)}B"
-    return PlanningArgs(device=backend.device.type, workers=told.workers, sharding=told.sharding, fit=fits)
+    return replace(told, device=backend.device.type, fit=fits)
 
 
 def planned_for(args: ExperimentArgs, origins: Mapping[str, str], backend: Backend) -> Plan | None:

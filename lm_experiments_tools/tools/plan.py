@@ -78,8 +78,10 @@ def main(argv: Sequence[str]) -> int:
     args, origins = parse(
         SCRIPTS[name], flags, description=__doc__, program=f"lmtools plan {name}" if names_one else "lmtools plan"
     )
-    from lm_experiments_tools.planning.show import show
+    from lm_experiments_tools.planning.show import device_of, show
 
+    if args.offload != "none" and device_of(args.device) == "cpu":
+        raise UserError(f"--offload {args.offload}: a run on a CPU has everything in main memory; add --device cuda")
     show(args, args, origins)
     return 0
 

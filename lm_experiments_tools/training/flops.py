@@ -3,18 +3,22 @@
 Counted are matrix products, a multiply-add as two, with all tokens of a row, padding too; the backward pass has twice
 the forward pass's, and what gradient checkpointing computes again is not counted (Chowdhery et al. 2022, arXiv
 2204.02311, appendix B). Six times the parameters would be wrong for an encoder-decoder, each half of which sees its
-own tokens alone.
+own tokens alone. Packed rows are whole rows too: the matrix of scores is dense, with examples masked from each other.
+
+Where no formula is known, torch counts the passes of the first micro-batch, on tensors without data.
 """
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
 _HOMES = ("transformers", "modeling_t5", "modeling_bert")
 _VARIANTS = ("sparse_config_cls", "num_cdq_heads", "num_memory_tokens")
 _POSITIONS = ("absolute", "relative_attention_bias", "rotary", "alibi", "none")
+# Whatever the code of a model says when it meets tensors without data, or cannot be copied.
+_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError, AssertionError)
 _SECONDS, _PRODUCTS = 0.2, 60  # that the peak is measured for at most, beside the first product
 
 
@@ -54,8 +60,11 @@ def bert_flops(config: PreTrainedConfig, rows: int, inputs: int, scored: int, po
 
 def counter(model: nn.Module) -> Callable[[dict[str, Any]], float] | str:
     """The FLOP of training on a micro-batch, as a function of the model's arguments; or why they are not known."""
-    name, config = type(model).__name__, getattr(model, "config", None)
-    if type(model).__module__.partition(".")[0] not in _HOMES:
+    cls = next(
+        (cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch.")), type(model)
+    )  # of FSDP's
+    name, config = cls.__name__, getattr(model, "config", None)
+    if cls.__module__.partition(".")[0] not in _HOMES:
         return f"no formula is known for {name}"
     variants = [key for key in _VARIANTS if getattr(config, key, None)]
     layers = (getattr(config, f"{kind}_layer", "") for kind in ("encoder_self_attention", "decoder_self_attention"))
@@ -71,6 +80,39 @@ def counter(model: nn.Module) -> Callable[[dict[str, Any]], float] | str:
         pooled = name == "BertForPreTraining"
         return lambda inputs: bert_flops(config, *inputs["input_ids"].shape, inputs["labels"].numel(), pooled)
     return f"no formula is known for {name}"
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """The model with tensors that have no data, in which gradient checkpointing is off. Raises one of `_FAILURES`."""
+    if any(hasattr(p, "to_local") or hasattr(p, "ds_id") for p in model.parameters()):
+        raise ValueError("its parameters are divided among the workers")
+    whole: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        empty = torch.empty_like(tensor, device="meta")
+        whole[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    made = copy.deepcopy(model, whole)
+    for module in made.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
+    return made
+
+
+def counted_flops(model: nn.Module, args: tuple, inputs: dict[str, Any]) -> float:
+    """FLOP of a forward and a backward pass of what `copied` made, as torch counts. Raises one of `_FAILURES`."""
+
+    def emptied(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, Tensor) else value
+
+    looked_at = ("attention_mask", "decoder_attention_mask")  # by transformers; the dense product is as large without
+    kept = {name: emptied(value) for name, value in inputs.items() if name not in looked_at}
+    with torch.enable_grad(), FlopCounterMode(display=False) as count:
+        outputs = model(*map(emptied, args), **kept)
+        values = (
+            outputs.values() if hasattr(outputs, "values") else outputs if isinstance(outputs, tuple) else [outputs]
+        )
+        loss = next(value for value in values if isinstance(value, Tensor) and value.requires_grad)
+        loss.sum().backward()
+    return float(count.get_total_flops())
 
 
 @cache
@@ -110,19 +152,43 @@ class FlopMeter:
         self, backend: Backend, window: Window, peak_tflops: float | None, say: Callable[[str], None]
     ) -> None:
         self.flops, self._uncounted, self.peak = 0.0, window.seconds, 0.0
+        self._say, self._copy, self._each = say, None, 0.0  # FLOP of a token, once they are counted
         model = backend.unwrap()
-        count = counter(model)
-        if isinstance(count, str):
-            say(f"the share of the device's peak (mfu) is left out: {count}")
-        elif backend.is_main:
+        self._count = counter(model)
+        if isinstance(self._count, str) and backend.is_main:
+            try:
+                self._copy = copied(model)
+            except _FAILURES as error:
+                say(f"the share of the device's peak (mfu) is left out: {self._count}, and {error}")
+                return
+            say(f"{self._count}: torch counts the first micro-batch for mfu, others go by their tokens")
+        if backend.is_main:
             self.peak = peak_tflops * 1e12 if peak_tflops else measured_peak(backend.device, _dtype(backend, model))
             say(f"mfu is the share of {self.peak / 1e12:.3g} TFLOP/s{'' if peak_tflops else ', measured just now'}")
-            self._count = count
             model.register_forward_pre_hook(self._add, with_kwargs=True)
 
     def _add(self, model: nn.Module, args: tuple, inputs: dict[str, Any]) -> None:
-        if model.training and "labels" in inputs and "input_ids" in inputs:
+        if not model.training:
+            return
+        if isinstance(self._count, str):
+            self.flops += self._counted(args, inputs)
+        elif "labels" in inputs and "input_ids" in inputs:
             self.flops += self._count(inputs)
+
+    def _counted(self, args: tuple, inputs: dict[str, Any]) -> float:
+        """FLOP by those of the first micro-batch, in proportion to tokens."""
+        tokens = [inputs[name] for name in ("input_ids", "labels") if isinstance(inputs.get(name), Tensor)]
+        size = sum(value.numel() for value in tokens or args if isinstance(value, Tensor))
+        made, self._copy = self._copy, None
+        if made is not None:
+            try:
+                self._each = counted_flops(made.train(), args, inputs) / max(size, 1)
+            except (*_FAILURES, StopIteration) as error:
+                reason = " ".join(str(error).split())[:160]
+                self._say(
+                    f"mfu is left out: {self._count}, and torch cannot count it: {type(error).__name__}: {reason}"
+                )
+        return self._each * size
 
     def mfu(self, window: Window) -> dict[str, float]:
         """The share of the peak in the seconds of `window`, then counted afresh; nothing where it is not known."""

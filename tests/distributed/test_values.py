@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.training.flops import t5_flops
 from tests.distributed.launch import ROOT, missing, run, shim, torchrun
-from tests.distributed.values_worker import train
+from tests.distributed.values_worker import PEAK, train
+from tests.helpers.toys import tiny_t5
 
 WORKER = ROOT / "tests" / "distributed" / "values_worker.py"
 PREFIXES = "norm/", "maximum/"
@@ -16,6 +18,13 @@ PREFIXES = "norm/", "maximum/"
 def watched(folder) -> dict[tuple[int, str], float]:
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return {(r["step"], name): v for r in records for name, v in r.items() if name.startswith(PREFIXES)}
+
+
+def share_of_peak(folder) -> float:
+    """The FLOP of three steps that the log's mfu means."""
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    line = next(record for record in records if "mfu" in record)
+    return line["mfu"] * line["seconds_per_step"] * line["step"] * PEAK * 1e12
 
 
 @pytest.mark.distributed
@@ -34,6 +43,9 @@ def test_norms_and_the_trace_of_two_workers(name, tmp_path):
     assert {key: ours[key] for key in norms} == pytest.approx({key: alone[key] for key in norms}, rel=2e-3)
     for key in alone.keys() - norms:  # alone it is of the first micro-batch, one of two
         assert ours[key] >= alone[key] * (1 - 2e-3)
+    shapes = json.loads((tmp_path / "watched" / "shapes.json").read_text())
+    assert len(shapes) == 3 * 2  # of rank 0, one in two of which alone has all
+    assert share_of_peak(tmp_path / "watched") == pytest.approx(sum(t5_flops(tiny_t5().config, *s) for s in shapes))
     log = (tmp_path / "broken" / "logs" / "rank0.log").read_text()
     if name == "ddp":
         where = "encoder.block.1.layer.1.DenseReluDense.wo (Linear): its output"

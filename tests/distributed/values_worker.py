@@ -2,11 +2,12 @@
 
     values_worker.py RUNS
 
-Writes the runs RUNS/watched and RUNS/broken.
+Writes the runs RUNS/watched and RUNS/broken, each with the shapes of rank 0's micro-batches.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from lm_experiments_tools.training.trainer import TrainingLoop
 from tests.helpers.toys import RaggedPairs, SeekableBatches, tiny_t5
 
 ROWS = 8  # of a global step
+PEAK = 1e-3  # teraflops a second, of which the log gives the share
 MARK = 0  # a token that no row has
 
 
@@ -37,7 +39,7 @@ class Marked(SeekableBatches):
 def args_of(folder: Path, world_size: int, **more: int) -> TrainerArgs:
     return TrainerArgs(
         batch_size=2, gradient_accumulation_steps=ROWS // 2 // world_size, iters=3, log_interval=3, clip_grad_norm=0.5,
-        model_path=str(folder), **more,
+        model_path=str(folder), peak_tflops=PEAK, **more,
     )  # fmt: skip
 
 
@@ -49,10 +51,12 @@ def train(folder: Path, backend: Backend, *, broken: bool = False, **more: int) 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     kind = Marked if broken and backend.rank == backend.world_size - 1 else SeekableBatches
     loader = kind(RaggedPairs(24), args.rows_per_worker(), backend.rank, backend.world_size)
-    loop, seen = TrainingLoop(args, backend, model, optimizer, loader), {}
+    loop, seen, shapes = TrainingLoop(args, backend, model, optimizer, loader), {}, []
 
     def look(module: nn.Module, _: tuple, inputs: dict[str, Tensor]) -> None:
         seen["mark"] = bool((inputs["input_ids"] == MARK).any())
+        if module.training:
+            shapes.append([*inputs["input_ids"].shape, inputs["labels"].shape[1]])
 
     def spoil(module: nn.Module, _: tuple, output: Tensor) -> Tensor | None:
         return output * torch.inf if seen["mark"] else None
@@ -60,6 +64,8 @@ def train(folder: Path, backend: Backend, *, broken: bool = False, **more: int) 
     model.register_forward_pre_hook(look, with_kwargs=True)
     model.encoder.block[1].layer[1].DenseReluDense.wo.register_forward_hook(spoil)
     loop.train()
+    if backend.is_main:
+        (folder / "shapes.json").write_text(json.dumps(shapes))
 
 
 def main() -> None:

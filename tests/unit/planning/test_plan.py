@@ -185,14 +185,15 @@ def test_eleven_billions_are_planned_without_torch():
         (["pretrain-t5", "--model_cfg", "t5-smal"], "did you mean 't5-small'"),
         (["finetune", "--from_pretrained", "nowhere"], "no config.json"),
         (["pretrain-t5", "--model_cfg", "t5-small", "--fit", "lots"], "--fit lots is no size"),
+        (["pretrain-t5", "--model_cfg", "t5-small", "--fit", "1KiB", "--no_trace"], "1.0 KiB are too little"),
         (["pretrain-t5", "--model_cfg", "t5-small", "--sharding", "fsdp"], "add --workers"),
     ],
 )
 def test_a_mistake_is_a_sentence(words, sentence, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["plan", *words]) == 2
-    error = capsys.readouterr().err
-    assert sentence in error and "Traceback" not in error
+    captured = capsys.readouterr()
+    assert sentence in captured.err and "Traceback" not in captured.err and not captured.out
 
 
 def test_a_class_that_cannot_be_traced_is_a_sentence_and_the_rest_is_shown(tmp_path, monkeypatch, capsys):

@@ -9,6 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import modeling_bert
 import modeling_t5
+from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.backends.precision import Precision
 from lm_experiments_tools.models.build import build_model
 from lm_experiments_tools.training import flops
 from lm_experiments_tools.training.metrics import Window
@@ -75,6 +77,94 @@ def test_what_has_no_formula_is_named():
     frozen = made("bert")
     next(frozen.parameters()).requires_grad = False
     assert flops.counter(frozen) == "some of the model's parameters are not trained"
+
+
+class Doubled(transformers.T5ForConditionalGeneration):
+    """A user's, without a formula."""
+
+
+def freezes(model):
+    for parameter in model.encoder.parameters():
+        parameter.requires_grad = False
+    return model
+
+
+def checkpointed(model):
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def adapted(model):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q", "v"])).train()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: build_model(Doubled, transformers.T5Config(**T5), seed=0).train(),
+        lambda: build_model(Doubled, transformers.T5Config(**{**T5, "attn_implementation": "sdpa"}), seed=0).train(),
+        lambda: freezes(checkpointed(made("t5"))),
+        lambda: freezes(made("our t5 1.1")),
+        lambda: adapted(made("t5")),
+        lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**BERT)).train(),
+    ],
+)
+def test_torch_counts_the_first_micro_batch_where_there_is_no_formula(make):
+    """As many as of real tensors, of which nothing is touched; a micro-batch of half the tokens has half."""
+    model = make()
+    assert isinstance(flops.counter(model), str)
+    labels = torch.tensor([0, 1, 1, 0]) if "Classification" in type(model).__name__ else torch.randint(2, 100, (4, 12))
+    inputs = {"input_ids": torch.randint(2, 100, (4, 30)), "labels": labels}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    random, said = torch.random.get_rng_state(), []
+    meter = flops.FlopMeter(whole(model), Window(), 1.0, said.append)
+    meter._add(model, (), inputs)
+    assert "torch counts the first micro-batch" in said[0]
+    assert torch.equal(torch.random.get_rng_state(), random) and all(p.grad is None for p in model.parameters())
+    first = meter.flops
+    meter._add(model, (), {name: value[:2] for name, value in inputs.items()})
+    assert meter.flops == pytest.approx(1.5 * first)
+    model.gradient_checkpointing_disable()
+    model.set_attn_implementation("eager")  # whose products torch counts on a CPU
+    with FlopCounterMode(display=False) as counted:
+        model(**inputs).loss.backward()
+    assert first == pytest.approx(counted.get_total_flops(), rel=1e-6)
+
+
+def whole(model):
+    backend = LocalBackend(Precision(), torch.device("cpu"))
+    backend.setup(model, None)
+    return backend
+
+
+def test_a_class_that_looks_at_values_is_left_out_in_a_sentence():
+    class Looks(transformers.T5ForConditionalGeneration):
+        def forward(self, input_ids=None, **kwargs):
+            assert input_ids.sum().item() > 0
+            return super().forward(input_ids=input_ids, **kwargs)
+
+    model, said = Looks(transformers.T5Config(**T5)).train(), []
+    meter = flops.FlopMeter(whole(model), window := Window(), 1.0, said.append)
+    for _ in range(2):
+        model(input_ids=torch.ones(1, 4).long(), labels=torch.ones(1, 4).long())
+    window.seconds = 1.0
+    assert meter.mfu(window) == {} and len(said) == 3
+    assert said[-1].startswith("mfu is left out: no formula is known for Looks, and torch cannot count it: ")
+
+
+@pytest.mark.parametrize("name", ["our t5 1.1", "our bert"])
+def test_packed_rows_count_as_whole_ones(name):
+    """Which is what they take: examples are parted by a mask."""
+    model = made(name)
+    segments = torch.tensor([[1] * 10 + [2] * 15 + [0] * 5] * 3)
+    inputs = {"input_ids": torch.randint(2, 100, (3, 30)), "segment_ids": segments}
+    inputs["labels"] = torch.randint(2, 100, (3, 12 if "t5" in name else 30))
+    if "t5" in name:
+        inputs["decoder_segment_ids"] = torch.tensor([[1] * 4 + [2] * 6 + [0] * 2] * 3)
+    with FlopCounterMode(display=False) as counted:
+        model(**inputs).loss.backward()
+    assert flops.counter(model)(inputs) == pytest.approx(counted.get_total_flops(), rel=0.01)
 
 
 def test_the_log_gives_the_share_of_the_peak(tmp_path, monkeypatch):
