@@ -18,7 +18,7 @@ STUDENT = 2.101  # two-sided 95 % of Student's t with BLOCKS - 2 degrees of free
 class Bounds:
     """Largest growth that passes."""
 
-    memory: float = 32.0  # KiB in 1,000 steps, of the upper end of the 95 % interval
+    memory: float = 100.0  # KiB in 1,000 steps, of the upper end of the 95 % interval
     level: float = 1.05  # median of the last tenth of the run to that of the third, of memory
     line: float = 1.05  # bytes of a log line in the second half to those in the first
     mappings: float = 5.0  # in 1,000 steps: allocations make and join some
@@ -82,7 +82,7 @@ def _medians(steps: np.ndarray, values: np.ndarray) -> tuple[float, float]:
 
 
 def _halves(title: str, of: np.ndarray, values: np.ndarray, steps: np.ndarray) -> tuple[str, float]:
-    """A row with the growth of `values` with `of`, from a tenth of the run to its half and from there on; the ratio."""
+    """A row with the growth of `values` with `of`, from a tenth of the run to its half and after; the ratio."""
     at = np.searchsorted(steps, [steps[-1] * 0.1, steps[-1] * 0.5, steps[-1]])
     first, second = np.diff(values[at]) / np.maximum(np.diff(of[at]), 1)
     ratio = float(second / first) if first else float("nan")

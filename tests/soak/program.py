@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--launcher", choices=LAUNCHERS, default="python", help="python: one process, others: two")
-    parser.add_argument("--bound", type=float, default=32.0, help="KiB that memory may grow in 1,000 steps")
+    parser.add_argument("--bound", type=float, default=100.0, help="KiB that memory may grow in 1,000 steps")
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between two samples")
     parser.add_argument("--folder", type=Path, help="a new one; kept, and the default too where something grows")
     options = parser.parse_args(argv)

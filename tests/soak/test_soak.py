@@ -57,6 +57,6 @@ def test_too_few_samples_are_no_proof():
 def test_nothing_grows_in_three_thousand_steps(launcher):
     if launcher == "horovodrun" and (reason := missing("horovod")):
         pytest.skip(reason)
-    program = ("-m", "tests.soak.program", "--steps", 3000, "--bound", 1024, "--interval", 0.1)
+    program = ("-m", "tests.soak.program", "--steps", 3000, "--bound", 4096, "--interval", 0.1)
     ended = run([sys.executable], *program, "--launcher", launcher, timeout=1700)
     assert ended.returncode == 0, ended.output[-5000:]
