@@ -269,9 +269,9 @@ class Backend:
         load_optimizer_tree(self.optimizer, ours, self.is_main, self.broadcast, send, self._place)
         self.precision.load_state_dict(self.broadcast(tree["precision"] if self.is_main else None))
         if self.exact is not None:
-            self.exact.exponents = (
-                self.broadcast(tree.get("exponents") if self.is_main else None) or self.exact.exponents
-            )
+            exponents = self.broadcast(tree.get("exponents", []) if self.is_main else None)
+            if len(exponents) == len(self.exact.exponents):  # else of other parameters, or of a run without
+                self.exact.exponents = exponents
 
     def share_weights(self, model: nn.Module) -> None:
         """Give every worker rank 0's weights of a model that is not set up yet; for `setup` to do where it does."""

@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.checkpoint.tensor_files import PostponedFiles, WriteTensors, write_now
 from lm_experiments_tools.checkpoint.train_state import TrainState
@@ -154,6 +156,7 @@ class Saver:
             "state": asdict(state),
             "world_size": self.backend.world_size,
             "reproducible": self.backend.reproducible,
+            "threads": torch.get_num_threads(),
             "optimizer": type(self.backend.optimizer).__name__,
             "workers": all_workers,
         }

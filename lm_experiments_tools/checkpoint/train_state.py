@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from lm_experiments_tools.backends.collective import on_all, on_main
@@ -130,7 +131,7 @@ def load_state(
     tree = on_main(backend, lambda: load_tree(path / "trainer_state"))
     state, workers = TrainState.from_dict(tree["state"]), tree["workers"]
     if not initial:
-        _check_reproducible(path, backend, tree.get("reproducible", ["off", None]))
+        _check_reproducible(path, backend, tree)
     if with_optimizer and backend.optimizer is not None:
         _load_optimizer(path, backend, tree)
     if backend.reproducible[0] == "elastic" and not initial:  # rank 0's part is of all
@@ -139,9 +140,16 @@ def load_state(
     return state, workers[backend.rank] if len(workers) == backend.world_size else None
 
 
-def _check_reproducible(path: Path, backend: Backend, then: list[Any]) -> None:
+def _check_reproducible(path: Path, backend: Backend, tree: dict[str, Any]) -> None:
     """A run keeps `--reproducible` and its virtual ranks; those of a fixed one are its workers."""
+    then = tree.get("reproducible", ["off", None])
     if then == backend.reproducible:
+        now = torch.get_num_threads()
+        if then[0] != "off" and backend.is_main and (was := tree.get("threads", now)) != now:
+            logger.warning(
+                "%s was saved by a process of %d threads, and this one has %d: torch may sum in another order, so the "
+                "bits of --reproducible may differ; set OMP_NUM_THREADS=%d.", path, was, now, was,
+            )  # fmt: skip
         return
     was, now = (how + (f" of {ranks} {_RANKS[how]}" if ranks else "") for how, ranks in (then, backend.reproducible))
     raise UserError(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lm_experiments_tools.training.generators import preserved_random_state
+from lm_experiments_tools.training.passes import seed_noise
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -37,6 +38,7 @@ class Replay:
         self.loop, self.micro_batches, self.weights = loop, micro_batches, weights
         on_gpu = loop.backend.device.type == "cuda"
         self._noise = torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
+        self._position = loop.state.consumed_samples
 
     def trace(self, state: TrainState) -> None:
         """Log the first module that is not finite on the first worker that has one; every worker calls it.
@@ -83,7 +85,8 @@ class Replay:
                 torch.set_rng_state(self._noise[0])
                 if self._noise[1] is not None:
                     torch.cuda.set_rng_state(self._noise[1])
-                for micro_batch in self.micro_batches:
+                for i, micro_batch in enumerate(self.micro_batches):
+                    seed_noise(self.loop, self._position, i)
                     found = self._find_in(model, micro_batch)
                     if found is not None:
                         return found

@@ -39,8 +39,7 @@ def make_gradients(loop: Loop, micro_batches: Sequence[MicroBatch], weights: Map
 def _passes(loop: Loop, micro_batches: Sequence[MicroBatch], weights: Mapping[str, int]) -> MetricSums:
     backend, sums = loop.backend, MetricSums(exact=loop.backend.exact is not None)
     for i, micro_batch in enumerate(micro_batches):
-        if backend.exact is not None:
-            seed_all(loop.args.seed, loop.state.consumed_samples, number_in_step(loop, i))
+        seed_noise(loop, loop.state.consumed_samples, i)
         with backend.accumulate(sync=i == len(micro_batches) - 1):
             with backend.autocast():
                 outputs = backend.model(**micro_batch.inputs, **loop.forward_kwargs)
@@ -50,6 +49,16 @@ def _passes(loop: Loop, micro_batches: Sequence[MicroBatch], weights: Mapping[st
             del outputs, means  # logits would otherwise live on through the backward pass and the update
             backend.backward(loss)
     return sums
+
+
+def seed_noise(loop: Loop, position: int, i: int) -> None:
+    """With `--reproducible`, key what this worker's i-th micro-batch draws by its place in the data and the step.
+
+    Args:
+        position: samples consumed over all workers before the step.
+    """
+    if loop.backend.exact is not None:
+        seed_all(loop.args.seed, position, number_in_step(loop, i))
 
 
 def measure(

@@ -13,6 +13,8 @@ from lm_experiments_tools.backends.exact_sum import ExactSum
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training.metrics import MetricSums
+from lm_experiments_tools.training.trainer import TrainingLoop
+from tests.helpers.toys import RaggedPairs, SeekableBatches, tiny_t5
 
 SHAPES = [(7, 5), (300,), (), (3, 2, 4)]
 
@@ -190,3 +192,35 @@ def test_workers_that_do_not_divide_the_virtual_ranks_are_refused():
     backend.world_size = 5
     with pytest.raises(UserError, match=r"1, 2, 3, 4, 6, 12"):
         backend.reproduce(TrainerArgs(reproducible="elastic"))
+
+
+@pytest.mark.parametrize(("how", "warnings"), [("fixed", 1), ("off", 0)])
+def test_another_number_of_threads_at_a_restart_is_warned_of(how, warnings, tmp_path, monkeypatch, caplog):
+    def start(iters: int) -> None:
+        args = TrainerArgs(model_path=str(tmp_path), iters=iters, save_interval=2, reproducible=how, batch_size=2)
+        backend, model = LocalBackend(device=torch.device("cpu")), tiny_t5()
+        backend.reproduce(args)
+        loader = SeekableBatches(RaggedPairs(24), args.rows_per_worker())
+        TrainingLoop(args, backend, model, torch.optim.AdamW(model.parameters()), loader).train()
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    start(2)
+    start(4)
+    assert "threads" not in caplog.text
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    start(6)
+    told = [record.message for record in caplog.records if "OMP_NUM_THREADS=3" in record.message]
+    assert len(told) == warnings
+
+
+def test_grids_of_other_parameters_are_not_taken_over():
+    backend = LocalBackend(device=torch.device("cpu"))
+    backend.reproduce(TrainerArgs(reproducible="fixed"))
+    model = nn.Linear(2, 2)
+    backend.setup(model, torch.optim.SGD(model.parameters()))
+    state, before = backend.optimizer_state(), list(backend.exact.exponents)
+    for exponents in ([9], []):
+        backend.load_optimizer_state({**state, "exponents": exponents})
+        assert backend.exact.exponents == before
+    backend.load_optimizer_state({**state, "exponents": [9, 8]})
+    assert backend.exact.exponents == [9, 8]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.training import first_bad
 from lm_experiments_tools.training.trainer import TrainingDiverged
 from tests.helpers.toys import VOCABULARY_SIZE, RaggedPairs, SeekableBatches, tiny_t5, weights_of
@@ -153,3 +154,25 @@ def test_a_gradient_that_no_module_made_is_of_the_sum(caplog):
     with caplog.at_level(logging.INFO):
         loop.train()
     assert "all is finite in every micro-batch of every worker" in caplog.text and loop.state.skipped_updates == 1
+
+
+def test_what_is_run_again_draws_the_noise_of_the_step_also_where_that_is_keyed(caplog):
+    class Drawing(Planted):
+        def __init__(self):
+            super().__init__("output")
+            self.drawn = []
+
+        def forward(self, x):
+            self.drawn.append(torch.rand(3).tolist())
+            return super().forward(x)
+
+    model = Stack()
+    model.layers[1] = Drawing()
+    args = {"iters": 4, "log_interval": 4, "reproducible": "fixed"}
+    backend = cpu()
+    backend.reproduce(TrainerArgs(gradient_accumulation_steps=2, **args))
+    loop = make_loop(args, model, backend=backend, loader=Armed(RaggedPairs(24), 4))
+    with caplog.at_level(logging.INFO):
+        loop.train()
+    drawn = model.layers[1].drawn
+    assert len(traced(caplog)) == 1 and drawn[6:8] == drawn[4:6] and len({tuple(d) for d in drawn}) == len(drawn) - 2
