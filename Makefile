@@ -9,6 +9,8 @@ ARGS ?=
 # Of `make chaos`.
 N ?= 200
 SEED ?= 1
+# Of `make soak`.
+STEPS ?= 100000
 # Of training: half of the logical processors, which are the cores of most machines.
 THREADS ?= $(shell $(PYTHON) -c 'import os; print(((os.cpu_count() or 1) + 1) // 2)')
 # Tests that run at once. A job of several processes runs alone among its like.
@@ -26,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster chaos damage fuzz test-all lint docs bench bench-step clean
+.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster chaos soak damage fuzz test-all lint docs bench bench-step clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -116,6 +118,10 @@ test-cluster: env-full horovod-if-possible ## jobs on two machines made of this 
 # ARGS: --workers 1,2,3,4 --reproducible elastic, --launchers horovodrun,accelerate, --run to repeat one run.
 chaos: env-full horovod ## kill runs at random moments and compare them with one left alone: N=200 kills of SEED=1, 20 minutes or more
 	@TF_CPP_MIN_LOG_LEVEL=3 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.chaos.program --kills $(N) --seed $(SEED) $(ARGS)
+
+# ARGS: --launcher torchrun, --launcher horovodrun, --folder to keep the run.
+soak: env-full ## a run of very many steps in which memory, open files, threads and logs must not grow: STEPS=100000, 10 minutes on an idle core
+	@$(BIN)/python -m tests.soak.program --steps $(STEPS) $(ARGS)
 
 damage: env-full ## every kind of damaged checkpoint, and a fault at every call of a save: tables, about 15 minutes
 	@$(BIN)/python -m pytest -q -s tests/unit/checkpoint/test_checkpoint_damage.py tests/unit/checkpoint/test_write_faults.py $(ARGS)
