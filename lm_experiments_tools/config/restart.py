@@ -45,7 +45,8 @@ def is_restart(code: object) -> bool:
 
     It begins anew when the hosts have changed or another worker was told to leave, not when it was told itself.
     """
-    return is_elastic() and code == 128 + signal.SIGTERM and _signals in ([], ["hosts", "signal"])
+    told = _signals.count("signal") > _signals.count("hosts")  # each word of other hosts sends one, which may merge
+    return is_elastic() and code == 128 + signal.SIGTERM and not told
 
 
 def begin_anew() -> NoReturn:

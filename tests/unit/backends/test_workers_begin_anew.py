@@ -76,7 +76,14 @@ def test_a_worker_begins_anew_in_its_process_without_what_it_had(tmp_path):
 
 @pytest.mark.parametrize(
     ("signals", "again"),
-    [([], True), (["hosts", "signal"], True), (["signal"], False), (["hosts", "signal", "signal"], False)],
+    [
+        ([], True),
+        (["hosts", "signal"], True),
+        (["signal"], False),
+        (["hosts", "signal", "signal"], False),
+        (["hosts", "hosts", "signal"], True),
+        (["hosts", "signal", "hosts", "signal"], True),
+    ],
 )
 def test_a_worker_that_was_told_to_leave_itself_does_not_begin_anew(signals, again, monkeypatch):
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
