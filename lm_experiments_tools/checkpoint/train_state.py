@@ -219,10 +219,11 @@ def _load_optimizer(path: Path, backend: Backend, saved: dict[str, Any]) -> None
     exists = stem.with_suffix(".json").exists()
     exists = exists if backend.shards_optimizer else backend.broadcast(exists)  # rank 0's serves all
     if not exists or (backend.shards_optimizer and saved_by != backend.world_size):
+        how = "in as many parts (DeepSpeed)" if exists else "with another way of sharding"
         raise UserError(
             f"{path} has no optimizer state for worker {backend.rank} of {backend.world_size}: it was saved by "
-            f"{saved_by} worker(s) with another way of sharding; continue with the same launcher and number of "
-            "workers, or pass the checkpoint as --init_checkpoint with --reset_optimizer"
+            f"{saved_by} worker(s) {how}; continue with the same launcher and number of workers, or pass the "
+            "checkpoint as --init_checkpoint with --reset_optimizer"
         )
     if backend.shards_optimizer:
         tree = load_tree(stem)
