@@ -104,6 +104,8 @@ def _model(args: ConvertArgs) -> PreTrainedModel:
         place_weights(model, weights, source)
         return model
     if args.model_cfg is None:
+        if (beside := source / "config.json").is_file():
+            raise UserError(f"--model_cfg is missing: give --model_cfg {beside}, or another model's.")
         raise UserError(f"--model_cfg is missing: {source} does not say what model it is of.")
     cls = get_cls_by_name(args.model_cls or "transformers:T5ForConditionalGeneration")
     model = build_model(cls, load_model_config(args.model_cfg, getattr(cls, "config_class", None)), seed=0)

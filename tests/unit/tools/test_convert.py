@@ -96,3 +96,11 @@ def test_what_is_damaged_or_of_another_model_is_a_sentence(tmp_path, capsys):
         (["convert", config, "--to", str(tmp_path / "x")], "--model_cfg is missing"),
     ):
         assert main(words) == 2 and message in capsys.readouterr().err
+
+
+def test_a_folder_with_a_configuration_is_not_said_to_have_none(tmp_path, capsys):
+    model, to = tmp_path / "model", tmp_path / "converted"
+    T5ForConditionalGeneration(T5Config(**TINY)).save_pretrained(model)
+    assert main(["convert", str(model), "--to", str(to)]) == 2
+    assert f"give --model_cfg {model}/config.json" in capsys.readouterr().err
+    assert main(["convert", str(model), "--to", str(to), "--model_cfg", f"{model}/config.json"]) == 0
