@@ -108,10 +108,7 @@ def run(args: SweepArgs) -> int:
     return _show(work, sweep)
 
 
-def read_sweep(path: Path) -> Sweep:
-    """The file, checked: keys, names of flags, values. Raises UserError."""
-    from lm_experiments_tools.tools.main import arguments_of
-
+def _read_lines(path: Path) -> dict[str, Any]:
     try:
         said = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -120,6 +117,14 @@ def read_sweep(path: Path) -> Sweep:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(said, dict):
         raise UserError(f"{path} must hold lines of `name: value`; lmtools sweep --help shows an example.")
+    return said
+
+
+def read_sweep(path: Path) -> Sweep:
+    """The file, checked: keys, names of flags, values. Raises UserError."""
+    from lm_experiments_tools.tools.main import arguments_of
+
+    said = _read_lines(path)
     for key in said:
         if key not in _KEYS:
             raise UserError(f"{path}: unknown setting {key!r}: there are {', '.join(_KEYS)}.")
@@ -164,10 +169,17 @@ def _check_same(folder: Path, sweep: Sweep) -> None:
     file = folder / "sweep.json"
     asked = {name: getattr(sweep, name) for name in ("script", "metric", "direction")}
     asked["search"] = "grid" if sweep.trials is None else "optuna"
+    config = json.loads(json.dumps(_read_lines(Path(sweep.config)), default=str)) if sweep.config else {}
     if not file.exists():
-        write_atomic(file, json.dumps(asked) + "\n")
-    elif (before := read_json(file)) != asked:
+        write_atomic(file, json.dumps(asked | {"settings": config}) + "\n")
+        return
+    before = read_json(file)
+    then = before.pop("settings", config)  # sweeps of before do not have it
+    if before != asked:
         raise UserError(f"--output {folder} holds a sweep of {before}, this is one of {asked}: choose another folder.")
+    if changed := [name for name in sorted({*then, *config}) if then.get(name) != config.get(name)]:
+        said = ", ".join(f"{name} {then.get(name)}, now {config.get(name)}" for name in changed)
+        raise UserError(f"--output {folder} holds runs of {sweep.config} with {said}: choose another folder.")
 
 
 class _Work:

@@ -204,7 +204,10 @@ def _read_records(run: Run) -> list[dict[str, Any]]:
             before |= record | {"metrics": metrics}
     found = sorted(joined.values(), key=lambda record: record["step"])
     if not found and not damaged:
-        run.problems.append(f"{run.name} has logged nothing yet.")
+        cut = (
+            "no whole line in metrics.jsonl: it is damaged, or its first one is being written" if text.strip() else ""
+        )
+        run.problems.append(f"{run.name} has {cut or 'logged nothing yet'}.")
     for record, seconds in zip(found, _seconds(found, run.config.get("log_interval")), strict=True):
         record["seconds"] = seconds
     return found

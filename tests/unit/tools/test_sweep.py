@@ -152,6 +152,14 @@ def test_folder_of_another_question_is_refused(write, tmp_path, capsys):
     assert main(["sweep", *write({"lr": [1e-3]})]) == 2
     assert "holds a sweep of" in capsys.readouterr().err
     (tmp_path / "out" / "sweep.json").unlink()
+    assert main(["sweep", *write({"lr": [-1.0]})]) == 1
+    assert main(["sweep", *write({"lr": [-1.0]}, {"iters": 8})]) == 2
+    assert "run.yaml with iters 4, now 8: choose another folder" in capsys.readouterr().err
+    words = write({"lr": [-1.0]})
+    (tmp_path / "run.yaml").write_text("- iters")
+    assert main(["sweep", *words]) == 2
+    assert "run.yaml must hold lines of `name: value`" in capsys.readouterr().err
+    (tmp_path / "out" / "sweep.json").unlink()
     (tmp_path / "out" / "results.jsonl").write_text('{"run"\n')
     assert main(["sweep", *write({"lr": [1e-3]})]) == 2
     assert "results.jsonl is damaged: remove it" in capsys.readouterr().err
