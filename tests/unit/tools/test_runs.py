@@ -137,6 +137,9 @@ def test_what_is_damaged_is_a_sentence_and_the_rest_is_shown(copied, capsys):
     (copied / "a" / "config.json").unlink()
     assert "records no settings" in " ".join(read_run(copied / "a").problems)
     assert read_run(copied / "a").records[-1]["seconds"] > 0
+    for text, sentence in (("", "has logged nothing yet"), ('{"torn', "has no whole line in metrics.jsonl")):
+        (copied / "a" / "metrics.jsonl").write_text(text)
+        assert sentence in " ".join(read_run(copied / "a").problems)
 
 
 def test_nothing_to_show_is_an_error(tmp_path, capsys):
