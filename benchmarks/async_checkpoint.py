@@ -1,4 +1,4 @@
-"""What a checkpoint written in the background costs a run, in units of one training step.
+"""The cost to a run of a checkpoint written in the background, in units of one training step.
 
     OMP_NUM_THREADS=1 python benchmarks/async_checkpoint.py --optimizer Adafactor
     OMP_NUM_THREADS=1 ACCELERATE_USE_CPU=1 torchrun --nproc_per_node 2 benchmarks/async_checkpoint.py

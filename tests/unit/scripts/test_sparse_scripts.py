@@ -31,7 +31,8 @@ def layouts(monkeypatch) -> list[Any]:
     attend = functools.partial(huggingface.block_sparse_attention, backend="gather")
 
     def spy(q: Tensor, k: Tensor, v: Tensor, layout: Any, **options: Any) -> Tensor:
-        seen.append(layout)
+        if q.device.type != "meta":  # of the count for mfu
+            seen.append(layout)
         return attend(q, k, v, layout, **options)
 
     monkeypatch.setattr(huggingface, "block_sparse_attention", spy)
