@@ -6,8 +6,10 @@ a run gives the same numbers as under Horovod. The schedule and the data loaders
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -31,8 +33,16 @@ from lm_experiments_tools.backends.backend import (
 )
 from lm_experiments_tools.backends.compression import send_as_fp16
 from lm_experiments_tools.backends.precision import ApexAmp, Precision, get_precision
-from lm_experiments_tools.backends.roll_call import host_group, limit_waiting, meeting, missing_ranks, restarts_store
-from lm_experiments_tools.backends.trees import as_carrier, map_tensors, put_back
+from lm_experiments_tools.backends.roll_call import (
+    host_group,
+    leave_group,
+    limit_waiting,
+    meeting,
+    missing_ranks,
+    restarts_store,
+)
+from lm_experiments_tools.backends.trees import as_carrier, put_back
+from lm_experiments_tools.backends.zero import LossScale, WholeOptimizer
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.inspection import is_adapted
 
@@ -71,6 +81,8 @@ class AccelerateBackend(DataParallelBackend):
         self.accelerator, self.fp16_allreduce = accelerator, fp16_allreduce
         self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
         self.local_rank = accelerator.local_process_index
+        if self.world_size > 1:
+            atexit.register(leave_group, weakref.WeakMethod(self._drop_wrapper))
         # Accelerate's way of trading communication for memory: reduce in every micro-batch.
         self._host_group = host_group(self.world_size, self.device, STALL_SECONDS)
         self._sync_always = self.world_size == 1 or accelerator.gradient_state.plugin_kwargs.get(
@@ -177,9 +189,12 @@ class AccelerateBackend(DataParallelBackend):
     def close(self) -> None:
         # DDP first, which holds the group from C++: a gloo group freed through it keeps the GIL while it waits for a
         # thread that may want it, and then the process never ends.
+        self._drop_wrapper()
+        PartialState().destroy_process_group()
+
+    def _drop_wrapper(self) -> None:
         self.model, self._host_group = getattr(self, "_inner", None), None
         self.accelerator.free_memory()
-        PartialState().destroy_process_group()
 
     def _broadcast_tensors(self, tensors: list[Tensor]) -> None:
         if self.world_size == 1:
@@ -258,9 +273,8 @@ class FullyShardedBackend(AccelerateBackend):
             check_keys(state, names)
         fsdp.load_state(names, state, self.is_main, self._broadcast_tensors)
 
-    def optimizer_state(self) -> Any:
-        tree = fsdp.optimizer_tree(self.optimizer, self.is_main)
-        return {"optimizer": tree, "precision": self.precision.state_dict()} if self.is_main else None
+    def _optimizer_tree(self) -> dict[str, Any] | None:
+        return fsdp.optimizer_tree(self.optimizer, self.is_main)
 
     def share_weights(self, model: nn.Module) -> None:
         pass  # `setup` does
@@ -276,7 +290,7 @@ class FullyShardedBackend(AccelerateBackend):
 class DeepSpeedBackend(AccelerateBackend):
     """A DeepSpeed engine with ZeRO 1, 2 or 3. It casts the model, scales the loss and clips; we call its steps.
 
-    Its optimizer state stays sharded: each worker saves its own slices, and they load on as many workers.
+    Its checkpoints hold whole tensors, as those of any other backend; see zero.py.
     """
 
     shards_optimizer = True
@@ -301,21 +315,31 @@ class DeepSpeedBackend(AccelerateBackend):
             return
         check_unprepared(model, optimizer)
         check_whole(model, "DeepSpeed", shards=True)
+        self._frozen: dict[str, Tensor | None] = {}  # weights on rank 0, not rounded to `dtype` as the model's own
         self._inner = model
         if optimizer is None:
             # ZeRO 1 and 2 shard nothing that evaluation needs; ZeRO 3 shards the weights, optimizer or not. The engine
             # would cast the model, so without one we do.
             self.optimizer = None
             whole = self.stage < 3
-            self.model = model.to(self.device, self.dtype) if whole else self.accelerator.prepare(model)
+            with deepspeed_config.refusals():
+                self.model = model.to(self.device, self.dtype) if whole else self.accelerator.prepare(model)
             return
         deepspeed_config.check_optimizer(optimizer)
         config = self.accelerator.state.deepspeed_plugin.deepspeed_config
         config["zero_force_ds_cpu_optimizer"] = deepspeed_config.has_cpu_version(optimizer)
-        self.model, _ = self.accelerator.prepare(model, optimizer)
+        cast = self.dtype != torch.float32
+        given = {n: tensor.detach() for n, tensor in saved_state(model).items()} if cast and self.is_main else None
+        parameters = [list(group["params"]) for group in optimizer.param_groups]  # DeepSpeed takes them away
+        with deepspeed_config.refusals():
+            self.model, _ = self.accelerator.prepare(model, optimizer)
         limit_waiting(self.stall_timeout)  # the engine has made groups of its own
         self.optimizer = self.model.optimizer
         self.optimizer.loss_scaler.raise_error_at_min_scale = False  # the loop decides how many skips are too many
+        self._whole, self._kind = WholeOptimizer(self.optimizer, parameters, self.device), type(optimizer).__name__
+        self.precision.scaler = LossScale(self.optimizer.loss_scaler) if self.optimizer.loss_scaler.dynamic else None
+        if cast:  # and the engine has made its fp32 weights of that
+            self.load_model_state(given)
 
     def release(self) -> None:
         pass
@@ -339,26 +363,38 @@ class DeepSpeedBackend(AccelerateBackend):
         return float(self.model.get_global_grad_norm()), applied
 
     # ---- state
+    @property
+    def whole_optimizer(self) -> WholeOptimizer:
+        return self._whole
+
+    @property
+    def optimizer_kind(self) -> str:
+        return self._kind
+
+    def _place(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        return self._whole.cut(parameter, tensor)
+
     def model_state(self) -> dict[str, Tensor] | None:
         """The fp32 weights, from the optimizer's slices where the model's own are rounded to 16 bits."""
         from deepspeed.runtime.zero import GatheredParameters
-        from deepspeed.utils import safe_get_full_fp32_param
 
-        whole: dict[int, Tensor] = {}
+        whole: dict[int, Tensor | None] = {}
         names = saved_state(self.unwrap())
-        for tensor in names.values():
+        for name, tensor in names.items():
             if id(tensor) in whole:
                 continue
-            value = safe_get_full_fp32_param(tensor) if self._is_sliced(tensor) else None
-            if value is None:
-                with GatheredParameters([tensor] if hasattr(tensor, "ds_id") else [], modifier_rank=None):
-                    value = tensor.detach().clone()
-            whole[id(tensor)] = value.cpu() if self.is_main else value.new_empty(0)
+            if self._is_sliced(tensor):
+                whole[id(tensor)] = self._whole.weight(tensor)
+                continue
+            if name in self._frozen:
+                whole[id(tensor)] = self._frozen[name]
+                continue
+            with GatheredParameters([tensor] if hasattr(tensor, "ds_id") else [], modifier_rank=None):
+                whole[id(tensor)] = tensor.detach().to("cpu", copy=True) if self.is_main else None
         return {name: whole[id(tensor)] for name, tensor in names.items()} if self.is_main else None
 
     def load_model_state(self, state: dict[str, Tensor] | None) -> None:
         from deepspeed.runtime.zero import GatheredParameters
-        from deepspeed.utils import safe_set_full_fp32_param
 
         names = saved_state(self.unwrap())
         if self.is_main:
@@ -376,48 +412,15 @@ class DeepSpeedBackend(AccelerateBackend):
                 if not hasattr(tensor, "ds_id") or self.is_main:
                     tensor.detach().copy_(value)
             if self._is_sliced(tensor):
-                safe_set_full_fp32_param(tensor, value.float())
+                self._whole.put_weight(tensor, value)
+            elif self.optimizer is not None and isinstance(tensor, nn.Parameter) and self.dtype != torch.float32:
+                self._frozen[name] = value.to("cpu", copy=True) if self.is_main else None
 
     def _is_sliced(self, tensor: Tensor) -> bool:
         """True if the optimizer keeps fp32 slices of this parameter."""
         if self.optimizer is None or not tensor.requires_grad:
             return False
         return hasattr(tensor, "_z3_optimizer") or hasattr(tensor, "_hp_mapping")
-
-    def optimizer_state(self) -> Any:
-        """This worker's fp32 slices, optimizer state and loss scale: DeepSpeed's state dict without its objects."""
-        state = self.optimizer.state_dict()
-        scaler = {k: v for k, v in vars(state.pop("loss_scaler")).items() if isinstance(v, (bool, int, float, str))}
-        for key in ("param_slice_mappings", "overflow"):  # objects of universal checkpoints; whether the last step did
-            state.pop(key, None)
-        state["zero_stage"] = int(state["zero_stage"])
-        state = map_tensors(state, lambda tensor: tensor.detach().cpu())
-        return {"zero": state, "loss_scaler": scaler, "workers": self.world_size, "stage": self.stage}
-
-    def load_optimizer_state(self, tree: Any) -> None:
-        """See `Backend.load_optimizer_state`.
-
-        Raises:
-            UserError: the tree is not of DeepSpeed, or of another number of workers or ZeRO stage.
-        """
-        tree = tree or {}  # an ancestor's is read on rank 0 alone
-        if "zero" not in tree or (tree["workers"], tree["stage"]) != (self.world_size, self.stage):
-            saved = f"ZeRO {tree['stage']} on {tree['workers']} workers" if "zero" in tree else "not DeepSpeed"
-            raise UserError(
-                f"the optimizer state was saved by {saved}, this run is {self.wrapping} on {self.world_size} workers, "
-                "and slices only fit the same; start so, or take the weights alone with --reset_optimizer"
-            )
-        scaler = self.optimizer.loss_scaler
-        vars(scaler).update(tree["loss_scaler"])
-        state = {**tree["zero"], "loss_scaler": scaler, "overflow": False}
-        every = [state if rank == self.rank else None for rank in range(self.world_size)]
-        if self.stage == 3:
-            self.optimizer.checkpoint_event_prologue()
-        self.optimizer.load_state_dict(every, load_from_fp32_weights=True)
-        if self.stage == 3:
-            self.optimizer.checkpoint_event_epilogue()
-        else:
-            self.optimizer.update_lp_params()
 
     def weights_norm(self) -> float:
         if self.stage < 3:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lm_experiments_tools.backends.exact_sum import ExactSum, check_exact, use_ordered_kernels
+from lm_experiments_tools.backends.exact_sum import ExactSum, check_buffers, check_exact, use_ordered_kernels
 from lm_experiments_tools.backends.precision import Precision, get_precision
 from lm_experiments_tools.backends.trees import load_optimizer_tree, to_parameter
 from lm_experiments_tools.errors import UserError
@@ -57,7 +57,7 @@ class Backend:
         model: the wrapped model; call it for a forward pass.
         optimizer: the wrapped optimizer; read its param_groups, set their lr.
         shards_model: forward passes are collective (FSDP, ZeRO-3), so every worker runs equally many.
-        shards_optimizer: each worker's `optimizer_state` is a part of its own.
+        shards_optimizer: each worker's `optimizer` holds slices of flat vectors.
         shares: virtual ranks that this worker computes, 1 but for `--reproducible elastic`: it reads the rows of all.
         reproducible: [--reproducible, virtual ranks], which a run keeps.
         exact: what gradients are summed by, with `--reproducible`, once set up for training.
@@ -109,6 +109,7 @@ class Backend:
         self.model, self.optimizer = self.precision.initialize(self._inner, optimizer, self.device)
         self.exact = None
         if self._addends is not None and optimizer is not None:
+            check_buffers(self._inner, self.reproducible[0])
             parameters = self.precision.parameters(self.optimizer)
             self.exact = ExactSum(parameters, self._addends, self._sum_in_place, self.gather)
 
@@ -252,17 +253,43 @@ class Backend:
         self.unwrap().load_state_dict(state, strict=False)  # of an adapted model it is a part
 
     def optimizer_state(self) -> Any:
-        """This worker's tree (dicts, lists, scalars, tensors) of optimizer and loss-scaler state.
-
-        Where `shards_optimizer` is False the trees of all workers are equal and rank 0's is enough.
-        """
-        state = {"optimizer": self.optimizer.state_dict(), "precision": self.precision.state_dict()}
+        """The tree (dicts, lists, scalars, whole tensors) of optimizer and loss-scaler state, on rank 0 at least."""
+        state = {"optimizer": self._optimizer_tree(), "precision": self.precision.state_dict()}
+        state["names"] = self._optimized_names()
         return state if self.exact is None else {**state, "exponents": self.exact.exponents}
 
+    def _optimizer_tree(self) -> dict[str, Any] | None:
+        """The optimizer's `state_dict`, of whole tensors, on rank 0 at least; collective."""
+        return self.whole_optimizer.state_dict()
+
+    def _optimized_names(self) -> list[str]:
+        """Of the parameters in the order of the optimizer, whose state has numbers; "" for copies of them."""
+        names = {id(parameter): name for name, parameter in self.unwrap().named_parameters()}
+        groups = self.whole_optimizer.param_groups
+        return [names.get(id(parameter), "") for group in groups for parameter in group["params"]]
+
+    @property
+    def whole_optimizer(self) -> Optimizer:
+        """The optimizer, or what shows one of flat slices as one of whole parameters: its groups and its state."""
+        return self.optimizer
+
+    @property
+    def optimizer_kind(self) -> str:
+        """The class of the optimizer that `setup` was given, by which a checkpoint knows whose state it holds."""
+        return type(self.optimizer).__name__
+
     def load_optimizer_state(self, tree: Any) -> None:
-        """The inverse of `optimizer_state`, for a tree saved by the same worker; not sharded, rank 0's is enough."""
+        """The inverse of `optimizer_state`, of any backend on any number of workers; only rank 0's tree is read.
+
+        Raises:
+            ValueError: it is of other parameters, as where `--freeze` has changed.
+        """
+        theirs = self.broadcast(tree.get("names", []) if self.is_main else None)
+        for number, (then, now) in enumerate(zip(theirs, self._optimized_names(), strict=False)):
+            if then != now and then and now:
+                raise ValueError(f"its parameter {number} is {then}, and that of this run is {now}")
         ours, send = tree["optimizer"] if self.is_main else None, self._broadcast_tensors
-        load_optimizer_tree(self.optimizer, ours, self.is_main, self.broadcast, send, self._place)
+        load_optimizer_tree(self.whole_optimizer, ours, self.is_main, self.broadcast, send, self._place)
         self.precision.load_state_dict(self.broadcast(tree["precision"] if self.is_main else None))
         if self.exact is not None:
             exponents = self.broadcast(tree.get("exponents", []) if self.is_main else None)
@@ -385,6 +412,12 @@ def check_whole(model: nn.Module, name: str, *, shards: bool = False) -> None:
         raise UserError(
             f"--quantize does not work with {name}, which cannot cut quantised weights into slices: use Horovod or "
             "DDP, or leave --quantize out."
+        )
+    scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
+    if shards and scalars:
+        raise UserError(
+            f"{name} cannot cut a parameter without dimensions into slices, as {', '.join(scalars[:3])}: give it the "
+            "shape (1,), or use Horovod or DDP."
         )
 
 

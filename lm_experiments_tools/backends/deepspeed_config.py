@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +20,14 @@ ELEMENTWISE = (
     "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD Lion FusedAdam FusedAdagrad FusedSGD "
     "DeepSpeedCPUAdam DeepSpeedCPUAdagrad DeepSpeedCPULion"
 ).split()
+# What keeps weights or optimizer state where checkpoints do not look for it, or gives workers the same rows.
+REFUSED = {
+    "zero_optimization.zenflow": "no checkpoint reaches its optimizer state",
+    "zero_optimization.offload_optimizer.super_offload": "no checkpoint reaches its optimizer state",
+    "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights would be rounded in checkpoints",
+    "tensor_parallel": "only data parallelism is supported",
+    "sequence_parallel_size": "only data parallelism is supported",
+}
 MISSING = object()
 
 
@@ -39,6 +49,18 @@ def fill_config(config: dict[str, Any], args: TrainerArgs, world_size: int, sour
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage not in (1, 2, 3):
         raise UserError(f"{source} says ZeRO stage {stage}: use 1, 2 or 3; without sharding, DDP does the same")
+    for key, reason in REFUSED.items():
+        found: Any = config
+        for name in key.split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        if found and found != 1 or found is True:
+            raise UserError(f"{source} says {key} = {found}: take it out, {reason}")
+    offload = config["zero_optimization"].get("offload_optimizer") or {}
+    if offload.get("device") == "nvme" or offload.get("ratio", 1.0) != 1.0:
+        raise UserError(
+            f"{source} says offload_optimizer {offload}: a checkpoint reaches no optimizer state on NVMe, or part of "
+            "which is on the GPU; use device: cpu with ratio: 1"
+        )
     steps = args.gradient_accumulation_steps
     if config.get("gradient_accumulation_steps") == 1:
         config["gradient_accumulation_steps"] = "auto"
@@ -73,12 +95,31 @@ def fill(config: dict[str, Any], key: str, value: Any, flag: str | None, source:
         )
 
 
+@contextmanager
+def refusals() -> Iterator[None]:
+    """DeepSpeed's own refusal of its configuration, while it makes an engine, as a UserError."""
+    from deepspeed.runtime.config import DeepSpeedConfigError
+
+    try:
+        yield
+    except (AssertionError, DeepSpeedConfigError, ValueError) as error:
+        listed = error.errors() if hasattr(error, "errors") else []  # pydantic's, a ValueError
+        text = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in listed) or str(error)
+        raise UserError(f"DeepSpeed does not take its configuration: {text}") from error
+
+
 def check_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer that would silently compute something else on ZeRO's flat slices.
 
     Raises:
-        UserError: neither known to work element by element nor marked by an attribute `elementwise = True`.
+        UserError: neither known to work element by element nor marked by an attribute `elementwise = True`; or one of
+            several parameter groups that DeepSpeed 0.19 makes one of.
     """
+    if type(optimizer) is torch.optim.Adagrad and len(optimizer.param_groups) > 1:
+        raise UserError(
+            f"Adagrad cannot be trained under DeepSpeed in {len(optimizer.param_groups)} parameter groups, such as "
+            "those with and without --weight_decay: DeepSpeed makes one of them; use RMSprop or AdamW, FSDP or DDP"
+        )
     if type(optimizer).__name__ not in ELEMENTWISE and not getattr(optimizer, "elementwise", False):
         raise UserError(
             f"{type(optimizer).__name__} cannot be trusted under DeepSpeed: ZeRO joins all parameters to one vector, "

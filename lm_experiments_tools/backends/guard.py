@@ -8,6 +8,7 @@ suspends the whole job (Ctrl-Z, `scontrol suspend`) suspends the guard too, and 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -58,10 +59,12 @@ def guard(process: int, seconds: float, rank: int, log: str) -> None:
         f"error: rank {rank}: this worker (process {process} on {os.uname().nodename}) has been stopped by a signal "
         f"for longer than --stall_timeout ({seconds:g} s), so it is ended"
     )
-    if os.path.exists(log):
-        with open(log, "a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')},000 rank{rank} ERROR run: {sentence}\n")
-    print(sentence, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        print(sentence, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a full disk
+        if os.path.exists(log):
+            with open(log, "a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')},000 rank{rank} ERROR run: {sentence}\n")
     os.kill(process, signal.SIGKILL)
 
 

@@ -12,6 +12,7 @@ import pickle
 import re
 import struct
 import warnings
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -136,15 +137,16 @@ def regrouped(optimizer_state: dict[str, Any], model: nn.Module, optimizer: Opti
         )
     if unknown := sorted(set(groups[0]) - {"params", "initial_lr"} - set(optimizer.param_groups[0])):
         raise UserError(
-            f"the checkpoint's optimizer has settings ({', '.join(unknown)}) that {type(optimizer).__name__} does not "
-            "know, so it was another one; choose the same --optimizer, or start with --reset_optimizer"
+            f"the checkpoint's optimizer has settings ({', '.join(unknown)}) that this run's does not know, so it "
+            "was another one; choose the same --optimizer, or start with --reset_optimizer"
         )
-    settings, states = optimizer.state_dict()["param_groups"], optimizer_state["state"]
+    numbers, states = count(), optimizer_state["state"]
+    settings = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
     if alike:
         return {"state": states, "param_groups": settings}
     place = {parameter: number for number, parameter in enumerate(parameters)}
-    numbers = [place[parameter] for group in own for parameter in group]
-    return {"state": {i: states[n] for i, n in enumerate(numbers) if n in states}, "param_groups": settings}
+    saved = [place[parameter] for group in own for parameter in group]
+    return {"state": {i: states[n] for i, n in enumerate(saved) if n in states}, "param_groups": settings}
 
 
 def state_dict_of(content: Any, path: Path) -> dict[str, torch.Tensor]:

@@ -147,7 +147,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
             checkpoint, f"{MANIFEST} has format version {version}; this release reads up to {FORMAT_VERSION}"
         )
     digest = manifest.get("manifest_sha256")
-    if not isinstance(digest, str) or len(digest) != 64:
+    if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
         raise CheckpointDamaged(checkpoint, f"{MANIFEST} has no sha256 of itself")
     head, _, tail = raw.rpartition(digest.encode())
     if hashlib.sha256(head + _NO_HASH.encode() + tail).hexdigest() != digest:
@@ -247,19 +247,20 @@ def _check_listed(checkpoint: Path, manifest: dict[str, Any], names: Sequence[st
 
 
 def is_plain_relative_name(name: str) -> bool:
-    """True for `a/b.txt`: no absolute path, no `..`, no backslash, drive or NUL."""
+    """True for `a/b.txt`: no absolute path, no `..`, no backslash, drive, NUL or half a surrogate pair."""
     parts = PurePosixPath(name).parts
-    safe = bool(name) and not name.startswith("/") and not re.search(r"[\\:\x00]", name)
+    safe = bool(name) and not name.startswith("/") and not re.search(r"[\\:\x00\ud800-\udc7f\udd00-\udfff]", name)
     return safe and ".." not in parts and PurePosixPath(name).as_posix() == name and name != "."
 
 
 def _check_size(checkpoint: Path, name: str, size: Any) -> None:
     path = checkpoint / name
     inside = [path, *(parent for parent in path.parents if checkpoint in parent.parents)]
-    if any(part.is_symlink() for part in inside):
-        raise CheckpointDamaged(checkpoint, f"{name} is a symbolic link")
     with _reading(checkpoint, name):
+        is_link = any(part.is_symlink() for part in inside)
         status = path.lstat()
+    if is_link:
+        raise CheckpointDamaged(checkpoint, f"{name} is a symbolic link")
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointDamaged(checkpoint, f"{name} is not a regular file")
     if status.st_size != size:

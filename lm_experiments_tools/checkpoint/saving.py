@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class Saver:
     """Saves checkpoints, one at a time; its verbs are collective, so every worker calls them.
 
-    Where the optimizer is sharded (DeepSpeed) every worker writes its own slices, and training waits for them.
+    Files are written by rank 0 alone, to which a sharded model or optimizer is gathered.
 
     Args:
         writer: of the run directory; None saves nothing.
@@ -48,7 +48,7 @@ class Saver:
         tokenizer_dir: Path | None = None,
     ) -> None:
         self.backend, self.writer, self.tokenizer_dir = backend, writer, tokenizer_dir
-        self._postpones = in_background and not backend.shards_optimizer
+        self._postpones = in_background
         self._alongside = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # the end of the process waits for it
         self._writing: Future[None] | None = None
@@ -60,10 +60,6 @@ class Saver:
         if args.model_path:
             run = Path(args.model_path)
             writer = CheckpointWriter(run / "checkpoints", args.keep_checkpoints, rank=backend.rank, links_in=run)
-        if writer is not None and args.save_in_background and backend.shards_optimizer and backend.is_main:
-            logger.info(
-                "training waits while a checkpoint is written: every worker writes its slices of the optimizer"
-            )
         return cls(backend, writer, in_background=args.save_in_background, tokenizer_dir=tokenizer_dir)
 
     def is_own(self, checkpoint: Path) -> bool:
@@ -114,7 +110,7 @@ class Saver:
         copy, keep = (write_now, write_now) if postponed is None else (postponed.copy, postponed.keep)
         self._save_weights(path, step, copy)  # first: what was gathered of them is gone when the optimizer's state is
         self._save_optimizer(path, step, keep)
-        self._on_all(step, lambda: self._save_trainer(path, state, all_workers, keep), only_main=True)
+        self._on_main(step, lambda: self._save_trainer(path, state, all_workers, keep))
         manifest = {"world_size": backend.world_size, "backend": backend.describe()}
 
         def complete() -> None:
@@ -131,23 +127,20 @@ class Saver:
 
     def _save_weights(self, path: Path, step: int, write: WriteTensors) -> None:
         weights, model = self.backend.model_state(), self.backend.unwrap()
-        self._on_all(
-            step,
-            lambda: save_model(path, model, state_dict=weights, tokenizer_dir=self.tokenizer_dir, write=write),
-            only_main=True,
+        self._on_main(
+            step, lambda: save_model(path, model, state_dict=weights, tokenizer_dir=self.tokenizer_dir, write=write)
         )
 
     def _save_optimizer(self, path: Path, step: int, write: WriteTensors) -> None:
-        backend, tree = self.backend, self.backend.optimizer_state()
-        stem = path / (f"optimizer_rank_{backend.rank:05d}" if backend.shards_optimizer else "optimizer")
-        self._on_all(step, lambda: save_tree(stem, tree, write=write), only_main=not backend.shards_optimizer)
+        tree = self.backend.optimizer_state()
+        self._on_main(step, lambda: save_tree(path / "optimizer", tree, write=write))
 
-    def _on_all(self, step: int, write: Callable[[], None], *, only_main: bool = False) -> None:
+    def _on_main(self, step: int, write: Callable[[], None]) -> None:
         def guarded() -> None:
             with self.writer.guarded(step):
                 write()
 
-        on_all(self.backend, guarded, only_main=only_main)
+        on_all(self.backend, guarded, only_main=True)
 
     def _save_trainer(
         self, path: Path, state: TrainState, all_workers: list[dict[str, Any]], write: WriteTensors
@@ -157,7 +150,7 @@ class Saver:
             "world_size": self.backend.world_size,
             "reproducible": self.backend.reproducible,
             "threads": torch.get_num_threads(),
-            "optimizer": type(self.backend.optimizer).__name__,
+            "optimizer": self.backend.optimizer_kind,
             "workers": all_workers,
         }
         try:

@@ -188,7 +188,7 @@ def on_newest(name: str, read: Callable[[], T]) -> T:
 
 def _chosen(name: str) -> list[Path]:
     """The checkpoints that a run names now."""
-    return [(Path(name) / link).resolve() for link in ("best", "last")]
+    return [Path(os.path.realpath(Path(name) / link)) for link in ("best", "last")]
 
 
 class ModelFiles:

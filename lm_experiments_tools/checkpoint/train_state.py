@@ -166,8 +166,7 @@ def load_initial(
     Of others, such as those of transformers' Trainer, only the weights are of use here.
     """
     if on_main(backend, lambda: is_ours(source)):
-        main = not backend.shards_optimizer  # then rank 0 reads for all
-        on_all(backend, lambda: _verify_state(source, backend, with_optimizer), only_main=main)
+        on_all(backend, lambda: _verify_state(source, backend, with_optimizer), only_main=True)
         return load_state(source, backend, with_optimizer=with_optimizer, initial=True)
     with_optimizer = with_optimizer and backend.optimizer is not None
 
@@ -175,7 +174,7 @@ def load_initial(
         old = read_old_training_state(source, allow_pickle=allow_pickle)
         if not with_optimizer or not old.get("optimizer_state"):
             return old.get("iteration", -1), None
-        optimizer_state = regrouped(old["optimizer_state"], backend.unwrap(), backend.optimizer)
+        optimizer_state = regrouped(old["optimizer_state"], backend.unwrap(), backend.whole_optimizer)
         return old.get("iteration", -1), {"optimizer": optimizer_state, "precision": {}}
 
     iteration, tree = on_all(backend, read, only_main=True) or (None, None)
@@ -200,35 +199,27 @@ def _verify_state(path: Path, backend: Backend, with_optimizer: bool) -> None:
             "file (model.safetensors)."
         )
     if with_optimizer and backend.optimizer is not None:
-        needed += tuple(file for file in tree_files(_optimizer_stem(path, backend)) if file.exists())
+        needed += tuple(file for file in tree_files(path / "optimizer") if file.exists())
     verify_model(path, [file.name for file in needed])
 
 
-def _optimizer_stem(path: Path, backend: Backend) -> Path:
-    return path / (f"optimizer_rank_{backend.rank:05d}" if backend.shards_optimizer else "optimizer")
-
-
 def _load_optimizer(path: Path, backend: Backend, saved: dict[str, Any]) -> None:
-    stem = _optimizer_stem(path, backend)
-    saved_by, kind = saved["world_size"], type(backend.optimizer).__name__
-    if saved["optimizer"] != kind:
+    def read() -> Any:
+        if not (path / "optimizer.json").exists():
+            slices = (path / "optimizer_rank_00000.json").exists()
+            how = "its optimizer state in slices, as earlier versions saved it" if slices else "no optimizer state"
+            raise UserError(
+                f"{path} has {how}: pass the checkpoint as --init_checkpoint with "
+                "--reset_optimizer" + (", or continue with the version that saved it" if slices else "")
+            )
+        return load_tree(path / "optimizer", mapped=True)
+
+    tree = on_all(backend, read, only_main=True)
+    if saved["optimizer"] != (kind := backend.optimizer_kind):
         raise UserError(
             f"{path} holds the state of the optimizer {saved['optimizer']}, which {kind} cannot continue; choose the "
             "same --optimizer, or start from it by --init_checkpoint with --reset_optimizer"
         )
-    exists = stem.with_suffix(".json").exists()
-    exists = exists if backend.shards_optimizer else backend.broadcast(exists)  # rank 0's serves all
-    if not exists or (backend.shards_optimizer and saved_by != backend.world_size):
-        how = "in as many parts (DeepSpeed)" if exists else "with another way of sharding"
-        raise UserError(
-            f"{path} has no optimizer state for worker {backend.rank} of {backend.world_size}: it was saved by "
-            f"{saved_by} worker(s) {how}; continue with the same launcher and number of workers, or pass the "
-            "checkpoint as --init_checkpoint with --reset_optimizer"
-        )
-    if backend.shards_optimizer:
-        tree = load_tree(stem)
-    else:
-        tree = on_all(backend, lambda: load_tree(stem, mapped=True), only_main=True)
     _restore_optimizer(backend, tree, path)
 
 

@@ -166,8 +166,9 @@ class CheckpointWriter:
                 _remove(entry)
 
     def _newest_size(self) -> int:
-        checkpoints = self._checkpoints()
-        return sum(path.lstat().st_size for path in list_files(checkpoints[-1]).values()) if checkpoints else 0
+        with contextlib.suppress(OSError, IndexError):  # one that was damaged and passed over is in no save's way
+            return sum(path.lstat().st_size for path in list_files(self._checkpoints()[-1]).values())
+        return 0
 
     @staticmethod
     def _flush(directory: Path) -> None:
@@ -239,7 +240,8 @@ class CheckpointWriter:
             written = sum(path.lstat().st_size for path in list_files(temporary).values()) if self.rank == 0 else 0
             self.abort(step)
         needed, free = max(self._expected_bytes, written), _free_bytes(self.root)
-        room = f"{human_bytes(needed)} ({needed} bytes) needed, " if needed else ""  # unknown of a first one
+        what = "needed" if needed == self._expected_bytes else "written before it failed and removed"
+        room = f"{human_bytes(needed)} ({needed} bytes) {what}, " if needed else ""  # unknown of a first one
         room += f"{human_bytes(free)} ({free} bytes) free"
         reason = (os.strerror(error.errno) if error.errno else str(error)).rstrip(".")
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -262,7 +264,7 @@ def find_resume(resume: str, model_path: Path | str | None) -> Path | None:
         UserError: there is no such checkpoint, it is damaged, or `never` would mix two runs in one folder.
     """
     if resume not in ("auto", "never"):
-        if not (path := Path(resume).resolve()).exists():
+        if not (path := Path(os.path.realpath(resume))).exists():
             raise UserError(f"--resume {resume}: no such checkpoint{_newer_than(path)}")
         if not (path / MANIFEST).exists() and (path / "last").exists():
             path = (path / "last").resolve()  # a run directory was named
@@ -304,10 +306,16 @@ def find_newest_valid(root: Path | str, log: logging.Logger | Callable[[str], No
     Reads only; on several ranks let one search and broadcast the answer. None when `root` has no checkpoint at all.
 
     Raises:
-        UserError: there are checkpoints and every one is damaged; lists the reasons.
+        UserError: there are checkpoints and every one is damaged; lists the reasons. Or `root` is no folder, as where
+            it is a link to a disk that is not mounted.
     """
     warn = log.warning if isinstance(log, logging.Logger) else log
     root = Path(root)
+    if os.path.lexists(root) and not root.is_dir():
+        raise UserError(
+            f"{root}, where checkpoints belong, is no folder but a {'link to none' if root.is_symlink() else 'file'}: "
+            "put the folder there, or give another --model_path."
+        )
     candidates = _candidates(root) if root.is_dir() else []
     reasons = []
     for candidate in candidates:

@@ -45,14 +45,6 @@ def claim_for_all(args: TrainerArgs, backend: Backend, *, once_more: bool = Fals
     if not apart:
         return run
     hosts = ", ".join(apart)
-    if backend.shards_optimizer:
-        raise agreed(
-            UserError(
-                f"--model_path {folder} is not one folder for all machines: {hosts} does not see what {main} writes "
-                "there, and each worker saves a part of the optimizer's state, which a restart needs in one place: "
-                "name a folder that all machines share (or take DDP, FSDP or Horovod, whose checkpoints are rank 0's)"
-            )
-        )
     host, step = max(apart.items(), key=lambda item: item[1])
     if args.resume == "auto" and step > newest:
         there = f"its newest there is step {newest}" if newest >= 0 else "there is no checkpoint there"

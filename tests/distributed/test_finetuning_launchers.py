@@ -70,7 +70,8 @@ def weights(folder):
 TEXT = ("--num_beams", 2, "--target_seq_len", 16, "--metrics", "rouge", "bleu", "exact_match", "gen_len",
         "--optimize_metric", "rougeL", "--iters", 10, "--lr", 1e-2)  # fmt: skip
 CLASSES = ("--model_type", "encoder", "--task", "classification", "--input_seq_len", 32, "--dropout_rate", 0.0,
-           "--metrics", "accuracy", "--optimize_metric", "accuracy", "--iters", 4, "--lr", 1e-3)  # fmt: skip
+           "--metrics", "accuracy", "--optimize_metric", "accuracy", "--iters", 4, "--lr", 1e-3,
+           "--speed", "off")  # fmt: skip
 
 
 def finetune(folder, name, launcher, batch_size, *flags, model=None, data="jsonl", settings=TEXT, **environment):
@@ -91,7 +92,7 @@ def alone(folder):
     return finetune(folder, "alone", [sys.executable], 4)[1]
 
 
-@pytest.mark.parametrize("name", slow(LAUNCHERS, "torchrun"))
+@pytest.mark.parametrize("name", slow(LAUNCHERS, "torchrun", "zero3"))
 def test_two_workers_give_the_metrics_of_one(folder, alone, name):
     launcher, modules, environment, wrapped = LAUNCHERS[name]
     if reason := missing(*modules):

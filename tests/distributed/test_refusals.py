@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lm_experiments_tools.backends import deepspeed_config, detect_backend, get_backend
+from lm_experiments_tools.backends.backend import check_whole
 from lm_experiments_tools.backends.launch import check_device, check_parent, wanted_processes, wanted_sharding
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
@@ -221,6 +222,19 @@ def test_deepspeed_settings_are_filled_from_the_arguments():
         (deepspeed(optimizer={"type": "Adam"}), r"section 'optimizer'"),
         (deepspeed(scheduler={"type": "WarmupLR"}), r"section 'scheduler'"),
         ({"zero_optimization": {"stage": 0}}, r"ZeRO stage 0"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
+            r"zero2.json says offload_optimizer .*'nvme'.*: a checkpoint reaches no",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.4}}},
+            r"'ratio': 0.4.*use device: cpu with ratio: 1",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}},
+            r"zero_optimization.zenflow = .*reach",
+        ),
+        (deepspeed(tensor_parallel={"autotp_size": 2}), r"tensor_parallel = .*only data parallelism"),
     ],
 )
 def test_deepspeed_settings_that_disagree_are_refused(config, words):
@@ -229,12 +243,31 @@ def test_deepspeed_settings_that_disagree_are_refused(config, words):
         deepspeed_config.fill_config(config, args, world_size=2, source="zero2.json")
 
 
+def test_what_deepspeed_itself_refuses_is_a_sentence():
+    config = pytest.importorskip("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
+    with pytest.raises(UserError, match="does not take its configuration: bogus: Extra inputs are not permitted"):
+        with deepspeed_config.refusals():
+            config(stage=2, bogus=1)
+
+
+def test_parameters_without_dimensions_are_not_cut_into_slices():
+    model = torch.nn.Module()
+    model.temperature = torch.nn.Parameter(torch.tensor(1.0))
+    check_whole(model, "Accelerate")
+    with pytest.raises(UserError, match=r"DeepSpeed cannot cut .* temperature: give it the shape \(1,\)"):
+        check_whole(model, "DeepSpeed", shards=True)
+
+
 def test_only_elementwise_optimizers_reach_deepspeed():
     weights = [torch.nn.Parameter(torch.ones(2, 2))]
     deepspeed_config.check_optimizer(torch.optim.AdamW(weights))
     factored = torch.optim.Adafactor(weights)
     with pytest.raises(UserError, match="Adafactor cannot be trusted"):
         deepspeed_config.check_optimizer(factored)
+    with pytest.raises(UserError, match="Adagrad cannot be trained under DeepSpeed in 2 parameter groups"):
+        deepspeed_config.check_optimizer(
+            torch.optim.Adagrad([{"params": [torch.nn.Parameter(torch.ones(2))]} for _ in range(2)])
+        )
     factored.elementwise = True
     deepspeed_config.check_optimizer(factored)
     assert deepspeed_config.has_cpu_version(torch.optim.AdamW(weights))

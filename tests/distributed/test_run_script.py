@@ -122,7 +122,7 @@ def kill_after(launcher, arguments, extra, appears: Path, timeout=120):
     assert appears.exists(), "the run did not come so far"
 
 
-@pytest.mark.parametrize("name", slow(LAUNCHERS, "torchrun", "ddp", "zero2", "zero3"))
+@pytest.mark.parametrize("name", slow(LAUNCHERS, "torchrun", "ddp", "fsdp", "zero2", "zero3"))
 def test_killed_and_started_again_it_ends_with_the_losses_of_plain_python(name, text, plain_python, tmp_path):
     launcher, packages, extra, described = LAUNCHERS[name]
     if reason := missing(*packages):

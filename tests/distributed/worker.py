@@ -51,7 +51,8 @@ def micro_batches(step: int, piece: int) -> list[dict[str, Tensor]]:
 
 def train_step(backend: Backend, step: int, *, broken: bool = False, **clip: float) -> dict[str, Any]:
     """One step; `broken` makes the loss of slice 1 infinite, so that gradients are non-finite on its worker alone."""
-    pieces = [backend.rank] if backend.world_size > 1 else list(range(SLICES))
+    pieces = [backend.rank % SLICES] if backend.world_size > 1 else list(range(SLICES))
+    counts = float(backend.rank < SLICES)  # what others do again adds nothing
     mine = [(piece, batch) for piece in pieces for batch in micro_batches(step, piece)]
     tokens = sum((b["labels"] != -100).sum().item() for p in range(SLICES) for b in micro_batches(step, p))
     total = torch.zeros((), dtype=torch.float64)
@@ -60,9 +61,9 @@ def train_step(backend: Backend, step: int, *, broken: bool = False, **clip: flo
         with backend.accumulate(sync=m == len(mine) - 1):
             with backend.autocast():
                 loss = backend.model(**batch)["loss"] * (batch["labels"] != -100).sum() / tokens
-            total += loss.detach().double().cpu()
+            total += loss.detach().double().cpu() * counts
             scale = float("inf") if broken and piece == 1 else 1.0
-            backend.backward(loss * backend.world_size * scale)
+            backend.backward(loss * backend.world_size * scale * counts)
     norm, applied = backend.update(**clip)
     return {"loss": backend.sum(total).item(), "norm": norm, "applied": applied}
 
@@ -107,10 +108,6 @@ def refusal(attempt: Callable[[], Any]) -> str | None:
     return None
 
 
-def state_files(backend: Backend, out: Path) -> Path:
-    return out / (f"state_{backend.rank}" if backend.shards_optimizer else "state_0")
-
-
 def scenario_trained(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     """20 AdamW steps with accumulation, clipping and ragged steps; step 7 is broken on one worker."""
     model = setup(backend)
@@ -123,8 +120,8 @@ def scenario_trained(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
         if step + 1 == SAVED_AT:
             save_weights(backend, out, "saved")
             tree = backend.optimizer_state()
-            if backend.is_main or backend.shards_optimizer:
-                save_tree(state_files(backend, out), tree)
+            if backend.is_main:
+                save_tree(out / "state", tree)
     save_weights(backend, out, "trained")
     result["weights_norm"] = backend.weights_norm()
     result["unwraps"] = backend.unwrap() is model
@@ -135,8 +132,12 @@ def scenario_resumed(backend: Backend, out: Path, earlier: Path) -> dict[str, An
     """The second half of `trained`, from what an earlier job saved."""
     setup(backend)
     backend.load_model_state(load_file(earlier / "saved.safetensors") if backend.is_main else None)
-    with_tree = backend.is_main or backend.shards_optimizer
-    backend.load_optimizer_state(load_tree(state_files(backend, earlier)) if with_tree else None)
+    tree = load_tree(earlier / "state") if backend.is_main else None
+    backend.load_optimizer_state(tree)
+    again = backend.optimizer_state()
+    if backend.is_main:
+        before, after = (bits(of["optimizer"]["state"]) for of in (tree, again))
+        assert len(tree["optimizer"]["state"]) > 10 and before == after
     steps = [train_step(backend, step, max_norm=0.5) for step in range(SAVED_AT, STEPS)]
     save_weights(backend, out, "resumed")
     return {"steps": steps}
@@ -414,10 +415,17 @@ def scenario_zero_16bit(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     for kind, other in (("bf16", "fp16"), ("fp16", "bf16")):
         config[kind], config[other] = {**config[kind], "enabled": True}, {**config[other], "enabled": False}
         config["fp16"].update(loss_scale=0, initial_scale_power=8, hysteresis=1)
-        setup(backend)
-        backend.load_model_state(tiny_t5(seed=5).state_dict() if backend.is_main else None)
-        loaded = backend.model_state()
-        exact = not backend.is_main or all(torch.equal(loaded[k], v) for k, v in tiny_t5(seed=5).state_dict().items())
+        backend.dtype = torch.bfloat16 if kind == "bf16" else torch.float16
+        model = tiny_t5(seed=backend.rank)
+        model.encoder.block[0].layer[0].SelfAttention.q.weight.requires_grad_(False)
+        setup(backend, model=model)
+        exact = []
+        for seed in (0, 5):  # as given to the engine, which casts it, and loaded
+            if seed:
+                backend.load_model_state(tiny_t5(seed=seed).state_dict() if backend.is_main else None)
+            held = backend.model_state()
+            wanted = tiny_t5(seed=seed).state_dict() if backend.is_main else {}
+            exact.append(all(torch.equal(held[name], value) for name, value in wanted.items()))
         steps, scales = [], []
         for step in range(4):
             before = bits(backend.model_state()) if step == 2 else None
@@ -425,18 +433,22 @@ def scenario_zero_16bit(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
             scales.append(backend.optimizer.loss_scale)
             if step == 2:
                 untouched = before == bits(backend.model_state())
+        weights, tree = deepcopy(backend.model_state()), deepcopy(backend.optimizer_state())
+        once = [train_step(backend, 4, max_norm=0.5), bits([backend.model_state(), backend.optimizer_state()])]
+        backend.load_model_state(weights)
+        backend.load_optimizer_state(tree)
+        again = [train_step(backend, 4, max_norm=0.5), bits([backend.model_state(), backend.optimizer_state()])]
         result[kind] = {"steps": steps, "scales": scales, "untouched": untouched, "exact": exact}
+        result[kind] |= {"again": once == again, "precision": tree["precision"]}
     return result
 
 
 def scenario_zero_refusals(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     """DeepSpeed says what it cannot do, instead of doing something else."""
     setup(backend)
-    tree = backend.optimizer_state()
     model = tiny_t5()
     attempts = {
         "value": lambda: backend.update(max_value=0.1),
-        "workers": lambda: backend.load_optimizer_state({**tree, "workers": 7}),
         "adafactor": lambda: backend.setup(model, torch.optim.Adafactor(model.parameters(), lr=0.1)),
         "keys": lambda: backend.load_model_state({"nonsense": torch.zeros(2)}) if backend.is_main else None,
     }

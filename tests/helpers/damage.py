@@ -212,6 +212,8 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
     "NUL name": (with_file("a\0b"), "which is not inside"),
     "dot name": (with_file("./a"), "which is not inside"),
     "empty name": (with_file(""), "which is not inside"),
+    "name that is no text": (with_file("\ud800"), "which is not inside"),
+    "name too long": (with_file("x" * 300), "cannot be read \\(File name too long\\)"),
 }
 # flag -> kinds that are harmless to it: it reads no state of training, or no description of the model
 _BESIDE = {"extra file", "extra pickle", "extra link", "checkpoint a link"}
@@ -223,5 +225,5 @@ UNREAD = {
     "--init_checkpoint": _BESIDE
     | {"bit flip in config.json", "bit flip in generation_config.json", "config.json missing", "rank files swapped"}
     | {"bit flip in a nested file", "bit flip in a nested json", "nested file missing", "nested directory missing"}
-    | {"directory a link to outside"},
+    | {"directory a link to outside", "name too long"},
 }

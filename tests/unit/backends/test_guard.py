@@ -23,8 +23,8 @@ def worker(tmp_path):
     """A function that starts a process with a guard that waits for a second; it ends by itself after some."""
     started = []
 
-    def start(seconds):
-        command = [sys.executable, "-c", PROGRAM, guard.__file__, str(tmp_path / "rank3.log"), str(seconds)]
+    def start(seconds, log=tmp_path / "rank3.log"):
+        command = [sys.executable, "-c", PROGRAM, guard.__file__, str(log), str(seconds)]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         assert started[-1].stdout.readline() == "ready\n"
         return started[-1]
@@ -32,7 +32,9 @@ def worker(tmp_path):
     yield start
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
 
 
 def test_a_stopped_worker_is_ended_with_a_sentence_in_its_log(worker, tmp_path):
@@ -47,6 +49,13 @@ def test_a_stopped_worker_is_ended_with_a_sentence_in_its_log(worker, tmp_path):
     assert errors.startswith(sentence)
     first, last = (tmp_path / "rank3.log").read_text().splitlines()
     assert first == "the run so far" and sentence in last
+
+
+def test_a_stopped_worker_is_ended_where_its_sentence_cannot_be_written(worker):
+    process = worker(60, log="/dev/full")
+    process.stderr.close()
+    os.kill(process.pid, signal.SIGSTOP)
+    assert process.wait(timeout=30) == -signal.SIGKILL
 
 
 def test_a_worker_that_goes_on_in_time_ends_by_itself_and_its_guard_with_it(worker, tmp_path):

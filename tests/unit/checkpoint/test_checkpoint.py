@@ -327,8 +327,10 @@ def test_a_full_disk_is_one_sentence_with_the_path_that_says_nothing_twice(tmp_p
     from safetensors import SafetensorError
 
     words = "Error while serializing: I/O error: No space left on device (os error 28)"
-    with pytest.raises(CheckpointWriteError) as error:
-        with CheckpointWriter(tmp_path, None).guarded(1):
+    writer = CheckpointWriter(tmp_path, None)
+    (writer.begin(1) / "model.safetensors").write_bytes(bytes(1000))
+    with pytest.raises(CheckpointWriteError, match=r"\(1000 bytes\) written before it failed and removed, ") as error:
+        with writer.guarded(1):
             raise SafetensorError(words)
     sentence = os_sentence(error.value)
     assert sentence.startswith(f"the checkpoint of step 1 was not written to {tmp_path}: No space left on device (")

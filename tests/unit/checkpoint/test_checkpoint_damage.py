@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from lm_experiments_tools.checkpoint import manifest, saving
-from lm_experiments_tools.checkpoint.writer import CheckpointDamaged, find_newest_valid, verify
+from lm_experiments_tools.checkpoint.source import find_source, on_newest
+from lm_experiments_tools.checkpoint.writer import CheckpointDamaged, find_newest_valid, find_resume, verify
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.saved import open_saved
 from tests.helpers.checkpoint_toys import flip, random_t5, write
@@ -177,6 +178,9 @@ def test_every_single_bit_of_the_manifest_is_guarded(tmp_path):
         file.write_bytes(changed)
         with pytest.raises(CheckpointDamaged, match=r"manifest\.json"):
             verify(path)
+    file.write_bytes(re.sub(rb'(?<="manifest_sha256": ")\w{64}', rb"\\ud800" * 64, content))  # no text has these
+    with pytest.raises(CheckpointDamaged, match="has no sha256 of itself"):
+        verify(path)
     file.write_bytes(content)
     verify(path)
 
@@ -195,3 +199,15 @@ def test_two_damaged_in_a_row_and_none_at_all(tmp_path):
     with pytest.raises(UserError) as error:
         find_newest_valid(tmp_path, warnings.append)
     assert all(f"step_00000{i}: " in str(error.value) for i in (1, 2, 3))
+
+
+@pytest.mark.parametrize("target", ["checkpoints", "not_mounted"])
+def test_a_link_that_leads_nowhere_is_no_run_that_begins(target, tmp_path):
+    (tmp_path / "checkpoints").symlink_to(target)
+    with pytest.raises(UserError, match=r"is no folder but a link to none: .*another --model_path"):
+        find_resume("auto", tmp_path)
+    with pytest.raises(UserError, match="no such checkpoint"):
+        find_resume(str(tmp_path / "checkpoints"), None)
+    (tmp_path / "last").symlink_to("last")
+    with pytest.raises(UserError, match="config.json"):
+        on_newest(str(tmp_path), lambda: find_source(str(tmp_path), "--from_pretrained"))

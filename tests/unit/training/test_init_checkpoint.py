@@ -19,7 +19,7 @@ from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller, tiny_
 
 def make_loop(model=None, lr=1e-2, **args):
     model = model if model is not None else TinyLabeller()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     args = TrainerArgs(**{"batch_size": 4, "iters": 4, "log_interval": 1, **args})
     valid = DataLoader(RaggedPairs(4), batch_size=4)
     loader = SeekableBatches(RaggedPairs(24), 4)
@@ -111,6 +111,22 @@ def test_a_checkpoint_thinned_out_to_what_is_read_still_serves(tmp_path):
     with pytest.raises(UserError, match="has no optimizer state"):
         make_loop(init_checkpoint=str(copy), iters=6)
     assert make_loop(init_checkpoint=str(copy), iters=6, reset_optimizer=True).state.step == 4
+
+
+def test_the_state_of_one_parameter_is_not_taken_for_that_of_another(tmp_path):
+    """As many of the same shapes, in the same order."""
+
+    def frozen(letter):
+        model = tiny_t5()
+        model.get_parameter(f"encoder.block.0.layer.0.SelfAttention.{letter}.weight").requires_grad_(False)
+        return model
+
+    make_loop(frozen("k"), model_path=str(tmp_path)).train()
+    for start in ({"model_path": str(tmp_path)}, {"init_checkpoint": str(tmp_path / "last")}):
+        with pytest.raises(UserError, match=r"its parameter 1 is .*\.q\.w.*, and that of this run is .*\.k\.w"):
+            make_loop(frozen("q"), iters=6, **start)
+    make_loop(frozen("q"), iters=6, reset_optimizer=True, init_checkpoint=str(tmp_path / "last"))
+    make_loop(frozen("k"), iters=6, model_path=str(tmp_path)).train()
 
 
 def test_a_start_from_the_last_of_a_run_that_goes_on_reads_one_step(tmp_path, monkeypatch):

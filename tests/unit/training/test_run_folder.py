@@ -53,13 +53,3 @@ def test_a_newer_checkpoint_on_another_machine_is_refused(args):
     ):
         run_folder.claim_for_all(args, OfTwo(step=8))
     run_folder.claim_for_all(args, OfTwo(step=7))  # an earlier start's
-
-
-def test_parts_of_an_optimizer_need_one_folder(args):
-    backend = OfTwo()
-    backend.shards_optimizer = True
-    with pytest.raises(UserError, match="lmtb does not see what .* each worker saves a part") as error:
-        run_folder.claim_for_all(args, backend)
-    assert error.value.agreed
-    backend.sees = True
-    run_folder.claim_for_all(args, backend)

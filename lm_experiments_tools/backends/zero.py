@@ -1,0 +1,224 @@
+"""The optimizer of a DeepSpeed engine, which holds slices of flat vectors, seen as one of whole parameters.
+
+Its state is then saved and loaded as that of any other backend: by ZeRO of any stage and on any number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cached_property
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class _Slice(NamedTuple):
+    """The part of a flattened parameter that a worker keeps, and where: numbers of elements."""
+
+    vector: int  # among the worker's flat vectors
+    start: int  # in that vector
+    offset: int  # in the parameter
+    length: int
+
+
+def _is_sliced(value: Any) -> bool:
+    """True for a value of each element of a vector, False for one of them all, such as the number of steps."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+class WholeOptimizer:
+    """The parameter groups and the state that a torch optimizer would have without ZeRO.
+
+    Args:
+        zero: DeepSpeed's optimizer, of stage 1, 2 or 3; its `get_full_hp_param` shows where slices lie.
+        parameters: those of each group of the torch optimizer, which DeepSpeed takes from it.
+        device: on which slices are gathered.
+    """
+
+    def __init__(self, zero: Any, parameters: list[list[Tensor]], device: torch.device) -> None:
+        self.zero, self.parameters, self.device = zero, parameters, device
+        self.is_main = dist.get_rank() == 0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The settings of each group, with its whole parameters."""
+        groups = zip(self.zero.optimizer.param_groups, self.parameters, strict=True)
+        return [{**group, "params": parameters} for group, parameters in groups]
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """`torch.optim.Optimizer.state_dict` with whole fp32 tensors on the CPU, on rank 0 alone; collective."""
+        state, groups = {}, []
+        numbers = count()
+        for index, group in enumerate(self.param_groups):
+            of_group = [next(numbers) for _ in group["params"]]
+            pairs = [(n, p) for n, p in zip(of_group, group["params"], strict=True) if p.requires_grad]
+            vector = next(iter(self._vectors(index).values()), None)
+            if held := self.zero.optimizer.state.get(vector):
+                state.update({number: self._whole_state(parameter, held) for number, parameter in pairs})
+            groups.append({**group, "params": of_group})
+        return {"state": state, "param_groups": groups} if self.is_main else None
+
+    def _whole_state(self, parameter: Tensor, held: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter on rank 0; collective. `held` is that of a flat vector of its group."""
+        sliced, state = [name for name, value in held.items() if _is_sliced(value)], self.zero.optimizer.state
+        whole = self._gather(parameter, lambda vector: [state[vector][name] for name in sliced])
+        if not self.is_main:
+            return {}
+        of_name = dict(zip(sliced, whole, strict=True))
+        return {name: of_name[name] if name in of_name else deepcopy(held[name]) for name in held}
+
+    def cut(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        """This worker's slice of a whole tensor of a parameter's state; a scalar, such as a number of steps, stays.
+
+        Raises:
+            ValueError: the tensor has another shape than its parameter.
+        """
+        if not tensor.dim():
+            return tensor
+        if tensor.shape != (shape := getattr(parameter, "ds_shape", parameter.shape)):
+            raise ValueError(f"state of shape {tuple(tensor.shape)} for a parameter of shape {tuple(shape)}")
+        own = self._slice(parameter)
+        return tensor.flatten()[own.offset : own.offset + own.length].clone()
+
+    def load_state_dict(self, tree: dict[str, Any]) -> None:
+        """The inverse of `state_dict`, for a tree whose tensors went through `cut`.
+
+        Raises:
+            ValueError: other parameter groups, or parameters of one group with different numbers of steps, of which
+                a flat vector has one.
+        """
+        groups, base = tree["param_groups"], self.zero.optimizer
+        if [len(group["params"]) for group in groups] != [len(own) for own in self.parameters]:
+            raise ValueError("loaded state dict has other parameter groups")
+        whole: dict[int, Any] = {}
+        loaded = []
+        for index, (group, own) in enumerate(zip(groups, base.param_groups, strict=True)):
+            vectors = self._vectors(index)
+            pairs = zip(self.parameters[index], group["params"], strict=True)
+            entries = [(p, tree["state"][number]) for p, number in pairs if tree["state"].get(number)]
+            whole.update(self._join(vectors, entries))
+            settings = {name: value for name, value in group.items() if name in own}
+            loaded.append({**own, **settings, "params": list(vectors)})
+            own["params"] = list(vectors.values())  # ZeRO 3 puts them there for the moment of a step
+        base.load_state_dict({"state": whole, "param_groups": loaded})
+        for number, vector in self._vectors().items():  # torch has cast it to the vector's type
+            sliced = {name: value for name, value in whole.get(number, {}).items() if _is_sliced(value)}
+            base.state.get(vector, {}).update(sliced)
+        if self._is_stage_3:
+            for group in base.param_groups:
+                group["params"] = []
+        self.zero._hp_optimizer_states_linked = False  # ZeRO 1, 2: for safe_get_full_optimizer_state
+
+    def weight(self, parameter: Tensor) -> Tensor | None:
+        """The whole fp32 weight on the CPU, on rank 0 alone; collective."""
+        return next(iter(self._gather(parameter, lambda vector: [vector])), None)
+
+    @torch.no_grad()
+    def put_weight(self, parameter: Tensor, whole: Tensor) -> None:
+        """Make the whole weight, given on every worker, that which is optimized."""
+        own = self._slice(parameter)
+        vector = self._vectors()[own.vector].narrow(0, own.start, own.length)
+        vector.copy_(whole.flatten().narrow(0, own.offset, own.length))
+
+    # ---- where slices are
+    @property
+    def _is_stage_3(self) -> bool:
+        return hasattr(self.zero, "fp32_partitioned_groups_flat")
+
+    def _vectors(self, group: int | None = None) -> dict[int, Tensor]:
+        """This worker's flat fp32 vectors by their number, of a group or of all. ZeRO 3 may cut a group in several."""
+        if not self._is_stage_3:
+            vectors = dict(enumerate(self.zero.single_partition_of_fp32_groups))
+            return vectors if group is None else {group: vectors[group]}
+        of_group = self.zero.sub_group_to_group_id
+        vectors = enumerate(self.zero.fp32_partitioned_groups_flat)
+        return {number: vector for number, vector in vectors if group in (None, of_group[number])}
+
+    def _slice(self, parameter: Tensor) -> _Slice:
+        if self._is_stage_3:  # as many elements of each parameter on each worker, the last ones padded
+            number, start, length = self.zero.grad_position[self.zero.get_param_id(parameter)]
+            offset = min(dist.get_rank() * length, parameter.ds_numel)
+            return _Slice(number, start, offset, min(length, parameter.ds_numel - offset))
+        number, at = self._places[parameter]
+        size = len(self._vectors(number)[number])  # the same for each worker, of all parameters joined
+        first = dist.get_rank() * size
+        begin, end = max(at, first), min(at + parameter.numel(), first + size)
+        return _Slice(number, begin - first, begin - at, end - begin) if begin < end else _Slice(number, 0, 0, 0)
+
+    @cached_property
+    def _places(self) -> dict[Tensor, tuple[int, int]]:
+        """The flat vector of each parameter, and where it begins in all workers' parts of it joined, for ZeRO 1 and 2.
+
+        DeepSpeed's `_hp_mapping` does not know the order that `round_robin_gradients` makes.
+        """
+        places = enumerate(zip(self.zero.round_robin_bit16_groups, self.zero.round_robin_bit16_offsets, strict=True))
+        return {p: (number, at) for number, (group, offsets) in places for p, at in zip(group, offsets, strict=True)}
+
+    @torch.no_grad()
+    def _gather(self, parameter: Tensor, of: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
+        """The whole fp32 tensors of a parameter, on rank 0 alone; `of` gives those of a flat vector. Collective."""
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        own, vectors = self._slice(parameter), self._vectors()
+        held = of(vectors[own.vector])
+        buffer = torch.zeros(len(held), shape.numel(), device=self.device)
+        for row, values in zip(buffer, held, strict=True):
+            row.narrow(0, own.offset, own.length).copy_(values.narrow(0, own.start, own.length))
+        dist.reduce(buffer.view(torch.int32), 0)  # bits, as -0.0 + 0.0 is 0.0
+        return [row.view(shape).to("cpu", copy=True) for row in buffer] if self.is_main else []
+
+    def _join(self, vectors: dict[int, Tensor], entries: list[tuple[Tensor, dict[str, Any]]]) -> dict[int, Any]:
+        """The state of a group's flat vectors, from slices of the states of its parameters."""
+        if not entries:
+            return {}
+        first = entries[0][1]
+        sliced = [name for name in first if any(_is_sliced(state.get(name)) for _, state in entries)]
+        counts = [{name: value for name, value in state.items() if name not in sliced} for _, state in entries]
+        if any(one != counts[0] for one in counts):
+            raise ValueError("parameters of one group have different numbers of steps, of which ZeRO keeps one")
+        if type(self.zero.optimizer).__module__.startswith("deepspeed."):  # whose CPU optimizers count in Python
+            counts[0] = {name: int(value) for name, value in counts[0].items()}
+        joined = {}
+        for number, vector in vectors.items():
+            dtype = torch.float32 if getattr(self.zero.optimizer, "fp32_optimizer_states", False) else vector.dtype
+            zeros = {name: torch.zeros_like(vector, dtype=dtype) for name in sliced}
+            joined[number] = {name: zeros[name] if name in zeros else deepcopy(counts[0][name]) for name in first}
+        for parameter, state in entries:
+            own = self._slice(parameter)
+            for name in sliced if own.length else ():
+                if isinstance(piece := state.get(name), Tensor):
+                    joined[own.vector][name].narrow(0, own.start, own.length).copy_(piece.flatten())
+        return joined
+
+
+class LossScale:
+    """The dynamic loss scale of a DeepSpeed optimizer, with the state of a `torch.amp.GradScaler`."""
+
+    def __init__(self, loss_scaler: Any) -> None:
+        self.loss_scaler = loss_scaler
+
+    def state_dict(self) -> dict[str, Any]:
+        """GradScaler's entries, of which the last counts to the growth interval, and two that it does not need."""
+        scaler = self.loss_scaler
+        good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
+        return {
+            "scale": float(scaler.cur_scale),
+            "growth_factor": float(scaler.scale_factor),
+            "backoff_factor": 1 / scaler.scale_factor,
+            "growth_interval": scaler.scale_window,
+            "_growth_tracker": good_steps % scaler.scale_window,
+            "good_steps": good_steps,
+            "hysteresis": scaler.cur_hysteresis,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the scale and the good steps, of torch.amp's state too, but not of apex's."""
+        if "scale" not in state:
+            return
+        scaler = self.loss_scaler
+        scaler.cur_scale, scaler.last_overflow_iter = state["scale"], -1
+        scaler.cur_iter = state.get("good_steps", state["_growth_tracker"])
+        scaler.cur_hysteresis = state.get("hysteresis", scaler.delayed_shift)
