@@ -45,7 +45,7 @@ class HorovodBackend(DataParallelBackend):
         precision: forward autocast and loss scaling.
         fp16_allreduce: send gradients as fp16, half the traffic, rounded to 11 bits of mantissa.
         stall_timeout: seconds that workers wait for one that is late, or gone. None: STALL_SECONDS for a late one,
-            Horovod's 30 for one that is gone.
+            Horovod's 30 for one that is gone, in an elastic job 300.
 
     Raises:
         UserError: the launcher started more workers than Horovod sees, or more local workers than GPUs.
@@ -63,9 +63,9 @@ class HorovodBackend(DataParallelBackend):
         os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(STALL_SECONDS))
         # Else a GPU's gradients would be waited for by the host, not by the GPU's next work.
         os.environ.setdefault("HOROVOD_ENABLE_ASYNC_COMPLETION", "1")
+        horovod_elastic.listen(notification_manager)
         horovod_elastic.ask_for_rank()
         hvd.init()
-        horovod_elastic.listen(notification_manager)
         super().__init__(precision, _local_device())
         self.rank, self.local_rank, self.world_size = hvd.rank(), hvd.local_rank(), hvd.size()
         self.fp16_allreduce = fp16_allreduce

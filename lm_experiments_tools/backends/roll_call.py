@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from lm_experiments_tools.errors import LostWorkerError, UserError, first_line
@@ -84,6 +88,25 @@ def host_group(world_size: int, device: torch.device, seconds: float) -> dist.Pr
         return None
     with meeting(seconds):
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+
+
+def leave_group(drop_wrapper: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Leave at the end of a program that has not closed its backend, unless it holds a DDP of its own.
+
+    A thread of gloo that frees a tensor of the last collective while Python ends aborts a process whose work is done
+    (https://github.com/pytorch/pytorch/issues/190489).
+
+    Args:
+        drop_wrapper: of the backend, if it is still there.
+    """
+    if not dist.is_initialized() or hasattr(sys, "last_value"):  # after an error others may wait in a collective
+        return
+    if drop := drop_wrapper():
+        drop()
+    del drop
+    gc.collect()
+    if not any(issubclass(type(thing), nn.parallel.DistributedDataParallel) for thing in gc.get_objects()):
+        dist.destroy_process_group()
 
 
 def missing_ranks(rank: int, world_size: int) -> list[int]:

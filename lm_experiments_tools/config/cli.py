@@ -149,6 +149,7 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
     `step`), type and reason, because the traceback of one rank drowns in the output of the others.
     """
     sys.excepthook = _report_crash
+    restart.note_interrupts()
     try:
         code = main()
     except UserError as error:

@@ -12,11 +12,14 @@ import logging
 import os
 import signal
 import sys
+import threading
+from types import FrameType
 from typing import NoReturn
 
 _FOLDER = os.getcwd()  # of the start: a run enters its own
 _MARK = "LMTOOLS_WORKERS_CHANGED"  # variable of a worker that has begun anew
-_signals: list[str] = []  # why this process was asked to stop, in order: "hosts" or "signal"
+_asked: set[str] = set()  # why this process has to stop: "hosts", "signal"
+_interrupts: list[int] = []  # Ctrl-C before training listens for it
 
 
 def is_elastic() -> bool:
@@ -30,23 +33,43 @@ def has_begun_anew() -> bool:
 
 
 def hosts_changed() -> None:
-    """The driver has found other hosts: save and stop, on all workers, and begin anew."""
-    _signals.append("hosts")
-    os.kill(os.getpid(), signal.SIGTERM)
+    """The driver has found other hosts: training saves and stops, on all workers, and they begin anew.
+
+    No SIGTERM says so: before and after training it would end this worker.
+    """
+    _asked.add("hosts")
+
+
+def have_hosts_changed() -> bool:
+    """True once the driver has told this process of other hosts."""
+    return "hosts" in _asked
 
 
 def note_signal() -> None:
     """SIGTERM or SIGINT has come to this process."""
-    _signals.append("signal")
+    _asked.add("signal")
+
+
+def note_interrupts() -> None:
+    """Note each Ctrl-C that is raised from now on: Python drops a KeyboardInterrupt in a destructor or a callback."""
+    if threading.current_thread() is threading.main_thread():
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    _interrupts.append(number)
+    raise KeyboardInterrupt
+
+
+def was_interrupted() -> bool:
+    """True if Ctrl-C came before training listened for it; where the program is still there, it was dropped."""
+    return bool(_interrupts)
 
 
 def is_restart(code: object) -> bool:
-    """True if a worker that has saved because of a signal, and would end with `code`, has to begin anew.
-
-    It begins anew when the hosts have changed or another worker was told to leave, not when it was told itself.
-    """
-    told = _signals.count("signal") > _signals.count("hosts")  # each word of other hosts sends one, which may merge
-    return is_elastic() and code == 128 + signal.SIGTERM and not told
+    """True if a worker that has saved and would end with `code` has to begin anew: it was not told itself to end."""
+    return is_elastic() and code == 128 + signal.SIGTERM and "signal" not in _asked
 
 
 def begin_anew() -> NoReturn:

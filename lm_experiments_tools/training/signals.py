@@ -35,7 +35,7 @@ class StopSignals:
 
     @property
     def pending(self) -> list[int]:
-        """How often each of SIGTERM, SIGINT has come to this worker."""
+        """How often each of SIGTERM, SIGINT has come to this worker; word of other hosts counts as a SIGTERM."""
         if self._launcher is not None and os.getppid() != self._launcher:
             logger.warning(
                 "the launcher of this worker (process %d) has ended without a word: saving a checkpoint and stopping",
@@ -43,7 +43,8 @@ class StopSignals:
             )
             self._launcher = None
             self._noted[WATCHED.index(signal.SIGTERM)] += 1
-        return self._noted
+        terminations, interrupts = self._noted
+        return [terminations + restart.have_hosts_changed(), interrupts]
 
     def agree(self, totals: Sequence[int]) -> None:
         """Take the sum of `pending` over all workers."""
@@ -56,6 +57,7 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in WATCHED:
                 self._previous[number] = signal.signal(number, self._note)
+            self._noted[WATCHED.index(signal.SIGINT)] += restart.was_interrupted()
         return self
 
     def __exit__(

@@ -3,6 +3,7 @@
 It trains, and then once more from `--then_from`, in the same run directory: programs do so fold by fold.
 """
 
+import atexit
 import json
 import logging
 import sys
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import AutoConfig, HfArgumentParser
 
 on_horovod = "horovod" in sys.argv
+atexit.register(lambda: print("in a group at the end:", torch.distributed.is_initialized(), flush=True))
 if on_horovod:
     import horovod.torch as hvd
 
@@ -118,3 +120,5 @@ def train(args, rank, size, first, wait):
 
 if __name__ == "__main__":
     main()
+    if not on_horovod:
+        print("in a group after main:", torch.distributed.is_initialized(), flush=True)

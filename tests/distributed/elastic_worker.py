@@ -54,7 +54,7 @@ def digest(loop: TrainingLoop) -> str:
     state = {**loop.backend.model_state(), **_tensors("optimizer", loop.backend.optimizer_state())}
     for name in sorted(state):
         whole.update(name.encode() + state[name].numpy().tobytes())
-    told = asdict(loop.state) | {"exponents": loop.backend.exact.exponents}
+    told = asdict(loop.state) | {"exponents": loop.backend.exact and loop.backend.exact.exponents}
     whole.update(json.dumps(told, sort_keys=True).encode())
     return whole.hexdigest()
 

@@ -1,9 +1,15 @@
-"""The job of test_elastic_jobs.py: a run whose workers die, or whose hosts change, at steps that were planned.
+"""The job of the elastic tests: a run whose workers die, or whose hosts change, at steps that were planned.
 
-argv: NUMBER of events, the run directory. Variables: EVENTS, if they are to happen; HOSTS, the file that a discovery
-script prints. An event that has happened has left a file in the run directory.
+    restarting_worker.py STEPS FOLDER [FLAG=VALUE ...]
+
+FOLDER/plan.json, where there is one, is a list of events: from "step" on it happens, once, on each of "ranks" (modulo
+the number of workers), if there are "size" workers; "kind" is hosts, raise, leave or kill; "hosts" are the lines that
+the discovery script prints from then on, with "take_own" without this worker's. What has happened has left a file.
+
+Each worker adds a line a step to FOLDER/steps.jsonl; rank 0 writes a hash of weights, optimizer, metrics at the end.
 """
 
+import json
 import os
 import signal
 import sys
@@ -17,60 +23,115 @@ from lm_experiments_tools.config.cli import run_main
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.tracking.run_directory import setup_logging
 from lm_experiments_tools.training.trainer import TrainingLoop
-from tests.distributed.resume_worker import digest
+from tests.distributed.elastic_worker import digest
 from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller
 
-GAP = 2  # steps between two events
-# Of this machine, which Horovod takes for five: it must never need the one that has just lost its worker.
-NAMES = ("localhost", "127.0.0.1", "127.1", "127.0.1", "LOCALHOST")
+
+class Noted(SeekableBatches):
+    """Gives a worker every so many-th row of a step, as TrainLoader does, and remembers the numbers of the last."""
+
+    def __iter__(self):
+        while True:
+            first, self.consumed = self.consumed, self.consumed + self.rows * self.world_size
+            self.given = list(range(first + self.rank, self.consumed, self.world_size))
+            yield self.data.batch([self._row(sample) for sample in self.given])
 
 
-class Events:
-    """After step GAP * n event n: one worker is killed, fails, ends without a word, or its host is taken away."""
+class Diary:
+    """A line a step: who computed what, at which start of the job (1, 2, ...), and as whom this process began."""
 
     every = 1
 
-    def __init__(self, number, folder, backend):
-        self.number, self.folder, self.backend = number, Path(folder) / "events", backend
-        self.folder.mkdir(exist_ok=True)
+    def __init__(self, folder, backend, loader):
+        self.starts, self.backend, self.loader, self.file = folder / "starts", backend, loader, folder / "steps.jsonl"
+        self.first_rank = int(os.environ.setdefault("FIRST_RANK", str(backend.rank)))  # kept when it begins anew
+        self.start = None
+        if backend.is_main:
+            with self.starts.open("a") as file:
+                file.write(f"{backend.world_size}\n")
 
     def __call__(self, loop, info):
-        event = info.step // GAP
-        if info.step % GAP or event > self.number or event % self.backend.world_size != self.backend.rank:
-            return
-        mark = self.folder / str(event)
-        if mark.exists():
-            return
-        mark.write_text(f"{os.getpid()} rank {self.backend.rank} of {self.backend.world_size}")
-        if hosts := os.environ.get("HOSTS"):
-            taken = os.environ["HOROVOD_HOSTNAME"] if event % 4 == 3 else None
-            Path(hosts).write_text("".join(f"{name}:1\n" for name in NAMES if name != taken))
-            if taken:
-                time.sleep(4)  # the driver asks every second
-                return
-        kind = event % 3
-        if kind == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if kind == 1:
-            raise ZeroDivisionError("a deliberate failure")
+        self.start = self.start or self.starts.read_text().count("\n")  # rank 0 has been there: a step is made
+        line = {
+            "step": info.step, "start": self.start, "rank": self.backend.rank, "size": self.backend.world_size,
+            "host": os.environ.get("HOROVOD_HOSTNAME"), "first_rank": self.first_rank, "time": time.time(),
+            "samples": self.loader.given,
+        }  # fmt: skip
+        with self.file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        time.sleep(float(os.environ.get("PACE", "0")))
+
+
+class Events:
+    """Carries the plan out: workers fail, end without a word or are killed, or the hosts change."""
+
+    every = 1
+
+    def __init__(self, folder, backend):
+        plan = folder / "plan.json"
+        self.plan = json.loads(plan.read_text()) if plan.exists() else []
+        self.marks, self.backend = folder / "events", backend
+        self.marks.mkdir(exist_ok=True)
+
+    def __call__(self, loop, info):
+        self.after(info.step)
+
+    def after(self, step):
+        """Let happen what is planned; step 0: while the worker is loading."""
+        size = self.backend.world_size
+        for number, event in enumerate(self.plan):
+            ranks = [rank % size for rank in event["ranks"]]
+            if step < event["step"] or event.get("size", size) != size or self.backend.rank not in ranks:
+                continue
+            mark = self.marks / f"{number}.{ranks.index(self.backend.rank)}"
+            if not mark.exists():
+                mark.write_text(f"{time.time()} rank {self.backend.rank} of {size}")
+                happen(event)
+
+
+def happen(event):
+    if "hosts" in event:
+        own = f"{os.environ['HOROVOD_HOSTNAME']}:" if event.get("take_own") else "none"
+        lines = [f"{line}\n" for line in event["hosts"] if not line.startswith(own)]
+        set_hosts(Path(os.environ["HOSTS"]), "".join(lines))
+    if event["kind"] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if event["kind"] == "raise":
+        raise ZeroDivisionError("a deliberate failure")
+    if event["kind"] == "leave":
         os._exit(7)
 
 
+def set_hosts(file, lines):
+    """Have the driver find these, and return when it has told rank 0: it does, if at all, before it asks again."""
+    (new := file.with_name("new")).write_text(lines)
+    new.replace(file)
+    asked = file.with_name("asked")  # a line each time
+    seen = len(asked.read_text())
+    while len(asked.read_text()) < seen + 3:  # the one under way, the one that finds it, and the next
+        time.sleep(0.05)
+
+
 def main():
-    number, folder = int(sys.argv[1]), sys.argv[2]
+    steps, folder, *more = sys.argv[1:]
     args = TrainerArgs(
-        batch_size=2, gradient_accumulation_steps=2, iters=GAP * (number + 1), log_interval=GAP, save_interval=1,
+        batch_size=2, gradient_accumulation_steps=2, iters=int(steps), log_interval=2, save_interval=1,
         model_path=folder, clip_grad_norm=1.0, stall_timeout=300, valid_at_start=False,
+        **dict(item.split("=") for item in more),
     )  # fmt: skip
+    folder = Path(folder)
     backend = get_backend(args)
     setup_logging(folder, backend.rank)
     model = TinyLabeller()
-    loader = SeekableBatches(RaggedPairs(24), 4, backend.rank, backend.world_size)
-    hooks = [Events(number, folder, backend)] if os.environ.get("EVENTS") else []
-    TrainingLoop(args, backend, model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader, hooks=hooks).train()
-    state = backend.model_state()
+    loader = Noted(RaggedPairs(24), 4 * backend.shares, backend.rank, backend.world_size)
+    events = Events(folder, backend)
+    events.after(0)
+    hooks = [Diary(folder, backend, loader), events]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loop = TrainingLoop(args, backend, model, optimizer, loader, hooks=hooks)
+    loop.train()
     if backend.is_main:
-        (Path(folder) / "digest").write_text(digest(state))
+        (folder / "digest").write_text(digest(loop))
     backend.close()
 
 

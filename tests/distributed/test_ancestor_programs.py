@@ -54,6 +54,8 @@ def test_a_program_of_its_style_trains_to_its_end(trainer, tmp_path):
     assert first["valid"]["distinct"] == 13 and first["test"]["distinct"] == 11
     assert job.output.count("docs/porting.md") == 1 and job.output.count("without effect") == 1
     assert "starting at step 6" in job.output
+    assert job.output.count("in a group after main: True") == (2 if trainer == "accelerate" else 0)
+    assert job.output.count("in a group at the end: False") == 2  # a group that is left to the end may abort Python
 
     assert {"checkpoints", "checkpoints.1", "metrics.1.jsonl"} < {path.name for path in left.iterdir()}
     assert {f"model_{name}{suffix}" for name in (3, 6, "best")} < {path.name for path in left.iterdir()}

@@ -2,9 +2,12 @@
 
 import http.server
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from lm_experiments_tools.backends import horovod_elastic
 from lm_experiments_tools.backends.roll_call import restarts_store
 from lm_experiments_tools.config import restart
 from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.training.signals import StopSignals
 from tests.helpers import ROOT
 
 AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "1"}
@@ -75,31 +79,50 @@ def test_a_worker_begins_anew_in_its_process_without_what_it_had(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("signals", "again"),
-    [
-        ([], True),
-        (["hosts", "signal"], True),
-        (["signal"], False),
-        (["hosts", "signal", "signal"], False),
-        (["hosts", "hosts", "signal"], True),
-        (["hosts", "signal", "hosts", "signal"], True),
-    ],
+    ("asked", "again"), [(set(), True), ({"hosts"}, True), ({"signal"}, False), ({"hosts", "signal"}, False)]
 )
-def test_a_worker_that_was_told_to_leave_itself_does_not_begin_anew(signals, again, monkeypatch):
+def test_a_worker_that_was_told_to_leave_itself_does_not_begin_anew(asked, again, monkeypatch):
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    monkeypatch.setattr(restart, "_signals", signals)
+    monkeypatch.setattr(restart, "_asked", asked)
     assert restart.is_restart(143) is again
     assert not restart.is_restart(0) and not restart.is_restart(130)
     monkeypatch.delenv("HOROVOD_ELASTIC")
     assert not restart.is_restart(143)
 
 
-def test_the_driver_is_asked_for_the_place_of_a_worker_that_begins_anew(monkeypatch):
+def test_other_hosts_stop_training_and_nothing_else(monkeypatch):
+    """SIGTERM would end a worker that loads or has trained, and cost its host a place in the job."""
+    monkeypatch.setattr(restart, "_asked", set())
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        restart.hosts_changed()
+        with (signals := StopSignals()):
+            restart.hosts_changed()
+            assert signals.pending == [1, 0]
+        restart.hosts_changed()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    assert restart.is_restart(143)
+
+
+@pytest.mark.parametrize(("given", "seconds"), [(None, "300"), ("20", "20")])
+def test_an_elastic_job_waits_for_a_machine_that_loads_slowly(given, seconds, monkeypatch):
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", given or "")
+    if given is None:
+        monkeypatch.delenv("HOROVOD_GLOO_TIMEOUT_SECONDS")
+    horovod_elastic.listen(mock.Mock())
+    assert os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] == seconds
+
+
+def test_the_driver_is_asked_for_the_place_of_a_worker_that_begins_anew(monkeypatch, capsys):
     answers, asked = ["1,3,0,2,1,2", "-1,-1,-1,-1,-1,-1"], []
 
     class Driver(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             asked.append(self.path)
+            time.sleep(0.3)
             self.send_response(200)
             self.end_headers()
             self.wfile.write(answers[len(asked) - 1].encode())
@@ -114,11 +137,13 @@ def test_the_driver_is_asked_for_the_place_of_a_worker_that_begins_anew(monkeypa
             monkeypatch.setenv(f"HOROVOD_{name}", value)
         for name in ("SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"):
             monkeypatch.setenv(f"HOROVOD_{name}", "?")
+        monkeypatch.setattr(horovod_elastic, "_PATIENCE", 0.05)
         horovod_elastic.ask_for_rank()
         assert not asked, "at its first start it is told"
         monkeypatch.setenv("LMTOOLS_WORKERS_CHANGED", "1")
         horovod_elastic.ask_for_rank()
         assert asked == ["/rank_and_size/n2:0"]
+        assert capsys.readouterr().err.count("has waited 0.05 s for its rank") == 1
         told = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
         assert ",".join(os.environ[f"HOROVOD_{name}"] for name in told) == answers[0]
         with pytest.raises(SystemExit) as ended:

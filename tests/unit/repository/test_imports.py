@@ -20,7 +20,7 @@ SEQIO_FILES = ("lm_experiments_tools/data/seqio/tasks.py", "lm_experiments_tools
 ONLY_IN = {
     "horovod": ("lm_experiments_tools/backends/horovod.py",),
     "accelerate": ACCELERATE_FILES,
-    "deepspeed": ACCELERATE_FILES,
+    "deepspeed": (*ACCELERATE_FILES, "lm_experiments_tools/backends/deepspeed_config.py"),
     "tensorflow": SEQIO_FILES,
     "tensorflow_datasets": SEQIO_FILES,
     "t5": SEQIO_FILES,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch.utils.data import DataLoader
 
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.checkpoint import train_state
+from lm_experiments_tools.config import restart
+from lm_experiments_tools.config.cli import run_main
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import RunError
 from lm_experiments_tools.training.trainer import TrainingLoop
@@ -34,6 +37,34 @@ def make_loop(hook, valid=None, **args):
     model, loader = tiny_t5(dropout=0.3), SeekableBatches(RaggedPairs(24), args.rows_per_worker())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return TrainingLoop(args, LocalBackend(), model, optimizer, loader, valid, hooks=[hook] if hook else [])
+
+
+class Interrupted:
+    """Ctrl-C while Python runs a destructor, out of which no exception comes."""
+
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        sum(range(1000))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_python_drops_while_a_run_starts_stops_it_before_it_trains(tmp_path, monkeypatch):
+    monkeypatch.setattr(restart, "_interrupts", [])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    loops = []
+
+    def main():
+        Interrupted()
+        loops.append(make_loop(None, model_path=str(tmp_path)))
+        loops[0].train()
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as stop:
+            run_main(main)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (stop.value.code, loops[0].state.step) == (130, 0)
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
