@@ -79,8 +79,9 @@ class ExactSum:
         self._largest[there] = torch.maximum(self._largest[there], largest)  # a NaN stays one
         self._counts[there] += 1
         for i in there:
-            _add_as_integers(self._parts[i], gradients[i].flatten(), 2.0 ** (self._bits - self.exponents[i]))
-            self.parameters[i].grad = None
+            units = 2.0 ** (self._bits - self.exponents[i])
+            _put_as_integers(self._parts[i], gradients[i].flatten(), units, add=self._has_addend[i])
+            self.parameters[i].grad, self._has_addend[i] = None, True
 
     def finish(self) -> None:
         """Sum over all workers, into `.grad` as fp32; a parameter that no micro-batch used has none.
@@ -89,6 +90,9 @@ class ExactSum:
         """
         self._begin()
         number = len(self.parameters)
+        for part, has_addend in zip(self._parts, self._has_addend, strict=True):
+            if not has_addend:
+                part.zero_()
         limits = torch.tensor([2.0**e for e in self.exponents], dtype=torch.float64, device=self._largest.device)
         self._counts[number : 2 * number] = self._largest >= limits
         self._counts[2 * number :] = ~(self._largest < 2.0**_LARGEST)  # a NaN, or infinite in fp32
@@ -115,15 +119,16 @@ class ExactSum:
         return True
 
     def _begin(self) -> None:
-        """Set the sums of a new update to 0; their memory stays, as touching new pages costs more than the sums."""
+        """Forget the sums of the last update; their memory stays, as touching new pages costs more than the sums."""
         if self._sums is None:
             numbers, device = [p.numel() for p in self.parameters], self.parameters[0].device
-            self._sums = torch.zeros(sum(numbers) + 3 * len(numbers), dtype=torch.int64, device=device)
+            self._sums = torch.empty(sum(numbers) + 3 * len(numbers), dtype=torch.int64, device=device)
             *self._parts, self._counts = self._sums.split([*numbers, 3 * len(numbers)])
-            self._largest = torch.zeros(len(numbers), dtype=torch.float64, device=device)
-        elif not self._begun:
-            self._sums.zero_()
+            self._largest = torch.empty(len(numbers), dtype=torch.float64, device=device)
+        if not self._begun:
+            self._counts.zero_()
             self._largest.zero_()
+            self._has_addend = [False] * len(self.parameters)  # else the sum holds the last gradient's bits
         self._begun = True
 
     def _as_gradient(self, i: int, *, broken: bool) -> Tensor:
@@ -150,7 +155,8 @@ class ExactSum:
 
 def _largest(tensors: list[Tensor]) -> Tensor:
     """float64[len(tensors)], the largest absolute value of each; NaN where there is one."""
-    extremes = [torch.stack(torch.aminmax(tensor)) for tensor in tensors]  # ten times as fast as a norm
+    some = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+    extremes = [torch.stack(torch.aminmax(tensor)) for tensor in some]  # ten times as fast as a norm
     return torch.stack(extremes).abs().amax(1).to(torch.float64)
 
 
@@ -164,10 +170,14 @@ def _pieces(flat: Tensor) -> Iterator[slice]:
     return (slice(start, end) for start, end in pairwise([*range(0, flat.numel(), step), flat.numel()]))
 
 
-def _add_as_integers(sums: Tensor, gradient: Tensor, units: float) -> None:
-    """Add round(gradient * units) to int64 `sums`; a product with a power of two is exact."""
+def _put_as_integers(sums: Tensor, gradient: Tensor, units: float, *, add: bool) -> None:
+    """Put round(gradient * units) into int64 `sums`, or add it; a product with a power of two is exact."""
     for here in _pieces(gradient):
-        sums[here] += (gradient[here].to(torch.float32) * units).round_().to(torch.int64)
+        integers = (gradient[here].to(torch.float32) * units).round_()
+        if add:
+            sums[here] += integers.to(torch.int64)
+        else:
+            sums[here] = integers
 
 
 def check_exact(args: TrainerArgs, shards: str | None) -> None:
@@ -189,6 +199,20 @@ def check_exact(args: TrainerArgs, shards: str | None) -> None:
         raise UserError(f"--reproducible {how} does not work with --fp16, whose loss scale moves: use --bf16.")
     if args.fp16_allreduce:
         raise UserError(f"--reproducible {how} sums gradients exactly, and --fp16_allreduce rounds them: choose one.")
+
+
+def check_buffers(model: nn.Module, how: str) -> None:
+    """Refuse running means under elastic: each worker makes them of its own rows, so their number shows in them.
+
+    Raises:
+        UserError: naming the first module that has some.
+    """
+    means = (name for name, module in model.named_modules() if getattr(module, "running_mean", None) is not None)
+    if how == "elastic" and (name := next(means, None)) is not None:
+        raise UserError(
+            f"--reproducible elastic does not work with {name or type(model).__name__}, which keeps running means "
+            "(BatchNorm) of the rows of its own worker: use a normalization without, as LayerNorm, or leave it out."
+        )
 
 
 def use_ordered_kernels(device: torch.device) -> None:

@@ -16,7 +16,7 @@ from lm_experiments_tools.training.metrics import MetricSums
 from lm_experiments_tools.training.trainer import TrainingLoop
 from tests.helpers.toys import RaggedPairs, SeekableBatches, tiny_t5
 
-SHAPES = [(7, 5), (300,), (), (3, 2, 4)]
+SHAPES = [(7, 5), (300,), (), (3, 2, 4), (0, 3)]
 
 
 def micro_batches(number: int, scale: float = 1.0) -> list[list[torch.Tensor]]:
@@ -146,6 +146,17 @@ def test_parameters_on_two_devices_are_refused():
         ExactSum(parameters, 2, lambda values: None, lambda value: [value])
 
 
+def test_running_means_are_refused_where_the_number_of_workers_may_change():
+    """Of training alone: the same model may be evaluated, and be trained by workers of one number."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    for how, optimizer in [("fixed", torch.optim.SGD(model.parameters())), ("elastic", None)]:
+        backend = LocalBackend()
+        backend.reproduce(TrainerArgs(reproducible=how))
+        backend.setup(model, optimizer)
+    with pytest.raises(UserError, match="does not work with 1, which keeps running means"):
+        backend.setup(model, torch.optim.SGD(model.parameters()))
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e308])
 def test_a_metric_that_cannot_be_rounded_is_kept(value):
     sums = MetricSums(exact=True)
@@ -167,7 +178,7 @@ def test_an_unused_parameter_has_no_gradient():
     part.parameters[1].grad = torch.ones(300)
     part.add()
     part.finish()
-    assert [parameter.grad is None for parameter in part.parameters] == [True, False, True, True]
+    assert [parameter.grad is None for parameter in part.parameters] == [True, False, True, True, True]
 
 
 @pytest.mark.parametrize(
