@@ -19,6 +19,18 @@ _NO_LAUNCHER = Unread(
 _HERE = Unread(lambda args: not (args.slurm or args.hosts), "is for --slurm and --hosts")
 _NO_PORT = Unread(lambda args: args.hosts is None, "is for --hosts: elsewhere the port is chosen")
 _WHERE = ("slurm", "ray", "kubeflow", "hosts")
+# Options of sbatch by which the file counts workers and machines, or tells them to save -> the flag that gives them.
+_OWN_OPTIONS = {
+    "nodes": "--nodes",
+    "ntasks": "--nodes and --workers",
+    "ntasks-per-node": "--workers",
+    "cpus-per-task": "--cpus",
+    "gpus": "--gpus",
+    "gpus-per-node": "--gpus",
+    "gpus-per-task": "--gpus",
+    "time": "--time",
+    "signal": "--grace",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,10 +161,14 @@ class LaunchArgs(OtherArgs, SlurmArgs, JobArgs, WhereArgs):
         for word in self.sbatch:
             if not re.fullmatch(r"[a-z][\w-]*(=[^\n]*)?", word):
                 raise UserError(f"--sbatch {word!r} is no option of sbatch without its dashes, such as account=lab.")
+            if flag := _OWN_OPTIONS.get(word.partition("=")[0]):
+                raise UserError(f"--sbatch {word} would contradict the rest of the file: it is said by {flag}.")
         if self.name is not None and not re.fullmatch(r"\w[\w.-]*", self.name, re.ASCII):
             raise UserError(f"--name {self.name!r} may have letters, digits, and - . _ between them.")
         if self.hosts is not None:
             self.machines()
+        if self.port > 65535:
+            raise UserError(f"--port is {self.port}: it must be at most 65535.")
         if self.volume is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*:/.*", self.volume):
             raise UserError(f"--volume {self.volume} is not CLAIM:/path, such as data:/data.")
         if self.time is not None and (limit := seconds_of(self.time)) <= self.grace:

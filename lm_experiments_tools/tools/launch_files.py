@@ -90,6 +90,8 @@ def slurm_file(job: Job) -> str:
 
 
 def _directive(name: str, value: object) -> str:
+    if "\n" in str(value):  # what follows would be a line of shell
+        raise UserError(f"{name} {value!r} has a line break, which an option in a file for sbatch cannot have.")
     return f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={_quoted(value)}"
 
 
@@ -109,11 +111,11 @@ def train_job(job: Job) -> str:
         resources["limits"] = {"nvidia.com/gpu": args.gpus}
     trainer = {
         "image": args.image,
-        "command": ["torchrun", *command],
+        "command": ["torchrun", *map(_in_a_pod, command)],
         "numNodes": args.nodes,
         "numProcPerNode": args.per_node,
         "resourcesPerNode": resources,
-        "env": [{"name": name, "value": value} for name, value in job.env.items()],
+        "env": [{"name": name, "value": _in_a_pod(value)} for name, value in job.env.items()],
     }
     spec: dict[str, Any] = {"runtimeRef": {"name": args.runtime}, "trainer": _without_none(trainer)}
     if args.volume:
@@ -121,6 +123,11 @@ def train_job(job: Job) -> str:
     metadata = _without_none({"name": name, "namespace": args.namespace})
     whole = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": metadata, "spec": spec}
     return yaml.safe_dump(whole, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+
+
+def _in_a_pod(word: str) -> str:
+    """A word as it is: Kubernetes would put variables for $(NAME), and $ for $$."""
+    return word.replace("$", "$$")
 
 
 def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:

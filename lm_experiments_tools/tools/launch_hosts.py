@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import subprocess
@@ -62,10 +63,10 @@ class _Job:
     """The connections of a job, which are processes of a session of their own: Ctrl-C comes here alone."""
 
     def __init__(self, commands: Mapping[str, str]) -> None:
-        self._told = 0  # the last signal
+        self._told, self._over = 0, False  # the last signal; what comes now is of processes that outlive the job
         self._processes = {name: _start(command) for name, command in commands.items()}
         self._relays = [
-            threading.Thread(target=_relay, args=(name if len(commands) > 1 else "", process))
+            threading.Thread(target=self._relay, args=(name if len(commands) > 1 else "", process), daemon=True)
             for name, process in self._processes.items()
         ]
         for relay in self._relays:
@@ -74,6 +75,12 @@ class _Job:
     def note(self, number: int, frame: FrameType | None) -> None:
         """Remember a signal."""
         self._told = number
+
+    def _relay(self, name: str, process: subprocess.Popen[str]) -> None:
+        for line in process.stdout:
+            if self._over:
+                return
+            print(f"[{name}] {line}" if name else line, end="", flush=True)
 
     def until_done(self) -> int:
         failed, deadline = None, None
@@ -89,11 +96,12 @@ class _Job:
             if deadline is not None and time.monotonic() > deadline:
                 _say(f"no end on {', '.join(running)} within {_PATIENCE:.0f} s: look there for what is left")
                 for name in running:
-                    self._processes[name].kill()
+                    os.killpg(self._processes[name].pid, signal.SIGKILL)
                 deadline = float("inf")
             time.sleep(_POLL)
         for relay in self._relays:
             relay.join(timeout=5)
+        self._over = True
         codes = [process.returncode for process in self._processes.values() if process.returncode]
         code = failed[1] if failed else next(iter(codes), 0)
         return 128 + self._told if self._told else code if code >= 0 else 128 - code
@@ -109,11 +117,6 @@ def _start(command: str) -> subprocess.Popen[str]:
         errors="replace",
         start_new_session=True,
     )
-
-
-def _relay(name: str, process: subprocess.Popen[str]) -> None:
-    for line in process.stdout:
-        print(f"[{name}] {line}" if name else line, end="", flush=True)
 
 
 def _say(sentence: str) -> None:

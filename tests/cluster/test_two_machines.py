@@ -114,14 +114,22 @@ def test_every_launcher_trains_on_two_machines(launcher, machines, flags, run_di
     verify((run_dir / "last").resolve())
 
 
-def test_a_run_goes_on_without_a_folder_in_common(machines, flags, run_dir):
+@pytest.mark.parametrize("sharding", [(), ("tests/distributed/cpu_shim.py", "zero2")], ids=["ddp", "zero2"])
+def test_a_run_goes_on_without_a_folder_in_common(sharding, machines, flags, run_dir):
     """Its checkpoints are on the first machine alone."""
+    if sharding and (reason := missing("deepspeed")):
+        pytest.skip(reason)
+
+    def start():
+        command = (*sharding, SCRIPT, *words(**flags))
+        return finished(torchrun_on(machines, 29500, *command, ACCELERATE_USE_CPU="false" if sharding else "true"))
+
     machines[1].takes_alone(run_dir)
     flags |= {"iters": 20, "save_interval": None}
-    codes, output = finished(torchrun(machines, SCRIPT, *words(**flags)))
+    codes, output = start()
     assert set(codes) == {0} and "is not one folder for all machines: checkpoints" in output
     flags["iters"] = 30
-    codes, output = finished(torchrun(machines, SCRIPT, *words(**flags)))
+    codes, output = start()
     assert set(codes) == {0} and "step 20, 160 samples consumed" in output, output[-4000:]
     assert [step for step, _ in losses(run_dir)] == [10, 20, 30]
     assert machines[1].run("ls", run_dir).split() == ["logs"]
@@ -138,16 +146,6 @@ def test_a_first_machine_without_the_run_is_refused(machines, flags, run_dir):
     codes, output = finished(turned)
     assert 0 not in codes
     assert f"{run_dir} on lmta has the checkpoint of step 20, but rank 0 is on lmtb now" in output
-
-
-def test_parts_of_zero_need_a_folder_in_common(machines, flags, run_dir):
-    if reason := missing("deepspeed"):
-        pytest.skip(reason)
-    machines[1].takes_alone(run_dir)
-    command = ("tests/distributed/cpu_shim.py", "zero2", SCRIPT, *words(**flags))
-    codes, output = finished(torchrun_on(machines, 29500, *command, ACCELERATE_USE_CPU="false"))
-    assert 0 not in codes and "lmtb does not see what lmta writes there" in output, output[-4000:]
-    assert not list(run_dir.glob("checkpoints/*"))
 
 
 def test_files_that_one_machine_lacks_are_named_with_it(machines, flags, data, run_dir):

@@ -135,6 +135,13 @@ def test_a_failure_on_one_host_ends_the_others(launch, folder, monkeypatch):
     assert time.monotonic() - start < 20
 
 
+def test_what_outlives_a_job_and_holds_its_output_is_not_waited_for():
+    module = "lm_experiments_tools.tools.launch_hosts"
+    program = f"import sys, {module} as hosts; sys.exit(hosts.run_on_hosts({{'a': 'echo said; sleep 40 & exit 3'}}))"
+    end = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=25)
+    assert (end.returncode, end.stdout) == (3, "said\n")
+
+
 # Fields of a TrainJob: manifests/base/crds/trainer.kubeflow.org_trainjobs.yaml of kubeflow/trainer v2.2.0 and v2.3.0.
 POD = {
     "volumes": [{"name": str, "persistentVolumeClaim": {"claimName": str}}],
@@ -183,13 +190,24 @@ def test_a_train_job_is_what_kubernetes_takes(launch):
         "--volume",
         "data:/data",
         "--env",
-        "N=1",
+        "N=$(N)",
         "--name",
         "Run_1.5",
         "--print",
     )
     code, text, _ = launch(
-        "--kubeflow", "--nodes", 2, "--gpus", 4, *where, "--", "pretrain-t5", "--config", "run.yaml"
+        "--kubeflow",
+        "--nodes",
+        2,
+        "--gpus",
+        4,
+        *where,
+        "--",
+        "pretrain-t5",
+        "--config",
+        "run.yaml",
+        "--vocab",
+        "$$(HOME)",
     )
     found = yaml.safe_load(text)
     check_fields(found, TRAIN_JOB)
@@ -197,7 +215,10 @@ def test_a_train_job_is_what_kubernetes_takes(launch):
     assert found["metadata"] == {"name": "run-1-5", "namespace": "lab"}
     trainer = found["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 4)
-    assert trainer["command"] == "torchrun --no-python lmtools pretrain-t5 --config run.yaml".split()
+    assert (
+        trainer["command"] == "torchrun --no-python lmtools pretrain-t5 --config run.yaml --vocab $$$$(HOME)".split()
+    )
+    assert {"name": "N", "value": "$$(N)"} in trainer["env"]  # of $$ Kubernetes makes $, of $(N) a variable
     if file := os.environ.get("KUBEFLOW_CRD"):
         import jsonschema
 
@@ -250,8 +271,14 @@ def strict(schema):
         ),
         ("--slurm --time tomorrow -- pretrain-t5", "is no time of sbatch's"),
         ("--slurm --name a/b -- pretrain-t5", "--name 'a/b' may have"),
+        (
+            ("--slurm", "--partition", "a\ntrue", "--", "pretrain-t5", "--config", "run.yaml"),
+            "partition 'a\\ntrue' has a line break",
+        ),
         ("--slurm --env 1A=2 -- pretrain-t5", "is not NAME=VALUE"),
         ("--slurm --sbatch A=lab -- pretrain-t5", "is no option of sbatch without its dashes"),
+        ("--slurm --sbatch nodes=7 -- pretrain-t5", "--sbatch nodes=7 would contradict the rest of the file"),
+        ("--hosts a:1 --port 70000 -- pretrain-t5", "--port is 70000: it must be at most 65535"),
         ("--slurm --accelerate_config x -- pretrain-t5", "add --launcher accelerate"),
         ("--slurm --image i -- pretrain-t5", "--image is about --kubeflow"),
         ("--slurm --port 1 -- pretrain-t5", "is for --hosts"),
@@ -270,7 +297,7 @@ def strict(schema):
 def test_a_mistake_is_one_sentence_before_anything_is_submitted(words, sentence, launch, monkeypatch):
     monkeypatch.setattr(subprocess, "run", None)
     monkeypatch.setattr(subprocess, "Popen", None)
-    code, out, error = launch(*words.split())
+    code, out, error = launch(*(words.split() if isinstance(words, str) else words))
     assert code == 2 and sentence in error and len(error.strip().splitlines()) == 1 and not out
 
 
