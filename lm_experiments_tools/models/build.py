@@ -99,6 +99,8 @@ def load_model_config(path_or_preset: str | Path, config_cls: type | None = None
         raise UserError(f"{path} is refused by {config_cls.__name__}: {' '.join(str(error).split())}") from error
     if "tie_word_embeddings" in values:
         config.tie_word_embeddings = values["tie_word_embeddings"]
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id  # T5's way; transformers' configurations have no default
     return config
 
 

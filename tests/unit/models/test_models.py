@@ -85,6 +85,13 @@ def test_block_sparse_preset_is_its_base_with_a_layout():
     assert {"num_heads": 8, "block": 64, "num_random_blocks": 3}.items() <= model.config.sparse_attention.items()
 
 
+@pytest.mark.parametrize("kind", ["t5", "switch_transformers", "bart"])
+def test_a_decoder_starts_with_padding_where_the_configuration_does_not_say(kind, tmp_path):
+    """As in T5's published configurations; transformers has a default for BART alone."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "pad_token_id": 3}))
+    assert load_model_config(tmp_path / "config.json").decoder_start_token_id == (2 if kind == "bart" else 3)
+
+
 def test_every_published_preset_is_shipped():
     assert {*PUBLISHED, "t5-micro"} <= set(list_presets())
 
