@@ -75,8 +75,10 @@ class WholeOptimizer:
         """This worker's slice of a whole tensor of a parameter's state; a scalar, such as a number of steps, stays.
 
         Raises:
-            ValueError: the tensor has another shape than its parameter.
+            ValueError: the tensor has another shape than its parameter, or that is frozen and has no slice.
         """
+        if not parameter.requires_grad:
+            raise ValueError("state for a parameter that is frozen now")
         if not tensor.dim():
             return tensor
         if tensor.shape != (shape := getattr(parameter, "ds_shape", parameter.shape)):

@@ -56,6 +56,12 @@ def parse_step(name: str) -> int | None:
     return int(match[1]) if match and step_directory_name(int(match[1])) == name else None
 
 
+def as_it_stands(path: Path) -> Path:
+    """The checkpoint of this name: the earlier one where a kill came between the two renames of a replacement."""
+    earlier = path.with_name(f"{REPLACED}{path.name}")
+    return earlier if not path.exists() and earlier.is_dir() else path
+
+
 def keep_from_pruning(path: Path) -> None:
     """Mark a checkpoint of a run, if it is one, by an empty file beside it, so that its run never prunes it."""
     if parse_step(path.name) is None or not (path / MANIFEST).is_file():
@@ -153,6 +159,12 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     if hashlib.sha256(head + _NO_HASH.encode() + tail).hexdigest() != digest:
         raise CheckpointDamaged(checkpoint, f"{MANIFEST} does not match its own sha256")
     return manifest
+
+
+def is_listed(file: Path) -> bool:
+    """True for a file that the manifest in its folder lists, there or not. Raises CheckpointDamaged."""
+    folder = file.parent
+    return os.path.lexists(folder / MANIFEST) and file.name in _listed(folder, read_manifest(folder))
 
 
 def verify(path: Path | str) -> None:

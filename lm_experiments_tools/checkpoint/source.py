@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lm_experiments_tools.checkpoint.manifest import (
     MANIFEST,
     OF_TRAINING,
+    as_it_stands,
     is_plain_relative_name,
     parse_step,
     read_manifest,
@@ -159,7 +160,7 @@ def find_source(name: str, flag: str = "--from_pretrained") -> Source:
     Raises:
         UserError: nothing of the kind is there, or the Hub cannot be reached.
     """
-    path = Path(name)
+    path = as_it_stands(Path(name))
     if path.is_file():
         return Source(name, path)
     if path.is_dir():
@@ -282,8 +283,9 @@ def find_base(adapter: Source) -> Source:
 
 def _folder(path: Path, flag: str) -> Source:
     for link in ("best", "last"):  # first, for a run's own config.json holds its arguments
-        if any((path / link / name).is_file() for name in (MANIFEST, OF_TRAINING)):
-            return _folder((path / link).resolve(), flag)
+        checkpoint = as_it_stands(Path(os.path.realpath(path / link)))
+        if any((checkpoint / name).is_file() for name in (MANIFEST, OF_TRAINING)):
+            return _folder(checkpoint, flag)
     verify_model(path)
     if holds_adapter(path):
         return Source(str(path), path, is_adapter=True)

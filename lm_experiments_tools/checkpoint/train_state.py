@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.backends.peers import all_peers, lost_peer
 from lm_experiments_tools.checkpoint.legacy import read_old_training_state, regrouped
-from lm_experiments_tools.checkpoint.manifest import MANIFEST, OF_TRAINING, read_manifest, verify_model
+from lm_experiments_tools.checkpoint.manifest import OF_TRAINING, is_listed, verify_model
 from lm_experiments_tools.checkpoint.tree import load_tree, tree_files
 from lm_experiments_tools.checkpoint.weights import LoadReport, load_weights
 from lm_experiments_tools.errors import LostWorkerError, UserError
@@ -186,8 +186,7 @@ def load_initial(
 
 def is_ours(source: Path) -> bool:
     """True for a folder that has, or lost, a trainer state of ours; that of transformers' Trainer has no tensors."""
-    has_manifest = (source / MANIFEST).is_file()
-    return (source / OF_TRAINING).is_file() or (has_manifest and OF_TRAINING in read_manifest(source)["files"])
+    return (source / OF_TRAINING).is_file() or is_listed(source / OF_TRAINING)
 
 
 def _verify_state(path: Path, backend: Backend, with_optimizer: bool) -> None:

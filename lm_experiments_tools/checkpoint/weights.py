@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from lm_experiments_tools.checkpoint.adapter_files import read_adapter, read_adapter_into, save_adapter
 from lm_experiments_tools.checkpoint.legacy import read_pickle, state_dict_of, strip_wrappers
-from lm_experiments_tools.checkpoint.manifest import MANIFEST, is_plain_relative_name, verify_model
+from lm_experiments_tools.checkpoint.manifest import MANIFEST, is_listed, is_plain_relative_name, verify_model
 from lm_experiments_tools.checkpoint.source import TASK_FILE, holds_adapter
 from lm_experiments_tools.checkpoint.t5x import is_t5x, read_t5x
 from lm_experiments_tools.checkpoint.tensor_files import WriteTensors, write_now
@@ -236,6 +236,8 @@ def read_weights(path: Path, allow_pickle: bool = False, *, verified: bool = Fal
         return _read_directory(path, allow_pickle, verified)
     if not path.is_file():
         raise UserError(f"the checkpoint {path} does not exist.")
+    if not verified and is_listed(path):
+        verify_model(path.parent, [path.name])
     return _read_file(path, allow_pickle)
 
 
@@ -274,7 +276,7 @@ def _shards(index: Path) -> list[str]:
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(f"{index} is not an index of weight shards ({error!r}): copy the checkpoint again.") from error
     for name in names:
-        if not is_plain_relative_name(name):
+        if not isinstance(name, str) or not is_plain_relative_name(name):
             raise UserError(f"{index} points to {name!r}, outside its directory: the checkpoint is not to be trusted.")
         if not (index.parent / name).is_file():
             raise UserError(

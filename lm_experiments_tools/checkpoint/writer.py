@@ -31,6 +31,7 @@ from lm_experiments_tools.checkpoint.manifest import (
     MANIFEST,
     REPLACED,
     CheckpointDamaged,
+    as_it_stands,
     build_manifest,
     list_files,
     parse_step,
@@ -90,6 +91,7 @@ class CheckpointWriter:
         self.root, self.keep, self.rank = Path(root), keep, rank
         self.links_in = Path(links_in) if links_in is not None else self.root
         self._expected_bytes = 0
+        self._named: set[Path] = set()  # whose manifests cannot be read, each warned of once
 
     def begin(self, step: int, expected_bytes: int | None = None) -> Path:
         """The temporary directory of `step`. Rank 0 makes it; the caller puts a barrier after this on several ranks.
@@ -143,8 +145,9 @@ class CheckpointWriter:
             self._flush(temporary)
             self._take_name(temporary, final)
         self._set_later_steps_aside(step)
-        self._update_links()
-        self._prune()
+        best, unread = self._best(self._checkpoints())
+        self._update_links(best, unread)
+        self._prune(best, unread)
         return final
 
     def _temporary(self, step: int) -> Path:
@@ -195,17 +198,27 @@ class CheckpointWriter:
                 os.rename(checkpoint, aside)
                 logger.warning("%s is of a later step than the one just saved: kept as %s", checkpoint, aside.name)
 
-    def _best(self, checkpoints: list[Path]) -> Path | None:
-        """The newest checkpoint committed as best; the manifests decide, so a kill before the link is no loss."""
-        for checkpoint in reversed(checkpoints):
-            with contextlib.suppress(CheckpointDamaged):
-                if read_manifest(checkpoint).get("is_best"):
-                    return checkpoint
-        return None
+    def _best(self, checkpoints: list[Path]) -> tuple[Path | None, list[Path]]:
+        """The newest checkpoint committed as best, and those that may be a newer one: their manifests are not read.
 
-    def _update_links(self) -> None:
-        checkpoints = self._checkpoints()
-        targets = {"last": checkpoints[-1], "best": self._best(checkpoints)}
+        The manifests decide, so a kill before the link is no loss.
+        """
+        unread = []
+        for checkpoint in reversed(checkpoints):
+            try:
+                if read_manifest(checkpoint).get("is_best"):
+                    return checkpoint, unread
+            except CheckpointDamaged as damage:
+                unread.append(checkpoint)
+                if checkpoint not in self._named:
+                    logger.warning("%s; it may be the best one, so it is kept: remove it if it is not", damage)
+                    self._named.add(checkpoint)
+        return None, unread
+
+    def _update_links(self, best: Path | None, unread: list[Path]) -> None:
+        targets = {"last": self._checkpoints()[-1], "best": best}
+        if unread and (self.links_in / "best").exists():
+            del targets["best"]
         for name, target in targets.items():
             link, temporary = self.links_in / name, self.links_in / f".{name}.link"
             try:
@@ -218,11 +231,11 @@ class CheckpointWriter:
             except OSError as error:  # a file system without links: the checkpoint itself is safe
                 logger.warning("the link %s was not updated (%s)", link, error)
 
-    def _prune(self) -> None:
+    def _prune(self, best: Path | None, unread: list[Path]) -> None:
         if self.keep is None:
             return
         checkpoints = self._checkpoints()
-        protected = {*checkpoints[-self.keep :], self._best(checkpoints)}
+        protected = {*checkpoints[-self.keep :], best, *unread}
         protected |= {c for c in checkpoints if c.with_name(f"{KEPT}{c.name}").exists()}  # an adapter's base
         for checkpoint in checkpoints:
             if checkpoint not in protected:
@@ -264,10 +277,11 @@ def find_resume(resume: str, model_path: Path | str | None) -> Path | None:
         UserError: there is no such checkpoint, it is damaged, or `never` would mix two runs in one folder.
     """
     if resume not in ("auto", "never"):
-        if not (path := Path(os.path.realpath(resume))).exists():
+        path = as_it_stands(Path(os.path.realpath(resume)))
+        if not (path / MANIFEST).exists() and os.path.lexists(path / "last"):
+            path = as_it_stands(Path(os.path.realpath(path / "last")))  # a run directory was named
+        if not path.exists():
             raise UserError(f"--resume {resume}: no such checkpoint{_newer_than(path)}")
-        if not (path / MANIFEST).exists() and (path / "last").exists():
-            path = (path / "last").resolve()  # a run directory was named
         verify(path)
         return path
     if not model_path:
@@ -283,7 +297,7 @@ def find_resume(resume: str, model_path: Path | str | None) -> Path | None:
 
 def behind_link(path: Path) -> Path:
     """The checkpoint that `last` or `best` leads to now: of a run that goes on they lead to another one soon."""
-    return path.parent / os.readlink(path) if path.is_symlink() else path
+    return as_it_stands(path.parent / os.readlink(path) if path.is_symlink() else path)
 
 
 def _newer_than(path: Path) -> str:
@@ -292,7 +306,7 @@ def _newer_than(path: Path) -> str:
     if step is not None and path.parent.is_dir():
         with contextlib.suppress(UserError):
             newest = find_newest_valid(path.parent)
-    if newest is None or step > parse_step(newest.name):
+    if newest is None or step > parse_step(newest.name.removeprefix(REPLACED)):
         return "; give its folder, or auto, or never"
     return (
         f": its run has gone on and removed it (--keep_checkpoints); give --resume auto with that --model_path to go "

@@ -58,11 +58,12 @@ def _may_be_equal(backend: Backend, seen: _Rows, ended: bool) -> bool:
     Rows that are equal in all of the data, as in a toy, tell nothing; neither does an epoch smaller than the workers'
     number, to which samplers add rows.
     """
-    told = backend.gather((seen.digest(), seen.bits(), ended))
+    told = backend.gather((seen.digest() if seen.count else None, seen.bits(), ended))
     if any(ended for _, _, ended in told):
         return False
     first: dict[str, int] = {}
-    repeated = [(first[d], rank, bits) for rank, (d, bits, _) in enumerate(told) if first.setdefault(d, rank) != rank]
+    rows = [(rank, digest, bits) for rank, (digest, bits, _) in enumerate(told) if digest is not None]
+    repeated = [(first[d], rank, bits) for rank, d, bits in rows if first.setdefault(d, rank) != rank]
     for one, other, bits in repeated:
         if bits >= _SURE_BITS:
             raise UserError(
@@ -70,7 +71,7 @@ def _may_be_equal(backend: Backend, seen: _Rows, ended: bool) -> bool:
                 "torch.utils.data.DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True, "
                 "seed=seed), and the trainer the same as train_sampler"
             )
-    return bool(repeated) and seen.count > 0
+    return bool(repeated)
 
 
 class _Rows:

@@ -22,13 +22,15 @@ from lm_experiments_tools.checkpoint.writer import (
     CheckpointWriteError,
     CheckpointWriter,
     find_newest_valid,
+    find_resume,
     load_tree,
     read_manifest,
     save_tree,
     verify,
 )
 from lm_experiments_tools.errors import UserError, os_sentence
-from tests.helpers.checkpoint_toys import write
+from tests.helpers.checkpoint_toys import flip, write
+from tests.helpers.damage import remove
 
 # ---- trees --------------------------------------------------------------------------------------------------------
 
@@ -195,6 +197,25 @@ def test_pruning_keeps_newest_best_and_last(tmp_path):
         CheckpointWriter(tmp_path, 0)
 
 
+@pytest.mark.parametrize("damage", [flip("manifest.json", 0.5), remove("manifest.json")])
+def test_pruning_keeps_what_may_be_the_best(tmp_path, damage, caplog):
+    writer = CheckpointWriter(tmp_path, 1)
+
+    def save(step, *, best):
+        writer.begin(step)
+        writer.commit(step, is_best=best)
+
+    save(1, best=True)
+    save(2, best=False)
+    damage(tmp_path / "step_000001")
+    for step in (3, 4):
+        save(step, best=False)
+        assert os.readlink(tmp_path / "best") == "step_000001" and (tmp_path / "step_000001").is_dir()
+    assert not (tmp_path / "step_000003").exists() and caplog.text.count("it may be the best one") == 1
+    save(5, best=True)
+    assert os.readlink(tmp_path / "best") == "step_000005"
+
+
 def test_pruning_waits_for_the_commit(tmp_path):
     write(tmp_path, 1, keep=1)
     CheckpointWriter(tmp_path, 1).begin(2)
@@ -213,8 +234,12 @@ def test_same_step_is_replaced(tmp_path):
 def test_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path):
     write(tmp_path, 6)
     path = write(tmp_path, 7)
-    os.rename(path, tmp_path / ".old-step_000007")
-    assert find_newest_valid(tmp_path, pytest.fail) is not None
+    earlier = path.rename(tmp_path / ".old-step_000007")
+    assert find_newest_valid(tmp_path, pytest.fail) == earlier
+    for name in (tmp_path, tmp_path / "last", path):
+        assert find_resume(str(name), None) == earlier
+    with pytest.raises(UserError, match="gone on and removed it"):
+        find_resume(str(tmp_path / "step_000003"), None)
     writer = CheckpointWriter(tmp_path, None)
     writer.begin(8)
     verify(path)

@@ -99,6 +99,10 @@ def test_sharded_hugging_face_directory_loads(tmp_path):
     assert torch.equal(logits(model), logits(other))
     index = tmp_path / "model.safetensors.index.json"
     content = index.read_text()
+    for name in (1, None, True):
+        index.write_text(json.dumps({"weight_map": {"shared.weight": name}}))
+        with pytest.raises(UserError, match="outside its directory"):
+            load_weights(other, tmp_path)
     index.write_text(content.replace("model-00001", "../model-00001"))
     with pytest.raises(UserError, match="outside its directory"):
         load_weights(other, tmp_path)
@@ -184,9 +188,11 @@ def test_weights_of_our_checkpoint_are_checked_against_its_manifest(tmp_path):
     for name in ("optimizer.json", "optimizer.safetensors"):
         (thinned / name).unlink()
     load_weights(random_t5(seed=1), thinned)
+    load_weights(random_t5(seed=1), thinned / "model.safetensors")
     flip("model.safetensors", 0.9)(thinned)
-    with pytest.raises(CheckpointDamaged, match=r"model\.safetensors does not match"):
-        load_weights(random_t5(seed=1), thinned)
+    for name in (thinned, thinned / "model.safetensors"):
+        with pytest.raises(CheckpointDamaged, match=r"model\.safetensors does not match"):
+            load_weights(random_t5(seed=1), name)
 
 
 def test_no_pickle_is_written(tmp_path):
