@@ -42,7 +42,7 @@ from lm_experiments_tools.backends.roll_call import (
     restarts_store,
 )
 from lm_experiments_tools.backends.trees import as_carrier, put_back
-from lm_experiments_tools.backends.zero import LossScale, WholeOptimizer
+from lm_experiments_tools.backends.zero import LossScale, WholeOptimizer, take_groups
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.inspection import is_adapted
 
@@ -325,18 +325,19 @@ class DeepSpeedBackend(AccelerateBackend):
             with deepspeed_config.refusals():
                 self.model = model.to(self.device, self.dtype) if whole else self.accelerator.prepare(model)
             return
-        deepspeed_config.check_optimizer(optimizer)
+        deepspeed_config.check_optimizer(optimizer, self.stage)
         config = self.accelerator.state.deepspeed_plugin.deepspeed_config
         config["zero_force_ds_cpu_optimizer"] = deepspeed_config.has_cpu_version(optimizer)
-        cast = self.dtype != torch.float32
+        made_whole = not any(hasattr(parameter, "ds_id") for parameter in model.parameters())  # not by zero.Init
+        cast = self.dtype != torch.float32 and made_whole
         given = {n: tensor.detach() for n, tensor in saved_state(model).items()} if cast and self.is_main else None
-        parameters = [list(group["params"]) for group in optimizer.param_groups]  # DeepSpeed takes them away
+        groups = take_groups(optimizer)
         with deepspeed_config.refusals():
             self.model, _ = self.accelerator.prepare(model, optimizer)
         limit_waiting(self.stall_timeout)  # the engine has made groups of its own
         self.optimizer = self.model.optimizer
         self.optimizer.loss_scaler.raise_error_at_min_scale = False  # the loop decides how many skips are too many
-        self._whole, self._kind = WholeOptimizer(self.optimizer, parameters, self.device), type(optimizer).__name__
+        self._whole, self._kind = WholeOptimizer(self.optimizer, groups, self.device), type(optimizer).__name__
         self.precision.scaler = LossScale(self.optimizer.loss_scaler) if self.optimizer.loss_scaler.dynamic else None
         if cast:  # and the engine has made its fp32 weights of that
             self.load_model_state(given)

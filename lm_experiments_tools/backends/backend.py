@@ -111,7 +111,7 @@ class Backend:
         if self._addends is not None and optimizer is not None:
             check_buffers(self._inner, self.reproducible[0])
             parameters = self.precision.parameters(self.optimizer)
-            self.exact = ExactSum(parameters, self._addends, self._sum_in_place, self.gather)
+            self.exact = ExactSum(parameters, self._addends, self.world_size, self._sum_in_place, self.gather)
 
     def release(self) -> None:
         """Take the wrapping off the model after its training or evaluation, so that it can be set up once more.
@@ -264,7 +264,9 @@ class Backend:
 
     def _optimized_names(self) -> list[str]:
         """Of the parameters in the order of the optimizer, whose state has numbers; "" for copies of them."""
-        names = {id(parameter): name for name, parameter in self.unwrap().named_parameters()}
+        names: dict[int, str] = {}
+        for name, tensor in saved_state(self.unwrap()).items():  # the first name of a tied weight
+            names.setdefault(id(tensor), name)
         groups = self.whole_optimizer.param_groups
         return [names.get(id(parameter), "") for group in groups for parameter in group["params"]]
 

@@ -108,13 +108,16 @@ def refusals() -> Iterator[None]:
         raise UserError(f"DeepSpeed does not take its configuration: {text}") from error
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
+def check_optimizer(optimizer: Optimizer, stage: int) -> None:
     """Refuse an optimizer that would silently compute something else on ZeRO's flat slices.
 
     Raises:
-        UserError: neither known to work element by element nor marked by an attribute `elementwise = True`; or one of
-            several parameter groups that DeepSpeed 0.19 makes one of.
+        UserError: neither known to work element by element nor marked by an attribute `elementwise = True`; one of
+            several parameter groups that DeepSpeed 0.19 makes one of; or of parameters that stage 3 cannot gather.
     """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if stage == 3 and any(getattr(parameter, "ds_numel", parameter.numel()) == 0 for parameter in parameters):
+        raise UserError("ZeRO stage 3 cannot train a parameter without elements: remove it, or use stage 2 or DDP.")
     if type(optimizer) is torch.optim.Adagrad and len(optimizer.param_groups) > 1:
         raise UserError(
             f"Adagrad cannot be trained under DeepSpeed in {len(optimizer.param_groups)} parameter groups, such as "

@@ -39,6 +39,7 @@ class ExactSum:
     Args:
         parameters: those to be updated, in the same order on all workers.
         addends: micro-batches of one update over all workers.
+        workers: their number, each with as many of the addends.
         sum_over_workers: adds an int64 tensor up over all workers, in place.
         gather: (value) -> the values of all workers.
 
@@ -53,6 +54,7 @@ class ExactSum:
         self,
         parameters: list[nn.Parameter],
         addends: int,
+        workers: int,
         sum_over_workers: Callable[[Tensor], None],
         gather: Callable[[list[float]], list[list[float]]],
     ) -> None:
@@ -62,15 +64,25 @@ class ExactSum:
                 f"--reproducible sums the gradients of a model on one device, and this one is on "
                 f"{' and '.join(sorted(devices))}: leave --device_map and --embeddings_on_cpu out."
             )
-        self._bits = 62 - math.ceil(math.log2(addends))
+        self._bits, self._most = 62 - math.ceil(math.log2(addends)), addends // workers
         self._sum_over_workers, self._gather = sum_over_workers, gather
         self.exponents = [_FIRST] * len(self.parameters)
         self._sums: Tensor | None = None
         self._begun = self._overflowed = False
 
     def add(self) -> None:
-        """Add the `.grad` of each parameter, a micro-batch's, to the sums, and clear it."""
+        """Add the `.grad` of each parameter, a micro-batch's, to the sums, and clear it.
+
+        Raises:
+            UserError: there are more micro-batches than the sums have room for.
+        """
         self._begin()
+        self._added += 1
+        if self._added > self._most:
+            raise UserError(
+                f"--reproducible sums {self._most} micro-batches a step on each worker, and the training data gives "
+                "more: make the loader with batch_size=args.rows_per_worker()."
+            )
         gradients = [p.grad for p in self.parameters]
         there = [i for i, gradient in enumerate(gradients) if gradient is not None]
         if not there:
@@ -126,6 +138,7 @@ class ExactSum:
             *self._parts, self._counts = self._sums.split([*numbers, 3 * len(numbers)])
             self._largest = torch.empty(len(numbers), dtype=torch.float64, device=device)
         if not self._begun:
+            self._added = 0
             self._counts.zero_()
             self._largest.zero_()
             self._has_addend = [False] * len(self.parameters)  # else the sum holds the last gradient's bits

@@ -91,9 +91,10 @@ def host_group(world_size: int, device: torch.device, seconds: float) -> dist.Pr
 
 
 def leave_group(drop_wrapper: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Leave at the end of a program that has not closed its backend, unless it holds a DDP of its own.
+    """Leave groups of gloo at the end of a program that has not closed its backend, unless it holds a DDP of its own.
 
-    A thread of gloo that frees a tensor of the last collective while Python ends aborts a process whose work is done
+    Those of NCCL stay: all workers leave them together, and this one may have failed alone. A thread of gloo that
+    frees a tensor of the last collective while Python ends aborts a process whose work is done
     (https://github.com/pytorch/pytorch/issues/190489).
 
     Args:
@@ -106,7 +107,8 @@ def leave_group(drop_wrapper: weakref.WeakMethod[Callable[[], None]]) -> None:
     del drop
     gc.collect()
     if not any(issubclass(type(thing), nn.parallel.DistributedDataParallel) for thing in gc.get_objects()):
-        dist.destroy_process_group()
+        for group in reversed([g for g in c10d._world.pg_map if dist.get_backend(g) == "gloo"]):  # the default last
+            dist.destroy_process_group(group)
 
 
 def missing_ranks(rank: int, world_size: int) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+HOW = ("fused", "foreach", "capturable", "differentiable")  # how torch's optimizers compute; what is the same
 CARRIERS = {torch.bfloat16: torch.float16, torch.bool: torch.uint8}  # same width: types some libraries cannot send
 
 
@@ -95,6 +96,8 @@ def load_optimizer_tree(
     So no worker ever holds more beside its optimizer than the state of one parameter. Trees of optimizers that have a
     form of their own are sent whole.
 
+    How the optimizer computes stays its own: one that is fused now has other state than one that was not.
+
     Args:
         tree: read on rank 0 only.
         place: f(parameter, tensor of its state, whole and on the CPU) -> the tensor as the optimizer holds it.
@@ -108,6 +111,8 @@ def load_optimizer_tree(
         optimizer.load_state_dict(sent(tree))
         return
     groups = sent(tree["param_groups"] if is_main else None)
+    for group, own in zip(groups, optimizer.param_groups, strict=False):
+        group.update({name: own[name] for name in HOW if name in own})
     numbers = [number for group in groups for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     of_number = dict(zip(numbers, parameters, strict=False))  # where they differ in number, the optimizer says so

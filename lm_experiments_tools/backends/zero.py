@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 
 class _Slice(NamedTuple):
@@ -30,36 +31,56 @@ def _is_sliced(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
+def take_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The parameter groups of a torch optimizer, which keeps those parameters that DeepSpeed can optimize.
+
+    It leaves out frozen ones, those without elements, and groups without parameters, not all of them in each stage.
+    """
+    groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = list(_optimized(group["params"]).values())
+    return groups
+
+
+def _optimized(parameters: list[Tensor]) -> dict[int, Tensor]:
+    """Those that DeepSpeed optimizes, by their place among `parameters`."""
+    sizes = [getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters]
+    return {i: p for i, (p, size) in enumerate(zip(parameters, sizes, strict=True)) if p.requires_grad and size}
+
+
 class WholeOptimizer:
     """The parameter groups and the state that a torch optimizer would have without ZeRO.
 
     Args:
-        zero: DeepSpeed's optimizer, of stage 1, 2 or 3; its `get_full_hp_param` shows where slices lie.
-        parameters: those of each group of the torch optimizer, which DeepSpeed takes from it.
+        zero: DeepSpeed's optimizer, of stage 1, 2 or 3.
+        groups: what `take_groups` gave before DeepSpeed took the parameters away.
         device: on which slices are gathered.
     """
 
-    def __init__(self, zero: Any, parameters: list[list[Tensor]], device: torch.device) -> None:
-        self.zero, self.parameters, self.device = zero, parameters, device
+    def __init__(self, zero: Any, groups: list[dict[str, Any]], device: torch.device) -> None:
+        self.zero, self.groups, self.device = zero, groups, device
+        self._optimized = [_optimized(group["params"]) for group in groups]
         self.is_main = dist.get_rank() == 0
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The settings of each group, with its whole parameters."""
-        groups = zip(self.zero.optimizer.param_groups, self.parameters, strict=True)
-        return [{**group, "params": parameters} for group, parameters in groups]
+        """The settings of each group, with its whole parameters; of groups that nothing trains, those of the start."""
+        own = iter(self.zero.optimizer.param_groups)
+        pairs = zip(self.groups, self._optimized, strict=True)
+        return [{**(next(own) if optimized else group), "params": group["params"]} for group, optimized in pairs]
 
     def state_dict(self) -> dict[str, Any] | None:
         """`torch.optim.Optimizer.state_dict` with whole fp32 tensors on the CPU, on rank 0 alone; collective."""
         state, groups = {}, []
-        numbers = count()
-        for index, group in enumerate(self.param_groups):
+        numbers, index = count(), count()
+        for group, optimized in zip(self.param_groups, self._optimized, strict=True):
             of_group = [next(numbers) for _ in group["params"]]
-            pairs = [(n, p) for n, p in zip(of_group, group["params"], strict=True) if p.requires_grad]
-            vector = next(iter(self._vectors(index).values()), None)
-            if held := self.zero.optimizer.state.get(vector):
-                state.update({number: self._whole_state(parameter, held) for number, parameter in pairs})
             groups.append({**group, "params": of_group})
+            if not optimized:
+                continue
+            vector = next(iter(self._vectors(next(index)).values()))
+            if held := self.zero.optimizer.state.get(vector):
+                state.update((of_group[i], self._whole_state(p, held)) for i, p in optimized.items())
         return {"state": state, "param_groups": groups} if self.is_main else None
 
     def _whole_state(self, parameter: Tensor, held: dict[str, Any]) -> dict[str, Any]:
@@ -77,12 +98,14 @@ class WholeOptimizer:
         Raises:
             ValueError: the tensor has another shape than its parameter, or that is frozen and has no slice.
         """
-        if not parameter.requires_grad:
-            raise ValueError("state for a parameter that is frozen now")
         if not tensor.dim():
             return tensor
+        if not parameter.requires_grad:
+            raise ValueError("state for a parameter that is frozen now")
         if tensor.shape != (shape := getattr(parameter, "ds_shape", parameter.shape)):
             raise ValueError(f"state of shape {tuple(tensor.shape)} for a parameter of shape {tuple(shape)}")
+        if not tensor.numel():
+            return tensor
         own = self._slice(parameter)
         return tensor.flatten()[own.offset : own.offset + own.length].clone()
 
@@ -94,14 +117,15 @@ class WholeOptimizer:
                 a flat vector has one.
         """
         groups, base = tree["param_groups"], self.zero.optimizer
-        if [len(group["params"]) for group in groups] != [len(own) for own in self.parameters]:
+        if [len(group["params"]) for group in groups] != [len(own["params"]) for own in self.groups]:
             raise ValueError("loaded state dict has other parameter groups")
         whole: dict[int, Any] = {}
         loaded = []
-        for index, (group, own) in enumerate(zip(groups, base.param_groups, strict=True)):
+        taken = [pair for pair in zip(groups, self._optimized, strict=True) if pair[1]]
+        for index, ((group, optimized), own) in enumerate(zip(taken, base.param_groups, strict=True)):
             vectors = self._vectors(index)
-            pairs = zip(self.parameters[index], group["params"], strict=True)
-            entries = [(p, tree["state"][number]) for p, number in pairs if tree["state"].get(number)]
+            states = [(parameter, tree["state"].get(group["params"][i])) for i, parameter in optimized.items()]
+            entries = [(parameter, state) for parameter, state in states if state]
             whole.update(self._join(vectors, entries))
             settings = {name: value for name, value in group.items() if name in own}
             loaded.append({**own, **settings, "params": list(vectors)})

@@ -31,11 +31,14 @@ class StopSignals:
         self.agreed = 0
         self._noted = [0, 0]
         self._previous: dict[int, Any] = {}
+        self._entered = False
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # else it may be a shell's
 
     @property
     def pending(self) -> list[int]:
-        """How often each of SIGTERM, SIGINT has come to this worker; word of other hosts counts as a SIGTERM."""
+        """How often SIGTERM and SIGINT have come to this worker while entered; word of other hosts is a SIGTERM."""
+        if not self._entered:
+            return [0, 0]
         if self._launcher is not None and os.getppid() != self._launcher:
             logger.warning(
                 "the launcher of this worker (process %d) has ended without a word: saving a checkpoint and stopping",
@@ -54,10 +57,11 @@ class StopSignals:
                 logger.warning("%s: saving a checkpoint and stopping", signal.Signals(number).name)
 
     def __enter__(self) -> None:
+        self._entered = True
         if threading.current_thread() is threading.main_thread():
+            self._noted[WATCHED.index(signal.SIGINT)] += restart.was_interrupted()  # before `_note` adds to it
             for number in WATCHED:
                 self._previous[number] = signal.signal(number, self._note)
-            self._noted[WATCHED.index(signal.SIGINT)] += restart.was_interrupted()
         return self
 
     def __exit__(
@@ -66,6 +70,7 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
+        self._entered = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         restart.note_signal()

@@ -69,10 +69,11 @@ def train_step(backend: Backend, step: int, *, broken: bool = False, **clip: flo
 
 
 def setup(backend: Backend, optimizer: str = "AdamW", model: nn.Module | None = None, **options: Any) -> nn.Module:
-    """A model that is another one on each rank before the backend makes them one."""
+    """A model that is another one on each rank before the backend makes them one, and AdamW with an empty group."""
     model = tiny_t5(seed=backend.rank) if model is None else model
     options = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-6, **options} if optimizer == "AdamW" else options
-    backend.setup(model, getattr(torch.optim, optimizer)(model.parameters(), **options))
+    groups = [{"params": []}] if optimizer == "AdamW" else []
+    backend.setup(model, getattr(torch.optim, optimizer)([*groups, {"params": model.parameters()}], **options))
     return model
 
 

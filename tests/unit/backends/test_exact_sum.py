@@ -51,7 +51,11 @@ def workers(number: int, addends: int) -> list[ExactSum]:
     together = Together(number)
     return [
         ExactSum(
-            [nn.Parameter(torch.zeros(shape)) for shape in SHAPES], addends, together.sum_in_place, together.gather
+            [nn.Parameter(torch.zeros(shape)) for shape in SHAPES],
+            addends,
+            number,
+            together.sum_in_place,
+            together.gather,
         )
         for _ in range(number)
     ]
@@ -140,10 +144,26 @@ def test_the_largest_numbers_of_fp32_have_a_grid():
     assert got[0][0, 0] == largest
 
 
+def test_more_micro_batches_than_there_is_room_for_are_refused():
+    """Four gradients of 60 in a sum for one would be -16, without a word."""
+    [part] = workers(1, addends=1)
+    for more in (False, True):
+        for parameter in part.parameters:
+            parameter.grad = torch.full_like(parameter, 60.0)
+        if more:
+            with pytest.raises(UserError, match=r"sums 1 micro-batches a step .*: make the loader with batch_size="):
+                part.add()
+        else:
+            part.add()
+            part.finish()
+            assert part.must_repeat()
+            part.add()
+
+
 def test_parameters_on_two_devices_are_refused():
     parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))]
     with pytest.raises(UserError, match="cpu and meta"):
-        ExactSum(parameters, 2, lambda values: None, lambda value: [value])
+        ExactSum(parameters, 2, 1, lambda values: None, lambda value: [value])
 
 
 def test_running_means_are_refused_where_the_number_of_workers_may_change():

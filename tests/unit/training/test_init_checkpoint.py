@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.utils.data import DataLoader
 
 from lm_experiments_tools.backends.backend import LocalBackend
@@ -127,6 +128,17 @@ def test_the_state_of_one_parameter_is_not_taken_for_that_of_another(tmp_path):
             make_loop(frozen("q"), iters=6, **start)
     make_loop(frozen("q"), iters=6, reset_optimizer=True, init_checkpoint=str(tmp_path / "last"))
     make_loop(frozen("k"), iters=6, model_path=str(tmp_path)).train()
+
+
+def test_the_state_is_taken_by_a_model_that_recomputes_activations_and_back(tmp_path):
+    def recomputing():
+        model = tiny_t5()
+        apply_activation_checkpointing(model, check_fn=lambda module: module in [*model.encoder.block])
+        return model
+
+    make_loop(recomputing(), model_path=str(tmp_path)).train()
+    make_loop(tiny_t5(), model_path=str(tmp_path), iters=6).train()
+    assert make_loop(recomputing(), model_path=str(tmp_path), iters=8).state.step == 6
 
 
 def test_a_start_from_the_last_of_a_run_that_goes_on_reads_one_step(tmp_path, monkeypatch):

@@ -67,6 +67,16 @@ def test_an_interrupt_that_python_drops_while_a_run_starts_stops_it_before_it_tr
     assert (stop.value.code, loops[0].state.step) == (130, 0)
 
 
+def test_word_of_other_hosts_is_for_training_alone(monkeypatch):
+    """A run that only validates has nothing to save and begin anew from, and would end without its numbers."""
+    monkeypatch.setattr(restart, "_asked", {"hosts"})
+    loop = make_loop(None, DataLoader(RaggedPairs(4), batch_size=4))
+    assert loop.validate(loop.valid_dataloader)["loss"] > 0
+    with pytest.raises(SystemExit) as stop:
+        loop.train()
+    assert (stop.value.code, loop.state.step) == (143, 0)
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_exits_and_the_rest_is_as_if_nothing_had_been(tmp_path, number, code):
     def run(path, hook=None):
