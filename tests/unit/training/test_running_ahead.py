@@ -428,7 +428,7 @@ def test_a_fused_optimizer_goes_on_from_one_that_was_not():
 
     def train(backend):
         batch = RaggedPairs(4).batch([0, 1, 2, 3])
-        backend.backward(backend.model(**batch)["loss"])
+        backend.backward(backend.model(batch["input_ids"], batch["labels"])["loss"])
         update = backend.begin_update(1.0)
         return update() if update else backend.update(1.0)
 
