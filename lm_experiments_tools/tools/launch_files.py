@@ -106,12 +106,13 @@ def train_job(job: Job) -> str:
         )
     flags = job.words[1:]
     command = ["--no-python", "lmtools", job.known_as, *flags] if job.known_as else list(job.words)
+    start = f'cd {_quoted(job.folder)} && exec "$0" "$@"'  # exec: torchrun gets the pod's SIGTERM
     resources: dict[str, Any] = {"requests": {"cpu": args.cpus * args.per_node}}
     if args.gpus:
         resources["limits"] = {"nvidia.com/gpu": args.gpus}
     trainer = {
         "image": args.image,
-        "command": ["torchrun", *map(_in_a_pod, command)],
+        "command": list(map(_in_a_pod, ["bash", "-c", start, "torchrun", *command])),
         "numNodes": args.nodes,
         "numProcPerNode": args.per_node,
         "resourcesPerNode": resources,

@@ -180,7 +180,7 @@ def check_fields(value, kind, where="TrainJob"):
         assert type(value) is kind, where
 
 
-def test_a_train_job_is_what_kubernetes_takes(launch):
+def test_a_train_job_is_what_kubernetes_takes(launch, folder):
     """Also by the definition itself, where KUBEFLOW_CRD names the file of a release."""
     where = (
         "--image",
@@ -215,9 +215,8 @@ def test_a_train_job_is_what_kubernetes_takes(launch):
     assert found["metadata"] == {"name": "run-1-5", "namespace": "lab"}
     trainer = found["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 4)
-    assert (
-        trainer["command"] == "torchrun --no-python lmtools pretrain-t5 --config run.yaml --vocab $$$$(HOME)".split()
-    )
+    words = "torchrun --no-python lmtools pretrain-t5 --config run.yaml --vocab $$$$(HOME)".split()
+    assert trainer["command"] == ["bash", "-c", f'cd {folder} && exec "$$0" "$$@"', *words]
     assert {"name": "N", "value": "$$(N)"} in trainer["env"]  # of $$ Kubernetes makes $, of $(N) a variable
     if file := os.environ.get("KUBEFLOW_CRD"):
         import jsonschema
@@ -227,6 +226,28 @@ def test_a_train_job_is_what_kubernetes_takes(launch):
         jsonschema.validate(found, schema)
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**found, "spec": {**found["spec"], "numNodes": 2}}, schema)
+
+
+def test_relative_paths_of_a_train_job_start_where_it_was_submitted(launch, folder, monkeypatch):
+    """Also in a folder whose name shells and Kubernetes would change; a pod without it says so and trains nothing."""
+    submitted = folder / "it's $(HOME) $$"
+    submitted.mkdir()
+    (submitted / "run.yaml").write_text(RUN)
+    monkeypatch.chdir(submitted)
+    flags = ["--config", "run.yaml", "--data_path", "a b", "$HOME"]
+    _, text, _ = launch("--kubeflow", "--print", "--", "pretrain-t5", *flags)
+    command = [word.replace("$$", "$") for word in yaml.safe_load(text)["spec"]["trainer"]["command"]]
+    program(folder, "torchrun", TELLS.format(python=sys.executable))
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+    def in_a_pod():
+        return subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, check=False)
+
+    assert json.loads(in_a_pod().stdout) == [str(submitted), "--no-python", "lmtools", "pretrain-t5", *flags]
+    submitted.rename(folder / "elsewhere")
+    ended = in_a_pod()
+    assert ended.returncode == 1 and ended.stderr.endswith(f"cd: {submitted}: No such file or directory\n")
+    assert not ended.stdout
 
 
 def strict(schema):
