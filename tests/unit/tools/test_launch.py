@@ -142,6 +142,25 @@ def test_what_outlives_a_job_and_holds_its_output_is_not_waited_for():
     assert (end.returncode, end.stdout) == (3, "said\n")
 
 
+@pytest.mark.parametrize("both", [False, True], ids=["output", "output_and_errors"])
+def test_a_job_whose_reader_leaves_is_told_to_save(both, folder):
+    """As by `| head` and `2>&1 | head`: what workers still print while they save is read, and goes nowhere."""
+    work = "exec 3<&0; yes & job=$!; read -r _ <&3; kill $job; seq 100000; touch saved; exit 143"
+    module = "lm_experiments_tools.tools.launch_hosts"
+    program = f"import sys, {module} as hosts; sys.exit(hosts.run_on_hosts({{'a': {work!r}}}))"
+    errors = subprocess.STDOUT if both else subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=errors, text=True) as job:
+        assert job.stdout.readline() == "y\n"
+        job.stdout.close()
+        try:
+            assert job.wait(timeout=25) == 128 + signal.SIGPIPE
+        finally:
+            job.kill()
+        said = "lmtools launch: the output cannot be written (Broken pipe): ending the job on a\n"
+        assert both or job.stderr.read() == said
+    assert (folder / "saved").exists()
+
+
 # Fields of a TrainJob: manifests/base/crds/trainer.kubeflow.org_trainjobs.yaml of kubeflow/trainer v2.2.0 and v2.3.0.
 POD = {
     "volumes": [{"name": str, "persistentVolumeClaim": {"claimName": str}}],
