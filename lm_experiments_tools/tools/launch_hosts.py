@@ -37,7 +37,7 @@ def host_commands(job: Job, machines: Mapping[str, int], port: int) -> dict[str,
 
 def _watched(job: Job, launcher: str) -> str:
     """A line for any shell: the job in its folder, and SIGTERM for it at the end of input, as when ssh is gone."""
-    before = [f"cd {shlex.quote(job.folder)}", *job.exports(), *job.args.setup, "exec 3<&0"]
+    before = [f"cd {shlex.quote(job.folder)}", *job.exports(), *job.setup(), "exec 3<&0"]
     script = (
         f"{' && '.join(before)} || exit 2; {launcher} {shlex.join(job.words)} </dev/null 3<&- & job=$!; "
         "(read -r _ <&3; kill $job) 2>/dev/null & watch=$!; wait $job; code=$?; kill $watch 2>/dev/null; exit $code"

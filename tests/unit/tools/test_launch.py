@@ -124,6 +124,30 @@ def test_a_host_runs_the_job_until_this_end_leaves(launch, folder, monkeypatch):
         assert job.wait(timeout=10) == 128 + signal.SIGTERM
 
 
+@pytest.mark.parametrize("where", ["--slurm", "--hosts"])
+@pytest.mark.parametrize(
+    ("lines", "code", "printed"),
+    [
+        (["export GREETING='hello you' # for nccl", "true; # false"], 0, "hello you\n"),
+        (["echo 1; false # at all", "echo 2"], 2, "1\n"),
+        (["echo 1", "echo 'not closed", "echo 2"], 2, "1\n"),
+    ],
+)
+def test_lines_of_setup_come_first_and_end_the_job_if_they_fail(
+    where, lines, code, printed, launch, folder, monkeypatch
+):
+    monkeypatch.setattr(sys, "executable", str(program(folder, "python", '#!/bin/bash\necho "$GREETING"\n')))
+    options = [where, "n1:1"] if where == "--hosts" else [where]
+    _, text, _ = launch(*options, "--setup", *lines, "--print", "--", "pretrain-t5", "--config", "run.yaml")
+    program(folder, "ssh", '#!/bin/bash\nexec sh -c "$2"\n')
+    program(folder, "srun", '#!/bin/bash\nshift 2\nexec "$@"\n')
+    (folder / "job").write_text(text)
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}"}
+    job = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    with subprocess.Popen(["bash", "job"], **job) as started:  # its input stays open
+        assert (started.stdout.read(), started.wait()) == (printed, code)
+
+
 def test_a_failure_on_one_host_ends_the_others(launch, folder, monkeypatch):
     python = program(folder, "python", '#!/bin/bash\ncase "$*" in *"node_rank 1"*) exit 3;; esac\nexec sleep 60\n')
     monkeypatch.setattr(sys, "executable", str(python))
