@@ -72,7 +72,7 @@ class JobArgs:
     interface: Annotated[str | None, _NO_INTERFACE] = None
     """Network interface that machines see one another by, such as eth0, where they have several."""
     setup: Annotated[tuple[str, ...], _HERE] = ()
-    """Lines of shell before the workers are started, on each machine: "module load cuda"."""
+    """Lines of shell before the workers start, on each machine: "module load cuda"; one that fails ends the job."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,10 @@ class Job:
         """Lines of shell that set the environment."""
         return [f"export {name}={_quoted(value)}" for name, value in self.env.items()]
 
+    def setup(self) -> list[str]:
+        """Commands of shell that run the lines of --setup: a comment or a mistake in one ends with it."""
+        return [f"eval {_quoted(line)}" for line in self.args.setup]
+
 
 def _quoted(word: object) -> str:
     return shlex.quote(str(word))
@@ -76,7 +80,7 @@ def slurm_file(job: Job) -> str:
     lines = ["#!/bin/bash"]
     lines += [_directive(name, value) for name, value in (options | saves | {"chdir": job.folder}).items()]
     lines += [f"#SBATCH --{word}" for word in args.sbatch]
-    lines += [*job.exports(), *args.setup]
+    lines += [*job.exports(), *(f"{line} || exit 2" for line in job.setup())]
     start = f"srun --kill-on-bad-exit=1 --cpus-per-task={cpus}"
     if by_srun:
         lines.append(f"{start} {shlex.join([job.python, *job.words])}")
@@ -106,12 +110,13 @@ def train_job(job: Job) -> str:
         )
     flags = job.words[1:]
     command = ["--no-python", "lmtools", job.known_as, *flags] if job.known_as else list(job.words)
+    start = f'cd {_quoted(job.folder)} && exec "$0" "$@"'  # exec: torchrun gets the pod's SIGTERM
     resources: dict[str, Any] = {"requests": {"cpu": args.cpus * args.per_node}}
     if args.gpus:
         resources["limits"] = {"nvidia.com/gpu": args.gpus}
     trainer = {
         "image": args.image,
-        "command": ["torchrun", *map(_in_a_pod, command)],
+        "command": list(map(_in_a_pod, ["bash", "-c", start, "torchrun", *command])),
         "numNodes": args.nodes,
         "numProcPerNode": args.per_node,
         "resourcesPerNode": resources,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 from lm_experiments_tools.tools.launch_files import Job
 
@@ -35,7 +37,7 @@ def host_commands(job: Job, machines: Mapping[str, int], port: int) -> dict[str,
 
 def _watched(job: Job, launcher: str) -> str:
     """A line for any shell: the job in its folder, and SIGTERM for it at the end of input, as when ssh is gone."""
-    before = [f"cd {shlex.quote(job.folder)}", *job.exports(), *job.args.setup, "exec 3<&0"]
+    before = [f"cd {shlex.quote(job.folder)}", *job.exports(), *job.setup(), "exec 3<&0"]
     script = (
         f"{' && '.join(before)} || exit 2; {launcher} {shlex.join(job.words)} </dev/null 3<&- & job=$!; "
         "(read -r _ <&3; kill $job) 2>/dev/null & watch=$!; wait $job; code=$?; kill $watch 2>/dev/null; exit $code"
@@ -47,8 +49,8 @@ def run_on_hosts(commands: Mapping[str, str]) -> int:
     """Run the commands until all have ended, each line of output after its machine's name.
 
     Returns:
-        0 if all did; else the code of the first that did not, 143 after SIGTERM and 130 after Ctrl-C, by which the
-        workers are told to save.
+        0 if all did; else the code of the first that did not, 143 after SIGTERM, 130 after Ctrl-C and 141 when the
+        reader of the output has left (`| head`), by which the workers are told to save.
     """
     job = _Job(commands)
     previous = {number: signal.signal(number, job.note) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -63,7 +65,8 @@ class _Job:
     """The connections of a job, which are processes of a session of their own: Ctrl-C comes here alone."""
 
     def __init__(self, commands: Mapping[str, str]) -> None:
-        self._told, self._over = 0, False  # the last signal; what comes now is of processes that outlive the job
+        self._told, self._why = 0, ""  # the last signal, and what is said of it
+        self._over = False  # what comes now is of processes that outlive the job
         self._processes = {name: _start(command) for name, command in commands.items()}
         self._relays = [
             threading.Thread(target=self._relay, args=(name if len(commands) > 1 else "", process), daemon=True)
@@ -74,13 +77,17 @@ class _Job:
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """Remember a signal."""
-        self._told = number
+        self._why, self._told = signal.Signals(number).name, number
 
     def _relay(self, name: str, process: subprocess.Popen[str]) -> None:
         for line in process.stdout:
             if self._over:
                 return
-            print(f"[{name}] {line}" if name else line, end="", flush=True)
+            try:
+                _print(f"[{name}] {line}" if name else line, sys.stdout)
+            except OSError as error:  # reading goes on: a worker whose output waits could neither save nor end
+                if not self._told:
+                    self._why, self._told = f"the output cannot be written ({error.strerror})", signal.SIGPIPE
 
     def until_done(self) -> int:
         failed, deadline = None, None
@@ -88,7 +95,7 @@ class _Job:
             ended = [(name, process.returncode) for name, process in self._processes.items() if process.returncode]
             failed = failed or next(iter(ended), None)
             if deadline is None and (failed or self._told):
-                why = f"{failed[0]} ended with exit code {failed[1]}" if failed else signal.Signals(self._told).name
+                why = f"{failed[0]} ended with exit code {failed[1]}" if failed else self._why
                 _say(f"{why}: ending the job on {', '.join(running)}")
                 deadline = time.monotonic() + _PATIENCE
                 for name in running:
@@ -120,4 +127,15 @@ def _start(command: str) -> subprocess.Popen[str]:
 
 
 def _say(sentence: str) -> None:
-    print(f"lmtools launch: {sentence}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # there may be nobody left to tell
+        _print(f"lmtools launch: {sentence}\n", sys.stderr)
+
+
+def _print(text: str, stream: TextIO) -> None:
+    """Print at once. Raises OSError the first time that it fails; what is printed later goes nowhere."""
+    try:
+        print(text, end="", file=stream, flush=True)
+    except OSError:
+        # what is still buffered would fail once more when the interpreter closes the stream
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        raise

@@ -83,16 +83,18 @@ def test_a_machine_that_is_not_there_ends_the_job(machines, flags, run_dir):
     assert not left_on(machines) and not (run_dir / "checkpoints").exists()
 
 
-def test_the_command_of_a_train_job_trains_with_what_its_runtime_tells(machines, flags, run_dir, capsys):
+def test_the_command_of_a_train_job_trains_with_what_its_runtime_tells(machines, flags, run_dir, capsys, monkeypatch):
     """The variables of Kubeflow Trainer's torch runtime: pkg/runtime/framework/plugins/torch/torch.go of v2.3.0."""
-    flags |= {"iters": 20, "save_interval": None}
-    assert main(["launch", "--kubeflow", "--nodes", "2", "--print", "--", SCRIPT, *words(**flags)]) == 0
+    flags |= {"iters": 20, "save_interval": None, "model_path": run_dir.name}
+    monkeypatch.chdir(run_dir.parent)
+    assert main(["launch", "--kubeflow", "--nodes", "2", "--print", "--", "pretrain-t5", *words(**flags)]) == 0
     trainer = yaml.safe_load(capsys.readouterr().out)["spec"]["trainer"]
     told = {"PET_NNODES": trainer["numNodes"], "PET_NPROC_PER_NODE": trainer["numProcPerNode"]}
     told |= {"PET_MASTER_ADDR": "lmta", "PET_MASTER_PORT": 29400}
     told |= {pair["name"]: pair["value"] for pair in trainer["env"]}
     told = {name: str(value) for name, value in told.items()}
-    jobs = [m.start(*trainer["command"], **told, PET_NODE_RANK=str(rank)) for rank, m in enumerate(machines)]
+    command = [word.replace("$$", "$") for word in trainer["command"]]  # as Kubernetes does
+    jobs = [m.start(*command, **told, PET_NODE_RANK=str(rank)) for rank, m in enumerate(machines)]
     ends = [ended(job, 180) for job in jobs]
     assert [code for code, _ in ends] == [0, 0] and "2 worker(s)" in ends[0][1], ends[0][1][-4000:]
     assert [step for step, _ in losses(run_dir)] == [10, 20]

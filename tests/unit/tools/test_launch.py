@@ -124,6 +124,30 @@ def test_a_host_runs_the_job_until_this_end_leaves(launch, folder, monkeypatch):
         assert job.wait(timeout=10) == 128 + signal.SIGTERM
 
 
+@pytest.mark.parametrize("where", ["--slurm", "--hosts"])
+@pytest.mark.parametrize(
+    ("lines", "code", "printed"),
+    [
+        (["export GREETING='hello you' # for nccl", "true; # false"], 0, "hello you\n"),
+        (["echo 1; false # at all", "echo 2"], 2, "1\n"),
+        (["echo 1", "echo 'not closed", "echo 2"], 2, "1\n"),
+    ],
+)
+def test_lines_of_setup_come_first_and_end_the_job_if_they_fail(
+    where, lines, code, printed, launch, folder, monkeypatch
+):
+    monkeypatch.setattr(sys, "executable", str(program(folder, "python", '#!/bin/bash\necho "$GREETING"\n')))
+    options = [where, "n1:1"] if where == "--hosts" else [where]
+    _, text, _ = launch(*options, "--setup", *lines, "--print", "--", "pretrain-t5", "--config", "run.yaml")
+    program(folder, "ssh", '#!/bin/bash\nexec sh -c "$2"\n')
+    program(folder, "srun", '#!/bin/bash\nshift 2\nexec "$@"\n')
+    (folder / "job").write_text(text)
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}"}
+    job = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    with subprocess.Popen(["bash", "job"], **job) as started:  # its input stays open
+        assert (started.stdout.read(), started.wait()) == (printed, code)
+
+
 def test_a_failure_on_one_host_ends_the_others(launch, folder, monkeypatch):
     python = program(folder, "python", '#!/bin/bash\ncase "$*" in *"node_rank 1"*) exit 3;; esac\nexec sleep 60\n')
     monkeypatch.setattr(sys, "executable", str(python))
@@ -140,6 +164,25 @@ def test_what_outlives_a_job_and_holds_its_output_is_not_waited_for():
     program = f"import sys, {module} as hosts; sys.exit(hosts.run_on_hosts({{'a': 'echo said; sleep 40 & exit 3'}}))"
     end = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=25)
     assert (end.returncode, end.stdout) == (3, "said\n")
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["output", "output_and_errors"])
+def test_a_job_whose_reader_leaves_is_told_to_save(both, folder):
+    """As by `| head` and `2>&1 | head`: what workers still print while they save is read, and goes nowhere."""
+    work = "exec 3<&0; yes & job=$!; read -r _ <&3; kill $job; seq 100000; touch saved; exit 143"
+    module = "lm_experiments_tools.tools.launch_hosts"
+    program = f"import sys, {module} as hosts; sys.exit(hosts.run_on_hosts({{'a': {work!r}}}))"
+    errors = subprocess.STDOUT if both else subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=errors, text=True) as job:
+        assert job.stdout.readline() == "y\n"
+        job.stdout.close()
+        try:
+            assert job.wait(timeout=25) == 128 + signal.SIGPIPE
+        finally:
+            job.kill()
+        said = "lmtools launch: the output cannot be written (Broken pipe): ending the job on a\n"
+        assert both or job.stderr.read() == said
+    assert (folder / "saved").exists()
 
 
 # Fields of a TrainJob: manifests/base/crds/trainer.kubeflow.org_trainjobs.yaml of kubeflow/trainer v2.2.0 and v2.3.0.
@@ -180,7 +223,7 @@ def check_fields(value, kind, where="TrainJob"):
         assert type(value) is kind, where
 
 
-def test_a_train_job_is_what_kubernetes_takes(launch):
+def test_a_train_job_is_what_kubernetes_takes(launch, folder):
     """Also by the definition itself, where KUBEFLOW_CRD names the file of a release."""
     where = (
         "--image",
@@ -215,9 +258,8 @@ def test_a_train_job_is_what_kubernetes_takes(launch):
     assert found["metadata"] == {"name": "run-1-5", "namespace": "lab"}
     trainer = found["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 4)
-    assert (
-        trainer["command"] == "torchrun --no-python lmtools pretrain-t5 --config run.yaml --vocab $$$$(HOME)".split()
-    )
+    words = "torchrun --no-python lmtools pretrain-t5 --config run.yaml --vocab $$$$(HOME)".split()
+    assert trainer["command"] == ["bash", "-c", f'cd {folder} && exec "$$0" "$$@"', *words]
     assert {"name": "N", "value": "$$(N)"} in trainer["env"]  # of $$ Kubernetes makes $, of $(N) a variable
     if file := os.environ.get("KUBEFLOW_CRD"):
         import jsonschema
@@ -227,6 +269,28 @@ def test_a_train_job_is_what_kubernetes_takes(launch):
         jsonschema.validate(found, schema)
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**found, "spec": {**found["spec"], "numNodes": 2}}, schema)
+
+
+def test_relative_paths_of_a_train_job_start_where_it_was_submitted(launch, folder, monkeypatch):
+    """Also in a folder whose name shells and Kubernetes would change; a pod without it says so and trains nothing."""
+    submitted = folder / "it's $(HOME) $$"
+    submitted.mkdir()
+    (submitted / "run.yaml").write_text(RUN)
+    monkeypatch.chdir(submitted)
+    flags = ["--config", "run.yaml", "--data_path", "a b", "$HOME"]
+    _, text, _ = launch("--kubeflow", "--print", "--", "pretrain-t5", *flags)
+    command = [word.replace("$$", "$") for word in yaml.safe_load(text)["spec"]["trainer"]["command"]]
+    program(folder, "torchrun", TELLS.format(python=sys.executable))
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+    def in_a_pod():
+        return subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, check=False)
+
+    assert json.loads(in_a_pod().stdout) == [str(submitted), "--no-python", "lmtools", "pretrain-t5", *flags]
+    submitted.rename(folder / "elsewhere")
+    ended = in_a_pod()
+    assert ended.returncode == 1 and ended.stderr.endswith(f"cd: {submitted}: No such file or directory\n")
+    assert not ended.stdout
 
 
 def strict(schema):
