@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from lm_experiments_tools.checkpoint.manifest import verify_model
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
 
@@ -333,6 +334,7 @@ def _encode(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> tuple[np.nda
 
 
 def _from_vocab_file(path: Path, lowercase: bool) -> BertDataTokenizer:
+    verify_model(path)
     path = path / "vocab.txt" if path.is_dir() else path
     if not path.is_file():
         raise UserError(f"the vocabulary {path} does not exist; `lmtools vocab --type wordpiece` makes one from text")
@@ -368,6 +370,7 @@ def _from_pretrained(name: str) -> BertDataTokenizer:
         )
     if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):  # no name on the hub
         raise UserError(f"the tokenizer {name} does not exist")
+    verify_model(path)
     try:
         pretrained = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # OSError, ValueError, KeyError, ..., plain Exception: as the files are damaged

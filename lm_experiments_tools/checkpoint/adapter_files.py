@@ -70,7 +70,7 @@ def save_adapter(
     config, base = model.peft_config[DEFAULT_ADAPTER], getattr(model, "base_fingerprint", None)
     if config.base_model_name_or_path:
         keep_from_pruning(Path(config.base_model_name_or_path))
-    if names := real_names(model.config.id2label):
+    if names := real_names(model.config.id2label, str(path)):
         (path / LABELS_FILE).write_text(json.dumps({"label_names": names}), encoding="utf-8")
     if isinstance(model, PromptEnsemble):
         parts = model.split(state)

@@ -7,7 +7,7 @@ import os
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -69,9 +69,11 @@ class Source:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Content of config.json in a folder; empty without one, and on the Hub."""
+        """Content of config.json in a folder; empty without one, and on the Hub. Raises UserError."""
         file = None if self.path is None else self.path / CONFIG
-        return read_json(file) if file is not None and file.is_file() else {}
+        found = read_json(file) if file is not None and file.is_file() else {}
+        real_names(found.get("id2label"), str(file))  # what transformers would end in, or labels without names
+        return found
 
     @cached_property
     def task(self) -> dict[str, Any]:
@@ -93,11 +95,7 @@ class Source:
         if self.is_adapter:
             labels = self.path / LABELS_FILE
             return tuple(_strings(labels, "label_names")) if labels.is_file() else ()
-        named = self.config.get("id2label") or {}
-        try:
-            return real_names({int(number): name for number, name in named.items()})
-        except (AttributeError, ValueError) as error:
-            raise UserError(f"{self.path / CONFIG}: id2label names no label by its number ({error}).") from error
+        return real_names(self.config.get("id2label"), str(self.path / CONFIG))
 
     def fingerprint(self) -> str | None:
         """sha256 of the weights (of several files: of their sha256, in the order of names); None where there are none.
@@ -148,9 +146,24 @@ def _strings(file: Path, key: str) -> list[str]:
     return found
 
 
-def real_names(id2label: Mapping[int, str]) -> tuple[str, ...]:
-    """The labels in the order of their numbers; empty where they are transformers' LABEL_0, LABEL_1, ..."""
-    names = tuple(id2label[number] for number in sorted(id2label))
+def real_names(id2label: Any, where: str) -> tuple[str, ...]:
+    """The labels in the order of their numbers; empty where they are transformers' LABEL_0, LABEL_1, ...
+
+    Raises:
+        UserError: in `where` it is no object of texts, or of numbers that stand for them, by the labels' numbers.
+    """
+    if id2label is None:
+        return ()
+    try:
+        named = {int(number): name for number, name in id2label.items()}
+    except (AttributeError, ValueError) as error:
+        raise UserError(
+            f'{where}: id2label names no label by its number ({error}): write it as {{"0": "no", "1": "yes"}}.'
+        ) from error
+    for number, name in named.items():
+        if not isinstance(name, str | int | float):
+            raise UserError(f"{where}: id2label names the label {number} by {name!r}: write a text there.")
+    names = tuple(str(named[number]) for number in sorted(named))
     return () if names == tuple(f"LABEL_{number}" for number in range(len(names))) else names
 
 

@@ -11,10 +11,11 @@ folder)`; for new_tokens the base model is given the new rows first (`resize_tok
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from lm_experiments_tools.checkpoint.adapter_files import (
     read_adapter_into,
     saved_by_name,
 )
+from lm_experiments_tools.checkpoint.source import ADAPTER_CONFIG
 from lm_experiments_tools.config.finetuning import MemoryArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.prompt_ensemble import PromptEnsemble, generate_after_prompts
@@ -52,6 +54,7 @@ LORA_TARGETS = {"lm_experiments_t5": ["q", "v"], "lm_experiments_bert": ["query"
 _COMMON_WORDS = 5000  # words that prompts start from: Lester et al. 2021, section 3.2
 _NEW_TOKEN = re.compile(r"<prompt_\d+>")
 _NAMES_SHOWN = 12
+_LONGEST_REASON = 300  # in characters, of what peft says
 
 
 def check_peft(flag: str) -> None:
@@ -87,7 +90,7 @@ def add_adapter(
             words = [prompt_words(args, tokenizer, args.num_virtual_tokens) for _ in range(args.num_prompts)]
             starts = [_rows(model, some) for some in words]
             return _ensemble(model, torch.stack(starts), config, args.model_type, new_weights)
-        adapted = _wrapped(model, config, args)
+        adapted = _new(model, config, args)
         if args.peft == "prompt_tuning":
             words = prompt_words(args, tokenizer, config.num_virtual_tokens)
             _start_from(adapted.prompt_encoder[DEFAULT_ADAPTER].embedding.weight, _rows(model, words))
@@ -99,11 +102,34 @@ def add_adapter(
     return adapted
 
 
+@contextlib.contextmanager
+def described_by(file: Path) -> Iterator[None]:
+    """Turn what peft raises of an adapter_config.json that it cannot follow into a UserError."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, re.error) as error:
+        reason = " ".join(str(error).split())[:_LONGEST_REASON]
+        raise UserError(
+            f"{file}: peft cannot make the adapter that it describes ({type(error).__name__}: {reason}): copy it "
+            "again, or take back what was edited."
+        ) from error
+
+
 def load_adapted(model: PreTrainedModel, path: Path, args: FinetuningArgs) -> PeftModel:
     """`model` with the adapter in a folder, to be trained further. Raises UserError."""
+    folders = ensemble_folders(path)
+    with described_by((path / folders[0] if folders else path) / ADAPTER_CONFIG):
+        adapted = _described(model, path, folders, args)
+    read_adapter_into(adapted, path)
+    return adapted
+
+
+def _described(model: PreTrainedModel, path: Path, folders: list[str], args: FinetuningArgs) -> PeftModel:
+    """`model` with an adapter as its files describe it, whose weights are still to be read."""
     from peft import PeftConfig
 
-    folders = ensemble_folders(path)
     config = PeftConfig.from_pretrained(str(path / folders[0] if folders else path))
     if args.peft is not None and config.peft_type != KINDS[args.peft]:
         raise UserError(
@@ -116,11 +142,9 @@ def load_adapted(model: PreTrainedModel, path: Path, args: FinetuningArgs) -> Pe
     new_weights = list(saved_by_name(path / folders[0] if folders else path))
     if folders:
         start = torch.zeros(len(folders), config.num_virtual_tokens, model.get_input_embeddings().embedding_dim)
-        adapted = _ensemble(model, start, config, args.model_type, new_weights)
-    else:
-        adapted = _wrapped(model, config, args)
-        _train_heads(adapted, args.model_type, new_weights)
-    read_adapter_into(adapted, path)
+        return _ensemble(model, start, config, args.model_type, new_weights)
+    adapted = _wrapped(model, config, args)
+    _train_heads(adapted, args.model_type, new_weights)
     return adapted
 
 
@@ -156,6 +180,19 @@ def _ensemble(
     return ensemble
 
 
+def _new(model: PreTrainedModel, config: PeftConfig, args: FinetuningArgs) -> PeftModel:
+    try:
+        return _wrapped(model, config, args)
+    except UserError:
+        raise
+    except (ValueError, KeyError, AttributeError) as error:
+        if config.peft_type == KINDS["lora"]:
+            raise _no_lora_target(model, args) from error
+        raise UserError(
+            f"peft cannot put {config.peft_type} on {type(model).__name__}: {' '.join(str(error).split())}"
+        ) from error
+
+
 def _wrapped(model: PreTrainedModel, config: PeftConfig, args: FinetuningArgs) -> PeftModel:
     from peft import get_peft_model
 
@@ -164,14 +201,7 @@ def _wrapped(model: PreTrainedModel, config: PeftConfig, args: FinetuningArgs) -
             "--peft prefix_tuning does not work with --gradient_checkpointing: its keys and values are a cache, which "
             "layers that are computed again would extend again; leave one of them out, or use prompt_tuning."
         )
-    try:
-        adapted = get_peft_model(model, config)
-    except (ValueError, KeyError, AttributeError) as error:
-        if config.peft_type == KINDS["lora"]:
-            raise _no_lora_target(model, args) from error
-        raise UserError(
-            f"peft cannot put {config.peft_type} on {type(model).__name__}: {' '.join(str(error).split())}"
-        ) from error
+    adapted = get_peft_model(model, config)
     if config.peft_type == KINDS["prompt_tuning"] and config.task_type == TASK_TYPES["decoder"]:
         if "inputs_embeds" in inspect.signature(model.prepare_inputs_for_generation).parameters:
             adapted.generate = MethodType(_generate_after_prompt, adapted)

@@ -95,7 +95,7 @@ def load_model_config(path_or_preset: str | Path, config_cls: type | None = None
     values = _with_floats(values, config_cls)
     try:
         config = config_cls(**{key: value for key, value in values.items() if key != "model_type"})
-    except (TypeError, ValueError, StrictDataclassError) as error:
+    except (AttributeError, TypeError, ValueError, StrictDataclassError) as error:
         raise UserError(f"{path} is refused by {config_cls.__name__}: {' '.join(str(error).split())}") from error
     if "tie_word_embeddings" in values:
         config.tie_word_embeddings = values["tie_word_embeddings"]

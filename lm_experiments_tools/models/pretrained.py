@@ -25,7 +25,6 @@ from torch import nn
 
 from lm_experiments_tools.checkpoint.source import ModelFiles, Source, holds_adapter, real_names
 from lm_experiments_tools.checkpoint.weights import load_weights, without_progress_bars
-from lm_experiments_tools.config.finetuning_notes import LABEL_TASKS
 from lm_experiments_tools.data.examples.text_encoder import end_id
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.models.adapters import add_adapter, check_peft, load_adapted, new_token_prefix
@@ -175,7 +174,7 @@ def _base_model(
     """The model without adapter, and the names of its weights that are new."""
     source, config = files.base, _config(args, files)
     model_cls = _model_class(args, config)
-    saved_labels = real_names(config.id2label) if args.task in LABEL_TASKS else ()
+    saved_labels = real_names(config.id2label, args.model_cfg or files.configuration.name)
     _set_up_config(config, args, label_names)
     new_weights: list[str] = []
     if source is None and args.init_checkpoint:

@@ -21,12 +21,12 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from lm_experiments_tools.checkpoint.adapter_files import check_base
+from lm_experiments_tools.checkpoint.adapter_files import check_base, saved_by_name
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, parse_step
 from lm_experiments_tools.checkpoint.source import Source, find_base, find_source
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.files import read_json
-from lm_experiments_tools.models.adapters import check_peft
+from lm_experiments_tools.models.adapters import check_peft, described_by
 from lm_experiments_tools.models.build import OWN_PACKAGES, register_own_models
 from lm_experiments_tools.models.pretrained import AUTO_CLASSES, kind_of, quiet_loading, some_names
 from lm_experiments_tools.models.tokenizers import read_tokenizer
@@ -217,22 +217,21 @@ def whole_model(source: Source) -> PreTrainedModel:
 def _merged(classes: type, base: Source, adapter: Source) -> PreTrainedModel:
     check_peft(f"the adapter {adapter.name}")
     import peft
-    from safetensors.torch import load_file
 
-    kind = peft.PeftConfig.from_pretrained(str(adapter.base_named_in.parent)).peft_type
+    with described_by(adapter.base_named_in):
+        kind = peft.PeftConfig.from_pretrained(str(adapter.base_named_in.parent)).peft_type
     if kind != "LORA":
         raise UserError(
             f"{adapter.name} is an adapter of kind {kind}, which cannot be merged into its base: use LoRA."
         )
-    heads = [
-        v for k, v in load_file(adapter.path / "adapter_model.safetensors").items() if k.endswith("classifier.bias")
-    ]
+    heads = [v for k, v in saved_by_name(adapter.path).items() if k.endswith("classifier.bias")]
     names = adapter.label_names or [f"LABEL_{number}" for number in range(len(heads[0]) if heads else 0)]
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
     options = labels if names else {}
     with unread(base.name, classes.__name__), quiet_loading():
         model = classes.from_pretrained(base.name, dtype=torch.float32, **options)
     model.base_fingerprint = base.fingerprint()
-    adapted = peft.PeftModel.from_pretrained(model, str(adapter.path))
+    with described_by(adapter.base_named_in):
+        adapted = peft.PeftModel.from_pretrained(model, str(adapter.path))
     check_base(adapted, adapter.path)
     return adapted.merge_and_unload()

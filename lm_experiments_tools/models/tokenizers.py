@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lm_experiments_tools.checkpoint.manifest import verify_model
 from lm_experiments_tools.checkpoint.source import ModelFiles, Source, check_reachable
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.models.adapters import new_token_names
@@ -80,6 +81,7 @@ def read_tokenizer(source: Source, named: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer, BertTokenizerFast
 
     if source.path is not None:
+        verify_model(source.path)
         register_own_models(source)
         files = {file.name for file in source.path.iterdir()}
         if "vocab.txt" in files and not files & {"tokenizer.json", "tokenizer_config.json"}:

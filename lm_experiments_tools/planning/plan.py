@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lm_experiments_tools.checkpoint.manifest import verify_model
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.data.objectives.span_corruption import plan_spans
 from lm_experiments_tools.errors import UserError
@@ -124,6 +125,7 @@ def model_settings(args: ExperimentArgs) -> Mapping[str, Any]:
     if name is None:
         raise UserError("no model is named: give --model_cfg, a file or a preset such as t5-small, or --base_model")
     if (here / name / "config.json").is_file():
+        verify_model(here / name, ["config.json"])
         return read_json(here / name / "config.json")
     from transformers import PreTrainedConfig  # seconds, for what may be in the cache of the Hub
 

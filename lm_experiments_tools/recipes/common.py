@@ -182,6 +182,8 @@ def _config(args: ExperimentArgs, config_cls: type | None) -> PreTrainedConfig:
     if args.model_cfg is not None:
         return load_model_config(args.model_cfg, config_cls)
     if args.base_model is not None:
+        if (Path(args.base_model) / "config.json").is_file():
+            verify_model(Path(args.base_model), ["config.json"])
         try:
             return pretrained_config(args.base_model, config_cls)
         except (OSError, ValueError, StrictDataclassError) as error:

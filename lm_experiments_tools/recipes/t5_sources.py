@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.flags import is_given
 from lm_experiments_tools.data.text.bad_lines import allowed
-from lm_experiments_tools.data.text.vocabulary import BYTES, Vocabulary
+from lm_experiments_tools.data.text.vocabulary import BYTES
 from lm_experiments_tools.data.tokens.checked import open_checked
-from lm_experiments_tools.data.tokens.files import read_meta, recorded_vocabulary, token_prefix, warn_unrecorded
+from lm_experiments_tools.data.tokens.files import (
+    load_vocabulary,
+    read_meta,
+    recorded_vocabulary,
+    token_prefix,
+    warn_unrecorded,
+)
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, ensure_tokenized
 from lm_experiments_tools.errors import UserError
@@ -54,7 +60,7 @@ class T5Sources:
         self._prefixes: dict[str, str | None] = {}
         self._records = {path: read_meta(prefix) for path in paths if (prefix := self.prefix(path)) is not None}
         self._opened: dict[str, IndexedDataset] = {}
-        self.vocabulary = Vocabulary.load(self._named() if args.vocab else self._recorded())
+        self.vocabulary = load_vocabulary(self._named() if args.vocab else self._recorded())
         if is_given(args, "append_eos") and len(self._records) == len(set(paths)):
             raise UserError(
                 f"--no_append_eos is about raw text, and {', '.join(paths)} is tokenized, by `lmtools tokenize` with "

@@ -100,19 +100,17 @@ def _draw_maps(args: AttentionArgs) -> Path:
     import lm_experiments_tools.attention.huggingface  # noqa: F401 - configurations may name its attention
     import modeling_bert  # noqa: F401 - and AutoModel then knows variants
     import modeling_t5  # noqa: F401
+    from lm_experiments_tools.checkpoint.source import find_source
+    from lm_experiments_tools.models.saved import unread
     from lm_experiments_tools.tools.attention_maps.maps import attention_maps, write_maps
 
     layers, heads = (numbers(getattr(args, flag), flag) for flag in ("layers", "heads"))
-    source = Path(args.model)
-    if (source / "last").exists():
-        source = source / "last"  # of a run, whose own config.json is no model's
-    name = str(source) if source.exists() else args.model
-    try:
+    last = Path(args.model) / "last"  # of a run, whose own config.json is no model's
+    name = find_source(str(last) if last.exists() else args.model, "--model").name
+    with unread(f"--model {args.model}", "a model with its tokenizer"):
         config = AutoConfig.from_pretrained(name)
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModel
         model, tokenizer = auto.from_pretrained(name), AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--model {args.model} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
     maps = attention_maps(model, tokenizer, args.text, target=args.target, layers=layers, heads=heads)
     return write_maps(maps, args.output, title=f"{args.model}: {args.text}")
 

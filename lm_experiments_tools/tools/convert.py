@@ -114,11 +114,13 @@ def _model(args: ConvertArgs) -> PreTrainedModel:
 
 
 def _save_tokenizer(args: ConvertArgs, folder: Path) -> bool:
+    from lm_experiments_tools.checkpoint.manifest import verify_model
     from lm_experiments_tools.checkpoint.weights import copy_tokenizer
     from lm_experiments_tools.models.tokenizers import named_tokenizer
 
     if args.tokenizer is None:
         source = Path(args.source)
+        verify_model(source)
         return copy_tokenizer(source if source.is_dir() else source.parent, folder)
     named_tokenizer(args.tokenizer, "--tokenizer").save_pretrained(folder)
     return True

@@ -18,7 +18,7 @@ from typing import Any
 
 from lm_experiments_tools.data.text.documents import plan_pieces
 from lm_experiments_tools.data.text.encoding import Encoding
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.tokens.files import load_vocabulary
 from lm_experiments_tools.data.tokens.indexed import finished_record
 from lm_experiments_tools.data.tokens.merge import merge_datasets
 from lm_experiments_tools.data.tokens.pieces import part_of_plan, plan_fingerprint, shard_prefix
@@ -100,7 +100,7 @@ def _prepare(parts: Parts) -> Path:
     """The folder of datatrove's records, one for each text, vocabulary and cut; and no mark of a part that is gone."""
     settings = parts.settings
     choices = {name: settings[name] for name in ("text_key", "append_eos", "encode_by")}
-    encoding = Encoding.of(Vocabulary.load(settings["vocab_path"]), **choices).identity()
+    encoding = Encoding.of(load_vocabulary(settings["vocab_path"]), **choices).identity()
     plan = plan_fingerprint(plan_pieces(settings["inputs"]), encoding)
     _, shard = part_of_plan(settings["inputs"], 0, parts.count, encoding)
     folder = Path(f"{os.path.abspath(parts.output)}.parts") / f"{plan[:12]}-{parts.count}"

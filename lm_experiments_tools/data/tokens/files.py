@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lm_experiments_tools.checkpoint.manifest import verify_model
 from lm_experiments_tools.data.text.vocabulary import BYTES, Vocabulary
 from lm_experiments_tools.errors import UserError
 
@@ -95,6 +96,12 @@ def warn_unrecorded(prefix: str | os.PathLike, meta: dict[str, Any]) -> None:
     """Say, once for each file, where PREFIX.json (`meta`) does not tell what made the tokens."""
     if "vocab_sha256" not in meta:
         _warn_unrecorded(dataset_paths(prefix)[2])
+
+
+def load_vocabulary(path: str | os.PathLike) -> Vocabulary:
+    """`Vocabulary.load`, of a checkpoint's folder after a look at its manifest. Raises UserError."""
+    verify_model(Path(path))
+    return Vocabulary.load(path)
 
 
 def recorded_vocabulary(prefix: str | os.PathLike, meta: dict[str, Any]) -> Path | None:

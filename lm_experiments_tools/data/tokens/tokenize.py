@@ -26,6 +26,7 @@ from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.files import (
     check_replaceable,
     dataset_exists,
+    load_vocabulary,
     recorded_identity,
     remove_unfinished,
 )
@@ -82,7 +83,7 @@ def tokenize_corpus(
     """
     if workers is not None and workers < 1:
         raise UserError(f"workers is {workers}; at least one process has to do the work")
-    vocabulary = vocab_path if isinstance(vocab_path, Vocabulary) else Vocabulary.load(vocab_path)
+    vocabulary = vocab_path if isinstance(vocab_path, Vocabulary) else load_vocabulary(vocab_path)
     encoding = _encoding(vocabulary, text_key, append_eos, encode_by)
     prefix = os.fspath(output_prefix)
     origin: dict[str, Any] = {"input": [os.path.abspath(item) if os.path.exists(item) else item for item in inputs]}

@@ -1,5 +1,7 @@
 """PEFT: what learns, what is saved, and that peft itself loads it to the same text."""
 
+import json
+
 import peft
 import pytest
 import torch
@@ -11,8 +13,10 @@ from lm_experiments_tools.checkpoint.writer import load_weights, save_model
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.adapters import new_token_prefix
 from lm_experiments_tools.models.pretrained import pretrained_model
+from lm_experiments_tools.models.saved import open_saved
 from lm_experiments_tools.models.tokenizers import load_tokenizer
 from lm_experiments_tools.optimizers import build_optimizer
+from tests.helpers.damage import truncate
 from tests.helpers.pretrained_toys import save_toy, toy_args, toy_batch
 
 AUTO = {
@@ -140,6 +144,44 @@ def test_a_prompt_starts_from_its_text_or_from_words(bases):
     prompt = random.prompt_encoder["default"].embedding.weight
     assert prompt.shape[0] == 20
     assert all(any(torch.equal(row, word) for word in table[3:90]) for row in prompt)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"peft_type": "LORX"},
+        {"peft_type": None},
+        {"r": "x"},
+        {"r": 0},
+        {"task_type": "NONE"},
+        {"target_modules": 5},
+        {"target_modules": "("},
+        {"target_modules": ["none"]},
+        {"modules_to_save": 3},
+    ],
+    ids=str,
+)
+def test_an_adapter_that_peft_cannot_make_is_a_sentence(setting, bases, tmp_path):
+    model, _ = made(toy_args(bases["encoder-decoder"], peft="lora"))
+    save_model(tmp_path, model)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | setting))
+    for read in (lambda: open_saved(str(tmp_path)), lambda: made(toy_args(tmp_path, tokenizer=str(bases["decoder"])))):
+        with pytest.raises(UserError, match=f"{file}: peft cannot make the adapter that it describes") as refusal:
+            read()
+        assert "\n" not in str(refusal.value)
+
+
+def test_an_adapter_of_other_shapes_or_cut_short_is_not_merged(bases, tmp_path):
+    model, _ = made(toy_args(bases["encoder-decoder"], peft="lora"))
+    save_model(tmp_path, model)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"r": 2}))
+    with pytest.raises(UserError, match=f"{file}: peft cannot make the adapter .*size mismatch"):
+        open_saved(str(tmp_path))
+    truncate("adapter_model.safetensors", 0.5)(tmp_path)
+    with pytest.raises(UserError, match="adapter_model.safetensors cannot be read .*truncated or corrupt"):
+        open_saved(str(tmp_path))
 
 
 def test_an_adapter_of_another_model_or_kind_is_refused(bases, tmp_path):

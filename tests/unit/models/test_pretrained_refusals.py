@@ -1,6 +1,7 @@
 """Flags that a model, a head or an adapter contradicts are refused in a sentence, not ignored."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from lm_experiments_tools.checkpoint.source import find_source
 from lm_experiments_tools.checkpoint.writer import save_model
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import check_positions, set_dropout
-from lm_experiments_tools.models.saved import whole_model
+from lm_experiments_tools.models.saved import open_saved, whole_model
 from tests.helpers.pretrained_toys import made, save_toy, toy_args, toy_batch, toy_tokenizer
 
 T5_CLASSIFIER = "modeling_t5:T5EncoderForSequenceClassification"
@@ -65,6 +66,39 @@ def test_labels_of_a_trained_head_keep_their_order(bases, adapters, tmp_path, ca
     (tmp_path / "config.json").write_text(json.dumps(unnamed))
     made(toy_args(tmp_path, "encoder"), ("not good", "good"))
     made(toy_args(bases["classifier"], "encoder"), ("not good", "so so", "good"))  # a new head
+
+
+@pytest.mark.parametrize(
+    ("id2label", "names", "sentence"),
+    [
+        ({"0": 3, "1": 4.5}, ("3", "4.5"), None),
+        ({"0": None, "1": "x"}, (), "id2label names the label 0 by None: write a text there"),
+        ({"0": ["a"], "1": "x"}, (), r"id2label names the label 0 by \['a'\]"),
+        (["a", "b"], (), 'id2label names no label by its number .*: write it as {"0": "no", "1": "yes"}'),
+        ({"x": "a"}, (), "id2label names no label by its number"),
+    ],
+)
+def test_labels_of_a_configuration_are_texts_by_number(bases, tmp_path, id2label, names, sentence):
+    shutil.copytree(bases["classifier"], tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "id2label": id2label, "label2id": {}}))
+    args = toy_args(tmp_path, "encoder")
+    if sentence is None:
+        assert find_source(str(tmp_path)).label_names == names
+        assert set(made(args, names).config.id2label.values()) == set(names)
+        with pytest.raises(UserError, match="has the labels in the order 3, 4.5, this run in the order 4.5, 3"):
+            made(args, names[::-1])
+        return
+    for read in (
+        lambda: find_source(str(tmp_path)).label_names,
+        lambda: made(args),
+        lambda: open_saved(args.from_pretrained),
+    ):
+        with pytest.raises(UserError, match=f"{tmp_path}/config.json: {sentence}"):
+            read()
+    described = dict(model_cfg=str(tmp_path / "config.json"), tokenizer=str(bases["encoder"]))
+    with pytest.raises(UserError, match=f"{tmp_path}/config.json"):
+        made(toy_args(None, "encoder", **described))
 
 
 def test_an_adapter_on_weights_that_lie_nowhere_is_refused(bases, adapters):

@@ -30,6 +30,7 @@ from lm_experiments_tools.tools.attention_maps.maps import attention_maps, write
 from lm_experiments_tools.tools.attention_maps.pictures import draw_layouts, parts
 from lm_experiments_tools.tools.main import main
 from tests.helpers import ROOT
+from tests.helpers.damage import truncate
 
 DOCS = ROOT / "docs"
 WORDS = "a cat sat on the mat and a dog ran </script> $x$".split()
@@ -147,13 +148,21 @@ def test_the_command_writes_pages_and_pictures_of_a_run(t5, tokenizer, tmp_path,
         (["--layout", "BigBird"], "--output x.html: it must end in .svg or .png"),
         (["--model", "a", "--text", "a", "--output", "x.pdf"], "--output x.pdf: it must end in .html or .png"),
         (["--model", "a", "--text", "a", "--heads", "first"], "--heads first: write all, or numbers"),
-        (["--model", "/nowhere/at/all", "--text", "a"], "--model /nowhere/at/all cannot be loaded"),
+        (["--model", "/nowhere/at/all", "--text", "a"], "--model /nowhere/at/all: there is no such file or folder"),
     ],
 )
 def test_mistakes_are_sentences(argv, message, capsys):
     assert main(["attention", "--output", "x.html", *argv]) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
+
+
+def test_truncated_weights_are_a_sentence(t5, tokenizer, tmp_path, capsys):
+    for part in (t5, tokenizer):
+        part.save_pretrained(tmp_path)
+    truncate("model.safetensors", 0.5)(tmp_path)
+    assert main(["attention", "--model", str(tmp_path), "--text", TEXT, "--output", str(tmp_path / "m.html")]) == 2
+    assert f"--model {tmp_path}: it cannot be read as a model with its tokenizer" in capsys.readouterr().err
 
 
 def test_a_text_beyond_the_positions_of_a_model_is_refused(tokenizer, tmp_path, capsys):
