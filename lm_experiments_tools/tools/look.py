@@ -89,8 +89,7 @@ def first_documents(path: str, tokens: IndexedDataset, args: LookArgs, scratch: 
             lengths = tokens.sequence_lengths[bounds[0] : bounds[-1]].astype(np.int64)
             ids = np.asarray(tokens.tokens[writer.num_tokens : writer.num_tokens + int(lengths.sum())])
             writer.add_documents(ids, lengths, np.diff(bounds))
-        # None where nothing is recorded: the warning about that is for the file that was copied
-        writer.finalize({name: tokens.meta.get(name) for name in _ORIGIN})
+        writer.finalize({name: tokens.meta[name] for name in _ORIGIN if name in tokens.meta})
     share = writer.num_tokens / max(tokens.num_tokens, 1)
     return Source(path, IndexedDataset(scratch), share, "not compared with its record, because of --documents")
 

@@ -18,7 +18,12 @@ from typing import Any
 
 from lm_experiments_tools.data.text.documents import plan_pieces
 from lm_experiments_tools.data.text.encoding import Encoding
-from lm_experiments_tools.data.tokens.files import load_vocabulary
+from lm_experiments_tools.data.tokens.files import (
+    check_replaceable,
+    dataset_paths,
+    load_vocabulary,
+    recorded_inputs,
+)
 from lm_experiments_tools.data.tokens.indexed import finished_record
 from lm_experiments_tools.data.tokens.merge import merge_datasets
 from lm_experiments_tools.data.tokens.pieces import part_of_plan, plan_fingerprint, shard_prefix
@@ -97,21 +102,43 @@ def _check_installed(engine: str) -> None:
 
 
 def _prepare(parts: Parts) -> Path:
-    """The folder of datatrove's records, one for each text, vocabulary and cut; and no mark of a part that is gone."""
-    settings = parts.settings
+    """The folder of datatrove's records, one for each text, vocabulary and cut; parts to be made are gone.
+
+    Else the merge would take one of an earlier text for one whose making has failed.
+    """
+    settings, vocabulary = parts.settings, load_vocabulary(parts.settings["vocab_path"])
     choices = {name: settings[name] for name in ("text_key", "append_eos", "encode_by")}
-    encoding = Encoding.of(load_vocabulary(settings["vocab_path"]), **choices).identity()
+    encoding = Encoding.of(vocabulary, **choices).identity()
     plan = plan_fingerprint(plan_pieces(settings["inputs"]), encoding)
     _, shard = part_of_plan(settings["inputs"], 0, parts.count, encoding)
     folder = Path(f"{os.path.abspath(parts.output)}.parts") / f"{plan[:12]}-{parts.count}"
+    left = {
+        number: prefix
+        for number, prefix in enumerate(parts.prefixes())
+        if not _is_done(folder, number, prefix, shard["source"])
+    }
+    if not settings["overwrite"]:
+        texts = recorded_inputs(settings["inputs"])
+        for prefix in left.values():
+            check_replaceable(prefix, texts, vocabulary.recorded_as, vocabulary.sha256, vocabulary.identity)
+    for number, prefix in left.items():
+        bin_path, idx_path, meta_path = dataset_paths(prefix)
+        for path in (idx_path, meta_path, bin_path):  # the index first: without it there is no part
+            path.unlink(missing_ok=True)
+        for mark in folder.parent.glob(f"*-{parts.count}/completions/{number:05d}"):
+            mark.unlink()
     shutil.rmtree(folder / "failed", ignore_errors=True)
     (folder / "failed").mkdir(parents=True)
-    for number, prefix in enumerate(parts.prefixes()):
-        record = finished_record(prefix, "shard")
-        if record is None or record["shard"].get("source") != shard["source"]:
-            (folder / "completions" / f"{number:05d}").unlink(missing_ok=True)
     (folder / "merge" / "completions" / "00000").unlink(missing_ok=True)
     return folder
+
+
+def _is_done(folder: Path, number: int, prefix: str, source: str) -> bool:
+    """True for a part that is marked as made, did not fail, and is there."""
+    if not (folder / "completions" / f"{number:05d}").exists() or (folder / "failed" / f"{number:05d}").exists():
+        return False
+    record = finished_record(prefix, "shard")
+    return record is not None and record["shard"].get("source") == source
 
 
 def _part(parts: Parts, start: str, folder: Path, data: Any, rank: int, world_size: int) -> None:

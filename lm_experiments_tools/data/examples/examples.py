@@ -41,6 +41,8 @@ PAIR_FIELDS = (
 SENTENCE_FIELDS = ("sentence", "text")  # SST-2, CoLA
 LABEL_FIELDS = ("label", "gold_label", "score", "is_duplicate", "Quality")
 HIDDEN_LABELS = ("-1", "-1.0")  # what Hugging Face's sets hold in the place of labels that are not given away
+_LARGEST = float(np.finfo(np.float32).max)  # of the numbers to predict
+_TOO_LARGE = f"the label is beyond {_LARGEST:.1e}, the largest number of float32: give the labels on another scale"
 
 
 @dataclass(frozen=True)
@@ -392,8 +394,12 @@ def _number(value: Any) -> float:
         number = float(value)
     except (TypeError, ValueError):
         raise BadRow(f"the label {value!r} is not a number") from None
+    except OverflowError:  # an integer of more than 308 digits
+        raise BadRow(_TOO_LARGE) from None
     if not math.isfinite(number):
         raise BadRow(f"the label {value!r} is not finite")
+    if abs(number) > _LARGEST:
+        raise BadRow(_TOO_LARGE)
     if number == IGNORED_LABEL:
         raise BadRow(f"the label {IGNORED_LABEL} means that there is none: give the labels on another scale")
     return number

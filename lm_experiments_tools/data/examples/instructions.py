@@ -103,7 +103,7 @@ def _examples_text(task: dict[str, Any], kind: str, parts: PromptParts, limit: i
     for number, example in enumerate(task.get(f"{kind} Examples", [])[:limit], 1):
         lines = [f" {kind} Example {number} -\n", _ended(f"Input: {example['input'].strip()}") + "\n"]
         lines.append(_ended(f" Output: {example['output'].strip()}") + "\n")
-        if parts.add_explanation and "explanation" in example:
+        if parts.add_explanation and example.get("explanation") is not None:
             lines.append(_ended(f" Explanation: {example['explanation'].strip()}") + "\n")
         texts.append("".join(lines) + "\n")
     return texts
@@ -189,7 +189,10 @@ def _task_files(data: InstructionData, names_file: str) -> list[Path]:
             f"{data.folder} is no folder of Super-Natural-Instructions: it needs tasks/ and splits/{data.split}/"
             f"{names_file} (splits there: {', '.join(there) or 'none'}; --sni_split names one)."
         )
-    names = listing.read_text(encoding="utf-8").split()
+    try:
+        names = listing.read_text(encoding="utf-8").split()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{listing} is not UTF-8 at byte {error.start}: copy it again.") from None
     paths = [tasks / f"{name}.json" for name in names]
     absent = [path.stem for path in paths if not path.is_file()]
     if len(absent) == len(names):
@@ -206,15 +209,20 @@ def _read_task(path: Path) -> dict[str, Any]:
     try:
         task = json.loads(path.read_text(encoding="utf-8"))
         definition = task["Definition"]
-        complete = bool(task["Instances"]) and bool(definition)
+        complete = bool(task["Instances"]) and bool(definition) and isinstance(task["Instances"], list)
         for kind in ("Positive Examples", "Negative Examples"):
-            complete &= all(isinstance(e["input"], str) and isinstance(e["output"], str) for e in task.get(kind, []))
+            examples = task.get(kind, [])
+            complete &= isinstance(examples, list)
+            complete &= all(isinstance(e["input"], str) and isinstance(e["output"], str) for e in examples)
+            complete &= all(isinstance(e.get("explanation"), str | None) for e in examples)
         complete &= isinstance(definition if isinstance(definition, str) else definition[0], str)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         reason = f"no entry {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(f"{path} is no task of Super-Natural-Instructions ({reason}): copy it again.") from None
     if not complete:
-        raise UserError(f"{path} has no instance, no definition, or an example that is no text: copy it again.")
+        raise UserError(
+            f"{path} has no instance, no definition, an example that is no text, or no list of them: copy it again."
+        )
     return {**task, "Task": path.stem}
 
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from lm_experiments_tools.errors import UserError, first_line
+from lm_experiments_tools.files import hash_of_ends
 
 DATA_SUFFIXES = (".parquet", ".arrow")
 
@@ -44,7 +45,7 @@ def load_streaming(item: str) -> Any:
     name, config, split = split_name(item)
     try:
         return datasets.load_dataset(*_source(item), split=split, streaming=True, **_files(item))
-    except (OSError, ValueError) as error:  # offline, not found, or no such config or split
+    except (OSError, ValueError, RuntimeError) as error:  # offline, not found, no such config or split, or a script
         if os.path.isfile(name):
             raise UserError(f"{item} is damaged or not of its ending ({first_line(error)}): copy it again") from None
         kind = "a folder" if os.path.isdir(name) else "neither a file nor a folder here"
@@ -90,11 +91,12 @@ def read_shard(item: str, shard: int, column: str, skip: int = 0) -> Iterator[di
         ) from None
 
 
-def identity(item: str, *, with_times: bool = False) -> list[str]:
+def identity(item: str, *, with_times: bool = False, with_ends: bool = False) -> list[str]:
     """Identity of a dataset: the files of its split, with their revision on the hub or their size here.
 
     Args:
         with_times: also when files that lie here were changed last, which another machine's copy need not share.
+        with_ends: also the beginnings and ends of files that lie here.
     """
     import datasets
 
@@ -103,9 +105,12 @@ def identity(item: str, *, with_times: bool = False) -> list[str]:
     files = (builder.config.data_files or {}).get(split)
     if files is None:
         return [str(builder.config.version), str(builder.hash)]
-    return [_file_identity(file, with_times) if os.path.exists(file) else file for file in files]
+    return [_file_identity(file, with_times, with_ends) if os.path.exists(file) else file for file in files]
 
 
-def _file_identity(path: str, with_times: bool) -> str:
+def _file_identity(path: str, with_times: bool, with_ends: bool) -> str:
     status = os.stat(path)
-    return f"{os.path.basename(path)}: {status.st_size}" + (f", {status.st_mtime_ns}" if with_times else "")
+    parts = [f"{os.path.basename(path)}: {status.st_size}"]
+    parts += [str(status.st_mtime_ns)] if with_times else []
+    parts += [hash_of_ends(path)] if with_ends else []
+    return ", ".join(parts)

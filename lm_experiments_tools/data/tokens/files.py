@@ -4,6 +4,7 @@ import glob
 import json
 import logging
 import os
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,10 @@ def dataset_exists(prefix: str | os.PathLike) -> bool:
 
 
 def read_meta(prefix: str | os.PathLike) -> dict[str, Any]:
-    """The content of PREFIX.json, {} where there is none; UserError where it cannot be what a writer of ours left."""
+    """The content of PREFIX.json, {} where there is none; UserError where it cannot be what a writer of ours left.
+
+    What modules read here and is null is left out.
+    """
     path = dataset_paths(prefix)[2]
     if not path.is_file():
         return {}
@@ -46,12 +50,18 @@ def read_meta(prefix: str | os.PathLike) -> dict[str, Any]:
         raise UserError(f"{path} is not valid JSON ({error}); delete it or tokenize again") from None
     if not isinstance(meta, dict):
         raise UserError(f"{path} holds {type(meta).__name__}, not an object; delete it or tokenize again")
+    meta = {key: value for key, value in meta.items() if value is not None or key not in _META_TYPES}
     for key, kind in _META_TYPES.items():
-        if not isinstance(meta.get(key), (kind, type(None))):
+        if key in meta and not isinstance(meta[key], kind):
             raise UserError(
                 f"{path} records {key} {meta[key]!r}, which is no {kind.__name__}; copy it again or tokenize again"
             )
     return meta
+
+
+def recorded_inputs(inputs: Iterable[str]) -> list[str]:
+    """Inputs as PREFIX.json records them: files by their whole paths, datasets by their names."""
+    return [os.path.abspath(item) if os.path.exists(item) else item for item in inputs]
 
 
 def check_replaceable(

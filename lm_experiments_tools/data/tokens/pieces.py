@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import accumulate, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -27,7 +27,7 @@ from lm_experiments_tools.data.text.documents import Piece, count_lines, plan_pi
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, finished_record
 from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import write_atomic
+from lm_experiments_tools.files import hash_of_ends, read_json, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +80,10 @@ def part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Any) 
     ]
     logger.info("shard %d/%d: %d of %d pieces", number, count, len(own), len(pieces))
     whole = [(os.path.basename(piece.path), piece.kind, piece.start, piece.end, piece.num_bytes) for piece in pieces]
-    identities = [hf_datasets.identity(name) for name in _datasets_of(pieces)]
-    source = hashlib.sha256(json.dumps([FORMAT, whole, identities, encoding]).encode()).hexdigest()
+    files = dict.fromkeys(piece.path for piece in pieces if piece.kind != "dataset")
+    ends = [hash_of_ends(path) for path in files]  # not their times, which copies on other machines do not share
+    identities = [hf_datasets.identity(name, with_ends=True) for name in _datasets_of(pieces)]
+    source = hashlib.sha256(json.dumps([FORMAT, whole, ends, identities, encoding]).encode()).hexdigest()
     return own, {"number": number, "of": count, "source": source}
 
 
@@ -153,8 +155,9 @@ class PieceFiles:
 
     def _prepare(self) -> None:
         plan = self._folder / "plan.json"
-        if plan.is_file() and json.loads(plan.read_bytes()).get("fingerprint") == self._fingerprint:
-            return
+        with suppress(UserError):  # none, or a damaged one, which is as good as another
+            if read_json(plan).get("fingerprint") == self._fingerprint:
+                return
         begun = f".{plan.name}.tmp"  # of a plan whose writing was killed
         if not plan.is_file() and any(not p.name.startswith(begun) for p in self._folder.glob("*")):
             raise UserError(

@@ -28,6 +28,7 @@ from lm_experiments_tools.data.tokens.files import (
     dataset_exists,
     load_vocabulary,
     recorded_identity,
+    recorded_inputs,
     remove_unfinished,
 )
 from lm_experiments_tools.data.tokens.indexed import IndexedDatasetWriter, token_dtype
@@ -86,7 +87,7 @@ def tokenize_corpus(
     vocabulary = vocab_path if isinstance(vocab_path, Vocabulary) else load_vocabulary(vocab_path)
     encoding = _encoding(vocabulary, text_key, append_eos, encode_by)
     prefix = os.fspath(output_prefix)
-    origin: dict[str, Any] = {"input": [os.path.abspath(item) if os.path.exists(item) else item for item in inputs]}
+    origin: dict[str, Any] = {"input": recorded_inputs(inputs)}
     if shard is None:
         pieces = plan_pieces(inputs)
     else:

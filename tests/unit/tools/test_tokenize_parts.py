@@ -1,10 +1,16 @@
 """`lmtools tokenize --on local`: the parts by datatrove, the bytes of one run, and what a failure leaves."""
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lm_experiments_tools.data.tokens.merge import merge_datasets
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import SAMPLED_BYTES
+from lm_experiments_tools.tools import tokenize_parts
 from lm_experiments_tools.tools.main import main
 from tests.distributed.launch import missing
 from tests.helpers.runs import words
@@ -58,6 +64,70 @@ def test_a_part_that_fails_is_a_sentence_and_made_again(tokenize):
     write_jsonl(Path("text.jsonl"), make_texts(3000))
     assert tokenize("parts", on="local", shards=2)[0] == 0, "no part of the old text passes for done"
     assert tokenize("two", workers=1)[0] == 0 and written("parts") == written("two")
+
+
+@pytest.fixture
+def by_hand(monkeypatch):
+    """What of an engine decides is done here without datatrove: parts without a mark are made and marked.
+
+    Parts to fail are put into the list that it gives.
+    """
+    fail: list[int] = []
+
+    def run(parts, folder):
+        for number in range(parts.count):
+            mark = folder / "completions" / f"{number:05d}"
+            if mark.exists():
+                continue
+            settings = {**parts.settings, "vocab_path": "absent"} if number in fail else parts.settings
+            tokenize_parts._part(replace(parts, settings=settings), os.getcwd(), folder, None, number, parts.count)
+            mark.parent.mkdir(exist_ok=True)
+            mark.touch()
+
+    monkeypatch.setattr(tokenize_parts, "_check_installed", lambda engine: None)
+    monkeypatch.setattr(tokenize_parts, "_run_local", run)
+    return fail
+
+
+def edit_in_the_middle():
+    """Another text of the same size, which its beginning and end do not tell."""
+    content = Path("text.jsonl").read_bytes()
+    at = content.index(b"number", len(content) // 2)
+    assert SAMPLED_BYTES < at < len(content) - SAMPLED_BYTES
+    Path("text.jsonl").write_bytes(content[:at] + b"NUMBER" + content[at + 6 :])
+
+
+def test_a_part_of_an_earlier_text_does_not_stand_in_for_one_that_failed(tokenize, by_hand):
+    flags = {"on": "local", "shards": 2, "workers": 1}
+    assert tokenize("parts", **flags)[0] == 0
+    first, stat = written("parts"), os.stat("text.jsonl")
+    before = Path("text.jsonl").read_bytes()
+    edit_in_the_middle()
+    by_hand.append(1)
+    for _ in range(2):  # datatrove marks what has failed with a sentence as done
+        code, said = tokenize("parts", **flags)
+        assert code == 2 and "error: part 1 of 2: " in said and not Path("parts-00001-of-00002.idx").exists()
+        with pytest.raises(
+            UserError, match="parts-00001-of-00002 is no token prefix"
+        ):  # of Slurm's job after a failure
+            merge_datasets([f"parts-0000{number}-of-00002" for number in range(2)], "merged")
+    by_hand.clear()
+    assert tokenize("parts", **flags)[0] == 0 and tokenize("one", workers=1)[0] == 0
+    assert written("parts") == written("one") != first
+    Path("text.jsonl").write_bytes(before)  # the marks of the first text are still there
+    os.utime("text.jsonl", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert tokenize("parts", **flags)[0] == 0 and written("parts") == first
+
+
+def test_parts_of_something_else_are_left_alone(tokenize, by_hand):
+    flags = {"on": "local", "shards": 2, "workers": 1}
+    assert tokenize("parts", **flags)[0] == 0
+    before = written("parts-00000-of-00002")
+    write_jsonl(Path("other.jsonl"), make_texts(3))
+    code, said = tokenize("parts", input="other.jsonl", **flags)
+    assert code == 2 and "give --overwrite" in said and written("parts-00000-of-00002") == before
+    assert tokenize("parts", input="other.jsonl", overwrite=True, **flags)[0] == 0
+    assert written("parts-00000-of-00002") != before
 
 
 @pytest.mark.parametrize(

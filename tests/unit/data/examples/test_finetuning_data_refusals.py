@@ -51,6 +51,9 @@ def write(path, text):
          "sentence), where "),
         ("c.jsonl", '{"text": "w1", "label": "b"}', NUMBERS, ":2: the label 'b' is not a number"),
         ("c.jsonl", '{"text": "w1", "label": NaN}', NUMBERS, ":2: the label nan is not finite"),
+        ("c.jsonl", '{"text": "w1", "label": 1%s}' % ("0" * 400), NUMBERS, ":2: the label is beyond 3.4e+38, the "
+         "largest number of float32"),
+        ("c.jsonl", '{"text": "w1", "label": -4e38}', NUMBERS, ":2: the label is beyond 3.4e+38"),
     ],
 )  # fmt: skip
 def test_bad_row_is_a_sentence_with_its_place_and_may_be_left_out(name, bad, flags, reason, tmp_path, caplog):
@@ -244,7 +247,16 @@ def test_instructions_are_read_by_their_split_and_limits(tmp_path, caplog):
         ({"t": "[]"}, None, {}, "t.json is no task of Super-Natural-Instructions"),
         ({"t": {"Definition": "x"}}, None, {}, "no entry 'Instances'"),
         ({"t": task(Instances=[])}, None, {}, "has no instance, no definition"),
+        ({"t": task(Instances={"a": 1})}, None, {}, "or no list of them"),
+        ({"t": task(Instances=5)}, None, {}, "or no list of them"),
+        ({"t": task(**{"Negative Examples": {}})}, None, {}, "or no list of them"),
         ({"t": task(**{"Positive Examples": [{"input": 3, "output": "x"}]})}, None, {}, "an example that is no text"),
+        (
+            {"t": task(**{"Positive Examples": [{"input": "x", "output": "x", "explanation": 0}]})},
+            None,
+            {},
+            "that is no text",
+        ),
         ({"t": task(Instances=[{"input": "w1"}])}, None, {}, "t.json, instance 1: no field 'output'"),
         ({"t": task(Instances=[{"input": "w1", "output": [" "]}])}, None, {}, "instance 1: an output is empty"),
         (
@@ -262,6 +274,25 @@ def test_instructions_that_cannot_be_used_are_a_sentence(tasks, listed, flags, r
     with pytest.raises(UserError) as raised:
         read(word_tokenizer(), data_path=(folder,), **INSTRUCTIONS, **flags)
     assert reason in str(raised.value)
+
+
+def test_a_list_of_tasks_that_is_not_utf8_is_a_sentence(tmp_path):
+    folder = sni(tmp_path, {"t": task()})
+    (tmp_path / "splits" / "default" / "train_tasks.txt").write_bytes(b"t\n\xff\n")
+    with pytest.raises(UserError, match=r"train_tasks\.txt is not UTF-8 at byte 2"):
+        read(word_tokenizer(), data_path=(folder,), **INSTRUCTIONS)
+
+
+def test_an_explanation_that_is_null_is_none(tmp_path):
+    flags = {"num_pos_examples": 1, "add_explanation": True, **INSTRUCTIONS}
+    sources = []
+    for name, explanation in (("null", {"explanation": None}), ("none", {})):
+        example = {"input": "w3", "output": "w4", **explanation}
+        folder = sni(tmp_path / name, {"t": task(**{"Positive Examples": [example]})})
+        data = read(word_tokenizer(), data_path=(folder,), test_data_path=folder, **flags)
+        sources.append([found.source for found in data.splits["test"].examples])
+        data.train.close()
+    assert sources[0] == sources[1] and "Output: w4." in sources[0][0]
 
 
 def test_text_for_causal_lm_that_cannot_be_used_is_a_sentence(tmp_path):

@@ -226,6 +226,18 @@ def test_hugging_face_datasets_that_cannot_be_loaded_are_one_sentence(tmp_path, 
         read(tmp_path, ["name"])
 
 
+@pytest.mark.usefixtures("no_dataset_remembered")
+def test_a_folder_with_a_loading_script_is_one_sentence(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "mine.py").write_text("import datasets\n")
+    with pytest.raises(
+        UserError, match=r"mine::train is a folder, .* cannot be loaded: Dataset scripts are no longer"
+    ):
+        read(tmp_path, [f"{tmp_path}/mine::train"])
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
 def test_pieces_tile_a_file_whatever_their_size(tmp_path, suffix):
     rng = random.Random(0)

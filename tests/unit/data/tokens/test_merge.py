@@ -253,6 +253,38 @@ def test_shards_of_other_text_or_settings_would_overlap(text, shards, tmp_path):
         merge_datasets([*each(shards), str(tmp_path / "u")], tmp_path / "m")
 
 
+@pytest.mark.parametrize("end", [0, -1])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_shards_of_a_text_and_of_its_edit_of_the_same_size_are_not_merged(tmp_path, kind, end):
+    texts = make_texts(300)
+    edited = list(texts)
+    edited[end] = edited[end].replace("e", "E")
+    data = tmp_path / "in" / f"train.{kind}"
+    data.parent.mkdir()
+
+    def write(texts):
+        if kind == "jsonl":
+            return write_jsonl(data, texts)
+        table = pytest.importorskip("pyarrow").table({"text": texts})
+        pytest.importorskip("pyarrow.parquet").write_table(table, data, compression="none", use_dictionary=False)
+        return str(data)
+
+    def shard(number):
+        tokenize_corpus([write(now)], "bytes", tmp_path / "t", workers=1, shard=(number, 2))
+
+    now = texts
+    shard(0), shard(1)
+    size, now = data.stat().st_size, edited
+    shard(1)
+    assert edited != texts and data.stat().st_size == size
+    with pytest.raises(UserError, match="were not cut from the same text"):
+        merge_datasets([str(tmp_path / "t")], tmp_path / "m")
+    shard(0)
+    os.utime(data, (0, 0))  # as a copy on another machine may have it
+    tokenize_corpus([str(data)], "bytes", tmp_path / "t", workers=1, shard=(1, 2))
+    assert merge_datasets([str(tmp_path / "t")], tmp_path / "m")["num_documents"] == 300
+
+
 def test_flags_that_make_no_sense_are_one_sentence(text, shards, tmp_path, capsys):
     tokenize = [
         "tokenize",
@@ -327,6 +359,17 @@ def test_a_shard_that_cannot_be_is_named(tmp_path, shard):
     write_tokens(tmp_path / "in", [[[1]]], meta={"shard": shard})
     with pytest.raises(UserError, match="which cannot be"):
         merge_datasets([str(tmp_path / "in")], tmp_path / "out")
+
+
+@pytest.mark.parametrize("key", ["input", "shard", "num_bytes", "bad_lines", "bin_sha256", "vocab_sha256"])
+def test_what_is_null_is_not_recorded(tmp_path, key):
+    meta = {"input": ["x"], "num_bytes": 1, "bad_lines": 0, "vocab_sha256": "a", "sentence_splitter": None} | {
+        key: None
+    }
+    inputs = [write_tokens(tmp_path / name, [[[1]]], meta=meta) for name in "ab"]
+    merged = merge_datasets(inputs, tmp_path / "m")
+    assert merged["num_documents"] == 2 and merged.get(key, 0) is not None
+    assert merged["sentence_splitter"] is None, "settings stay as they are written"
 
 
 def token_file(prefix, dtype=np.uint16, documents=1, **meta):

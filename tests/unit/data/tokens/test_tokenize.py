@@ -125,6 +125,15 @@ def test_a_kill_while_the_plan_is_written_is_not_in_the_way(tmp_path, vocab):
     assert len(sequences(tmp_path / "t")) == 3 and not (tmp_path / "t.pieces").exists()
 
 
+@pytest.mark.parametrize("plan", ["", "[]", "{", '{"fingerprint": null}', "\xff"])
+def test_a_damaged_plan_is_made_again(tmp_path, vocab, plan):
+    data = write_jsonl(tmp_path / "d.jsonl", make_texts(3))
+    (tmp_path / "t.pieces").mkdir()
+    (tmp_path / "t.pieces" / "plan.json").write_bytes(plan.encode("latin-1"))
+    tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
+    assert len(sequences(tmp_path / "t")) == 3 and not (tmp_path / "t.pieces").exists()
+
+
 def test_a_folder_of_someone_else_is_left_alone(tmp_path, vocab):
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(3))
     (tmp_path / "t.pieces").mkdir()
