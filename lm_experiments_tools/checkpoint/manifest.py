@@ -58,7 +58,7 @@ def parse_step(name: str) -> int | None:
 
 def as_it_stands(path: Path) -> Path:
     """The checkpoint of this name: the earlier one where a kill came between the two renames of a replacement."""
-    earlier = path.with_name(f"{REPLACED}{path.name}")
+    earlier = path.parent / f"{REPLACED}{path.name}"
     return earlier if not path.exists() and earlier.is_dir() else path
 
 

@@ -72,6 +72,7 @@ def assert_same(found, expected):
             assert ours[name] == pytest.approx(value, abs=tolerance), (step, split, name)
 
 
+@pytest.mark.slow
 def test_killed_under_torchrun_and_continued_under_horovod_it_logs_what_plain_python_logs(
     data, plain_python, tmp_path
 ):

@@ -68,6 +68,7 @@ def test_bert_of_two_ranks(bert, tmp_path):
     compare(bert, tmp_path / "out", "bert")
 
 
+@pytest.mark.slow
 def test_t5(tmp_path):
     write(tmp_path, "t5", ranks=1)
     compare(tmp_path, tmp_path / "out", "t5")
