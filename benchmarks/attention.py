@@ -1,21 +1,17 @@
 """Forward and backward of attention with a T5 bias, next to what PyTorch offers. Writes benchmarks/attention.md.
 
     OMP_NUM_THREADS=1 python benchmarks/attention.py
-    python benchmarks/attention.py --device cuda
-    python benchmarks/attention.py --device cuda --tune
 
 All contenders of a length take turns (A B C A B C ...), so that whatever else the machine does falls on all alike, and
-ratios are medians of the ratios within a turn. Times are process CPU time (CUDA: events) of one forward and backward
-pass; peak memory is what a pass adds to a process of its own that holds inputs and gradients already (CUDA: of the
-allocator). A contender that takes longer than --slowest gets one pass at that length and none at longer ones; one
-whose score matrices would not fit into --limit is not run, and the table says so. --tune times tiles for the Triton
-kernels and prints tiles.TILES anew. Short inputs: benchmarks/attention_short.py.
+ratios are medians of the ratios within a turn. Times are process CPU time of one forward and backward pass; peak
+memory is what a pass adds to a process of its own that holds inputs and gradients already. A contender that takes
+longer than --slowest gets one pass at that length and none at longer ones; one whose score matrices would not fit into
+--limit is not run, and the table says so. Short inputs: benchmarks/attention_short.py. GPUs: benchmarks/gpu.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import multiprocessing
 import statistics
@@ -32,8 +28,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from lm_experiments_tools.attention import T5Bias, block_sparse_attention
-from lm_experiments_tools.attention.kernels import tiles
-from lm_experiments_tools.attention.kernels import triton as triton_backend
 from lm_experiments_tools.attention.kernels.bias import t5_bucket
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig, BSLongformerSparsityConfig
 
@@ -63,8 +57,8 @@ class Inputs:
 def make_inputs(args: argparse.Namespace, length: int, dtype: torch.dtype) -> Inputs:
     torch.manual_seed(0)
     batch = max(1, args.tokens // length)
-    drawn = [torch.randn(batch, args.heads, length, args.head_dim, device=args.device, dtype=dtype) for _ in range(3)]
-    weight = torch.randn(32, args.heads, device=args.device)
+    drawn = [torch.randn(batch, args.heads, length, args.head_dim, dtype=dtype) for _ in range(3)]
+    weight = torch.randn(32, args.heads)
     return Inputs(*(x.requires_grad_() for x in (*drawn, weight)))
 
 
@@ -90,31 +84,6 @@ def ours(layout: object, bias: bool = True, backend: str = "auto") -> Callable[[
     return lambda x: block_sparse_attention(x.q, x.k, x.v, layout, T5Bias(x.weight) if bias else None, backend=backend)
 
 
-def flex(layout: object | None) -> Callable[[Inputs], Tensor]:
-    """FlexAttention with a learned bias looked up by distance, its layout given as 128-token blocks."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    attend, made = torch.compile(flex_attention, dynamic=False), {}
-
-    def call(x: Inputs) -> Tensor:
-        table = T5Bias(x.weight).table()
-        reach, length = table.shape[1] // 2, x.q.shape[2]
-        if layout is not None and length not in made:
-            blocks = layout.make_layout(length).to(x.q.device) != 0
-            made[length] = create_block_mask(
-                lambda b, h, i, j: blocks[h, i // layout.block, j // layout.block], 1, blocks.shape[0], length, length
-            )
-        return attend(
-            x.q,
-            x.k,
-            x.v,
-            score_mod=lambda s, b, h, i, j: s + table[h, (j - i).clamp(-reach, reach) + reach],
-            block_mask=made.get(length),
-        )
-
-    return call
-
-
 def contenders(args: argparse.Namespace) -> dict[str, Callable[[Inputs], Tensor]]:
     bigbird64, bigbird16 = (
         BigBirdSparsityConfig(args.heads, block=block, different_layout_per_head=True) for block in (64, 16)
@@ -132,12 +101,6 @@ def contenders(args: argparse.Namespace) -> dict[str, Callable[[Inputs], Tensor]
         "ours: BigBird, block 16": ours(bigbird16),
         "ours: Longformer, block 64": ours(longformer),
     }
-    if args.device == "cuda":
-        found |= {
-            KERNEL: ours(None, bias=False, backend="triton"),
-            "FlexAttention: dense, learned bias": flex(None),
-            "FlexAttention: BigBird, block 64, learned bias": flex(bigbird64),
-        }
     return found
 
 
@@ -148,15 +111,8 @@ def one_pass(call: Callable[[Inputs], Tensor], x: Inputs, grad: Tensor) -> None:
             leaf.grad = None
 
 
-def timed(call: Callable[[], None], device: str) -> float:
+def timed(call: Callable[[], None]) -> float:
     """Milliseconds."""
-    if device == "cuda":
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end)
     begin = time.process_time()
     call()
     return (time.process_time() - begin) * 1e3
@@ -180,7 +136,7 @@ def measure(args: argparse.Namespace, length: int, dtype: torch.dtype, slow: set
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(args.warm_up + args.rounds):
         for name in sorted(calls.keys() - slow, key=list(calls).index):
-            took = timed(lambda name=name: one_pass(calls[name], inputs[name], grad), args.device)
+            took = timed(lambda name=name: one_pass(calls[name], inputs[name], grad))
             if number == 0 and took > args.slowest * 1e3:
                 slow.add(name)
                 del inputs[name]
@@ -191,15 +147,6 @@ def measure(args: argparse.Namespace, length: int, dtype: torch.dtype, slow: set
 
 def peak_memory(args: argparse.Namespace, name: str, length: int, dtype: torch.dtype) -> float:
     """MiB that one pass adds."""
-    if args.device == "cuda":
-        x = make_inputs(args, length, dtype)
-        grad = torch.randn_like(x.q)
-        one_pass(contenders(args)[name], x, grad)
-        x.frozen = x.shared = None
-        held = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        one_pass(contenders(args)[name], x, grad)
-        return (torch.cuda.max_memory_allocated() - held) / 2**20
     context = multiprocessing.get_context("forkserver")  # its processes start with torch imported and nothing else
     context.set_forkserver_preload(["torch", "lm_experiments_tools.attention.kernels.gather"])
     with ProcessPoolExecutor(1, context) as pool:
@@ -280,36 +227,8 @@ def baseline_of(row: Row, rows: Rows) -> Row | None:
     return baseline if baseline is not None and baseline.times else None
 
 
-# On a GPU: who, against whom, how many times as fast (1 / 1.1: within 10 %), from how many tokens on.
-KERNEL = "our kernel: dense, no bias"
-GPU_GOALS = (
-    ("ours: dense, learned bias", KERNEL, 1 / 1.1, 0),
-    ("ours: dense, learned bias", BASELINE, 3, 2048),
-    ("ours: dense, learned bias", "FlexAttention: dense, learned bias", 2, 0),
-    ("ours: BigBird, block 64", BASELINE, 8, 8192),
-)
-
-
-def gpu_verdicts(rows: Rows) -> list[str]:
-    """The goals of a GPU, and the worst that was measured."""
-    found = []
-    for dtype, (mine, theirs, goal, shortest) in itertools.product(dict.fromkeys(key[0] for key in rows), GPU_GOALS):
-        lengths = [n for kind, n, name in rows if (kind, name) == (dtype, mine) and n >= shortest]
-        pairs = {n: (rows[dtype, n, mine], rows.get((dtype, n, theirs))) for n in lengths}
-        ratios = {n: b.over(a) for n, (a, b) in pairs.items() if a.times and b is not None and b.times}
-        if ratios:
-            worst = min(ratios, key=ratios.get)
-            found.append(
-                f"{dtype}: {mine}, is {ratios[worst]:.2f} times as fast as {theirs} at worst, {worst} "
-                f"(goal: {goal:.2g})"
-            )
-    return found
-
-
 def verdicts(rows: Rows) -> list[str]:
     """Goals, and what was measured."""
-    if any(name == KERNEL for _, _, name in rows):
-        return gpu_verdicts(rows)
     sparse, found = "ours: BigBird, block 64", []
     for dtype in dict.fromkeys(key[0] for key in rows):
         by_name = {
@@ -340,69 +259,20 @@ def verdicts(rows: Rows) -> list[str]:
     return found
 
 
-def candidates() -> list[tiles.Tile]:
-    sizes = itertools.product([32, 64, 128], [32, 64, 128])
-    return [tiles.Tile(*size, warps, stages) for size in sizes for warps in (4, 8) for stages in (1, 2, 3, 4)]
-
-
-def tune(args: argparse.Namespace) -> None:
-    """Finds the fastest candidate of each kernel, one after the other, and prints lines for `tiles.MEASURED`."""
-    card = triton_backend.card_of(torch.device(args.device, 0))
-    for dtype in (getattr(torch, name) for name in args.dtypes):
-        measured = tiles.MEASURED.setdefault((card.name, dtype.itemsize), {})
-        for kernel in tiles.KERNELS:
-            tune_kernel(args, kernel, dtype, card, measured)
-        lines = "".join(f"        {key}: Tile{tuple(tile)},\n" for key, tile in measured.items())
-        print(f"    {card.name, dtype.itemsize}: {{\n{lines}    }},", flush=True)
-
-
-def tune_kernel(
-    args: argparse.Namespace,
-    kernel: str,
-    dtype: torch.dtype,
-    card: tiles.Card,
-    measured: dict[tuple[str, int], tiles.Tile],
-) -> None:
-    """Puts the fastest candidate of a kernel into `measured`, the other kernels' tiles left as they are."""
-    x, call = make_inputs(args, args.lengths[0], dtype), ours(None, backend="triton")
-    key, found = (kernel, tiles.head_bound(args.head_dim)), {}
-    grad = torch.randn_like(x.q)
-    for tile in candidates():
-        measured[key] = tile
-        if tiles.tile_of(kernel, args.head_dim, None, dtype.itemsize, card) != tile:
-            continue  # too much shared memory
-        try:
-            one_pass(call, x, grad)
-        except Exception as error:  # a compiler that gives up: not a candidate
-            print(f"# {kernel} {tuple(tile)}: {type(error).__name__}", flush=True)
-            continue
-        found[tile] = statistics.median(timed(lambda: one_pass(call, x, grad), args.device) for _ in range(9))
-        print(f"# {kernel} {tuple(tile)}: {found[tile]:.3f} ms", flush=True)
-    measured[key] = min(found, key=found.get)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384])
-    parser.add_argument("--dtypes", nargs="+", help="default: float32 bfloat16, on a GPU bfloat16")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warm_up", type=int, default=1, help="passes before the rounds")
-    parser.add_argument("--slowest", type=float, help="seconds; default: 2.5, on a GPU no limit")
-    parser.add_argument("--heads", type=int, help="default: 8, on a GPU 12")
+    parser.add_argument("--slowest", type=float, default=2.5, help="seconds")
+    parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head_dim", type=int, default=64)
-    parser.add_argument("--tokens", type=int, help="of a batch; default: one row, on a GPU 16384 tokens")
+    parser.add_argument("--tokens", type=int, default=1, help="of a batch, of one row at least")
     parser.add_argument("--limit", type=float, default=8.0, help="GiB of score matrices")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="measure peak memory")
-    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    on_gpu = args.device == "cuda"
-    args.dtypes = args.dtypes or (["bfloat16"] if on_gpu else ["float32", "bfloat16"])
-    args.heads, args.tokens = args.heads or (12 if on_gpu else 8), args.tokens or (16384 if on_gpu else 1)
-    args.slowest = args.slowest or (math.inf if on_gpu else 2.5)
-    if args.tune:
-        return tune(args)
 
     rows: Rows = {}
     for name in args.dtypes:
@@ -413,15 +283,14 @@ def main() -> None:
 
 
 def write_report(args: argparse.Namespace, rows: Rows) -> None:
-    on_gpu = args.device == "cuda"
-    where = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} thread(s)"
+    where = f"CPU, {torch.get_num_threads()} thread(s)"
     command = " ".join(["python benchmarks/attention.py", *sys.argv[1:]])
-    output = args.output or Path(__file__).with_name("attention_gpu.md" if on_gpu else "attention.md")
+    output = args.output or Path(__file__).with_suffix(".md")
     output.write_text(
         "# Attention\n\n"
-        f"`{'' if on_gpu else 'OMP_NUM_THREADS=1 '}{command}`\n\n"
+        f"`OMP_NUM_THREADS=1 {command}`\n\n"
         f"Forward and backward, {args.heads} heads of {args.head_dim}, "
-        f"{f'batches of {args.tokens} tokens' if on_gpu else 'batch 1'}; torch {torch.__version__}; {where}; medians "
+        f"batch 1; torch {torch.__version__}; {where}; medians "
         f"of {args.rounds} interleaved rounds, or one pass if that takes more than {args.slowest:g} s. The spread is "
         f"(slowest - fastest) / median; the ratio is the time of {BASELINE} over this row's; TFLOP/s count the dense "
         "matrix, whatever is skipped; memory is what a pass adds at its peak, or what would not fit into "

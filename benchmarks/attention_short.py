@@ -67,7 +67,7 @@ SETTINGS: dict[str, tuple[Callable[[Masked], Tensor], Callable[[Masked], Tensor]
 
 
 def make_masked(args: argparse.Namespace, batch: int, length: int, dtype: torch.dtype) -> Masked:
-    args = argparse.Namespace(**{**vars(args), "tokens": batch * length, "device": "cpu"})
+    args = argparse.Namespace(**{**vars(args), "tokens": batch * length})
     x = Masked(**vars(make_inputs(args, length, dtype)))
     x.shared = x.matrix().detach().requires_grad_()
     ends = torch.linspace(length, length / 2, batch + 1)[1:].long()
@@ -79,11 +79,11 @@ def make_masked(args: argparse.Namespace, batch: int, length: int, dtype: torch.
 def versus(theirs: Callable[[], object], mine: Callable[[], object], seconds: float = 0.3) -> tuple[float, float]:
     """(microseconds of a call of theirs, mine over theirs): medians of turns of 2 ms or one call, at least 7."""
     mine(), theirs()
-    one = timed(theirs, "cpu")
+    one = timed(theirs)
     repeats = max(1, round(2 / one))
 
     def turn(call: Callable[[], object]) -> float:
-        return timed(lambda: [call() for _ in range(repeats)] and None, "cpu") * 1e3 / repeats
+        return timed(lambda: [call() for _ in range(repeats)] and None) * 1e3 / repeats
 
     pairs = []
     for number in range(max(7, round(seconds * 500 / (one * repeats)))):

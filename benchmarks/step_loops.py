@@ -225,11 +225,20 @@ def _import_nanot5(checkout: Path) -> dict[str, types.ModuleType]:
     return {name: importlib.import_module(f"nanoT5.utils.{name}") for name in names}
 
 
+def with_cuda_graphs(shape: Shape, batches: Batches, precision: str) -> None:
+    """Ours, each compiled block recorded as CUDA graphs by Inductor."""
+    import torch._inductor.config
+
+    torch._inductor.config.triton.cudagraphs = True
+    ours(shape, batches, precision, compile=True)
+
+
 LOOPS: dict[str, Callable[..., None]] = {
     "ours, --speed off": lambda *args: ours(*args, speed="off", compile=False),
     "ours": ours,
     "ours, not compiled": lambda *args: ours(*args, compile=False),
     "ours, compiled": lambda *args: ours(*args, compile=True),
+    "ours, CUDA graphs": with_cuda_graphs,
     "transformers, bare loop": bare,
     "transformers, bare loop, compiled": lambda *args: bare(*args, compiled=True),
     "transformers Trainer": trainer,

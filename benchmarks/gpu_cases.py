@@ -1,0 +1,442 @@
+"""Cases of benchmarks/gpu.py. Each runs in a process of its own and reports rows through `emit`."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from gpu_attention import attention, tile_compile, tile_search
+from step import Shape, Worker, flops_of
+
+from lm_experiments_tools.training.peaks import data_sheet_peak, measured_peak
+
+ROOT = Path(__file__).resolve().parents[1]
+Emit = Callable[[dict[str, Any]], None]
+MIB = 2**20
+
+
+class Case(NamedTuple):
+    """One process of the benchmark.
+
+    Attributes:
+        seconds: estimated on an H100 with an empty compile cache.
+        alone: False for a case that measures no time, and so runs next to others.
+    """
+
+    part: str
+    name: str
+    run: Callable[[dict[str, Any], Emit], None]
+    settings: dict[str, Any]
+    seconds: int
+    alone: bool = True
+
+
+def environment(settings: dict[str, Any], emit: Emit) -> None:
+    """Versions, the device, and matrix products in bf16, TF32 and float32."""
+    device = torch.device(settings["device"])
+    found = {name: metadata.version(name) for name in ("torch", "triton", "transformers")}
+    found["device"] = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {platform.machine()}"
+    kinds = {"bf16": (torch.bfloat16, "high"), "TF32": (torch.float32, "high"), "fp32": (torch.float32, "highest")}
+    for name, (dtype, precision) in kinds.items():
+        torch.set_float32_matmul_precision(precision)
+        rate = measured_peak(device, dtype)
+        emit({"name": name, "python": platform.python_version(), **found, "product_tflops": rate / 1e12})
+
+
+# ---- training steps -------------------------------------------------------------------------------------------------
+# MiB of one row of t5-v1_1-base, 512/114, estimated: loops run at the same time only if they fit together.
+_ROW_MIB = {"ours": 280, "ours, not compiled": 360, "nanoT5": 640}
+_OTHER_MIB, _SMALL, _CONTEXT_MIB = 480, 0.45, 6000
+ROUNDS, STEPS, FEWEST_STEPS, TURN_SECONDS, WARM_UP = 3, 30, 8, 6.0, 3
+
+
+def groups_of(loops: list[str], shape: Shape, memory_mib: float) -> list[list[str]]:
+    """Loops that fit into memory together; each group begins with the first loop, which others are compared with."""
+    scale = 1.0 if "base" in shape.preset else _SMALL
+
+    def size(loop: str) -> float:
+        return _ROW_MIB.get(loop, _OTHER_MIB) * shape.rows * scale + _CONTEXT_MIB
+
+    first, groups = loops[0], []
+    for loop in loops[1:]:
+        if not groups or sum(map(size, groups[-1])) + size(loop) > memory_mib:
+            groups.append([first])
+        groups[-1].append(loop)
+    return groups or [[first]]
+
+
+def step(settings: dict[str, Any], emit: Emit) -> None:
+    """Interleaved turns of loops that train on one shape; a loop without memory beside others is measured alone."""
+    shape, loops = Shape(**settings["shape"]), settings["loops"]
+    short_of_memory = _interleaved(settings, shape, loops, emit)
+    for loop in short_of_memory:
+        if len(loops) == 1 or _interleaved(settings, shape, [loop], emit):
+            emit({"name": loop, "error": "out of memory"})
+
+
+def _interleaved(settings: dict[str, Any], shape: Shape, loops: list[str], emit: Emit) -> list[str]:
+    """Measure these loops; returns those that ran out of memory."""
+    logs, checkout = Path(settings["output"], "logs"), settings["nanot5"] and Path(settings["nanot5"])
+    workers = {loop: Worker(loop, shape, settings["precision"], logs, checkout) for loop in loops}
+    for worker in workers.values():  # at the same time: compiling takes minutes, one after the other
+        worker.begin(WARM_UP)
+    for worker in workers.values():
+        worker.finish()
+    running = {loop: worker for loop, worker in workers.items() if not worker.failed}
+    for worker in running.values():  # compiled and warm: the length of a turn depends on this one
+        worker.begin(WARM_UP)
+        worker.finish()
+    for _, (loop, worker) in itertools.product(range(settings["rounds"]), running.items()):
+        seconds = worker.turns[-1]["wall"] / worker.turns[-1]["steps"]
+        worker.begin(min(max(int(TURN_SECONDS / seconds), FEWEST_STEPS), settings["steps"]))
+        worker.finish()
+        if not worker.failed:
+            emit({"name": loop, **_summary(worker.turns[2:], shape, loop), "interleaved": len(loops) > 1})
+    found = []
+    for loop, worker in workers.items():
+        worker.close()
+        log = worker.path.read_text(errors="replace")
+        if worker.failed and "OutOfMemoryError" in log:
+            found.append(loop)
+        elif worker.failed:
+            emit({"name": loop, "error": last_line(log)})
+    return found
+
+
+def _summary(turns: list[dict[str, float]], shape: Shape, loop: str) -> dict[str, Any]:
+    """Of the turns so far."""
+    seconds, peak = (
+        [turn["wall"] / turn["steps"] for turn in turns],
+        data_sheet_peak(torch.device("cuda"), torch.bfloat16) if torch.cuda.is_available() else None,
+    )
+    median, last = statistics.median(seconds), turns[-1]
+    return {
+        "seconds": median,
+        "spread": (max(seconds) - min(seconds)) / median,
+        "steps": sum(turn["steps"] for turn in turns),
+        "tokens_per_second": last["tokens"] / last["steps"] / median,
+        "share_of_peak": flops_of(shape, loop) / median / peak if peak else None,
+        "allocated": last["memory"],
+        "reserved": last.get("reserved"),
+    }
+
+
+def last_line(text: str) -> str:
+    """The last line that says something, as of a traceback."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no output"
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+_OWN = "pretrain-t5 --model_cls modeling_t5:T5ForConditionalGeneration --lr 1e-3"
+MEMORY = (
+    f"{_OWN} --bf16 --model_cfg t5-v1_1-small --batch_size 32 --input_seq_len 512",
+    f"{_OWN} --bf16 --model_cfg t5-v1_1-base --batch_size 16 --input_seq_len 512 --optimizer AdamWScale",
+    f"{_OWN} --bf16 --model_cfg t5-v1_1-base --batch_size 64 --input_seq_len 512 --gradient_checkpointing",
+    f"{_OWN} --no_bf16 --model_cfg t5-small --batch_size 16 --input_seq_len 512 --optimizer Adafactor",
+    "pretrain-t5 --speed off --lr 1e-3 --bf16 --model_cfg t5-v1_1-base --batch_size 8 --input_seq_len 512",
+    "pretrain-bert --model_cls modeling_bert.modeling_bert:BertForPreTraining --lr 1e-3 --vocab_file - --bf16 "
+    "--model_cfg bert_base_uncased --batch_size 16 --input_seq_len 512",
+    "pretrain-bert --speed off --lr 1e-3 --mlm_positions all --vocab_file - --bf16 --model_cfg bert_base_uncased "
+    "--batch_size 16 --input_seq_len 512",
+    "finetune --speed off --lr 1e-3 --bf16 --peft lora --model_cfg t5-v1_1-large --batch_size 8",
+)
+
+
+def memory(settings: dict[str, Any], emit: Emit) -> None:
+    """Predicted, traced and measured memory of two training steps."""
+    from lm_experiments_tools.config.cli import parse
+    from lm_experiments_tools.planning.build import prepare, trace_plan
+    from lm_experiments_tools.planning.plan import make_plan
+    from lm_experiments_tools.planning.trace import make_steps
+    from lm_experiments_tools.tools.plan import SCRIPTS
+
+    name, *flags = shlex.split(settings["command"])
+    args, origins = parse(SCRIPTS[name], [*flags, "--device", settings["device"]])
+    plan = make_plan(args, args, origins)
+    sizes = plan.step.source, plan.step.target, plan.step.scored
+    row = {"predicted": plan.peak.total / MIB, "traced": trace_plan(plan.args, *sizes).peak / MIB}
+    if settings["device"] == "cuda":
+        torch.set_float32_matmul_precision("high" if plan.args.speed == "auto" else "highest")
+        make_steps(prepare(plan.args, *sizes, device=torch.device("cuda")))
+        row |= {"allocated": torch.cuda.max_memory_allocated() / MIB}
+        row |= {"reserved": torch.cuda.max_memory_reserved() / MIB}
+    else:
+        row["allocated"] = trace_plan(plan.args, *sizes, fake=False).peak / MIB
+    emit({"name": settings["command"], **row, "ratio": row["predicted"] / row["allocated"]})
+
+
+# ---- runs of the training script ------------------------------------------------------------------------------------
+def _pretrain(settings: dict[str, Any], run: Path, **flags: Any) -> list[dict[str, Any]]:
+    """Run run_t5_pretraining.py in this process; returns its lines of metrics."""
+    import run_t5_pretraining
+
+    values = {
+        "data_path": _corpus(settings), "vocab": Path(settings["output"], "data", "vocab.model"), "model_path": run,
+        "model_cfg": settings["model_cfg"], "input_seq_len": settings["length"], "batch_size": settings["rows"],
+        "optimizer": "AdamWScale", "lr": 1e-3, "clip_grad_norm": 1.0, "compile": False, "seed": 1,
+    }  # fmt: skip
+    words = []
+    for name, value in {**values, **flags}.items():
+        words += [f"--{name}", str(value)] if not isinstance(value, bool) else [f"--{'' if value else 'no_'}{name}"]
+    run_t5_pretraining.main(words)
+    lines = map(json.loads, Path(run, "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["split"] == "train" and line["metrics"]]
+
+
+def _corpus(settings: dict[str, Any]) -> Path:
+    """Python's own documentation as text, with a vocabulary; made by the first that asks."""
+    from pydoc_data.topics import topics
+
+    import sentencepiece
+
+    folder = Path(settings["output"], "data")
+    folder.mkdir(exist_ok=True)
+    texts, made = folder / "text.jsonl", folder / "vocab.model"
+    if made.exists():
+        return texts
+    documents = [" ".join(text.split()) for _, text in sorted(topics.items())]
+    own = folder / f"made_{os.getpid()}"  # cases run next to each other: a file appears when it is complete
+    own.with_suffix(".txt").write_text("\n".join(documents))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(own.with_suffix(".txt")), model_prefix=str(own), vocab_size=1000, pad_id=0, eos_id=1, unk_id=2,
+        bos_id=-1, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    own.with_suffix(".jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    own.with_suffix(".jsonl").replace(texts)
+    own.with_suffix(".model").replace(made)
+    return texts
+
+
+def _run_folder(settings: dict[str, Any]) -> Path:
+    """A folder in which no interrupted case has begun a run."""
+    return Path(settings["output"], "runs", str(os.getpid()))
+
+
+def resume(settings: dict[str, Any], emit: Emit) -> None:
+    """A run next to one that was stopped halfway and resumed: the weights must have the same bits."""
+    from safetensors.torch import load_file
+
+    name, flags, iters = settings["name"], settings["flags"], settings["iters"]
+    folder = _run_folder(settings)
+    logged = _pretrain(settings, folder / "whole", iters=iters, log_interval=iters // 2, **flags)
+    for end in (iters // 2, iters):
+        _pretrain(settings, folder / "resumed", iters=end, log_interval=iters // 2, **flags)
+    whole, resumed = (load_file(folder / run / "last" / "model.safetensors") for run in ("whole", "resumed"))
+    differs = max((whole[key].double() - resumed[key].double()).abs().max().item() for key in whole)
+    seconds = logged[-1]["seconds_per_step"]
+    equal = differs == 0 and all(torch.equal(whole[key], resumed[key]) for key in whole)
+    emit({"name": name, "result": "same bits" if equal else f"largest difference {differs:.3g}",
+          "passed": equal or not settings["must"], "seconds_per_step": seconds})  # fmt: skip
+
+
+def fp16(settings: dict[str, Any], emit: Emit) -> None:
+    """fp16 with its loss scale: the loss falls, and few updates are skipped."""
+    logged = _pretrain(settings, _run_folder(settings), iters=40, log_interval=10, fp16=True)
+    first, last = logged[0]["loss"], logged[-1]["loss"]
+    skipped = logged[-1]["skipped_updates"]
+    emit({"name": "fp16 with GradScaler", "result": f"loss {first:.2f} to {last:.2f}, {skipped} updates skipped",
+          "passed": last < first and skipped < 20, "seconds_per_step": logged[-1]["seconds_per_step"]})  # fmt: skip
+
+
+# Calls of the CUDA runtime in which the host waits for the whole queue. cudaEventSynchronize is none of them: the loop
+# reads the result of the step before while the next one is queued.
+_BLOCKING = re.compile(r"cuda(Stream|Device)Synchronize|cudaMemcpy$|cudaFree$|cudaMalloc$")
+
+
+def queue(settings: dict[str, Any], emit: Emit) -> None:
+    """A profiler trace of steady steps of the script: the device is never idle, the host never waits for its queue."""
+    steps, folder = settings["steps"], _run_folder(settings)
+    flags = {"iters": 2 * steps + 12, "log_interval": steps, "profile": 10, "profile_after": 2 * steps + 1}
+    logged = _pretrain(settings, folder, **flags, compile=settings["compile"])[1]
+    row = {"name": settings["name"], "data_share": logged["data_wait_fraction"]}
+    row |= {"seconds_per_step": logged["seconds_per_step"]}
+    idle = float(re.search(r"idle .* ([\d.]+) %", next((folder / "profile").glob("*.txt")).read_text())[1]) / 100
+    if settings["device"] == "cpu":
+        return emit({**row, "result": f"idle {idle:.1%}; waits for the device: needs CUDA"})
+    trace = json.loads(next((folder / "profile").glob("*.json")).read_text())["traceEvents"]
+    calls = [event for event in trace if event.get("cat") == "cuda_runtime"]
+    # the trace ends with a synchronization of its own
+    last = max(event["ts"] for event in calls if "LaunchKernel" in event["name"])
+    begin = min(event["ts"] for event in calls if "LaunchKernel" in event["name"])
+    blocking = [e["name"] for e in calls if _BLOCKING.search(e["name"]) and begin < e["ts"] < last]
+    said = f"{len(blocking)} waits {', '.join(sorted(set(blocking)))}; device idle {idle:.1%}"
+    emit({**row, "result": said, "passed": not blocking and idle < 0.02 and row["data_share"] < 0.02})
+
+
+# ---- programs -------------------------------------------------------------------------------------------------------
+def gpu_tests(settings: dict[str, Any], emit: Emit) -> None:
+    """`pytest -m gpu` of one file; pytest's plug-ins need not be there."""
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-m", "gpu", "-rfE"]
+    command += [str(ROOT / settings["file"]), "-k", settings["only"]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    Path(settings["output"], "logs", f"pytest_{os.getpid()}.log").write_text(done.stdout + done.stderr)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    said = ", ".join([last_line(done.stdout or done.stderr), *failed])
+    emit({"name": settings["name"], "result": said, "passed": done.returncode == 0})
+
+
+def launcher(settings: dict[str, Any], emit: Emit) -> None:
+    """The script under a launcher with one process: it must say which backend it has, and train."""
+    folder = _run_folder(settings)
+    flags = f"""--data_path {_corpus(settings)} --vocab {settings["output"]}/data/vocab.model --iters 20 --lr 1e-3
+        --model_cfg {settings["model_cfg"]} --input_seq_len {settings["length"]} --batch_size {settings["rows"]}
+        --log_interval 5 --no_compile --model_path {folder}"""
+    command = [*shlex.split(settings["command"]), str(ROOT / "run_t5_pretraining.py"), *shlex.split(flags)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    logged = done.stdout + done.stderr
+    named = settings["says"] in logged
+    error = "" if done.returncode == 0 and named else f": {last_line(logged)}"
+    emit({"name": settings["name"], "result": f"exit code {done.returncode}{error}",
+          "passed": done.returncode == 0 and named})  # fmt: skip
+
+
+# ---- all cases, the most valuable first -----------------------------------------------------------------------------
+def skipped(settings: dict[str, Any], emit: Emit) -> None:
+    """A case that this machine cannot run."""
+    emit({"name": settings["name"], "skipped": settings["why"]})
+
+
+def lacks(*packages: str) -> str | None:
+    """The first package that is not installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return f"{missing[0]} is not installed" if missing else None
+
+
+T5_LOOPS = ["ours", "nanoT5", "nanoT5, compiled", "transformers, bare loop, compiled", "transformers Trainer",
+            "transformers, bare loop", "ours, --speed off", "ours, not compiled"]  # fmt: skip
+BERT_LOOPS = ["ours", "transformers Trainer", "transformers, bare loop", "transformers, bare loop, compiled",
+              "ours, --speed off"]  # fmt: skip
+TESTS = {  # file: expressions of -k, each a process
+    "tests/unit/attention/test_attention_triton.py": (
+        "exact and float32", "exact and float16 and not bfloat16", "exact and bfloat16", "long and triton",
+        "long and gather or two_runs or auto", "long and flex",
+    ),
+    "tests/unit/modeling_t5/test_modeling_t5.py": ("gpu",),
+    "tests/unit/training/test_running_ahead.py": ("gpu",),
+    "tests/parity/test_optimizers_reference.py": ("cuda",),
+}  # fmt: skip
+
+
+def attention_cases(common: dict[str, Any], tiny: bool, tuned: bool) -> list[Case]:
+    """A case for each layout and length; without time to measure first, which fills the compile caches."""
+    lengths = (64,) if tiny else (512, 2048, 8192)
+    found = []
+    for layout, length in itertools.product(("dense", "BigBird"), lengths):
+        settings = {**common, "layout": layout, "length": length, "tuned": tuned}
+        name = f"{layout}, {length} tokens{', measured tiles' if tuned else ''}"
+        if common["device"] == "cuda" and not tuned:
+            warm = {**settings, "warm": True}
+            found.append(Case("attention", f"compile {name}", attention, warm, 75, alone=False))
+        found.append(Case("attention", name, attention, settings, 20 + length // 400))
+    return sorted(found, key=lambda case: case.alone)
+
+
+def step_case(common: dict[str, Any], shape: Shape, loops: list[str]) -> Iterator[Case]:
+    """Cases of a shape: as many as its loops need to fit into the device's memory."""
+    on_gpu, why = common["device"] == "cuda", "nanoT5 is not there: --nanot5 names a checkout of it"
+    length = f"{shape.inputs}/{shape.targets}" if shape.is_t5 else f"{shape.inputs}"
+    title = f"{Path(shape.preset).stem}, {shape.rows} x {length}, bf16"
+    absent = [loop for loop in loops if "nanoT5" in loop and not common["nanot5"]]
+    loops = [loop for loop in loops if loop not in absent]
+    total = torch.cuda.get_device_properties(0).total_memory / MIB if on_gpu else math.inf
+    settings = {**common, "shape": vars(shape),
+                "precision": "bf16", "rounds": ROUNDS if on_gpu else 1, "steps": STEPS if on_gpu else 2}  # fmt: skip
+    for group in groups_of(loops, shape, 0.93 * total):
+        compiles = any("compiled" in loop for loop in group)
+        seconds = 30 + 90 * compiles + 18 * len(group) * (shape.rows > 64) + 8 * len(group)
+        yield Case("step", f"{title}: {'; '.join(group)}", step, {**settings, "loops": group}, seconds)
+    for loop in absent:
+        yield Case("step", f"{title}: {loop}", skipped, {**settings, "name": loop, "why": why}, 5, alone=False)
+
+
+def loop_cases(common: dict[str, Any], tiny: bool) -> Iterator[Case]:
+    """What the script promises of a GPU."""
+    model = {"model_cfg": "t5-v1_1-small", "length": 512, "rows": 32, "iters": 12}
+    if tiny:
+        model = {"model_cfg": common["tiny_t5"], "length": 32, "rows": 4, "iters": 4}
+    modes = {"resume": ({}, False), "resume, compiled": ({"compile": True}, False),
+             "resume, --reproducible fixed": ({"reproducible": "fixed"}, True)}  # fmt: skip
+    for name, (flags, must) in modes.items():
+        if must or not tiny:
+            settings = {**common, **model, "name": name, "flags": flags, "must": must}
+            yield Case("loop", name, resume, settings, 90, alone=False)
+    body, name = fp16 if common["device"] == "cuda" else skipped, "fp16 with GradScaler"
+    yield Case("loop", name, body, {**common, **model, "name": name, "why": "needs CUDA"}, 45, alone=False)
+    for preset, rows, compiled in (("t5-v1_1-small", 128, False), ("t5-v1_1-base", 128, True))[: 1 if tiny else 2]:
+        name = f"queue and data, {preset}, batch {rows}{', compiled' if compiled else ''}"
+        settings = {**common, **model, "name": name, "steps": 20, "compile": compiled}
+        settings |= {"steps": 5, "compile": False} if tiny else {"model_cfg": preset, "rows": rows}
+        yield Case("loop", name, queue, settings, 100 if compiled else 60)
+
+
+def launcher_cases(common: dict[str, Any], tiny: bool) -> Iterator[Case]:
+    """Horovod and DeepSpeed in one process, where they are installed."""
+    zero = f"accelerate launch --config_file {ROOT / 'accelerate_configs' / 'zero1.yaml'} --num_processes 1"
+    programs = {
+        "Horovod with NCCL": ("horovod", f"horovodrun -np 1 {sys.executable}", "backend horovod"),
+        "DeepSpeed ZeRO-1": ("deepspeed", zero, "DeepSpeedEngine"),
+    }
+    model = {"model_cfg": "t5-v1_1-small", "length": 512, "rows": 32}
+    for name, (package, command, says) in programs.items():
+        why = lacks(package) or ("needs CUDA" if common["device"] == "cpu" else None)
+        settings = {**common, **model, "name": name, "why": why, "command": command, "says": says}
+        yield Case("launchers", name, skipped if why else launcher, settings, 90, alone=False)
+
+
+def all_cases(common: dict[str, Any], tiny: bool) -> list[Case]:
+    """Cases by value: the first nine minutes give the attention table and the step of t5-v1_1-base."""
+    on_gpu = common["device"] == "cuda"
+    found = [Case("environment", "environment", environment, common, 15), *attention_cases(common, tiny, False)]
+    if tiny:
+        loops = ["ours, not compiled", "transformers, bare loop", "nanoT5"]
+        found += step_case(common, Shape(common["tiny_t5"], 2, 32, 8), loops)
+    else:
+        found += step_case(common, Shape("t5-v1_1-base", 128, 512, 114), T5_LOOPS)
+    for file, expressions in TESTS.items():
+        for only in expressions:
+            name = f"{Path(file).stem}: {only}"
+            why = lacks("pytest") or (None if on_gpu else "needs CUDA")
+            settings = {**common, "name": name, "file": file, "only": only, "why": why}
+            found.append(Case("pytest", name, skipped if why else gpu_tests, settings, 150, alone=False))
+    commands = (f"{_OWN} --no_bf16 --model_cfg {common['tiny_t5']} --batch_size 2 --input_seq_len 32",)
+    for command in commands if tiny else MEMORY:
+        found.append(Case("memory", command, memory, {**common, "command": command}, 40, alone=False))
+    checks = list(loop_cases(common, tiny))
+    found += [case for case in checks if not case.alone]
+    shards = 8 if on_gpu else 1
+    body = tile_compile if on_gpu else skipped
+    tiles = {**common, "name": "tiles", "why": "needs CUDA", "shards": shards}
+    found += [Case("tiles", f"compile {n}", body, {**tiles, "shard": n}, 60, alone=False) for n in range(shards)]
+    if on_gpu:
+        found.append(Case("tiles", "search", tile_search, tiles, 45))
+        found += attention_cases(common, tiny, True)
+    found += [case for case in checks if case.alone]
+    if not tiny:
+        found += step_case(common, Shape("t5-v1_1-base", 32, 512, 114), [*T5_LOOPS, "ours, CUDA graphs"])
+        found += step_case(common, Shape("bert_base_uncased", 32, 512), BERT_LOOPS)
+        found += step_case(common, Shape("t5-v1_1-small", 128, 512, 114), T5_LOOPS)
+        found += step_case(common, Shape("t5-v1_1-small", 32, 512, 114), [*T5_LOOPS, "ours, CUDA graphs"])
+    found += launcher_cases(common, tiny)
+    why = lacks("tyro", "sentencepiece")  # of the command line and of the vocabulary
+    needing = ("memory", "loop", "launchers") if why else ()
+    return [case if case.part not in needing else _left_out(case, why) for case in found]
+
+
+def _left_out(case: Case, why: str) -> Case:
+    settings = {"name": case.settings.get("name", case.name), "why": why}
+    return case._replace(run=skipped, settings=settings, seconds=5, alone=False)
