@@ -1,6 +1,6 @@
-"""Look at attention: maps of a model on a text, or pictures of block-sparse layouts.
+"""Attention maps of a model on a text, or pictures of block-sparse layouts.
 
-    lmtools attention --model runs/mine/last --text "The cat sat on the mat." --layers 0,3 --output maps.html
+    lmtools attention --model runs/mine/last --text "The cat sat on the mat." --layers 0,3 --output maps.png
     lmtools attention --layout BigBird,Fixed --block 64 --length 2048 --output layouts.svg
 
 Maps take --model and --text, layouts --layout.
@@ -20,7 +20,7 @@ class OutputArgs:
     """Where to write."""
 
     output: str
-    """Maps: a .html page to explore or a .png; layouts: a .svg or .png."""
+    """Maps: a .png picture or the arrays as .npz; layouts: a .svg or .png."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class AttentionArgs(LayoutsArgs, MapsArgs, OutputArgs):
             raise UserError("lmtools attention: --text and --target are for --model; a --layout needs none.")
         if self.layout is None and self.settings != LayoutsArgs.settings:
             raise UserError("lmtools attention: --settings are those of a --layout, which is not given.")
-        kinds = (".html", ".png") if self.layout is None else (".svg", ".png")
+        kinds = (".png", ".npz") if self.layout is None else (".svg", ".png")
         if Path(self.output).suffix not in kinds:
             raise UserError(f"--output {self.output}: it must end in {' or '.join(kinds)}.")
 
@@ -78,6 +78,7 @@ def run(args: AttentionArgs) -> None:
 
 def _draw_layouts(args: AttentionArgs) -> Path:
     from lm_experiments_tools.attention.layouts import get_sparsity_config
+    from lm_experiments_tools.names import allow_modules
     from lm_experiments_tools.tools.attention_maps.pictures import draw_layouts
 
     try:
@@ -90,7 +91,9 @@ def _draw_layouts(args: AttentionArgs) -> Path:
         raise UserError(f"--settings {args.settings!r}: give the block as --block {settings['block']} instead.")
     if "num_heads" in settings:
         raise UserError(f"--settings {args.settings!r}: leave out num_heads, as a picture is that of one head.")
-    configs = [get_sparsity_config(name, 1, block=args.block, **settings) for name in args.layout.split(",")]
+    names = args.layout.split(",")
+    allow_modules(names)
+    configs = [get_sparsity_config(name, 1, block=args.block, **settings) for name in names]
     return draw_layouts(configs, args.length, args.output)
 
 
@@ -108,9 +111,10 @@ def _draw_maps(args: AttentionArgs) -> Path:
     last = Path(args.model) / "last"  # of a run, whose own config.json is no model's
     name = find_source(str(last) if last.exists() else args.model, "--model").name
     with unread(f"--model {args.model}", "a model with its tokenizer"):
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModel
-        model, tokenizer = auto.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+        model = auto.from_pretrained(name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     maps = attention_maps(model, tokenizer, args.text, target=args.target, layers=layers, heads=heads)
     return write_maps(maps, args.output, title=f"{args.model}: {args.text}")
 

@@ -1,10 +1,9 @@
-"""Compare runs: how far each is and how well it does, and which of their settings differ.
+"""Compare runs: their progress, their metrics, and the settings that differ.
 
     lmtools compare runs/a runs/b
-    lmtools compare runs --html page.html
+    lmtools compare runs
 
-Reads run directories, or folders of them, finished or not. The page holds the curves, over steps, samples, tokens or
-training time, and needs no network.
+Reads run directories, or folders of them, finished or not. TensorBoard, trackio and wandb draw the curves.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lm_experiments_tools.errors import UserError
@@ -26,30 +24,24 @@ _WIDEST = 60  # characters of a setting in the terminal
 
 @dataclass(frozen=True, kw_only=True)
 class CompareArgs:
-    """What is compared."""
+    """Runs to compare."""
 
     runs: tuple[str, ...] = ()
     """Run directories, or folders of them; the name of this flag may be left out where they stand first."""
-    html: str | None = None
-    """File to write the page of curves to. None: none."""
 
     def __post_init__(self) -> None:
         if not self.runs:
             raise UserError(
                 "lmtools compare: name the run directories to compare, as in lmtools compare runs/a runs/b."
             )
-        if self.html is not None and Path(self.html).suffix not in (".html", ".htm"):
-            raise UserError(f"--html {self.html}: a page's name ends in .html.")
 
 
 def run(args: CompareArgs) -> None:
-    """Print the tables, and sentences on what could not be shown; write the page.
+    """Print the tables; problems with single runs go to standard error.
 
     Raises:
-        UserError: there is nothing to show.
+        UserError: no run can be shown.
     """
-    from lm_experiments_tools.tools.runs.curves import curves_page
-
     found, problems = find_runs(args.runs)
     runs = [run for run in found if run.records or run.config]
     differing = differences(runs)
@@ -64,11 +56,6 @@ def run(args: CompareArgs) -> None:
         "settings that differ": differing_rows(runs, differing),
     }
     print("\n".join(_lines(tables)))
-    if args.html is not None:
-        path = Path(args.html)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(curves_page(runs, tables, problems), encoding="utf-8")
-        print(f"\ncurves: {path}")
     for problem in problems:
         print(problem, file=sys.stderr)
 

@@ -60,9 +60,8 @@ def run(args: ConvertArgs) -> None:
     """Convert, and say what was written."""
     if not Path(args.source).exists():
         raise UserError(f"--source {args.source}: there is no such file or folder.")
-    import torch
 
-    from lm_experiments_tools.checkpoint.weights import without_progress_bars
+    from lm_experiments_tools.checkpoint.conversion import without_progress_bars
     from lm_experiments_tools.models.saved import loaded
     from lm_experiments_tools.tools.hub_folder import check_same, example_inputs, logits_of, new_folder
 
@@ -72,11 +71,7 @@ def run(args: ConvertArgs) -> None:
         with without_progress_bars():
             model.save_pretrained(temporary, max_shard_size=args.max_shard_size)
         has_tokenizer = _save_tokenizer(args, temporary)
-        again = loaded(
-            lambda: cls.from_pretrained(str(temporary), dtype=torch.float32, output_loading_info=True),
-            args.to,
-            cls.__name__,
-        )
+        again = loaded(cls, str(temporary), args.to)
         inputs = example_inputs(model)
         check_same(logits_of(again.eval(), inputs), logits_of(model, inputs), folder)
     parameters = sum(weight.numel() for weight in model.parameters())

@@ -73,7 +73,10 @@ def _to_hub(args: ExportArgs, folder: Path) -> None:
         loading = same_logits(opened, temporary)
         write_card(opened, temporary, folder.resolve().name, loading)
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2**20
-    print(f"{folder}: {type(opened.model).__name__}, {size:.1f} MiB of weights; loaded back, its logits are the same.")
+    check = (
+        "loaded back, its logits are the same" if loading.is_complete else "it needs code that is not in the folder"
+    )
+    print(f"{folder}: {type(opened.model).__name__}, {size:.1f} MiB of weights; {check}.")
     print(f"Choose a licence in {folder / 'README.md'} before you publish it.")
     if loading.note:
         print(loading.note)

@@ -201,7 +201,7 @@ def _encoded(opened: Opened, texts: Sequence[str], args: GenerateArgs) -> BatchE
     """The texts as a batch; a decoder goes on from the last token, so rows end together and not by an end of text."""
     from lm_experiments_tools.models.build import check_positions, first_position
 
-    tokenizer, goes_on = opened.tokenizer, opened.kind == "decoder" and opened.model.can_generate()
+    tokenizer, goes_on = opened.tokenizer, opened.writes_on
     rows = [tokenizer(text)["input_ids"] for text in texts]
     if goes_on:
         rows = [row[:-1] if len(row) > 1 and row[-1] == tokenizer.eos_token_id else row for row in rows]

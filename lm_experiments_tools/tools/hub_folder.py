@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
+from transformers.dynamic_module_utils import get_imports
 
+from lm_experiments_tools.checkpoint.conversion import without_progress_bars
 from lm_experiments_tools.checkpoint.source import CONFIG
-from lm_experiments_tools.checkpoint.weights import copy_tokenizer, read_weights, without_progress_bars
+from lm_experiments_tools.checkpoint.weights import copy_tokenizer, read_weights
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import apply_umask, dump_json, read_json
 from lm_experiments_tools.models.saved import loaded
@@ -33,7 +35,9 @@ _READERS = {
     "decoder": "AutoModelForCausalLM",
     "encoder": "AutoModelForMaskedLM",
 }
-_LIBRARIES = {"transformers", "torch", "modeling_t5", "modeling_bert", "lm_experiments_tools", "peft"}
+_OURS = ("lm_experiments_tools", "modeling_bert", "modeling_t5")
+_LIBRARIES = {"transformers", "torch", "peft", *_OURS}
+_SITES = ("site-packages", "dist-packages")  # folders of installed packages
 _OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
 _SECONDS = 600
 _STRANGER = """
@@ -55,12 +59,12 @@ class Loading:
     Attributes:
         code: Python whose `model` is the model, of a variable `folder`.
         note: a sentence on what has to be installed or trusted; empty for a class of transformers.
-        files: code of the model's own that lies in the folder.
+        is_complete: another process loaded the folder; False if it also needs code that could not be copied.
     """
 
     code: str
     note: str = ""
-    files: tuple[str, ...] = ()
+    is_complete: bool = True
 
 
 @contextmanager
@@ -88,7 +92,8 @@ def new_folder(folder: Path, flag: str = "--to") -> Iterator[Path]:
 
 
 def write_files(opened: Opened, folder: Path, max_shard_size: str) -> None:
-    """Configuration, weights and tokenizer, the first two as they are in the checkpoint, of an adapter merged."""
+    """Write configuration and weights as they are in the checkpoint (an adapter is merged), and the tokenizer, which
+    for a decoder does not append EOS."""
     source, model = opened.source, opened.model
     if source.path is None or opened.is_merged:
         with without_progress_bars():
@@ -98,7 +103,7 @@ def write_files(opened: Opened, folder: Path, max_shard_size: str) -> None:
             if (source.path / name).is_file():
                 shutil.copyfile(source.path / name, folder / name)
         save_weights(read_weights(source.path), folder, max_shard_size)
-    if source.path is None or not copy_tokenizer(source.path, folder):
+    if source.path is None or opened.writes_on or not copy_tokenizer(source.path, folder):
         opened.tokenizer.save_pretrained(folder)
 
 
@@ -125,20 +130,15 @@ def same_logits(opened: Opened, folder: Path) -> Loading:
     home = cls.__module__.partition(".")[0]
     ours = home != "transformers"
     if auto is None:
-        name, code = (
-            cls.__name__,
-            f"from {home} import {cls.__name__}\n\nmodel = {cls.__name__}.from_pretrained(folder)",
-        )
+        code = f"from {home} import {cls.__name__}\n\nmodel = {cls.__name__}.from_pretrained(folder)"
         reader: Any = cls
     else:
         import transformers
 
         own = f"import {home}  # makes transformers know this kind of model\n" if ours else ""
-        name, reader = auto, getattr(transformers, auto)
+        reader = getattr(transformers, auto)
         code = f"{own}from transformers import {auto}\n\nmodel = {auto}.from_pretrained(folder)"
-    model = loaded(
-        lambda: reader.from_pretrained(str(folder), dtype=torch.float32, output_loading_info=True), str(folder), name
-    )
+    model = loaded(reader, str(folder))
     check_same(logits_of(model.eval(), inputs), expected, folder)
     return Loading(code, "The class is one of `lm_experiments_tools`, which has to be installed." if ours else "")
 
@@ -175,8 +175,12 @@ def check_same(found: Tensor, expected: Tensor, folder: Path) -> None:
 
 
 def _own_class(opened: Opened, folder: Path, inputs: dict[str, Tensor], expected: Tensor) -> Loading:
-    """Load in a process of its own, from another folder: by an Auto class with the code that lies beside the weights,
-    else, where that code is looked for by its name, with the folder among those of modules."""
+    """Load in a new process whose path has installed packages only.
+
+    First by an Auto class, which takes the code next to the weights; then by the class's own name, with the folder on
+    sys.path. If both fail, the code is more than the copied files: this process checks the logits, and the note says
+    what else is needed.
+    """
     files = _own_files(opened.model)
     for file in files.values():
         shutil.copyfile(file, folder / file.name)
@@ -190,34 +194,45 @@ def _own_class(opened: Opened, folder: Path, inputs: dict[str, Tensor], expected
     }
     (folder / CONFIG).write_text(dump_json({**before, "auto_map": mapped}), encoding="utf-8")
     by_auto = f"from transformers import {auto}\n\nmodel = {auto}.from_pretrained(folder, trust_remote_code=True)"
-    names = tuple(sorted(file.name for file in files.values()))
-    said = _try_stranger(by_auto, folder, inputs, expected)
-    if said is None:
-        return Loading(by_auto, f"Its code is in the folder ({', '.join(names)}): read it before you trust it.", names)
+    names = ", ".join(sorted(file.name for file in files.values()))
+    by_class = f"from {cls.__module__} import {cls.__name__}\n\nmodel = {cls.__name__}.from_pretrained(folder)"
+    if _try_stranger(by_auto, folder, inputs, expected) is None:
+        return Loading(by_auto, f"Its code is in the folder ({names}): read it before you trust it.")
     (folder / CONFIG).write_text(dump_json(before), encoding="utf-8")
-    by_name = (
-        f"import sys\n\nsys.path.insert(0, folder)  # {', '.join(names)}\n"
-        f"from {cls.__module__} import {cls.__name__}\n\nmodel = {cls.__name__}.from_pretrained(folder)"
-    )
+    by_name = f"import sys\n\nsys.path.insert(0, folder)  # {names}\n{by_class}"
     said = _try_stranger(by_name, folder, inputs, expected)
-    if said is not None:
-        raise UserError(
-            f"{cls.__module__}:{cls.__name__} does not load outside of the folder of its code ({said}): put all that "
-            "it needs into files that it imports by a plain name, or export where that is installed."
+    if said is None:
+        note = (
+            "Its code is in the folder, and needs `lm_experiments_tools` to be installed: it loads by its own class."
         )
-    note = "Its code is in the folder, and needs `lm_experiments_tools` to be installed: it loads by its own class."
-    return Loading(by_name, note, names)
+        return Loading(by_name, note)
+    for file in files.values():
+        (folder / file.name).unlink()
+    model = loaded(cls, str(folder))
+    check_same(logits_of(model.eval(), inputs), expected, folder)
+    note = (
+        f"The code of its class is not in this folder: install `{cls.__module__}`, or put the folder that holds it on "
+        f"PYTHONPATH. Without it the model does not load ({said})."
+    )
+    return Loading(by_class, note, is_complete=False)
 
 
 def _own_files(model: torch.nn.Module) -> dict[str, Path]:
-    """Module -> file of the classes that are neither transformers' nor ours; of packages none, which are installed."""
+    """Module -> file of the model's own code: of its classes and of what their files import.
+
+    Excluded are packages, and modules that are installed.
+    """
     classes = {*type(model).__mro__, *type(model.config).__mro__}
     classes |= {cls for part in model.modules() for cls in type(part).__mro__}
-    found = {}
-    for module in sorted({cls.__module__ for cls in classes}):
-        file = getattr(sys.modules.get(module), "__file__", None)
-        if file and "." not in module and module not in _LIBRARIES | sys.stdlib_module_names:
-            found[module] = Path(file)
+    left, found = {cls.__module__ for cls in classes}, {}
+    while left:
+        module = left.pop()
+        file = Path(getattr(sys.modules.get(module), "__file__", None) or "")
+        libraries = _LIBRARIES | sys.stdlib_module_names | found.keys()
+        if file.suffix == ".py" and file.name != "__init__.py" and "." not in module and module not in libraries:
+            if file.parent.name not in _SITES:
+                found[module] = file
+                left |= set(get_imports(file))
     return found
 
 
@@ -226,13 +241,17 @@ def _try_stranger(code: str, folder: Path, inputs: dict[str, Tensor], expected: 
     with tempfile.TemporaryDirectory() as other:
         asked, answered = Path(other, "inputs.pt"), Path(other, "logits.pt")
         torch.save(inputs, asked)
-        paths = [path for path in sys.path if path and Path(path, "transformers").is_dir()]
-        package = str(Path(__file__).resolve().parents[2])
+        packages = Path(other, "packages")
+        packages.mkdir()
+        for name in _OURS:
+            (packages / name).symlink_to(Path(__file__).resolve().parents[2] / name)
+        paths = [str(packages), *(path for path in sys.path if Path(path).name in _SITES)]
         environment = {**os.environ, "HF_MODULES_CACHE": other, "HF_HUB_OFFLINE": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join([package, *paths])
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
         program = _STRANGER.format(snippet=code, outputs=_OUTPUTS)
+        # -S: the .pth file of an editable install would put the folder of the user's code on the path
         done = subprocess.run(
-            [sys.executable, "-c", program, str(folder.resolve()), str(asked), str(answered)],
+            [sys.executable, "-S", "-c", program, str(folder.resolve()), str(asked), str(answered)],
             cwd=other, env=environment, capture_output=True, text=True, timeout=_SECONDS,
         )  # fmt: skip
         if done.returncode != 0:

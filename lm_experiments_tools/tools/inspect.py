@@ -89,15 +89,10 @@ def _show_run(args: InspectArgs, sources: list[Source], data: "T5Sources") -> No
 
 def _readable(args: InspectArgs, sources: list[Source], data: "T5Sources") -> InspectArgs:
     """`args` that read what is looked at: the run's own data, or the tokens of the first documents."""
-    from lm_experiments_tools.recipes.t5_data import choose_pipeline
-
-    through_seqio = choose_pipeline(args, data) == "seqio"
-    whole = all(source.share == 1.0 for source in sources)
-    if args.data_pipeline == "seqio" or (whole and (through_seqio or args.streaming)):
+    if args.through_seqio() or (args.streaming and all(source.share == 1.0 for source in sources)):
         return args
-    if through_seqio or args.streaming:
-        way = "through seqio" if through_seqio else "as a stream"
-        print(f"\nThe run reads the text {way}; samples and steps below are of the first documents, read natively.")
+    if args.streaming:
+        print("\nThe run reads the text as a stream; samples and steps below are of its first documents, tokenized.")
     prefixes = tuple(data.add(source.tokens) for source in sources)
     return dataclasses.replace(args, data_path=prefixes, data_pipeline="native", streaming=False)
 

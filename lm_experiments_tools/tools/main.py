@@ -7,16 +7,14 @@ lmtools merge --input PREFIXES --output PREFIX
 lmtools inspect --config RUN.yaml
 lmtools inspect_bert --config RUN.yaml
 lmtools inspect_finetuning --config RUN.yaml
-lmtools attention --model DIR --text TEXT --output maps.html
+lmtools attention --model DIR --text TEXT --output maps.png
 lmtools plan pretrain-t5 --model_cfg t5-v1_1-base --fit 24GiB
 lmtools evaluate RUNS --valid_data_path FILE | --suite lm_eval --tasks TASKS
 lmtools generate RUN "The <extra_id_0> of the file."
 lmtools export RUN --to FOLDER | --output DIR.onnx
 lmtools convert FILE --to FOLDER --model_cfg NAME
-lmtools compare RUNS --html page.html
-lmtools sweep SWEEP.yaml --output RUNS
+lmtools compare RUNS
 lmtools launch --slurm --nodes 2 --gpus 8 -- run_t5_pretraining.py --config RUN.yaml
-lmtools watch RUN
 lmtools doctor
 lmtools settings --output .
 lmtools pretrain-t5 | pretrain-bert | finetune: the scripts, with their flags
@@ -53,10 +51,8 @@ COMMANDS = {
     "generate": "let a model write, fill in blanks or label texts: a quick look",
     "export": "write a model for the Hugging Face Hub, or as ONNX, and check what is loaded from it",
     "convert": "make a folder for from_pretrained of weights of t5-experiments, nanoT5 or t5x",
-    "compare": "runs beside each other: how far, how good, what was set otherwise; a page of their curves",
-    "sweep": "run a script once for each of several settings, and compare: a grid, or what Optuna proposes",
+    "compare": "a table of runs: progress, metrics, and the settings that differ",
     "launch": "submit a script to Slurm, Ray, Kubeflow or machines by ssh as one job, its flags checked first",
-    "watch": "watch a run from a terminal: progress, loss curve, speed, warnings; until it ends",
     "doctor": "what works here: versions, backends tried by two workers, devices, compilers; what to install",
     "settings": "write the settings that accelerate launch takes, accelerate_configs/, to a folder",
 }

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_experiments_tools.checkpoint.manifest import parse_step
-from lm_experiments_tools.models.saved import run_folder
+from lm_experiments_tools.models.saved import position_of, run_folder
 from lm_experiments_tools.tools.runs.records import read_run
 
 if TYPE_CHECKING:
@@ -75,13 +74,11 @@ def _training(opened: Opened) -> list[str]:
     path = run_folder(opened.source)
     if path is None:
         return ["## Training", "", "The files that this was exported from do not record it.", ""]
-    run, step = read_run(path), parse_step(opened.source.path.resolve().name)
+    run, position = read_run(path), position_of(opened.source.path)
+    step = position.pop("step")
     rows: list[tuple[str, Any]] = [("updates", f"{step:,}")]
+    rows += [(key, f"{value:,}") for key, value in position.items()]
     train = [record for record in run.of("train") if record["step"] <= step]
-    last = {
-        key: next((r[key] for r in reversed(train) if r.get(key) is not None), None) for key in ("samples", "tokens")
-    }
-    rows += [(key, f"{value:,}") for key, value in last.items() if value is not None]
     for key in run.metrics("train"):  # a record may be of norms alone
         rows += [(f"training {key}", f"{record[key]:.4g}") for record in reversed(train) if record.get(key)][:1]
     valid = next((record for record in reversed(run.of("valid")) if record["step"] == step), {})

@@ -316,7 +316,7 @@ class OnnxModel:
             raise UserError(
                 f"{folder} has neither {CLASSIFIER} nor {ENCODER} and {DECODER}: write it by lmtools export."
             )
-        self.config = AutoConfig.from_pretrained(folder)
+        self.config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         self.sessions: Mapping[str, _Session] = {name: _Session(file) for name, file in files.items()}
         self.generator = None
         if ENCODER in files:

@@ -24,9 +24,10 @@ from typing import Any
 from lm_experiments_tools.checkpoint.manifest import parse_step
 from lm_experiments_tools.checkpoint.source import find_source
 from lm_experiments_tools.data.examples.rows import BadRows, read_rows, resolve
+from lm_experiments_tools.data.examples.text_encoder import added_end
 from lm_experiments_tools.errors import UserError, first_line
-from lm_experiments_tools.files import dump_json, read_json
-from lm_experiments_tools.models.saved import open_saved, run_folder
+from lm_experiments_tools.files import dump_json
+from lm_experiments_tools.models.saved import open_saved, position_of, run_folder
 from lm_experiments_tools.names import nearest_names, resolve_name
 from lm_experiments_tools.tracking.tracker import parse_record
 
@@ -100,7 +101,7 @@ def measured(name: str, suite: Suite) -> dict[str, float]:
     """
     source = find_source(name, "--checkpoints")
     folder = run_folder(source)
-    place = {} if folder is None else _place(source.path)
+    place = {} if folder is None else position_of(source.path)
     known = {} if folder is None else _known(folder / "metrics.jsonl", place["step"], suite)
     values = {key: value for task in suite.tasks for key, value in known.get(task, {}).items()}
     missing = [task for task in suite.tasks if task not in known]
@@ -113,13 +114,6 @@ def measured(name: str, suite: Suite) -> dict[str, float]:
                 file.write(dump_json(record, indent=None) + "\n")
     gc.collect()
     return values
-
-
-def _place(checkpoint: Path) -> dict[str, int]:
-    """Step, samples and tokens of a checkpoint."""
-    state = read_json(checkpoint / "trainer_state.json").get("state", {})
-    counts = {name: state.get(f"consumed_{name}", 0) for name in ("samples", "tokens")}
-    return {"step": parse_step(checkpoint.resolve().name), **counts}
 
 
 def _known(file: Path, step: int, suite: Suite) -> dict[str, dict[str, float]]:
@@ -188,7 +182,9 @@ def _lm_eval(suite: Suite, name: str, tasks: Sequence[str]) -> Iterator[tuple[st
     import torch
 
     opened.model.to("cuda" if torch.cuda.is_available() else "cpu")
-    model = HFLM(pretrained=opened.model, tokenizer=opened.tokenizer, backend=backend, batch_size=suite.batch_size)
+    tokenizer = opened.tokenizer
+    plain = {"add_bos_token": False} if opened.writes_on and added_end(tokenizer) else {}  # no EOS before a choice
+    model = HFLM(pretrained=opened.model, tokenizer=tokenizer, backend=backend, batch_size=suite.batch_size, **plain)
     for task in tasks:
         results = simple_evaluate(
             model=model,
@@ -224,8 +220,8 @@ def _encoder(name: str, model_cls: str | None) -> Any:
         )
     from sentence_transformers import SentenceTransformer
 
+    from lm_experiments_tools.checkpoint.conversion import quiet_loading
     from lm_experiments_tools.models.build import register_own_models
-    from lm_experiments_tools.models.pretrained import quiet_loading
 
     register_own_models(source)
     try:

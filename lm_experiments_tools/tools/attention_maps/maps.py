@@ -1,8 +1,7 @@
-"""Attention maps of a model on a text, as a page to explore or a picture to print."""
+"""Attention maps of a model on a text, as arrays or as a picture."""
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +14,10 @@ from torch import Tensor
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import check_positions
-from lm_experiments_tools.tools.attention_maps.page import BODY, SCRIPT, STYLE
-from lm_experiments_tools.tools.pages.html import html_page
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-MAX_WEIGHTS = 20_000_000  # of a page: 53 MB of base64
 MAX_NEW_TOKENS = 32
 MAX_TICKS = 48  # tokens beside a map of a PNG; more than this would overlap
 
@@ -128,44 +124,24 @@ def _chosen(values: Sequence[Any], numbers: Sequence[int] | None, what: str) -> 
 
 
 def write_maps(maps: Sequence[AttentionMap], path: Path | str, *, title: str) -> Path:
-    """Write maps to a page (.html) or a picture (.png).
+    """Write maps as a picture (.png) or as arrays (.npz).
 
-    The page has everything in it and loads nothing: pick a map, point at a query to see what it attends to.
+    The .npz holds `KIND_layer_L_head_H` [queries, keys] for each map, and `KIND_queries` and `KIND_keys`, the tokens.
 
     Raises:
-        UserError: no maps, more weights than a page can hold, or matplotlib is missing.
+        UserError: no maps, or matplotlib is missing.
     """
     if not maps:
         raise UserError("There are no maps to write: choose at least one layer and one head.")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".html":
-        path.write_text(_page(maps, title), encoding="utf-8")
+    if path.suffix == ".npz":
+        arrays = {f"{m.kind}_layer_{m.layer}_head_{m.head}": m.weights for m in maps}
+        tokens = {f"{m.kind}_{side}": np.array(getattr(m, side)) for m in maps for side in ("queries", "keys")}
+        np.savez_compressed(path, **arrays, **tokens)
     else:
         _draw(maps, path, title)
     return path
-
-
-def _page(maps: Sequence[AttentionMap], title: str) -> str:
-    total = sum(m.weights.size for m in maps)
-    if total > MAX_WEIGHTS:
-        raise UserError(
-            f"{len(maps)} maps have {total:,} weights, more than the {MAX_WEIGHTS:,} of a page: choose fewer --layers "
-            "or --heads, or a shorter text."
-        )
-    tokens = {m.kind: {"queries": m.queries, "keys": m.keys} for m in maps}
-    values = [
-        {
-            "kind": m.kind,
-            "layer": m.layer,
-            "head": m.head,
-            # 16 bits, because the weights of a long text are near 1 / length
-            "weights": base64.b64encode((m.weights * 65535).round().astype("<u2").tobytes()).decode(),
-        }
-        for m in maps
-    ]
-    data = {"title": title, "tokens": tokens, "maps": values}
-    return html_page("Attention maps", data, style=STYLE, body=BODY, script=SCRIPT)
 
 
 def _draw(maps: Sequence[AttentionMap], path: Path, title: str) -> None:

@@ -1,1 +1,1 @@
-"""Run directories read back and shown: tables, pages, pictures in a terminal; imports pages and what is in files."""
+"""Run directories read back; imports files."""

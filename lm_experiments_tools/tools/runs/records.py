@@ -18,13 +18,13 @@ import psutil
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
+from lm_experiments_tools.metrics import lower_is_better
 
 POSITION = ("step", "samples", "tokens", "seconds")
 _LOG_BYTES = 1 << 18  # of the end of a log
-_LOG_LINE = re.compile(r"\S+ (\d\d:\d\d:\d\d),\d+ rank\d+ ([A-Z]+) \S+: (.*)")
+_LOG_LINE = re.compile(r"\S+ \d\d:\d\d:\d\d,\d+ rank\d+ ([A-Z]+) \S+: (.*)")
 _MACHINE_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "horovod", "triton", "peft")
 _START = re.compile(r"config(?:\.(\d+))?\.json")
-_FALLING = re.compile(r"loss|perplexity|(^|_)(ppl|mse|mae|error|wer|cer)($|_)")
 
 
 @dataclass
@@ -37,8 +37,7 @@ class Run:
         config: settings of the newest start that trained; empty where none is recorded.
         state: running, ended, failed, stopped (by a signal or a kill), or unknown (its process is elsewhere).
         problems: sentences on what could not be read.
-        warnings: (time, level, text) of the last warnings and errors of rank 0's log.
-        failure: what its log ends with, if that is an error.
+        failure: last line of rank 0's log, if that is an error.
     """
 
     path: Path
@@ -47,7 +46,6 @@ class Run:
     config: dict[str, Any] = field(default_factory=dict)
     state: str = "unknown"
     problems: list[str] = field(default_factory=list)
-    warnings: list[tuple[str, str, str]] = field(default_factory=list)
     failure: str | None = None
 
     def of(self, split: str) -> list[dict[str, Any]]:
@@ -58,11 +56,11 @@ class Run:
         return next((r[name] for r in reversed(self.of(split)) if _is_number(r.get(name))), None)
 
     def best(self, name: str, split: str = "valid") -> dict[str, Any] | None:
-        """The record with the best value of a metric; falling is better for losses, else --optimize_mode says."""
+        """The record with the best value of a metric: by --optimize_mode, else by the registry of metrics."""
         records = [record for record in self.of(split) if _is_number(record.get(name))]
         mode = self.config.get("optimize_mode") if self.config.get("optimize_metric") == name else None
-        falling = mode == "min" if mode in ("min", "max") else bool(_FALLING.search(name))
-        return (min if falling else max)(records, key=lambda record: record[name], default=None)
+        falls = mode == "min" if mode in ("min", "max") else lower_is_better(name)
+        return (min if falls else max)(records, key=lambda record: record[name], default=None)
 
     def metrics(self, split: str) -> list[str]:
         """Names of the metrics measured on a split, in the order of the record."""
@@ -249,15 +247,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _read_log(run: Run) -> None:
-    """Take warnings, errors and a failure from the end of rank 0's log."""
+    """Set `failure` from the end of rank 0's log."""
     try:
         with open(run.path / "logs" / "rank0.log", "rb") as file:
             file.seek(max(os.fstat(file.fileno()).st_size - _LOG_BYTES, 0))
             lines = file.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return
-    found = [(match[1], match[2], match[3]) for line in lines if (match := _LOG_LINE.match(line))]
-    run.warnings = [line for line in found if line[1] in ("WARNING", "ERROR", "CRITICAL")]
+    found = [match for line in lines if (match := _LOG_LINE.match(line))]
     if found and found[-1][1] == "ERROR":
         run.failure = found[-1][2]
 

@@ -1,11 +1,14 @@
 """`lmtools export --to`: transformers loads the very model from the folder, and the card says what the run logged."""
 
+import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
+import sentencepiece
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
@@ -13,12 +16,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.saved import open_saved
+from lm_experiments_tools.tools import hub_folder
 from lm_experiments_tools.tools.hub_folder import same_logits
 from lm_experiments_tools.tools.main import main
 from run_t5_pretraining import main as pretrain
 from tests.helpers import ROOT
 from tests.helpers.pretrained_toys import save_toy, t5_config
 from tests.helpers.runs import TINY, records, words
+from tests.helpers.suite_toys import save_decoder_with_t5_tokenizer
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 OWN = """
@@ -140,6 +145,33 @@ def test_the_card_says_what_the_run_logged_and_its_code_runs(run, tmp_path, monk
     assert namespace["tokenizer"]("word1")["input_ids"]
 
 
+def test_the_card_counts_up_to_the_checkpoint_not_to_the_last_log_line(run, tmp_path):
+    copied = shutil.copytree(run, tmp_path / "run", symlinks=True)
+    lines = (copied / "metrics.jsonl").read_text().splitlines()
+    kept = [line for line in lines if json.loads(line)["step"] != 4 or json.loads(line)["split"] != "train"]
+    (copied / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    assert main(["export", str(copied), "--to", str(tmp_path / "out")]) == 0
+    state = json.loads((copied / "last" / "trainer_state.json").read_text())["state"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| samples | 16 |" in card and f"| tokens | {state['consumed_tokens']:,} |" in card
+
+
+def test_an_exported_decoder_does_not_end_its_prompts(tmp_path):
+    vocab = numbered_words_vocabulary(tmp_path)
+    gpt = save_decoder_with_t5_tokenizer(tmp_path / "gpt", vocab, "number21")
+    assert main(["export", str(gpt), "--to", str(tmp_path / "out")]) == 0
+    before, after = AutoTokenizer.from_pretrained(gpt), AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "word3 number21 <extra_id_7> token3"
+    ids = sentencepiece.SentencePieceProcessor(str(vocab)).encode("word3 number21")
+    assert before("word3 number21")["input_ids"] == [*ids, before.eos_token_id]
+    assert after("word3 number21")["input_ids"] == ids
+    assert after(text)["input_ids"] == before(text)["input_ids"][:-1] and after.get_vocab() == before.get_vocab()
+    assert after.special_tokens_map == before.special_tokens_map and after.decode(ids) == before.decode(ids)
+    prompt = after("word3", return_tensors="pt")
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generate(**prompt, max_new_tokens=1)
+    assert after.decode(written[0, -1]) in "number21"
+
+
 def test_a_folder_that_loads_as_another_model_is_not_written(run, tmp_path):
     opened, other = open_saved(str(run)), tmp_path / "other"
     assert main(["export", str(run), "--to", str(other)]) == 0
@@ -164,14 +196,15 @@ def test_an_adapter_is_merged(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("w1")["input_ids"]
 
 
-def saved_own(folder, module: str, source: str, monkeypatch):
-    """A model of a class of the user's, whose file lies in the current folder alone."""
+def saved_own(folder, module: str, source: str, monkeypatch, package: str = ""):
+    """A model of a class of the user's, whose file lies in the current folder alone, or in a package there."""
     code = folder / "code"
-    code.mkdir()
-    (code / f"{module}.py").write_text(source)
+    (code / package).mkdir(parents=True)
+    (code / package / f"{module}.py").write_text(source)
+    (code / "halving.py").write_text("def halve(x):\n    return x / 2\n")
     monkeypatch.chdir(code)
     monkeypatch.syspath_prepend(str(code))
-    names = __import__(module)
+    names = importlib.import_module(f"{package}.{module}" if package else module)
     torch.manual_seed(0)
     if module == "loud":
         model = names.Loud(names.LoudConfig(n_embd=16, n_layer=1, n_head=2, n_positions=32, vocab_size=64))
@@ -198,14 +231,35 @@ def test_a_class_of_ones_own_brings_its_code_along(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_class_that_is_found_by_its_name_says_how_it_loads(tmp_path, monkeypatch):
-    saved_own(tmp_path, "needs_us", NEEDS_US, monkeypatch)
-    arguments = ["--to", str(tmp_path / "out"), "--model_cls", "needs_us:HalvedT5"]
-    assert main(["export", str(tmp_path / "saved"), *arguments]) == 0
+def test_code_in_the_folder_of_a_clone_is_carried_to_other_folders(tmp_path, monkeypatch):
+    """A clone's own folder is where users keep their files and where its packages are imported from."""
+    saved_own(tmp_path, "needs_us", NEEDS_US.replace("v / 2", "halve(v)") + "from halving import halve\n", monkeypatch)
+    clone = tmp_path / "code"
+    for package in ("lm_experiments_tools", "modeling_t5", "modeling_bert"):
+        shutil.copytree(ROOT / package, clone / package, ignore=shutil.ignore_patterns("__pycache__"))
+    sites = [path for path in sys.path if "site-packages" in path]
+
+    def start(words, *paths):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, paths), *sites])}
+        subprocess.run([sys.executable, "-S", *words], cwd=tmp_path, env=environment, check=True)
+
+    arguments = ["export", "saved", "--to", "out", "--model_cls", "needs_us:HalvedT5"]
+    start(["-m", "lm_experiments_tools.tools.main", *arguments], clone)
     card = (tmp_path / "out" / "README.md").read_text()
-    code = card.partition("```python\n")[2].partition("```")[0]
-    paths = os.pathsep.join([str(ROOT), *(path for path in sys.path if "site-packages" in path)])
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, check=True)
+    assert "needs `lm_experiments_tools` to be installed" in card and "halving.py, needs_us.py" in card
+    start(["-c", card.partition("```python\n")[2].partition("```")[0]], ROOT)
+
+
+def test_a_class_whose_code_cannot_be_copied_says_what_to_install(tmp_path, monkeypatch, capsys):
+    saved_own(tmp_path, "loud", OWN, monkeypatch, package="my_package")
+    monkeypatch.setattr(hub_folder, "_try_stranger", lambda *_: "No module named 'my_package'")
+    arguments = ["--to", str(tmp_path / "out"), "--model_cls", "my_package.loud:Loud"]
+    assert main(["export", str(tmp_path / "saved"), *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "it needs code that is not in the folder" in printed and "loaded back" not in printed
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "install `my_package.loud`" in card and "from my_package.loud import Loud" in card
+    assert not list((tmp_path / "out").glob("*.py"))
 
 
 @pytest.mark.parametrize(

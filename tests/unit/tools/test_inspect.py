@@ -217,6 +217,13 @@ def test_text_is_tokenized_as_the_run_tokenizes_it(vocab, text, capsys):
     assert first.splitlines()[1:] == capsys.readouterr().out.splitlines()[1:]
 
 
+@pytest.mark.parametrize("task", ["causal_lm", "mlm"])
+def test_mlm_says_that_its_rows_are_not_berts(vocab, text, caplog, task):
+    assert inspect(vocab, "--task", task, "--input_seq_len", "16", "--samples", "1") == 0
+    assert ("no [CLS] and no [SEP]" in caplog.text) == (task == "mlm")
+    assert ("documents that share a row attend to each other" in caplog.text) == (task == "mlm")
+
+
 @pytest.mark.parametrize("task", ["prefix_lm", "span_corruption", "mlm"])
 def test_samples_and_padding_are_those_of_the_micro_batches_of_the_run(vocab, text, capsys, task):
     """Against loaders of every worker and the loop's own cutting."""

@@ -9,11 +9,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, build_manifest
+from lm_experiments_tools.metrics import lower_is_better
 from lm_experiments_tools.recipes.finetuner import FineTuner
 from lm_experiments_tools.tools import suites
 from lm_experiments_tools.tools.main import main
 from tests.helpers.runs import records
-from tests.helpers.suite_toys import MTEB_TASK, save_run, write_colours, write_pairs
+from tests.helpers.suite_toys import MTEB_TASK, save_decoder_with_t5_tokenizer, save_run, write_colours, write_pairs
+from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 
 def needs(package: str):
@@ -58,6 +60,34 @@ def test_lm_eval_gives_what_it_gives_by_itself(run_of, colours, tmp_path, monkey
             "colours/acc_norm": direct["colours"]["acc_norm,none"],
         }
         assert {name: record[name] for name in record["metrics"]} == expected
+
+
+@needs("lm_eval")
+def test_a_decoder_is_measured_without_the_end_that_its_tokenizer_appends(tmp_path, monkeypatch, capsys):
+    """With </s> between question and choice all choices would tie, and the first would win."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    gpt = save_decoder_with_t5_tokenizer(tmp_path / "gpt", numbered_words_vocabulary(tmp_path), "number")
+    task = write_colours(tmp_path, choices='["token", "number"]', label=1)
+    assert main(["evaluate", str(gpt), "--suite", "lm_eval", "--tasks", str(task)]) == 0
+    columns, values = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    model = HFLM(pretrained=str(gpt), backend="causal", device="cpu", batch_size=1, add_bos_token=False)
+    direct = simple_evaluate(model=model, tasks=["colours"], task_manager=manager, bootstrap_iters=0)["results"]
+    assert float(values[columns.index("colours/acc")]) == direct["colours"]["acc,none"] == 1.0
+
+
+@needs("lm_eval")
+def test_the_direction_of_each_metric_is_lm_evals():
+    import lm_eval.api.metrics  # noqa: F401, fills the registry
+    from lm_eval.api.registry import higher_is_better_registry
+
+    assert {name: not lower_is_better(f"task/{name}") for name in higher_is_better_registry} == dict(
+        higher_is_better_registry.items()
+    )
 
 
 @pytest.fixture
@@ -147,11 +177,10 @@ def test_a_value_that_is_there_is_not_measured_again(run_of, tmp_path, monkeypat
     (later / MANIFEST).unlink()
     (later / MANIFEST).write_text(build_manifest(later, 6, False, {}))
     assert evaluate(run, *flags, "a") == 0 and asked[6:] == [("6", "a", None)]
-    page = tmp_path / "page.html"
-    assert main(["compare", str(run), "--html", str(page)]) == 0
+    assert main(["compare", str(run)]) == 0
     printed = capsys.readouterr().out
     assert "lm_eval: last (best @ its step)" in printed and "0.6 (0.6 @ 6)" in printed
-    assert '"a/acc"' in page.read_text() and "2.5 (2.5 @ 4)" in printed
+    assert "a/acc" in printed and "2.5 (2.5 @ 4)" in printed
 
 
 @pytest.mark.parametrize(

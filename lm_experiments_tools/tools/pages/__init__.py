@@ -1,1 +1,0 @@
-"""Pages of HTML that load nothing: what they have in common; imports nothing of ours."""
