@@ -9,6 +9,9 @@ from typing import Any
 
 from lm_experiments_tools.errors import UserError
 
+_OWN_PACKAGES = ("lm_experiments_tools", "modeling_t5", "modeling_bert")
+_allowed_modules: set[str] = set()
+
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a package (PEP 562), so that importing the package costs nothing.
@@ -69,6 +72,30 @@ def resolve_name(text: str, base: type | None = None, said: str | None = None) -
     elif not (isinstance(found, type) and issubclass(found, base)):
         raise UserError(f"{said} is {found!r}, not a subclass of {base.__module__}.{base.__qualname__}.")
     return found
+
+
+def resolve_configured(text: str, base: type, said: str) -> Any:
+    """Find the class that a model's configuration names, by `resolve_name`.
+
+    A configuration may lie beside weights of a stranger. So it gets classes of this project, of modules that are
+    already imported (that of `--model_cls` is), and of those passed to `allow_modules`; nothing else is imported.
+
+    Raises:
+        UserError: another module, or as `resolve_name`.
+    """
+    module = text.partition(":")[0]
+    if module.partition(".")[0] not in _OWN_PACKAGES and module not in sys.modules and module not in _allowed_modules:
+        raise UserError(
+            f"{said}: module {module} is not imported, because files of weights run no code. If you trust it, name a "
+            f"class of that module by --model_cls {module}:Class, the configuration by --model_cfg, or, in Python, "
+            "import the module first."
+        )
+    return resolve_name(text, base, said)
+
+
+def allow_modules(values: Iterable[object]) -> None:
+    """Let `resolve_configured` import the modules of `module:Class` names in a file or flag that the user named."""
+    _allowed_modules.update(text.partition(":")[0] for text in values if isinstance(text, str) and ":" in text)
 
 
 def _imported(module: str) -> ModuleType:

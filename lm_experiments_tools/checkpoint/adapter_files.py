@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,11 +89,12 @@ def _write(
     whole = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
     base = {} if base_fingerprint is None else {_BASE_SHA256: base_fingerprint}
     write(whole, path / ADAPTER_WEIGHTS, metadata={"format": "pt", **base})
-    config.inference_mode = True  # as peft writes it
-    try:
-        config.save_pretrained(str(path))
-    finally:
-        config.inference_mode = False
+    saved = copy.copy(config)
+    saved.inference_mode = True  # as peft writes it
+    for name, value in vars(config).items():
+        if isinstance(value, set):  # its order depends on the hash seed
+            setattr(saved, name, sorted(value))
+    saved.save_pretrained(str(path))
 
 
 def read_adapter(model: PeftModel, path: Path) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
+from lm_experiments_tools.checkpoint.untrusted import check_untrusted, is_plain_relative_name
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import to_jsonable
 
@@ -191,15 +192,20 @@ def verify(path: Path | str) -> None:
 
 
 def verify_model(folder: Path, names: Sequence[str] | None = None) -> None:
-    """Check what a model is read from against the manifest of its folder, before anything is read of it.
+    """Compare a model's folder with its manifest before it is read, then check that its files name no code.
 
     Users move and thin out checkpoints before they start from their weights, so only `names` have to be there
     (default: all that is listed but the state of training). A process reads the bytes once, however often it asks. A
     folder without a manifest passes; a checkpoint that lost it passes with a warning, as does an adapter_config.json
     that was edited.
 
-    Raises CheckpointDamaged as `verify` does.
+    Raises CheckpointDamaged as `verify` does, and UserError as `check_untrusted` does.
     """
+    _verify_listed(folder, names)
+    check_untrusted(folder)
+
+
+def _verify_listed(folder: Path, names: Sequence[str] | None) -> None:
     if not os.path.lexists(folder / MANIFEST):
         if (folder / OF_TRAINING).is_file():
             logger.warning("%s has lost its %s: what is read from it cannot be checked", folder, MANIFEST)
@@ -256,13 +262,6 @@ def _check_listed(checkpoint: Path, manifest: dict[str, Any], names: Sequence[st
         for name, digest in zip(chosen, digests, strict=True):
             if digest != files[name].get("sha256"):
                 raise CheckpointDamaged(checkpoint, f"the content of {name} does not match its sha256")
-
-
-def is_plain_relative_name(name: str) -> bool:
-    """True for `a/b.txt`: no absolute path, no `..`, no backslash, drive, NUL or half a surrogate pair."""
-    parts = PurePosixPath(name).parts
-    safe = bool(name) and not name.startswith("/") and not re.search(r"[\\:\x00\ud800-\udc7f\udd00-\udfff]", name)
-    return safe and ".." not in parts and PurePosixPath(name).as_posix() == name and name != "."
 
 
 def _check_size(checkpoint: Path, name: str, size: Any) -> None:

@@ -17,12 +17,12 @@ from lm_experiments_tools.checkpoint.manifest import (
     MANIFEST,
     OF_TRAINING,
     as_it_stands,
-    is_plain_relative_name,
     parse_step,
     read_manifest,
     sha256_of,
     verify_model,
 )
+from lm_experiments_tools.checkpoint.untrusted import INDEXES, check_untrusted, is_plain_relative_name
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import read_json
 
@@ -181,7 +181,19 @@ def find_source(name: str, flag: str = "--from_pretrained") -> Source:
     if name.count("/") > 1 or name.startswith((".", "~", os.sep)) or path.suffix in (".pth", ".bin", ".safetensors"):
         raise UserError(f"{flag} {name}: there is no such file or folder.")
     check_reachable(name, flag)
+    _check_hub_files(name)
     return Source(name)
+
+
+def _check_hub_files(name: str) -> None:
+    """Check the configuration and the indexes of a model of the Hub."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(name, allow_patterns=[CONFIG, INDEXES])
+    except (OSError, ValueError):  # reported where the model is loaded
+        return
+    check_untrusted(Path(folder))
 
 
 def on_newest(name: str, read: Callable[[], T]) -> T:

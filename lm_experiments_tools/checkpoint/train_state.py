@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.backends.peers import all_peers, lost_peer
@@ -47,6 +47,10 @@ class TrainState:
         last_validated_step: a restart makes up for a validation that a signal cut short.
         plateau: state of the `--use_lr_drop` schedule.
         data_fingerprint: of the training data and its order; None for loaders that have none.
+        data_order: of the order of rows alone, which several objectives may share; None where unknown.
+        valid_fingerprint: of the validation data that `best_metric` was measured on.
+        schedule_steps: length of the learning-rate schedule.
+        facts: what a restart compares (see training/record.py).
         metrics: the last ones of each split.
     """
 
@@ -62,6 +66,10 @@ class TrainState:
     last_validated_step: int = 0
     plateau: dict[str, Any] = field(default_factory=dict)
     data_fingerprint: str | None = None
+    data_order: str | None = None
+    valid_fingerprint: str | None = None
+    schedule_steps: int | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @classmethod
@@ -101,13 +109,17 @@ def failures_located(state: TrainState, backend: Backend) -> Iterator[None]:
 
 
 def load_weights_for_all(
-    model: nn.Module, source: Path, args: TrainerArgs, backend: Backend, *, verified: bool
+    model: nn.Module, source: Path, args: TrainerArgs, backend: Backend, *, resumes: bool
 ) -> LoadReport | None:
-    """`load_weights` by rank 0, which alone reads them and returns the report, into a model that is not set up yet."""
+    """`load_weights` by rank 0, which alone reads them and returns the report, into a model that is not set up yet.
+
+    Args:
+        resumes: `source` is the verified checkpoint that the run resumes from, so all its weights must match.
+    """
 
     def load() -> LoadReport:
-        partial, pickle = args.allow_partial_checkpoint, args.allow_pickle
-        return load_weights(model, source, allow_partial=partial, allow_pickle=pickle, verified=verified)
+        partial = None if resumes else args.allow_partial_checkpoint
+        return load_weights(model, source, allow_partial=partial, allow_pickle=args.allow_pickle, verified=resumes)
 
     report = on_all(backend, load, only_main=True)
     backend.share_weights(model)
@@ -235,10 +247,3 @@ def _restore_optimizer(backend: Backend, tree: Any, source: Path) -> None:
     for group, own in zip(backend.optimizer.param_groups, before, strict=True):
         names = {*SETTINGS, *group.pop(CHOSEN, ()), *own.get(CHOSEN, ()), CHOSEN}
         group.update({name: own[name] for name in names if name in own})
-    for parameter, values in getattr(backend.optimizer, "state", {}).items():
-        for name, value in values.items() if isinstance(parameter, Tensor) else ():
-            if isinstance(value, Tensor) and value.dim() == parameter.dim() and value.shape != parameter.shape:
-                raise UserError(
-                    f"the optimizer state of {source} does not fit this model: {name} has shape {tuple(value.shape)}, "
-                    f"its parameter {tuple(parameter.shape)}; start with --reset_optimizer to take the weights only"
-                )

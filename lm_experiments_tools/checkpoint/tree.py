@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +99,20 @@ def load_tensors(file: Path, advice: str = "it is truncated or corrupt; copy it 
         raise UserError(f"{file} cannot be read ({error}): {advice}.") from error
 
 
-def as_os_error(error: OSError | SafetensorError, path: Path) -> OSError:
-    """The operating system's error inside a SafetensorError ("... (os error 28) ..."), as Python would raise it."""
+@contextmanager
+def disk_errors_named(path: Path) -> Iterator[None]:
+    """Name `path` where a library's error of a full disk names no file; tokenizers raises a bare Exception for it."""
+    try:
+        with naming(path):
+            yield
+    except Exception as error:
+        if type(error) is not Exception or "(os error " not in str(error):
+            raise
+        raise as_os_error(error, path) from error
+
+
+def as_os_error(error: Exception, path: Path) -> OSError:
+    """The operating system's error inside a library's ("... (os error 28) ..."), as Python would raise it."""
     if isinstance(error, OSError):
         return error
     text = str(error)

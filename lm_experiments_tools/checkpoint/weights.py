@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shutil
 import sys
@@ -16,12 +15,14 @@ import torch
 from safetensors import SafetensorError
 
 from lm_experiments_tools.checkpoint.adapter_files import read_adapter, read_adapter_into, save_adapter
+from lm_experiments_tools.checkpoint.conversion import to_model_names, without_progress_bars
 from lm_experiments_tools.checkpoint.legacy import read_pickle, state_dict_of, strip_wrappers
-from lm_experiments_tools.checkpoint.manifest import MANIFEST, is_listed, is_plain_relative_name, verify_model
+from lm_experiments_tools.checkpoint.manifest import MANIFEST, is_listed, verify_model
 from lm_experiments_tools.checkpoint.source import TASK_FILE, holds_adapter
 from lm_experiments_tools.checkpoint.t5x import is_t5x, read_t5x
 from lm_experiments_tools.checkpoint.tensor_files import WriteTensors, write_now
 from lm_experiments_tools.checkpoint.tree import as_os_error, load_tensors
+from lm_experiments_tools.checkpoint.untrusted import shards_of
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import apply_umask
 from lm_experiments_tools.modules.inspection import is_adapted
@@ -29,6 +30,7 @@ from lm_experiments_tools.modules.inspection import is_adapted
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "vocab*", "merges.txt")
 _TOKENIZER_FILES += ("chat_template*", TASK_FILE)
 _NAMES_SHOWN = 3
+_IGNORED = ("load_unexpected", "save")  # obsolete keys, and constants that the model computes
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def load_weights(
     model: torch.nn.Module,
     source: Path | str,
     *,
-    allow_partial: bool = False,
+    allow_partial: bool | None = False,
     allow_pickle: bool = False,
     verified: bool = False,
 ) -> LoadReport:
@@ -145,12 +147,13 @@ def load_weights(
     Args:
         source: a checkpoint of ours, any Hugging Face directory (one file or shards), a `.safetensors` file, a
             t5-experiments `model_N.pth`, a nanoT5 `pytorch_model.bin`, a folder of t5x.
-        allow_partial: load what matches by name and shape and report the rest.
+        allow_partial: load what matches by name and shape and report the rest; None to refuse it without advising
+            --allow_partial_checkpoint.
         allow_pickle: see `legacy.read_pickle`.
         verified: the files have just been compared with the manifest of `source`.
 
-    A weight that the model ties to a loaded one is not missing; keys that the model's class declares obsolete are not
-    unexpected.
+    A weight that the model ties to a loaded one is not missing, nor is one that its class never saves; keys that the
+    class declares obsolete are not unexpected.
 
     Raises:
         UserError: nothing matches; or, without `allow_partial`, anything is missing, unexpected or of another shape;
@@ -163,21 +166,19 @@ def load_weights(
 
 
 def place_weights(
-    model: torch.nn.Module, weights: dict[str, torch.Tensor], path: Path, *, allow_partial: bool = False
+    model: torch.nn.Module, weights: dict[str, torch.Tensor], path: Path, *, allow_partial: bool | None = False
 ) -> LoadReport:
     """Copy `weights`, which were read from `path`, into `model`; see `load_weights`."""
-    own = model.state_dict(keep_vars=True)
-    report = _compare(own, weights, getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
+    own, weights = model.state_dict(keep_vars=True), to_model_names(model, weights)
+    report = _compare(own, weights, *(_declared(model, f"_keys_to_ignore_on_{key}") for key in _IGNORED))
     if not report.matched:
         raise UserError(
             f"no weight in {path} fits the model: {report}; the file is of another architecture, or its parameters "
             "have other names."
         )
     if not allow_partial and (report.missing or report.unexpected or report.mismatched):
-        raise UserError(
-            f"{path} does not fit the model: {report}; check --model_cfg and --model_cls, or pass "
-            "--allow_partial_checkpoint to load only what fits."
-        )
+        advice = "" if allow_partial is None else ", or pass --allow_partial_checkpoint to load only what fits"
+        raise UserError(f"{path} does not fit the model: {report}; check --model_cfg and --model_cls{advice}.")
     _refuse_untied_values(own, weights, report, path)
     with torch.no_grad():
         for name in report.matched:
@@ -185,7 +186,13 @@ def place_weights(
     return report
 
 
-def _compare(own: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], obsolete: list[str]) -> LoadReport:
+def _declared(model: torch.nn.Module, name: str) -> list[str]:
+    return list(getattr(model, name, None) or ())
+
+
+def _compare(
+    own: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], obsolete: list[str], unsaved: list[str]
+) -> LoadReport:
     matched = [name for name in weights if name in own and weights[name].shape == own[name].shape]
     mismatched = [
         (name, tuple(weights[name].shape), tuple(own[name].shape))
@@ -193,7 +200,8 @@ def _compare(own: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], obs
         if name in own and weights[name].shape != own[name].shape
     ]
     loaded = {_identity(own[name]) for name in matched}
-    missing = [name for name in own if name not in weights and _identity(own[name]) not in loaded]
+    absent = [name for name in own if name not in weights and name not in unsaved]
+    missing = [name for name in absent if _identity(own[name]) not in loaded]
     unexpected = [
         name for name in weights if name not in own and not any(re.search(pattern, name) for pattern in obsolete)
     ]
@@ -224,7 +232,7 @@ def read_state(model: torch.nn.Module, path: Path, allow_pickle: bool = False) -
     """The weights in `path` by the names of `model`, whose own may be sharded: all, or what an adapter trains."""
     if is_adapted(model):
         return read_adapter(model, path)
-    weights, own = read_weights(path, allow_pickle), model.state_dict(keep_vars=True)
+    weights, own = to_model_names(model, read_weights(path, allow_pickle)), model.state_dict(keep_vars=True)
     held = {id(tensor): weights[name] for name, tensor in own.items() if name in weights}
     tied = {name: held[id(tensor)] for name, tensor in own.items() if name not in weights and id(tensor) in held}
     return {**weights, **tied}
@@ -271,13 +279,8 @@ def _read_directory(path: Path, allow_pickle: bool, verified: bool) -> dict[str,
 
 
 def _shards(index: Path) -> list[str]:
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise UserError(f"{index} is not an index of weight shards ({error!r}): copy the checkpoint again.") from error
+    names = shards_of(index)
     for name in names:
-        if not isinstance(name, str) or not is_plain_relative_name(name):
-            raise UserError(f"{index} points to {name!r}, outside its directory: the checkpoint is not to be trusted.")
         if not (index.parent / name).is_file():
             raise UserError(
                 f"{index.parent / name} is missing, though {index.name} lists it: copy the checkpoint again."
@@ -320,20 +323,6 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
     for file in files:
         shutil.copyfile(file, target / file.name)
     return any(file.name != TASK_FILE for file in files)
-
-
-@contextlib.contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """No bars of transformers ("Writing model shards", "Loading weights") in the log."""
-    from transformers.utils import logging as transformers_logging
-
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def _first(names: list[str]) -> str:

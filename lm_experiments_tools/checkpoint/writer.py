@@ -283,7 +283,11 @@ def find_resume(resume: str, model_path: Path | str | None) -> Path | None:
         if not path.exists():
             raise UserError(f"--resume {resume}: no such checkpoint{_newer_than(path)}")
         verify(path)
-        return path
+        own = Path(model_path) / "checkpoints" if model_path else None
+        if own is None or not own.is_dir() or path.parent.resolve() == own.resolve():
+            return path
+        newest = find_newest_valid(own)  # of an earlier start of the same command
+        return newest if newest is not None and _step_of(newest) >= _step_of(path) else path
     if not model_path:
         return None
     root = Path(model_path) / "checkpoints"
@@ -293,6 +297,12 @@ def find_resume(resume: str, model_path: Path | str | None) -> Path | None:
             "--model_path, or remove the folder"
         )
     return find_newest_valid(root)
+
+
+def _step_of(path: Path) -> int:
+    """The step of a checkpoint's folder, which may be renamed; -1 where it has none."""
+    step = parse_step(path.name.removeprefix(REPLACED))
+    return -1 if step is None else step
 
 
 def behind_link(path: Path) -> Path:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from lm_experiments_tools.checkpoint.source import CONFIG
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import read_json
 from lm_experiments_tools.models.presets import find_config, read_model_settings
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
-from lm_experiments_tools.names import nearest_names
+from lm_experiments_tools.names import allow_modules, nearest_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from lm_experiments_tools.checkpoint.source import Source
+
+logger = logging.getLogger(__name__)
 
 # Keys that configuration files on the Hugging Face Hub carry and that say nothing about the model's mathematics.
 HUB_KEYS = {
@@ -30,6 +35,8 @@ HUB_KEYS = {
     "output_past",
     "task_specific_params",
 }
+# Keys that transformers writes into each config.json, and users into none of theirs.
+SAVED_KEYS = {"architectures", "transformers_version"}
 # What every PreTrainedConfig takes though its dataclass has no field for it.
 GENERAL_KEYS = {
     "attn_implementation",
@@ -58,8 +65,13 @@ def register_own_models(source: Source) -> None:
         importlib.import_module(package)
 
 
-def load_model_config(path_or_preset: str | Path, config_cls: type | None = None) -> PreTrainedConfig:
+def load_model_config(
+    path_or_preset: str | Path, config_cls: type | None = None, *, trusted: bool = True
+) -> PreTrainedConfig:
     """A model configuration from a JSON file, in which a key `base` names the file it differs from.
+
+    A config.json that transformers saved may have keys that its class does not declare, as AutoConfig allows. In any
+    other file an unknown key is a mistyped one.
 
     T5Config overwrites `tie_word_embeddings: false` with true (transformers 5); here the returned object says what the
     file says, so build the model with `build_model`, which ties what must be tied and nothing else.
@@ -67,13 +79,19 @@ def load_model_config(path_or_preset: str | Path, config_cls: type | None = None
     Args:
         path_or_preset: a JSON file, or the name of a shipped preset (`t5-small`; see `presets.list_presets`).
         config_cls: the model's `config_class`; None takes transformers' class for the file's `model_type`.
+        trusted: the user named this file, so classes of other packages in it are imported; False for a config.json
+            that lies beside weights.
 
     Raises:
         UserError: no such file, broken JSON, a circular `base`, a `model_type` that is not config_cls's, a key the
             configuration does not have (the nearest one is named), or a value it refuses.
     """
     path = find_config(path_or_preset)
-    values = read_model_settings(path)
+    written = read_json(path)
+    is_saved = "base" not in written and (path.name == CONFIG or not written.keys().isdisjoint(SAVED_KEYS))
+    values = read_model_settings(path) if trusted else written
+    if trusted:
+        allow_modules(values.values())
     if not isinstance(values.get("model_type"), str | None):
         raise UserError(f"{path}: model_type is {values['model_type']!r}, not the name of a kind of model.")
     config_cls = config_cls or _config_class(values.get("model_type"), path)
@@ -86,9 +104,14 @@ def load_model_config(path_or_preset: str | Path, config_cls: type | None = None
     known = _known_keys(config_cls)
     inert = {key for key, value in INERT_VALUES.items() if key not in known and values.get(key) == value}
     values = {key: value for key, value in values.items() if key not in inert}
-    for key in values:
-        if key not in known:
-            raise UserError(f"{path}: {config_cls.__name__} has no '{key}'{_who_knows(key, known, kinds)}.")
+    undeclared = [key for key in values if key not in known]
+    for key in undeclared:
+        ours = _class_that_knows(key, kinds)
+        if ours is not None or not is_saved:
+            advice = nearest_names(key, known) if ours is None else f", which --model_cls {ours} understands"
+            raise UserError(f"{path}: {config_cls.__name__} has no '{key}'{advice}.")
+    if undeclared:
+        logger.info("%s: %s declares no %s, passed on as they are", path, config_cls.__name__, ", ".join(undeclared))
 
     from huggingface_hub.errors import StrictDataclassError
 
@@ -104,6 +127,25 @@ def load_model_config(path_or_preset: str | Path, config_cls: type | None = None
     return config
 
 
+def set_decoder_start(model: nn.Module) -> None:
+    """Generate from the token that the model's own shift of the labels puts first, which it is trained with.
+
+    T5Gemma starts from its decoder's BOS whatever `decoder_start_token_id` says. A model whose first token depends on
+    the labels (mBART's language) keeps the configured one.
+    """
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if shift is None or not model.config.is_encoder_decoder:
+        return
+    try:
+        first = shift(torch.tensor([[2, 3], [4, 5]], device="cpu"))[:, 0]
+    except (TypeError, ValueError):  # a token that it needs is not configured, or no number
+        return
+    if type(first) is not torch.Tensor or first.is_meta or first[0] != first[1]:  # traced without values
+        return
+    for holder in filter(None, (model.config, getattr(model, "generation_config", None))):
+        holder.decoder_start_token_id = int(first[0])
+
+
 def pretrained_config(name: str, config_cls: type | None = None) -> PreTrainedConfig:
     """The configuration of a Hugging Face name or folder; AutoConfig's class where `config_cls` is None.
 
@@ -114,7 +156,7 @@ def pretrained_config(name: str, config_cls: type | None = None) -> PreTrainedCo
     from transformers import AutoConfig, PreTrainedConfig
 
     try:
-        return (config_cls or AutoConfig).from_pretrained(name)
+        return (config_cls or AutoConfig).from_pretrained(name, trust_remote_code=False)
     except StrictDataclassError:
         values, _ = (config_cls or PreTrainedConfig).get_config_dict(name)
         config_cls = config_cls or type(AutoConfig.for_model(values["model_type"]))
@@ -163,6 +205,7 @@ def build_model(model_cls: type, config: PreTrainedConfig, *, seed: int) -> PreT
         from lm_experiments_tools.attention.huggingface import enable
 
         enable(model)
+    set_decoder_start(model)
     return model
 
 
@@ -295,12 +338,10 @@ def number_of(parameter: torch.Tensor) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
-def _who_knows(key: str, known: set[str], kinds: list[str | None]) -> str:
-    """Where an unknown key of a configuration belongs: to a model class of our own, or to a mistyped name."""
-    for model_cls in (OWN_CLASSES[kind] for kind in kinds if kind in OWN_CLASSES):
-        if key in _own_keys(get_cls_by_name(model_cls).config_class):
-            return f", which --model_cls {model_cls} understands"
-    return nearest_names(key, known)
+def _class_that_knows(key: str, kinds: list[str | None]) -> str | None:
+    """The model class of our own that declares a key which transformers' configuration does not."""
+    classes = (OWN_CLASSES[kind] for kind in kinds if kind in OWN_CLASSES)
+    return next((name for name in classes if key in _own_keys(get_cls_by_name(name).config_class)), None)
 
 
 def _class_for(model_type: str) -> str:

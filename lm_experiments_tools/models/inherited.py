@@ -54,6 +54,6 @@ def _kind_of_weights(source: Source) -> str | None:
         if base.is_file:
             return None
         register_own_models(base)
-        return kind_of(AutoConfig.from_pretrained(base.name))
+        return kind_of(AutoConfig.from_pretrained(base.name, trust_remote_code=False))
     except (UserError, OSError, ValueError, KeyError):
         return None

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -23,8 +22,9 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
+from lm_experiments_tools.checkpoint.conversion import load_unsharded, quiet_loading
 from lm_experiments_tools.checkpoint.source import ModelFiles, Source, holds_adapter, real_names
-from lm_experiments_tools.checkpoint.weights import load_weights, without_progress_bars
+from lm_experiments_tools.checkpoint.weights import load_weights
 from lm_experiments_tools.data.examples.text_encoder import end_id
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.models.adapters import add_adapter, check_peft, load_adapted, new_token_prefix
@@ -36,6 +36,7 @@ from lm_experiments_tools.models.build import (
     load_model_config,
     pretrained_config,
     register_own_models,
+    set_decoder_start,
     set_dropout,
     takes_our_attention,
     untie_only_output,
@@ -293,16 +294,19 @@ def load_pretrained(
     ours = takes_our_attention(config)
     unties = source.config.get("tie_word_embeddings") is False
     try:
-        with quiet_loading(), _loaded_whole(), torch.random.fork_rng(devices=[]):
+        with quiet_loading(), load_unsharded(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(args.seed)
             model, info = model_cls.from_pretrained(
                 source.name,
                 config=config,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
+                trust_remote_code=False,
                 **{"dtype": torch.float32, **options},
             )
-    except (OSError, ValueError, RuntimeError, LookupError, SafetensorError, UnpicklingError) as error:
+    except UnpicklingError as error:
+        raise refused_pickle(source.name) from error
+    except (OSError, ValueError, RuntimeError, LookupError, SafetensorError) as error:
         raise UserError(f"{source.name}: its weights cannot be read ({first_line(error)}).") from error
     new_weights = _judge(model, info, source, args)
     if unties and getattr(model, "_tied_weights_keys", None):
@@ -347,36 +351,16 @@ def _in_head(model: PreTrainedModel, name: str) -> bool:
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
 
 
+def refused_pickle(name: str) -> UserError:
+    """The error for weights that torch does not unpickle safely; its own message advises to unpickle anything."""
+    return UserError(
+        f"{name}: its weights are a pickle that asks for more than tensors, or none, and were not read: have them "
+        "written as safetensors by whoever made it."
+    )
+
+
 def some_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
-
-
-@contextmanager
-def quiet_loading() -> Iterator[None]:
-    """No progress bar and no report by transformers: `_judge` says what there is to say."""
-    from transformers.utils import logging as transformers_logging
-
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        with without_progress_bars():
-            yield
-    finally:
-        transformers_logging.set_verbosity(level)
-
-
-@contextmanager
-def _loaded_whole() -> Iterator[None]:
-    """transformers cuts weights into slices at loading where a ZeRO-3 run has begun; here the engine does it later,
-    after a checkpoint has been put into them and adapters on them, as with every backend."""
-    from transformers.integrations import deepspeed
-
-    begun = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = begun
 
 
 # ---- tokenizer and model --------------------------------------------------------------------------------------------
@@ -408,3 +392,4 @@ def _set_up_special_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase)
     start = getattr(config, "decoder_start_token_id", None)
     if start is not None and model.can_generate() and model.generation_config.decoder_start_token_id is None:
         model.generation_config.decoder_start_token_id = start
+    set_decoder_start(model)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,15 +22,17 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from lm_experiments_tools.checkpoint.adapter_files import check_base, saved_by_name
+from lm_experiments_tools.checkpoint.conversion import quiet_loading
 from lm_experiments_tools.checkpoint.manifest import MANIFEST, parse_step
 from lm_experiments_tools.checkpoint.source import Source, find_base, find_source
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.files import read_json
 from lm_experiments_tools.models.adapters import check_peft, described_by
 from lm_experiments_tools.models.build import OWN_PACKAGES, register_own_models
-from lm_experiments_tools.models.pretrained import AUTO_CLASSES, kind_of, quiet_loading, some_names
-from lm_experiments_tools.models.tokenizers import read_tokenizer
+from lm_experiments_tools.models.pretrained import AUTO_CLASSES, kind_of, refused_pickle, some_names
+from lm_experiments_tools.models.tokenizers import read_tokenizer, without_end
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
+from lm_experiments_tools.names import resolve_configured
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -44,6 +46,7 @@ READERS = (
     "AutoModelForSequenceClassification",
     "AutoModel",
 )
+_STRICTLY: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "trust_remote_code": False}
 _LIBRARIES = ("transformers", "modeling_t5", "modeling_bert")
 
 
@@ -67,6 +70,11 @@ class Opened:
         return "decoder" if found is None and self.model.can_generate() else found
 
     @property
+    def writes_on(self) -> bool:
+        """True for a decoder that continues a text."""
+        return self.kind == "decoder" and self.model.can_generate()
+
+    @property
     def is_own(self) -> bool:
         """True for a class of neither transformers nor this package."""
         return type(self.model).__module__.partition(".")[0] not in _LIBRARIES
@@ -85,12 +93,13 @@ class Opened:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The one beside the weights, of an adapter perhaps beside its base. Raises UserError."""
+        """The one next to the weights, or of an adapter's base; a decoder's does not end texts. Raises UserError."""
         source = self.source
         if source.is_adapter and not any(source.path.glob("tokenizer*")):
             source = find_base(source)
         with quiet_loading():  # AutoTokenizer warns of a configuration whose kind is ours
-            return read_tokenizer(source, source.name)
+            tokenizer = read_tokenizer(source, source.name)
+        return without_end(tokenizer) if self.writes_on else tokenizer
 
 
 def open_saved(name: str, model_cls: str | None = None, flag: str = "--from_pretrained") -> Opened:
@@ -98,7 +107,7 @@ def open_saved(name: str, model_cls: str | None = None, flag: str = "--from_pret
 
     Args:
         model_cls: module:Class; by default the class named in config.json, which of transformers and this package is
-            known, and of a run is the --model_cls it was trained with.
+            known. A class of the user's own that a run was trained with is found if its module is imported.
         flag: the flag that names it, for messages.
 
     Raises:
@@ -110,7 +119,7 @@ def open_saved(name: str, model_cls: str | None = None, flag: str = "--from_pret
     if source.is_adapter:
         return Opened(source, whole_model(source).eval(), is_merged=True)
     cls = saved_class(source, model_cls)
-    return Opened(source, _strictly(cls, source.name, cls.__name__).eval())
+    return Opened(source, loaded(cls, source.name).eval())
 
 
 def saved_class(source: Source, model_cls: str | None = None) -> type:
@@ -123,11 +132,12 @@ def saved_class(source: Source, model_cls: str | None = None) -> type:
     architectures = source.config.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else None
     if source.path is None:
-        named = (transformers.AutoConfig.from_pretrained(source.name).architectures or [None])[0]
+        config = transformers.AutoConfig.from_pretrained(source.name, trust_remote_code=False)
+        named = (config.architectures or [None])[0]
     trained = run_settings(source).get("model_cls")
     if isinstance(trained, str) and trained.rpartition(":")[2] == named:
         if trained.partition(":")[0].partition(".")[0] not in _LIBRARIES:
-            return get_cls_by_name(trained)
+            return resolve_configured(trained, torch.nn.Module, f"{source.name} was trained by --model_cls {trained}")
     package = OWN_PACKAGES.get(source.config.get("model_type"), "transformers")
     found = getattr(importlib.import_module(package), named, None) if isinstance(named, str) else None
     if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
@@ -151,15 +161,26 @@ def run_folder(source: Source) -> Path | None:
     return folder if path.parent.name == "checkpoints" and (folder / "config.json").is_file() else None
 
 
-def _strictly(cls: type, name: str, called: str) -> PreTrainedModel:
-    """`cls.from_pretrained`, all of whose weights are in the files. Raises UserError."""
-    return loaded(lambda: cls.from_pretrained(name, dtype=torch.float32, output_loading_info=True), name, called)
+def position_of(checkpoint: Path) -> dict[str, int]:
+    """Step, samples and tokens of a checkpoint."""
+    state = read_json(checkpoint / "trainer_state.json").get("state", {})
+    counts = {name: state.get(f"consumed_{name}", 0) for name in ("samples", "tokens")}
+    return {"step": parse_step(checkpoint.resolve().name), **counts}
 
 
-def loaded(load: Callable[[], tuple[PreTrainedModel, dict[str, Any]]], name: str, called: str) -> PreTrainedModel:
-    """What `load` gives, refused unless it has all weights and no others. Raises UserError."""
+def loaded(cls: type, folder: str, name: str | None = None) -> PreTrainedModel:
+    """The model of `cls.from_pretrained`, refused unless the files have all weights and no others.
+
+    Args:
+        folder: or a name of the Hub.
+        name: what messages call it, if not `folder`.
+
+    Raises:
+        UserError: it cannot be read, or weights are missing or unexpected.
+    """
+    name, called = name or folder, cls.__name__
     with unread(name, called), quiet_loading(), torch.random.fork_rng(devices=[]):
-        model, info = load()
+        model, info = cls.from_pretrained(folder, **_STRICTLY)
     for kind, what in (
         ("missing_keys", "are missing"),
         ("unexpected_keys", "are none of it"),
@@ -176,10 +197,7 @@ def unread(name: str, called: str) -> Iterator[None]:
     try:
         yield
     except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{name}: its weights are a pickle that asks for more than tensors, or none, and were not read: have them "
-            "written as safetensors by whoever made it."
-        ) from error
+        raise refused_pickle(name) from error
     except (OSError, ValueError, RuntimeError, LookupError, SafetensorError, StrictDataclassError) as error:
         raise UserError(f"{name}: it cannot be read as {called} ({first_line(error)}).") from error
 
@@ -197,7 +215,7 @@ def whole_model(source: Source) -> PreTrainedModel:
         raise UserError(f"{base.name} holds weights alone: write the model by save_pretrained, and name its folder.")
     register_own_models(base)
     with unread(base.name, "a configuration"):
-        config = transformers.AutoConfig.from_pretrained(base.name)
+        config = transformers.AutoConfig.from_pretrained(base.name, trust_remote_code=False)
     kind = kind_of(config)
     if kind is None:
         raise UserError(f"{base.name}: a {config.model_type} model is neither encoder nor decoder.")
@@ -205,7 +223,7 @@ def whole_model(source: Source) -> PreTrainedModel:
     if source.is_adapter:
         return _merged(classes, base, source)
     with unread(base.name, classes.__name__), quiet_loading():
-        model, info = classes.from_pretrained(base.name, dtype=torch.float32, output_loading_info=True)
+        model, info = classes.from_pretrained(base.name, **_STRICTLY)
     if info["missing_keys"]:
         raise UserError(
             f"{base.name} is no fine-tuned {type(model).__name__}: {len(info['missing_keys'])} of its weights are "
@@ -229,7 +247,7 @@ def _merged(classes: type, base: Source, adapter: Source) -> PreTrainedModel:
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
     options = labels if names else {}
     with unread(base.name, classes.__name__), quiet_loading():
-        model = classes.from_pretrained(base.name, dtype=torch.float32, **options)
+        model, _ = classes.from_pretrained(base.name, **_STRICTLY, **options)
     model.base_fingerprint = base.fingerprint()
     with described_by(adapter.base_named_in):
         adapted = peft.PeftModel.from_pretrained(model, str(adapter.path))

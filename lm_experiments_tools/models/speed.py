@@ -12,7 +12,8 @@ import importlib.util
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -73,7 +74,7 @@ class _Model(NamedTuple):
 
 
 def choose_speed(
-    args: Args, origins: Mapping[str, str], sources: Sequence[Source] = (), unless_said: str = "auto"
+    args: Args, origins: Mapping[str, str], sources: Sequence[Source] = (), *, keeps_process: bool = False
 ) -> tuple[Args, dict[str, str]]:
     """The same settings and origins with what is chosen put in; called once a run, on every worker, before the rest.
 
@@ -82,7 +83,7 @@ def choose_speed(
     Args:
         origins: as `cli.parse` returns them: only what is "default" is chosen.
         sources: of `--from_pretrained`, where it was looked for already.
-        unless_said: `--speed` of a new run that does not say.
+        keeps_process: leave the settings of the process alone, as a library must; see `fast_process`.
 
     Raises:
         UserError: a flag asks for what is not there.
@@ -90,11 +91,12 @@ def choose_speed(
     origins, before = dict(origins), _recorded(args)
     free = [name for name in CHOSEN if origins.get(name, "default") == "default"]
     if origins.get("speed", "default") == "default":
-        args = replace(args, speed=unless_said if before is None else before.get("speed", "off"))
+        args = replace(args, speed="auto" if before is None else before.get("speed", "off"))
     if args.speed == "off":
-        set_up_process(fast=False)
+        if not keeps_process:
+            set_up_process(fast=False)
         return args, origins
-    device = "cuda" if torch.cuda.is_available() and not cpu_asked() else "cpu"
+    device = _device()
     model = _described(args, sources)
     _refuse_absent(args, free, device)
     for name in free:
@@ -105,8 +107,13 @@ def choose_speed(
                 value, reason = False, _uncompiled(lacking, device)
         args = replace(args, **{name: value})
         origins[name] = f"{AUTO}: {reason}"
-    set_up_process(fast=True, device=device)
+    if not keeps_process:
+        set_up_process(fast=True, device=device)
     return args, origins
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() and not cpu_asked() else "cpu"
 
 
 def check_agreement(args: ExperimentArgs, backend: Backend) -> None:
@@ -189,6 +196,29 @@ def set_up_process(*, fast: bool, device: str = "cpu") -> None:
         torch.set_float32_matmul_precision("high" if fast and device == "cuda" else "highest")
     if fast and device == "cpu":
         _keep_memory()
+
+
+@contextmanager
+def fast_process(args: ExperimentArgs) -> Iterator[None]:
+    """`set_up_process` of `--speed auto` while the block runs; with `--speed off` the user's settings hold.
+
+    Threads of torch that start meanwhile keep how denormals are treated, which is a setting of each.
+    """
+    if args.speed == "off":
+        yield
+        return
+    precision, flushes = torch.get_float32_matmul_precision(), flushes_denormals()
+    set_up_process(fast=True, device=_device())
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(flushes)
+        torch.set_float32_matmul_precision(precision)
+
+
+def flushes_denormals() -> bool:
+    """True if this thread computes without denormal numbers; torch does not tell."""
+    return not bool(torch.tensor(1e-39).mul(0.5))
 
 
 @cache

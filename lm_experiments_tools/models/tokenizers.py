@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import tempfile
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from lm_experiments_tools.checkpoint.manifest import verify_model
 from lm_experiments_tools.checkpoint.source import ModelFiles, Source, check_reachable
+from lm_experiments_tools.data.examples.text_encoder import added_end
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.models.adapters import new_token_names
 from lm_experiments_tools.models.build import register_own_models
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_TOKENIZER_SETTINGS = (
+    "bos_token", "eos_token", "unk_token", "pad_token", "extra_special_tokens", "model_max_length", "padding_side",
+    "truncation_side", "clean_up_tokenization_spaces", "chat_template",
+)  # fmt: skip
 _LEAST_TOKENS = 2  # besides special ones; an empty T5Tokenizer has one, the mark of a space
 
 
@@ -73,7 +79,7 @@ def _from_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
 
     with tempfile.TemporaryDirectory() as folder:
         Vocabulary.load(path).save_tokenizer(folder)
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def read_tokenizer(source: Source, named: str) -> PreTrainedTokenizerBase:
@@ -89,11 +95,36 @@ def read_tokenizer(source: Source, named: str) -> PreTrainedTokenizerBase:
         if files & {"spiece.model", "sentencepiece.model"} and "tokenizer_config.json" not in files:
             return _from_sentencepiece(source.path)
     try:
-        return AutoTokenizer.from_pretrained(source.name)
+        return AutoTokenizer.from_pretrained(source.name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{named}: no tokenizer can be read from it ({first_line(error)}); name one with --tokenizer."
         ) from error
+
+
+def without_end(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The same tokenizer, but prompts do not end in EOS, after which a decoder would write another text.
+
+    It is of transformers' general class: T5Tokenizer appends EOS whatever its files say. A tokenizer in plain Python
+    (ByT5's) is returned as it is.
+    """
+    ends = added_end(tokenizer)
+    if not ends or not tokenizer.is_fast:
+        return tokenizer
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    ids = tokenizer("a")["input_ids"][: -len(ends)]
+    text = tokenizer("a", add_special_tokens=False)["input_ids"]
+    begins = tokenizer.convert_ids_to_tokens(ids[: len(ids) - len(text)])
+    settings = {name: tokenizer.init_kwargs[name] for name in _TOKENIZER_SETTINGS if name in tokenizer.init_kwargs}
+    changed = PreTrainedTokenizerFast(tokenizer_object=copy.deepcopy(tokenizer.backend_tokenizer), **settings)
+    changed.backend_tokenizer.post_processor = TemplateProcessing(
+        single=[*begins, "$A"],
+        pair=[*begins, "$A", "$B"],
+        special_tokens=[(token, tokenizer.convert_tokens_to_ids(token)) for token in dict.fromkeys(begins)],
+    )
+    return changed
 
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, named: str) -> None:

@@ -6,8 +6,6 @@ import inspect
 
 from torch import nn
 
-_PROMPTS_BESIDE_THE_ROW = ("PREFIX_TUNING", "CARTRIDGE")  # peft's, of keys and values: labels stay as they are
-
 
 def is_spread(model: nn.Module) -> bool:
     """True if the model's layers lie on several devices, where they have to stay."""
@@ -46,24 +44,3 @@ def forward_names_of(model_cls: type) -> set[str]:
             if not any(p.kind is p.VAR_KEYWORD for p in parameters):
                 break
     return names - {"self"}
-
-
-def drops_first_label(model: nn.Module) -> bool:
-    """True if the model's loss is a mean over the labels of each row but the first.
-
-    transformers' causal models hand labels to `loss_function`, which shifts them: a token is predicted from those
-    before it, and the first from nothing. Others count all of theirs (BartForCausalLM, XLNet), and so does a model
-    with a soft prompt, from whose end the first token is predicted.
-    """
-    for config in getattr(model, "peft_config", {}).values():
-        if config.is_prompt_learning and config.peft_type not in _PROMPTS_BESIDE_THE_ROW:
-            return False
-    model = _base_of(model)
-    forwards = (vars(cls)["forward"] for cls in type(model).__mro__ if "forward" in vars(cls))
-    for forward in forwards:
-        names = getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ())
-        if "loss_function" in names:
-            return getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
-        if "super" not in names:
-            return False
-    return False

@@ -35,8 +35,8 @@ def tokenized(folder):
 
 
 def maps(folder):
-    page = folder.parent / "maps.html"
-    attention.run(attention.AttentionArgs(model=str(folder), text="a cat", target="a", output=str(page)))
+    arrays = folder.parent / "maps.npz"
+    attention.run(attention.AttentionArgs(model=str(folder), text="a cat", target="a", output=str(arrays)))
 
 
 def converted(folder, **flags):

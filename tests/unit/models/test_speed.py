@@ -117,7 +117,6 @@ def test_bert_and_fine_tuning(tmp_path):
         task = "classification" if kind == "encoder" else "causal_lm" if kind == "decoder" else "text_to_text"
         args = FinetuningArgs(model_type=kind, task=task, from_pretrained=str(tmp_path))
         assert chosen(args, {})[0] == ("auto", model_cls, True, False)
-        assert chosen(args, {}, unless_said="off")[0] == ("off", None, False, False)
         if kind == "encoder-decoder":
             adapted = FinetuningArgs(model_type=kind, from_pretrained=str(tmp_path), peft="lora")
             assert chosen(adapted, {})[0][1] is None

@@ -1,0 +1,91 @@
+"""Weights by the names of a model, where transformers saves its architecture under other names or shapes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+def to_model_names(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Convert `weights` from a file as `from_pretrained` of the model's class would.
+
+    `save_pretrained` writes an architecture's original format, e.g. a matrix for each expert of Qwen3-MoE, which the
+    model holds as one tensor. Weights of a model without such a conversion are returned unchanged, and so are those
+    that it does not know.
+    """
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None or not isinstance(model, library.PreTrainedModel):
+        return weights
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    # the class without the name and methods that FSDP2 adds
+    cls = next(base for base in type(model).__mro__ if not base.__name__.startswith("FSDP"))
+    if not (getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)):
+        return weights
+    with quiet_loading(), load_unsharded(), torch.random.fork_rng(devices=[]):
+        loaded, info = cls.from_pretrained(
+            None,
+            config=copy.deepcopy(model.config),
+            state_dict=dict(weights),
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=False,
+        )
+    shapes = {name: in_file for name, in_file, _ in info["mismatched_keys"]}
+    converted = {name: weights[name] for name in info["unexpected_keys"] if name in weights}
+    for name, tensor in loaded.state_dict().items():
+        if name in shapes:
+            converted[name] = torch.empty(shapes[name], device="meta")
+        elif name not in info["missing_keys"]:
+            converted[name] = tensor
+    return converted
+
+
+@contextlib.contextmanager
+def quiet_loading() -> Iterator[None]:
+    """No progress bar and no report by transformers."""
+    from transformers.utils import logging as transformers_logging
+
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        with without_progress_bars():
+            yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """No bars of transformers ("Writing model shards", "Loading weights") in the log."""
+    from transformers.utils import logging as transformers_logging
+
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def load_unsharded() -> Iterator[None]:
+    """Full weights from `from_pretrained` during a ZeRO-3 run, where transformers would shard them.
+
+    The engine shards them later, after a checkpoint was loaded into them and adapters were added, as every backend.
+    """
+    from transformers.integrations import deepspeed
+
+    begun = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = begun
