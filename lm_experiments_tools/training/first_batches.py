@@ -44,7 +44,7 @@ def checked(
 
 def _check_size(batch: Any, backend: Backend, args: TrainerArgs) -> None:
     rows, wanted = len(_rows(batch)), args.rows_per_worker()
-    if backend.is_main and (rows > wanted or rows == args.batch_size < wanted):
+    if backend.is_main and rows != wanted:
         logger.warning(
             "the training data gives %d rows a batch, but a step takes one batch of batch_size %d x "
             "gradient_accumulation_steps %d = %d rows: make the loader with batch_size=args.rows_per_worker()",
@@ -94,6 +94,13 @@ class _Rows:
         if not self.count:
             return 0.0
         return -self.count * math.log2(sum((n / self.count) ** 2 for n in self._counts.values()))
+
+
+def rows_digest(batch: Any) -> str:
+    """A hash of all rows of a batch."""
+    rows = _Rows()
+    rows.add(batch)
+    return rows.digest()
 
 
 def _rows(batch: Any) -> list[bytes]:

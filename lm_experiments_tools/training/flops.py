@@ -1,206 +1,154 @@
-"""Floating point operations of a training step, and the share of the device's peak that they are (MFU).
+"""Floating point operations of training, and their share of the device's peak (MFU).
 
-Counted are matrix products, a multiply-add as two, with all tokens of a row, padding too; the backward pass has twice
-the forward pass's, and what gradient checkpointing computes again is not counted (Chowdhery et al. 2022, arXiv
-2204.02311, appendix B). Six times the parameters would be wrong for an encoder-decoder, each half of which sees its
-own tokens alone. Packed rows are whole rows too: the matrix of scores is dense, with examples masked from each other.
-
-Where no formula is known, torch counts the passes of the first micro-batch, on tensors without data.
+Counted are matrix products, convolutions and attention, a multiply-add as two operations, with padding. What gradient
+checkpointing computes again is not counted (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
 """
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lm_experiments_tools.attention.kernels.dispatch import plain_kernels
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import dump_json, read_json, write_atomic
+from lm_experiments_tools.training.generators import preserved_random_state
+from lm_experiments_tools.training.peaks import compute_dtype, data_sheet_peak, describe_device, measured_peak
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
     from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.config.training import TrainerArgs
     from lm_experiments_tools.training.metrics import Window
+    from lm_experiments_tools.training.micro_batches import MicroBatch
 
-_HOMES = ("transformers", "modeling_t5", "modeling_bert")
-_VARIANTS = ("sparse_config_cls", "num_cdq_heads", "num_memory_tokens")
-_POSITIONS = ("absolute", "relative_attention_bias", "rotary", "alibi", "none")
-# Whatever the code of a model says when it meets tensors without data, or cannot be copied.
-_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError, AssertionError)
-_SECONDS, _PRODUCTS = 0.2, 60  # that the peak is measured for at most, beside the first product
-
-
-def t5_flops(config: PreTrainedConfig, rows: int, inputs: int, targets: int) -> float:
-    """FLOP of T5ForConditionalGeneration, forward and backward; `inputs` and `targets` are tokens of a row."""
-    width, inner = config.d_model, config.num_heads * config.d_kv
-    feed_forward = (3 if config.is_gated_act else 2) * width * config.d_ff
-    encoder = inputs * (4 * width * inner + feed_forward) + 2 * inputs * inputs * inner
-    decoder = targets * (6 * width * inner + feed_forward) + 2 * inputs * width * inner
-    decoder += 2 * targets * (targets + inputs) * inner
-    layers = config.num_layers * encoder + config.num_decoder_layers * decoder
-    return 6.0 * rows * (layers + targets * width * config.vocab_size)
+_ATTENTION = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]
+_FORMULAS = {
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _ATTENTION,
+    torch.ops.higher_order.flex_attention: _ATTENTION,
+}
 
 
-def bert_flops(config: PreTrainedConfig, rows: int, inputs: int, scored: int, pooled: bool = False) -> float:
-    """FLOP of a forward and a backward pass of BertForMaskedLM, or BertForPreTraining (`pooled`).
+class TrainingFlops(TorchDispatchMode):
+    """Counts the operations of a forward pass that runs without autograd, and of the backward pass it would have.
 
-    Args:
-        inputs: tokens of a row.
-        scored: tokens, of all rows together, that the head gives words scores for.
+    The gradient of each factor of a product takes as many operations as the product. A factor has a gradient if it
+    depends on a trained parameter. A tensor that the model detaches counts as if it had not.
     """
-    width, inner = config.hidden_size, config.intermediate_size
-    layer = inputs * (4 * width * width + 2 * width * inner) + 2 * inputs * inputs * width
-    head = scored * width * (width + config.vocab_size) + pooled * rows * width * (width + 2)
-    return 6.0 * (rows * config.num_hidden_layers * layer + head)
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+        self._storages = WeakIdKeyDictionary()  # of tensors that depend on trained parameters
+
+    def _is_trained(self, x: Tensor) -> bool:
+        if x.requires_grad or isinstance(x, nn.Parameter) or x.layout != torch.strided:
+            return x.requires_grad
+        return x.untyped_storage() in self._storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        trained = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and self._is_trained(x)]
+        formula = _FORMULAS.get(getattr(func, "overloadpacket", func))
+        if formula is not None:
+            factors = sum(x.dim() > 1 for x in trained)  # a bias has one dimension
+            self.total += formula(*args, **kwargs, out_val=out) * (1 + min(factors, 2))
+        if trained:
+            for x in tree_leaves(out):
+                if isinstance(x, Tensor) and x.dtype != torch.bool and x.layout == torch.strided:
+                    self._storages[x.untyped_storage()] = True
+        return out
 
 
-def counter(model: nn.Module) -> Callable[[dict[str, Any]], float] | str:
-    """The FLOP of training on a micro-batch, as a function of the model's arguments; or why they are not known."""
-    cls = next(
-        (cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch.")), type(model)
-    )  # of FSDP's
-    name, config = cls.__name__, getattr(model, "config", None)
-    if cls.__module__.partition(".")[0] not in _HOMES:
-        return f"no formula is known for {name}"
-    variants = [key for key in _VARIANTS if getattr(config, key, None)]
-    layers = (getattr(config, f"{kind}_layer", "") for kind in ("encoder_self_attention", "decoder_self_attention"))
-    if variants or any("T5Attention" not in layer for layer in layers if layer):
-        return f"no formula is known for {name} with {' '.join(variants) or 'attention layers of another class'}"
-    if getattr(config, "position_embedding_type", None) not in (None, *_POSITIONS):
-        return f"no formula is known for {name} with position_embedding_type {config.position_embedding_type}"
-    if not all(parameter.requires_grad for parameter in model.parameters()):
-        return "some of the model's parameters are not trained"
-    if name == "T5ForConditionalGeneration":
-        return lambda inputs: t5_flops(config, *inputs["input_ids"].shape, inputs["labels"].shape[1])
-    if name in ("BertForMaskedLM", "BertForPreTraining"):
-        pooled = name == "BertForPreTraining"
-        return lambda inputs: bert_flops(config, *inputs["input_ids"].shape, inputs["labels"].numel(), pooled)
-    return f"no formula is known for {name}"
-
-
-def copied(model: nn.Module) -> nn.Module:
-    """The model with tensors that have no data, in which gradient checkpointing is off. Raises one of `_FAILURES`."""
-    if any(hasattr(p, "to_local") or hasattr(p, "ds_id") for p in model.parameters()):
-        raise ValueError("its parameters are divided among the workers")
-    whole: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        empty = torch.empty_like(tensor, device="meta")
-        whole[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    made = copy.deepcopy(model, whole)
-    for module in made.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            module.gradient_checkpointing = False
-    return made
-
-
-def counted_flops(model: nn.Module, args: tuple, inputs: dict[str, Any]) -> float:
-    """FLOP of a forward and a backward pass of what `copied` made, as torch counts. Raises one of `_FAILURES`."""
-
-    def emptied(value: Any) -> Any:
-        return value.to("meta") if isinstance(value, Tensor) else value
-
-    looked_at = ("attention_mask", "decoder_attention_mask")  # by transformers; the dense product is as large without
-    kept = {name: emptied(value) for name, value in inputs.items() if name not in looked_at}
-    with torch.enable_grad(), FlopCounterMode(display=False) as count:
-        outputs = model(*map(emptied, args), **kept)
-        values = (
-            outputs.values() if hasattr(outputs, "values") else outputs if isinstance(outputs, tuple) else [outputs]
-        )
-        loss = next(value for value in values if isinstance(value, Tensor) and value.requires_grad)
-        loss.sum().backward()
-    return float(count.get_total_flops())
-
-
-@cache
-def measured_peak(device: torch.device, dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) -> float:
-    """FLOP/s of the best of many products of 512 and 1024 columns, a layer's; draws no random numbers."""
-    rows = 2048 if device.type == "cpu" else 65536
-    a, b = (torch.arange(n * 512, device=device).sin().to(dtype) for n in (rows, 1024))
-    a, b = a.view(rows, 512), b.view(512, 1024)
-    a @ b  # loads libraries
-    best, end = 0.0, clock() + _SECONDS
-    for _ in range(_PRODUCTS):
-        _wait(device)
-        start = clock()
-        a @ b
-        _wait(device)
-        best = max(best, 2 * rows * 512 * 1024 / max(clock() - start, 1e-9))
-        if clock() > end:
-            break
-    return best
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def count_flops(backend: Backend, inputs: Mapping[str, Any]) -> float:
+    """Operations of a training pass over `inputs`, counted in a forward pass that leaves no trace; collective."""
+    buffers = [(buffer, buffer.clone()) for buffer in backend.model.buffers()]  # a norm's running mean may change
+    with preserved_random_state(), torch.no_grad(), torch.compiler.set_stance("force_eager"), plain_kernels():
+        with backend.autocast(), TrainingFlops() as flops:
+            backend.model(**inputs)
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    return flops.total
 
 
 class FlopMeter:
-    """FLOP of rank 0's training passes since the last log line, by the shapes of what its model is called with.
+    """Rank 0's training operations since the last log line, as a share of its device's peak.
+
+    The share is called `mfu` if the peak is known: that of `--peak_tflops` or of the data sheet. Otherwise it is
+    `mfu_measured`, the share of the highest rate seen on this device, which is kept in the run directory.
 
     Args:
-        window: sums of a resumed run, of whose seconds this process has counted nothing.
-        peak_tflops: of one device, 10^12 FLOP/s; None: measured.
-        say: logs why there is nothing to count.
+        window: sums of a resumed run; this process has not counted the operations of its seconds.
+        say: logs what the peak is.
     """
 
-    def __init__(
-        self, backend: Backend, window: Window, peak_tflops: float | None, say: Callable[[str], None]
-    ) -> None:
-        self.flops, self._uncounted, self.peak = 0.0, window.seconds, 0.0
-        self._say, self._copy, self._each = say, None, 0.0  # FLOP of a token, once they are counted
-        model = backend.unwrap()
-        self._count = counter(model)
-        if isinstance(self._count, str) and backend.is_main:
-            try:
-                self._copy = copied(model)
-            except _FAILURES as error:
-                say(f"the share of the device's peak (mfu) is left out: {self._count}, and {error}")
-                return
-            say(f"{self._count}: torch counts the first micro-batch for mfu, others go by their tokens")
-        if backend.is_main:
-            self.peak = peak_tflops * 1e12 if peak_tflops else measured_peak(backend.device, _dtype(backend, model))
-            say(f"mfu is the share of {self.peak / 1e12:.3g} TFLOP/s{'' if peak_tflops else ', measured just now'}")
-            model.register_forward_pre_hook(self._add, with_kwargs=True)
-
-    def _add(self, model: nn.Module, args: tuple, inputs: dict[str, Any]) -> None:
-        if not model.training:
+    def __init__(self, args: TrainerArgs, backend: Backend, window: Window, say: Callable[[str], None]) -> None:
+        self.flops, self._uncounted, self._per_token = 0.0, window.seconds, None
+        self._backend, self._file, self.name = backend, None, "mfu"
+        if not backend.is_main:
             return
-        if isinstance(self._count, str):
-            self.flops += self._counted(args, inputs)
-        elif "labels" in inputs and "input_ids" in inputs:
-            self.flops += self._count(inputs)
+        dtype = compute_dtype(backend)
+        peak = args.peak_tflops * 1e12 if args.peak_tflops else data_sheet_peak(backend.device, dtype)
+        if peak is None:
+            self.name, self._device = "mfu_measured", f"{describe_device(backend.device)}, {dtype}"
+            self._file = Path(args.model_path) / "measured_peak.json" if args.model_path else None
+            peak = self._stored() or measured_peak(backend.device, dtype)
+            self._store(peak)
+        self.peak = peak
+        say(f"{self.name} is the share of {peak / 1e12:.3g} TFLOP/s")
 
-    def _counted(self, args: tuple, inputs: dict[str, Any]) -> float:
-        """FLOP by those of the first micro-batch, in proportion to tokens."""
-        tokens = [inputs[name] for name in ("input_ids", "labels") if isinstance(inputs.get(name), Tensor)]
-        size = sum(value.numel() for value in tokens or args if isinstance(value, Tensor))
-        made, self._copy = self._copy, None
-        if made is not None:
-            try:
-                self._each = counted_flops(made.train(), args, inputs) / max(size, 1)
-            except (*_FAILURES, StopIteration) as error:
-                reason = " ".join(str(error).split())[:160]
-                self._say(
-                    f"mfu is left out: {self._count}, and torch cannot count it: {type(error).__name__}: {reason}"
-                )
-        return self._each * size
+    def add(self, micro_batches: Sequence[MicroBatch], forward_kwargs: Mapping[str, Any]) -> float:
+        """Count micro-batches by their tokens, after an extra forward pass over the first one of the process.
 
-    def mfu(self, window: Window) -> dict[str, float]:
-        """The share of the peak in the seconds of `window`, then counted afresh; nothing where it is not known."""
+        Collective. Returns the seconds that it took.
+        """
+        started = time.perf_counter()
+        if self._per_token is None:
+            first = micro_batches[0].inputs
+            self._per_token = count_flops(self._backend, {**first, **forward_kwargs}) / _num_tokens(first)
+        self.flops += self._per_token * sum(_num_tokens(micro_batch.inputs) for micro_batch in micro_batches)
+        return time.perf_counter() - started
+
+    def share(self, window: Window) -> dict[str, float]:
+        """The share of the peak in the seconds of `window`, by its name; restarts the count."""
         seconds, flops = window.seconds - self._uncounted, self.flops
         self.flops = self._uncounted = 0.0
-        return {"mfu": flops / seconds / self.peak} if self.peak and flops and seconds > 0 else {}
+        if not self._backend.is_main or not flops or seconds <= 0:
+            return {}
+        rate = flops / seconds
+        if self.name == "mfu_measured" and rate > self.peak:
+            self.peak = rate
+            self._store(rate)
+        return {self.name: rate / self.peak}
+
+    def _stored(self) -> float | None:
+        """The peak that an earlier process of the run has measured on such a device."""
+        if self._file is None or not self._file.is_file():
+            return None
+        try:
+            return read_json(self._file).get(self._device)
+        except UserError:  # it is measured once more
+            return None
+
+    def _store(self, peak: float) -> None:
+        if self._file is not None:
+            write_atomic(self._file, dump_json({self._device: peak}) + "\n")
 
 
-def _dtype(backend: Backend, model: nn.Module) -> torch.dtype:
-    """The number format that products are computed in."""
-    kind = backend.device.type
-    with backend.autocast():
-        if torch.is_autocast_enabled(kind):
-            return torch.get_autocast_dtype(kind)
-    return next(model.parameters()).dtype
+def _num_tokens(inputs: Mapping[str, Any]) -> int:
+    """Places of inputs and labels, padding too; entries of all tensors where the model has neither."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    named = [tensors[name] for name in ("input_ids", "labels") if name in tensors]
+    return max(1, sum(value.numel() for value in named or tensors.values()))

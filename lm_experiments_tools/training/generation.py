@@ -21,7 +21,8 @@ def generate(
 
     An encoder-decoder reads `input_ids`. A decoder reads `prompt_ids` and `prompt_mask` of the batch, padded on the
     left, where there are any (`input_ids` would hold the answer too), and its prompt is cut off the result. Padding
-    that all rows have is left out: how much there is depends on the other rows of this worker.
+    that all rows have is left out: how much there is depends on the other rows of this worker. Forks of t5-experiments
+    name the prompt `input_ids_generate` and `attention_mask_generate`, and expect all that `model.generate` returns.
 
     Args:
         model: the user's model, without the wrappers of a backend.
@@ -40,6 +41,8 @@ def generate(
     else:
         names = ("input_ids", "attention_mask", "global_attention_mask")
         read = {name: inputs[name] for name in names if name in inputs}
+        if "input_ids_generate" in part.batch:
+            read = {n: part.batch[f"{n}_generate"].to(device) for n in names if f"{n}_generate" in part.batch}
         if "labels" in inputs and not _LENGTHS & set(options):
             options["max_length"] = inputs["labels"].shape[-1] + 1  # one more for a special token
     if seed is not None:

@@ -71,6 +71,8 @@ class Generators:
     function, however deep: `batch_sampler.sampler.generator`. Counters are the `epoch`, `iteration` and `initial_seed`
     that samplers derive an order from.
 
+    Globals of modules, closures, `__slots__` and containers of more than 64 entries are not searched.
+
     Raises:
         UserError: a generator has no state that could be saved.
     """

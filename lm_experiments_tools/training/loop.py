@@ -34,7 +34,7 @@ from lm_experiments_tools.checkpoint.train_state import (
 )
 from lm_experiments_tools.config.flags import telling_settings
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.modules.inspection import drops_first_label, forward_names
+from lm_experiments_tools.modules.alignment import align_model
 from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
 from lm_experiments_tools.training.attempt import Attempt
 from lm_experiments_tools.training.first_bad import Replay
@@ -45,19 +45,16 @@ from lm_experiments_tools.training.generators import preserved_random_state, ran
 from lm_experiments_tools.training.hooks import Hook, ValidateHook, VerbHook, is_due, watching_hooks, with_profile
 from lm_experiments_tools.training.losses import MODEL_LOSS, Loss
 from lm_experiments_tools.training.metrics import Collector, KeptOutputs, MetricSums, Window, storable
-from lm_experiments_tools.training.micro_batches import (
-    BatchStream,
-    MicroBatch,
-    StepBatch,
-    in_shares,
-    padded,
-    split_batch,
-)
+from lm_experiments_tools.training.micro_batches import BatchStream, StepBatch, padded
+from lm_experiments_tools.training.parts import check_parts, check_trainable
 from lm_experiments_tools.training.passes import check_source, make_gradients, measure
+from lm_experiments_tools.training.record import check_facts, record_facts, run_facts
 from lm_experiments_tools.training.run_folder import claim_for_all
 from lm_experiments_tools.training.schedules import LearningRate
 from lm_experiments_tools.training.signals import StopSignals
+from lm_experiments_tools.training.splitting import Splitter
 from lm_experiments_tools.training.step import StepInfo
+from lm_experiments_tools.training.validation_rows import aligned
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -114,18 +111,18 @@ class TrainingLoop:
         loss: Loss = MODEL_LOSS,
         collect: Callable[[str], Collector] | None = None,
     ) -> None:
+        check_parts(args, model, optimizer, train_dataloader, valid_dataloader)
         self.args, self.backend, self.tokenizer_dir, self.loss = args, backend, tokenizer_dir, loss
         self.stream = BatchStream(train_dataloader, train_sampler) if train_dataloader is not None else None
         backend.reproduce(args)
         check_source(args, self.stream)
         self.valid_dataloader = valid_dataloader
-        self.batch_transform_fn, self.batch_metrics_fn = batch_transform_fn, batch_metrics_fn
+        self.batch_metrics_fn = batch_metrics_fn
         self.forward_kwargs, self.generate_kwargs = dict(forward_kwargs or {}), dict(generate_kwargs or {})
-        self.forward_names = forward_names(model)
-        if "use_cache" in self.forward_names:  # else keys and values of every layer live to the step's end, unused
+        self.split = Splitter(args, backend, model, loss, batch_transform_fn, self.forward_kwargs)
+        if "use_cache" in self.split.names:  # else keys and values of every layer live to the step's end, unused
             self.forward_kwargs.setdefault("use_cache", False)
-        self.has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-        self.first_label = int(drops_first_label(model))
+        self.has_decoder, self.compared_splits = self.split.has_decoder, set()
 
         self.state, self.window = TrainState(), Window()
         self.kept = KeptOutputs(keep_for_metrics_fn, metrics_fn)
@@ -136,7 +133,7 @@ class TrainingLoop:
         self._random_state: dict[str, Any] | None = None  # of the process once training goes on, if not that it has
         self._saved_at: tuple[int, int] | None = None
         self._set_up_model(model, optimizer)
-        self.meter = None if args.validate_only else FlopMeter(backend, self.window, args.peak_tflops, self.say)
+        self.meter = None if args.validate_only else FlopMeter(args, backend, self.window, self.say)
         self.validate_hook = ValidateHook(
             args.effective_valid_interval() if valid_dataloader is not None else None,
             metric=args.optimize_metric,
@@ -160,23 +157,28 @@ class TrainingLoop:
         if source is None and args.init_checkpoint:
             source = on_main(backend, lambda: checkpoint.behind_link(Path(args.init_checkpoint)))
         if source is not None:
-            report = load_weights_for_all(model, source, args, backend, verified=resume_from is not None)
+            report = load_weights_for_all(model, source, args, backend, resumes=resume_from is not None)
             self.say(f"weights from {source}: {report}")
         elif args.validate_only and not args.names_weights():
             raise UserError(
                 "--validate_only has nothing to validate: no checkpoint in --model_path and no --init_checkpoint, so "
                 "the weights would be random"
             )
+        if not backend.holds(model):  # DeepSpeed makes parameters views of its own buffers
+            align_model(model)
+        facts = run_facts(args, args.virtual_size(backend.world_size), model, optimizer)
         backend.setup(model, optimizer)
         self.say(backend.describe())
         if resume_from is not None:
-            self._resume(resume_from)
+            self._resume(resume_from, facts)
         elif source is not None:
             self._initialize_from(source)
+        record_facts(self, facts)
 
-    def _resume(self, path: Path) -> None:
+    def _resume(self, path: Path, facts: Mapping[str, Any]) -> None:
         """Continue exactly where the checkpoint was taken."""
         self.state, own = load_state(path, self.backend)
+        check_facts(self, path, facts)
         self.learning_rate.resume(self.state.plateau)
         if own is not None:
             self.window, self._random_state = Window.from_state(own["window"]), own["random_state"]
@@ -188,9 +190,9 @@ class TrainingLoop:
             self._saved_at = (self.state.step, self.state.consumed_samples)
         self.say(f"resumed from {path}: step {self.state.step}, {self.state.consumed_samples} samples consumed")
 
-    def _seek(self, own: Mapping[str, Any] | None) -> None:
+    def _seek(self, own: Mapping[str, Any] | None, order: str | None = None) -> None:
         if self.stream is not None:
-            self.stream.seek(self.state.consumed_samples, self.state.data_fingerprint, own and own["stream"])
+            self.stream.seek(self.state, own and own["stream"], order)
 
     def _initialize_from(self, source: Path) -> None:
         """`--init_checkpoint`: the run so far, less what the --reset flags drop; data is read from its start."""
@@ -204,7 +206,7 @@ class TrainingLoop:
         if args.skip_used_data:
             self.state.consumed_samples, self.state.consumed_tokens = loaded.consumed_samples, loaded.consumed_tokens
             self.state.data_fingerprint = loaded.data_fingerprint
-            self._seek(own)
+            self._seek(own, loaded.data_order)
         self.say(f"initialized from {source}: starting at step {self.state.step}")
         if self.state.step >= args.iters and not args.validate_only:
             raise UserError(
@@ -220,6 +222,7 @@ class TrainingLoop:
             TrainingDiverged: `args.max_skipped_updates` updates in a row were not finite.
             SystemExit: with 128 + signal number, after everything has been saved (143 for SIGTERM).
         """
+        check_trainable(self.stream, self.backend.optimizer)
         self.state.data_fingerprint = same_on_all(self.stream.fingerprint, self.backend)
         if self.state.step >= self.args.iters:
             self.say(f"all {self.args.iters} updates have been made; raise --iters (or --epochs) to go on")
@@ -277,13 +280,14 @@ class TrainingLoop:
             What became of the update; None where the device has yet to say, or a signal asked to stop.
         """
         started, backend = time.perf_counter(), self.backend
-        part = self._split(batch, self.args.batch_size)
-        weights, samples, tokens, num_micro_batches = self._agree(part)
+        part = self.split(batch, self.args.batch_size)
+        weights, samples, tokens, num_micro_batches = self.agree(part)
         if self.signals.agreed:  # no pass more: a launcher kills a few seconds after its signal
             self._settle()
             self._random_state = self.stream.put_back()
             return None
         micro_batches = self.micro_batches = list(padded(part.micro_batches, num_micro_batches))
+        started += self.meter.add(micro_batches, self.forward_kwargs)
         replay = Replay(self, micro_batches, weights)
         sums = make_gradients(self, micro_batches, weights)
         self._settle()  # the learning rate depends on whether the update before was applied
@@ -309,15 +313,7 @@ class TrainingLoop:
             self.tracker.advance(info.step)
         return info
 
-    def _split(self, batch: Mapping[str, Any], rows: int) -> StepBatch:
-        batch = self.batch_transform_fn(batch) if self.batch_transform_fn else batch
-        names, labels, trim_to = self.forward_names, self.loss.label_names(), self.args.trim_to()
-        device, first = self.backend.device, self.first_label
-        how = (rows, names, device, self.has_decoder, labels, trim_to, first)
-        part = in_shares(batch, self.backend.shares, lambda share: split_batch(share, *how))
-        return part if self.loss.most_labels is None else part.with_labels_alone(self.loss.most_labels)
-
-    def _agree(self, part: StepBatch) -> tuple[dict[str, int], int, int, int]:
+    def agree(self, part: StepBatch) -> tuple[dict[str, int], int, int, int]:
         """Global weights, samples and tokens, the largest number of micro-batches, and any signal: one collective."""
         passes = [len(part.micro_batches) * (rank == self.backend.rank) for rank in range(self.backend.world_size)]
         counts = [
@@ -365,7 +361,7 @@ class TrainingLoop:
         self.backend.model.eval()
         sums, kept = MetricSums(exact=self.backend.sums_exactly), self.collect(split)
         with torch.no_grad(), preserved_random_state():
-            for micro_batch in self._aligned(dataloader, split):
+            for micro_batch in aligned(self, dataloader, split):
                 with self.backend.autocast():
                     texts = None
                     if self.args.use_generate_on_valid:
@@ -382,26 +378,6 @@ class TrainingLoop:
         self.state.metrics[split] = storable(values)
         self._log(split, values, write_tb=write_tb)
         return values
-
-    def _aligned(self, dataloader: Iterable, split: str) -> Iterator[MicroBatch]:
-        """Micro-batches of each batch; workers whose part has ended go on with ones that weigh nothing."""
-        batches, last, labels = iter(dataloader), None, self.loss.label_names()
-        while True:
-            batch = next(batches, None)
-            part = StepBatch.nothing(labels) if batch is None else self._split(batch, self.args.valid_batch_size())
-            _, rows, _, number = self._agree(part)
-            if self.signals.agreed or (rows == 0 and last is not None):
-                return
-            if rows == 0:
-                raise UserError(f"the {split} data gave no batch to evaluate; check its path")
-            last = part.micro_batches[-1] if part.micro_batches else last
-            if last is None:
-                raise UserError(
-                    f"worker {self.backend.rank} has no validation batch while others have: the validation set is "
-                    f"smaller than the number of workers ({self.backend.world_size})"
-                )
-            spare = [last.without_weight()] * (number - len(part.micro_batches))
-            yield from [m.computable() for m in part.micro_batches] + spare
 
     # ---- logs and checkpoints ---------------------------------------------------------------------------------------
     def say(self, message: str) -> None:
@@ -432,7 +408,7 @@ class TrainingLoop:
             weights_global_norm=self.backend.weights_norm(),
             seconds_per_step=seconds / steps,
             tokens_per_second=window.tokens / seconds,
-            **self.meter.mfu(window),
+            **self.meter.share(window),
             data_wait_fraction=window.data_seconds / seconds,
             **self.backend.memory(),
             skipped_updates=self.state.skipped_updates,
@@ -481,13 +457,11 @@ class TrainingLoop:
         self.saver.wait()
 
         def read() -> dict[str, Tensor]:
-            model = self.backend.unwrap()
+            model, allow_pickle = self.backend.unwrap(), self.args.allow_pickle
             if self.backend.shards_model:
-                return checkpoint.read_state(model, Path(source), self.args.allow_pickle)
-            args = self.args
-            checkpoint.load_weights(
-                model, source, allow_partial=args.allow_partial_checkpoint, allow_pickle=args.allow_pickle
-            )
+                return checkpoint.read_state(model, Path(source), allow_pickle)
+            allow_partial = self.args.allow_partial_checkpoint
+            checkpoint.load_weights(model, source, allow_partial=allow_partial, allow_pickle=allow_pickle)
             return saved_state(model)
 
         self.backend.load_model_state(on_all(self.backend, read, only_main=True))

@@ -12,7 +12,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
+from lm_experiments_tools.modules.alignment import aligned
 from lm_experiments_tools.modules.labelled_head import LABEL_POSITIONS
 from lm_experiments_tools.training.generators import (
     Generators,
@@ -28,10 +30,15 @@ from lm_experiments_tools.training.generators import (
     set_random_state,
 )
 from lm_experiments_tools.training.profile_table import DATA_WAIT
+from lm_experiments_tools.training.targets import LABELS_MASK, Targets
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.checkpoint.train_state import TrainState
 
 logger = logging.getLogger(__name__)
 
 _IDS = {"input_ids", "labels", "decoder_input_ids", "attention_mask", "decoder_attention_mask", "token_type_ids"}
+_ALL_LABELS = Targets()
 _EPOCH_START = {"epoch_random_state", "epoch_generators"}
 
 
@@ -48,7 +55,7 @@ class BatchStream:
 
     def __init__(self, loader: Iterable[Mapping[str, Any]], sampler: Any = None) -> None:
         self.loader, self.sampler = loader, sampler
-        self.epoch = self.batches_in_epoch = 0
+        self.epoch = self.rows_in_epoch = 0
         self._epoch_start: dict[str, Any] = dict.fromkeys(_EPOCH_START)
         self._restart: Mapping[str, Any] | None = None  # the `state_dict` that the next batch is fetched from
         self._seeks = hasattr(loader, "seek")
@@ -70,18 +77,24 @@ class BatchStream:
         """Of the training data and its order; None for loaders that have none."""
         return getattr(self.loader, "fingerprint", None)
 
-    def seek(self, consumed_samples: int, fingerprint: str | None, state: Mapping[str, Any] | None) -> None:
+    @property
+    def order(self) -> str | None:
+        """Of the order of rows alone, which objectives on rows of one length share; None where unknown."""
+        return getattr(getattr(self.loader, "dataset", None), "order", None)
+
+    def seek(self, run: TrainState, state: Mapping[str, Any] | None, order: str | None = None) -> None:
         """Go to where a checkpoint was taken.
 
         Args:
-            consumed_samples: over all workers.
-            fingerprint: of the checkpoint's data.
+            run: samples consumed over all workers, and the data's fingerprint.
             state: this worker's `state_dict`; None where another number of workers saved it.
+            order: of the checkpoint's rows, for another run that skips them (`--skip_used_data`).
 
         Raises:
             UserError: the data is not the checkpoint's, or the position cannot be found without `state`.
         """
-        if fingerprint not in (self.fingerprint, *getattr(self.loader, "earlier_fingerprints", ())):
+        fingerprint, same_rows = run.data_fingerprint, order is not None and order == self.order
+        if not same_rows and fingerprint not in (self.fingerprint, *getattr(self.loader, "earlier_fingerprints", ())):
             raise UserError(position_lost(fingerprint, self.fingerprint))
         if state is None and fingerprint is None:
             raise UserError(
@@ -89,16 +102,16 @@ class BatchStream:
                 "the position for the new number; continue with the same number of workers"
             )
         if self._seeks:
-            self.loader.seek(consumed_samples)
+            self.loader.seek(run.consumed_samples)
             return
-        self.epoch, self.batches_in_epoch = state["epoch"], state["batches_in_epoch"]
+        self.epoch, self.rows_in_epoch = state["epoch"], state["rows_in_epoch"]
         self._restart = state
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's place: of the next batch to be fetched."""
         if self._restart is not None:
             return dict(self._restart)
-        state = {"epoch": self.epoch, "batches_in_epoch": self.batches_in_epoch, **self._epoch_start}
+        state = {"epoch": self.epoch, "rows_in_epoch": self.rows_in_epoch, **self._epoch_start}
         if self._knows_place:
             state["loader"] = self.loader.state_dict()
         return {**state, "generators": self._generators.state()}
@@ -126,15 +139,15 @@ class BatchStream:
             return
         while True:
             yield from self._epoch()
-            self.epoch, self.batches_in_epoch = self.epoch + 1, 0
+            self.epoch, self.rows_in_epoch = self.epoch + 1, 0
 
     def _epoch(self) -> Iterator[Mapping[str, Any]]:
         if self.sampler is not None:
             self.sampler.set_epoch(self.epoch)
         batches = self._start_epoch()
-        empty = self.batches_in_epoch == 0
+        empty = self.rows_in_epoch == 0
         for batch in batches:
-            self.batches_in_epoch += 1
+            self.rows_in_epoch += _num_rows(batch)
             if empty:  # some samplers make their generator when they are first asked
                 self._generators = self._find_generators()
             empty = False
@@ -180,14 +193,19 @@ class BatchStream:
         if self._knows_place and "loader" in restart:
             self.loader.load_state_dict(restart["loader"])
             return iter(self.loader)
-        batches = iter(self.loader)
-        for used in range(self.batches_in_epoch):
-            if next(batches, None) is None:
+        batches, used = iter(self.loader), 0
+        while used < self.rows_in_epoch:
+            if (batch := next(batches, None)) is None:
                 raise UserError(
-                    f"the checkpoint had used {self.batches_in_epoch} batches of epoch {self.epoch}, but the training "
-                    f"data now gives only {used}: it is not the data the run was started with"
+                    f"the checkpoint had used {self.rows_in_epoch} rows of epoch {self.epoch}, but the training data "
+                    f"now gives only {used}: it is not the data the run was started with"
                 )
-        return batches
+            used += (rows := _num_rows(batch))
+        if used == self.rows_in_epoch:
+            return batches
+        unused = slice(rows - (used - self.rows_in_epoch), None)  # batches of another size than before
+        rest = {name: value[unused] if _has_rows(value, rows) else value for name, value in batch.items()}
+        return chain([rest], batches)
 
 
 @dataclass
@@ -224,7 +242,10 @@ class MicroBatch:
         inputs = dict(self.inputs)
         for name in (name for name, weight in self.weights.items() if weight == 0 and name in inputs):
             inputs[name] = inputs[name].clone()
-            inputs[name].view(-1)[-1] = 0  # not the first, which causal models drop
+            inputs[name][(-1,) * inputs[name].dim()] = 0  # not the first, which causal models drop
+            if name == "labels" and isinstance(inputs.get(LABELS_MASK), Tensor):
+                inputs[LABELS_MASK] = inputs[LABELS_MASK].clone()
+                inputs[LABELS_MASK][-1] = 1
         return MicroBatch(inputs, self.batch, self.weights)
 
     def with_labels_alone(self, most: int) -> MicroBatch:
@@ -253,6 +274,11 @@ class StepBatch:
         micro_batches = [m.with_labels_alone(most(len(m.inputs["labels"]))) for m in self.micro_batches]
         return replace(self, micro_batches=micro_batches)
 
+    def without_weight(self) -> StepBatch:
+        """The same passes, of which nothing is counted."""
+        micro_batches = [m.without_weight() for m in self.micro_batches]
+        return StepBatch(micro_batches, 0, dict.fromkeys(self.weights, 0), 0)
+
     @classmethod
     def nothing(cls, label_names: Sequence[str]) -> StepBatch:
         """The part of a worker that has no more batches."""
@@ -269,13 +295,22 @@ def in_shares(batch: Mapping[str, Any], shares: int, split: Callable[[Mapping[st
         return split(batch)
 
     def of(share: int) -> dict[str, Any]:
-        taken = {name: value[share::shares] if _has_rows(value, rows) else value for name, value in batch.items()}
+        taken = _rows_of(batch, rows, slice(share, None, shares))
         return {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in taken.items()}
 
     parts = [split(of(share)) for share in range(min(shares, rows))]
     weights = {name: sum(part.weights[name] for part in parts) for name in parts[0].weights}
     micro_batches = [micro_batch for part in parts for micro_batch in part.micro_batches]
     return StepBatch(micro_batches, rows, weights, sum(part.tokens for part in parts))
+
+
+def first_rows(batch: Mapping[str, Any], rows: int, number: int) -> Mapping[str, Any]:
+    """The first `number` rows of a batch of `rows`."""
+    return batch if number >= rows else _rows_of(batch, rows, slice(number))
+
+
+def _rows_of(batch: Mapping[str, Any], rows: int, taken: slice) -> dict[str, Any]:
+    return {name: value[taken] if _has_rows(value, rows) else value for name, value in batch.items()}
 
 
 def split_batch(
@@ -286,7 +321,7 @@ def split_batch(
     has_decoder: bool = False,
     label_names: Sequence[str] = ("labels",),
     trim_to: int | None = None,
-    first_label: int = 0,
+    targets: Targets = _ALL_LABELS,
 ) -> StepBatch:
     """Cut a worker's batch into micro-batches of at most `batch_size` rows and count what it weighs.
 
@@ -296,7 +331,7 @@ def split_batch(
         has_decoder: labels are a sequence of their own and count as tokens beside the inputs.
         label_names: entries whose valid labels are counted.
         trim_to: cut columns that are padding in every row of a micro-batch, down to a multiple of this.
-        first_label: column of `labels` from which on the model's loss counts (see `inspection.drops_first_label`).
+        targets: how valid entries of `labels` are counted.
 
     Raises:
         UserError: a batch without rows, or with entries of different lengths.
@@ -310,13 +345,12 @@ def split_batch(
     num_rows = next(iter(rows.values()))
     if len(set(rows.values())) > 1 or num_rows == 0:
         raise UserError(f"the entries of a batch must have the same, positive number of rows, but they have {rows}")
-    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
-    tokens = int(mask.sum()) if mask is not None else (ids.numel() if ids is not None else 0)
+    attended, ids = batch.get("attention_mask"), batch.get("input_ids")
+    tokens = int(attended.sum()) if attended is not None else (ids.numel() if ids is not None else 0)
     cut = {k for k, v in batch.items() if _has_rows(v, num_rows)}
     loaded = {k: batch[k] for k in rows}  # not on the device: looking at it is no wait
     labels = {name: batch.get(name) for name in label_names}
-    if first_label and labels.get("labels") is not None:
-        labels["labels"] = labels["labels"][:, first_label:]
+    mask = loaded.get(LABELS_MASK)
     batch = {k: to_device(v, device, is_ids=k in _IDS) if k in rows else v for k, v in batch.items()}
     micro_batches = []
     for start in range(0, num_rows, batch_size):
@@ -327,7 +361,9 @@ def split_batch(
             part |= {k: part[k][:, :width].contiguous() for k, width in widths.items()}
         here = min(batch_size, num_rows - start)
         weights = {k: here if v is None else int((v[span] != IGNORED_LABEL).sum()) for k, v in labels.items()}
-        inputs = {k: v for k, v in part.items() if k in names}
+        if labels.get("labels") is not None:
+            weights["labels"] = targets.count(labels["labels"][span], None if mask is None else mask[span])
+        inputs = {k: aligned(v) if isinstance(v, Tensor) else v for k, v in part.items() if k in names}
         micro_batches.append(MicroBatch(inputs, part, weights))
     weights = {name: sum(m.weights[name] for m in micro_batches) for name in label_names}
     return StepBatch(micro_batches, num_rows, weights, tokens + (weights["labels"] if has_decoder else 0))
@@ -396,7 +432,8 @@ def position_lost(then: str | None, now: str | None) -> str:
         )
     return (
         "the training data, its vocabulary, sequence lengths or --seed are not those of the checkpoint, so its "
-        "position in the data has no meaning; restore them, or start a new --model_path with --init_checkpoint"
+        "position in the data has no meaning; restore them, or start a new --model_path by --init_checkpoint "
+        "without --skip_used_data"
     )
 
 
@@ -405,6 +442,12 @@ def _arrangement(fingerprint: str | None) -> tuple[str, str, str]:
     data, _, arrangement = (fingerprint or "").rpartition("/")
     flag, _, rows = arrangement.partition("=")
     return (data, flag, rows) if flag in ("bucket_rows", "mix_rows") else ("", "", "")
+
+
+def _num_rows(batch: Any) -> int:
+    """Rows of a batch: the length of its first tensor; 1 where there is none."""
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
+    return next((len(value) for value in values if isinstance(value, Tensor) and value.dim()), 1)
 
 
 def _has_rows(value: Any, num_rows: int) -> bool:

@@ -7,6 +7,7 @@ folders of their own serve too, as long as rank 0 stays where its folder is.
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import secrets
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from lm_experiments_tools.backends.collective import agreed, on_all, on_main
 from lm_experiments_tools.checkpoint.manifest import parse_step
+from lm_experiments_tools.config import restart
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tracking.run_directory import RunDirectory, claim_run
 
@@ -34,9 +36,9 @@ def claim_for_all(args: TrainerArgs, backend: Backend, *, once_more: bool = Fals
         UserError: the directory holds a run with other settings, or one that has not ended; or it is not one folder
             for all machines, and the run cannot do without.
     """
-    run = on_all(
-        backend, lambda: claim_run(args, args.virtual_size(backend.world_size), once_more=once_more), only_main=True
-    )
+    # An elastic job changes its number of workers, and with it the global batch; its other settings stay.
+    workers = None if _is_elastic() else args.virtual_size(backend.world_size)
+    run = on_all(backend, lambda: claim_run(args, workers, once_more=once_more), only_main=True)
     folder = Path(args.model_path)
     with _marked(folder, backend) as mark:
         reports = backend.gather((platform.node(), mark.exists(), newest_step(folder)))
@@ -57,6 +59,11 @@ def claim_for_all(args: TrainerArgs, backend: Backend, *, once_more: bool = Fals
     if backend.is_main:
         _warn_once(folder, main, hosts)
     return run
+
+
+def _is_elastic() -> bool:
+    """True in a job whose launcher restarts it with other workers: elastic horovodrun, torchrun --max-restarts."""
+    return restart.is_elastic() or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from lm_experiments_tools.names import resolve_name
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from lm_experiments_tools.checkpoint.train_state import TrainState
     from lm_experiments_tools.config.training import TrainerArgs
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ Schedule = Callable[[int], float]
 # Arguments of schedules that flags give.
 FLAGS = {"num_warmup_steps": "num_warmup_steps", "num_training_steps": "num_training_steps", "base_lr": "lr"}
 FLAGS |= {"min_lr_ratio": "lr_min_ratio", "min_lr_rate": "lr_min_ratio"}
+_BY_RESULTS = ("greedy", "reduce_lr_on_plateau")  # schedules of transformers that are not functions of the step
 
 
 def get_schedule(
@@ -51,7 +53,8 @@ def get_schedule(
 
     Args:
         name: one of `SCHEDULES`, another of transformers, or `module:function`.
-        num_warmup_steps: length of the warm-up in updates; all but `constant`, `legacy` and `t5_inverse_sqrt` need it.
+        num_warmup_steps: length of the warm-up in updates. None: 0, or t5_inverse_sqrt's 10,000; schedules that are
+            named after their warm-up need it.
         num_training_steps: length of the run in updates; the schedules that end somewhere need it.
         min_lr_ratio: floor as a fraction of `base_lr`, for the schedules that have one.
         base_lr: the learning rate being multiplied; `polynomial` and `legacy` need it, being stated in absolute rates.
@@ -65,6 +68,8 @@ def get_schedule(
         UserError: unknown name or option, a missing or senseless number, or a setting the schedule would ignore.
     """
     factory, accepted = _find(name)
+    if num_warmup_steps is None and "warmup" not in name and _is_required(accepted.get("num_warmup_steps")):
+        num_warmup_steps = 0
     general = {
         "num_warmup_steps": num_warmup_steps,
         "num_training_steps": num_training_steps,
@@ -74,7 +79,7 @@ def get_schedule(
     own = {key: parameter for key, parameter in accepted.items() if key not in general}
     options = checked_options(f"--lr_scheduler {name}", options, own, FLAGS)
     for key, parameter in accepted.items():
-        if parameter.default is Parameter.empty and {**general, **options}.get(key) is None:
+        if _is_required(parameter) and {**general, **options}.get(key) is None:
             flag, problem = "--lr" if key == "base_lr" else f"--{key}", "which is not set"
             if key not in general:
                 flag, problem = f"--lr_scheduler_options {key}=VALUE", "which is not given"
@@ -84,14 +89,16 @@ def get_schedule(
     return factory(**arguments, **options)
 
 
+def _is_required(parameter: Parameter | None) -> bool:
+    return parameter is not None and parameter.default is Parameter.empty
+
+
 def _find(name: str) -> tuple[Callable[..., Schedule], Mapping[str, Parameter]]:
     """The maker of the schedule of this name, and the arguments that it takes."""
     if name in SCHEDULES:
         return SCHEDULES[name], parameters_of(SCHEDULES[name])
-    if name == "reduce_lr_on_plateau":
-        raise UserError(
-            "--lr_scheduler reduce_lr_on_plateau depends on validation results, not on the step: use --use_lr_drop."
-        )
+    if name in _BY_RESULTS:
+        raise UserError(f"--lr_scheduler {name} depends on results, not on the step: use --use_lr_drop.")
     if ":" in name:
         function = resolve_name(name, said=f"--lr_scheduler {name}")
     elif (function := _transformers_schedules().get(name)) is None:
@@ -110,10 +117,11 @@ def _find(name: str) -> tuple[Callable[..., Schedule], Mapping[str, Parameter]]:
 
 
 def _transformers_schedules() -> dict[str, Callable]:
-    """transformers' schedules by name; importing them takes seconds."""
+    """transformers' schedules that depend on the step alone, by name; importing them takes seconds."""
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
-    return {kind.value: function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
+    named = {kind.value: function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
+    return {name: function for name, function in named.items() if name not in _BY_RESULTS}
 
 
 def _multiplier(name: str, function: Callable, base_lr: float | None = None, **arguments: Any) -> Schedule:
@@ -402,25 +410,67 @@ class LearningRate:
     Attributes:
         base: the rate of each group before any factor; None where the optimizer sets its own (relative_step).
         plateau: the drops of `--use_lr_drop`, if any.
+        length: updates after which the schedule has ended.
     """
 
     def __init__(self, args: TrainerArgs, optimizer: Optimizer | None) -> None:
         self.base = [group.get("lr") for group in optimizer.param_groups] if optimizer is not None else []
-        self.schedule = self.plateau = None
-        if args.lr_scheduler and optimizer is not None:
-            options = read_options("lr_scheduler_options", args.lr_scheduler_options)
-            self.schedule = get_schedule(
-                args.lr_scheduler,
-                num_warmup_steps=args.num_warmup_steps,
-                num_training_steps=args.schedule_steps(),
-                min_lr_ratio=args.lr_min_ratio,
-                base_lr=self.base[0],
-                **checked_options(f"--lr_scheduler {args.lr_scheduler}", options, None, FLAGS),
-            )
+        self.plateau, self.length, self._args = None, args.schedule_steps(), args
+        self.schedule = self._schedule(self.length)
         if args.use_lr_drop and optimizer is not None:
             options = ("factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps")
             chosen = {name: getattr(args, f"lr_drop_{name}") for name in options}
             self.plateau = PlateauDrop(self.base[0], mode=args.optimize_mode, **chosen)
+
+    def _schedule(self, length: int) -> Schedule | None:
+        """The schedule of `--lr_scheduler`, which ends after `length` updates; None for a constant rate."""
+        args = self._args
+        if not args.lr_scheduler or not self.base:
+            return None
+        options = read_options("lr_scheduler_options", args.lr_scheduler_options)
+        return get_schedule(
+            args.lr_scheduler,
+            num_warmup_steps=args.num_warmup_steps,
+            num_training_steps=length,
+            min_lr_ratio=args.lr_min_ratio,
+            base_lr=self.base[0],
+            **checked_options(f"--lr_scheduler {args.lr_scheduler}", options, None, FLAGS),
+        )
+
+    def keep_length(self, state: TrainState) -> str | None:
+        """Keep the schedule's length of a checkpoint, whatever --iters is now, unless --num_training_steps is given.
+
+        Past its end the kept curve is constant: transformers' cosine would rise again.
+
+        Returns:
+            The log line on both curves, if they differ.
+
+        Raises:
+            UserError: the curve has ended at 0, so the remaining updates would change nothing.
+        """
+        args, then, now = self._args, state.schedule_steps, self.length
+        if self.schedule is None or then in (None, now) or state.step >= args.iters:
+            return None
+        steps = state.step - state.schedule_start, args.iters - 1 - state.schedule_start
+        curves = {then: self._schedule(then), now: self.schedule}
+        if all(curves[then](step) == curves[now](step) for step in steps):
+            return None  # a schedule that has no end
+        self.length = then if args.num_training_steps is None else now
+        curve, end = curves[self.length], self.length
+        self.schedule = lambda step: curve(min(step, end))
+        curves[end] = self.schedule
+        rates = {length: [self.base[0] * curves[length](step) for step in steps] for length in curves}
+        if self.base[0] and not any(rates[end]):
+            raise UserError(
+                f"the learning-rate schedule has ended after {end} updates at 0, and updates up to --iters "
+                f"{args.iters} would change nothing: stretch it by --num_training_steps {args.iters}."
+            )
+        shown = {length: f"{first:.3g} now and {last:.3g} at the end" for length, (first, last) in rates.items()}
+        other = then if end == now else now
+        return (
+            f"the learning-rate schedule is {end} updates long ({shown[end]}); of {other} updates "
+            f"(--num_training_steps {other}) it would be {shown[other]}"
+        )
 
     def resume(self, plateau: dict) -> None:
         """Continue the drops of a checkpoint, if it and this run have any."""

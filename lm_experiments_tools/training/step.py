@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from lm_experiments_tools.config.training import TrainerArgs
     from lm_experiments_tools.tracking.tracker import Tracker
     from lm_experiments_tools.training.losses import Loss
-    from lm_experiments_tools.training.micro_batches import MicroBatch
+    from lm_experiments_tools.training.micro_batches import MicroBatch, StepBatch
     from lm_experiments_tools.training.schedules import LearningRate
+    from lm_experiments_tools.training.signals import StopSignals
+    from lm_experiments_tools.training.splitting import Splitter
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,13 @@ class Loop(Protocol):
     batch_metrics_fn: Callable[[Any, Any], Mapping[str, Any]]
     forward_kwargs: dict[str, Any]
     micro_batches: list[MicroBatch]
+    split: Splitter
+    signals: StopSignals
+    compared_splits: set[str]
     tracker: Tracker | None
+
+    def agree(self, part: StepBatch) -> tuple[dict[str, int], int, int, int]:
+        """Global weights, samples and tokens, and the largest number of micro-batches."""
 
     def validate(self, dataloader: Iterable) -> dict[str, float] | None:
         """Metrics over all of `dataloader`, or None when a signal cut it short."""

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.config.training import TrainerArgs
-from lm_experiments_tools.modules.inspection import drops_first_label
+from lm_experiments_tools.training.targets import Targets
 from lm_experiments_tools.training.trainer import TrainingLoop
 from tests.helpers.toys import gradients_at_steps
 
@@ -36,6 +36,15 @@ def ragged_rows(lengths=(12, 2, 3, 2, 1, 1, 9, 2)):
     return rows
 
 
+def targets_of(model, rows):
+    """How a loop counts the labels of this model, after its first batch."""
+    args = TrainerArgs(batch_size=len(rows), iters=1, log_interval=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loop = TrainingLoop(args, LocalBackend(), model, optimizer, DataLoader(rows, batch_size=len(rows)))
+    loop.train()
+    return loop.split.targets
+
+
 def by_hand(model, rows):
     """The loss of all tokens that follow another one, by torch."""
     batch = torch.utils.data.default_collate(rows)
@@ -43,9 +52,21 @@ def by_hand(model, rows):
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
+class Wrapper(torch.nn.Module):
+    """A causal model as a part of a module of one's own, which takes labels and hands them on."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, Wrapper], ids=["GPT-2", "a module around GPT-2"])
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 8])
-def test_any_split_of_ragged_rows_has_the_gradient_of_one_batch_where_the_model_shifts_labels(batch_size):
-    rows, expected, model = ragged_rows(), tiny_gpt2(), tiny_gpt2()
+def test_any_split_of_ragged_rows_has_the_gradient_of_one_batch_where_the_model_shifts_labels(batch_size, wrap):
+    rows, expected, model = ragged_rows(), tiny_gpt2(), wrap(tiny_gpt2())
     loss = by_hand(expected, rows)
     loss.backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -54,10 +75,41 @@ def test_any_split_of_ragged_rows_has_the_gradient_of_one_batch_where_the_model_
     valid = DataLoader(rows, batch_size=3)
     loop = TrainingLoop(args, LocalBackend(), model, optimizer, DataLoader(rows, batch_size=8), valid)
     loop.train()
+    seen = {name.removeprefix("inner."): gradient for name, gradient in seen.items()}
     for name, parameter in expected.named_parameters():
         torch.testing.assert_close(seen[name], parameter.grad, rtol=1e-4, atol=1e-7, msg=name)
     assert loop.state.metrics["train"]["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert loop.state.metrics["valid"]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+def test_a_head_of_zeros_hides_no_shift_where_rows_are_ragged(ragged):
+    model = tiny_gpt2()
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.lm_head.weight))  # untied
+    rows = ragged_rows() if ragged else ragged_rows([12] * 4)
+    assert targets_of(model, rows).first == 1
+    bert = dict(classes())["BertForMaskedLM"]
+    bert.cls.predictions.decoder.weight = torch.nn.Parameter(torch.zeros_like(bert.cls.predictions.decoder.weight))
+    if ragged:  # equal rows have equal shares of the loss either way
+        assert targets_of(bert, rows).first == 0
+
+
+def test_the_first_batch_is_tried_without_a_trace():
+    """Dropout draws, in the first step, the numbers that it would draw without the trial."""
+    losses = {}
+    for skip in (False, True):
+        model = tiny_gpt2()
+        model.transformer.drop.p = 0.5
+        rows = ragged_rows([12] * 4)
+        args = TrainerArgs(batch_size=4, iters=1, log_interval=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        loop = TrainingLoop(args, LocalBackend(), model, optimizer, DataLoader(rows, batch_size=4))
+        if skip:
+            loop.split.targets = Targets(1)
+        torch.manual_seed(5)
+        loop.train()
+        losses[skip] = loop.state.metrics["train"]["loss"]
+    assert losses[False] == losses[True]
 
 
 def classes():
@@ -80,15 +132,19 @@ def classes():
     yield "XLNetLMHeadModel", transformers.XLNetLMHeadModel(transformers.XLNetConfig(**xlnet))
 
 
-def test_a_model_is_said_to_drop_the_first_label_if_and_only_if_its_loss_does():
+@pytest.mark.parametrize("ragged", [True, False])
+def test_a_model_is_found_to_drop_the_first_label_if_and_only_if_its_loss_does(ragged):
     ids = torch.randint(5, VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(2))
+    rows = [{"input_ids": row, "labels": row.clone()} for row in ids]
+    if ragged:
+        rows[1]["labels"][4:] = -100
     found = {}
     for name, model in classes():
         one, other = ids.clone(), ids.clone()
         other[:, 0] = 4
         with torch.no_grad():
             losses = [model.eval()(input_ids=ids, labels=labels).loss.item() for labels in (one, other)]
-        found[name] = drops_first_label(model)
+        found[name] = bool(targets_of(model, rows).first)
         assert found[name] == (losses[0] == losses[1]), name
     assert set(found.values()) == {True, False}
 
@@ -99,11 +155,69 @@ def test_a_soft_prompt_has_the_first_label_predicted():
     dropped = {}
     for name, config in kinds.items():
         model = peft.get_peft_model(tiny_gpt2(), config(task_type="CAUSAL_LM", num_virtual_tokens=2)).eval()
-        labels = torch.full((1, 6), -100)
-        labels[:, 0] = 3
-        ids = torch.ones(1, 6, dtype=torch.long)
-        with torch.no_grad():
-            loss = model(input_ids=ids, attention_mask=ids, labels=labels).loss
-        dropped[name] = drops_first_label(model)
-        assert dropped[name] == bool(loss.isnan())
-    assert dropped == {"prompt": False, "prefix": True}
+        dropped[name] = targets_of(model, ragged_rows()).first
+    assert dropped == {"prompt": 0, "prefix": 1}
+
+
+class ScoresMasked(torch.nn.Module):
+    """GPT-2 that scores the tokens in labels_mask, which selects labels or, as in recurrent memory, logits."""
+
+    def __init__(self, by_logits):
+        super().__init__()
+        self.inner, self.by_logits = tiny_gpt2(), by_logits
+
+    def forward(self, input_ids, attention_mask=None, labels=None, labels_mask=None):
+        logits = self.inner(input_ids=input_ids, attention_mask=attention_mask).logits[:, :-1]
+        chosen = (labels_mask[:, :-1] if self.by_logits else labels_mask[:, 1:]).bool()
+        return {"loss": torch.nn.functional.cross_entropy(logits[chosen], labels[:, 1:][chosen]), "logits": logits}
+
+
+@pytest.mark.parametrize("by_logits", [False, True])
+def test_a_model_that_scores_labels_mask_is_weighted_by_the_labels_it_selects(by_logits):
+    rows = ragged_rows()
+    for number, row in enumerate(rows):
+        row["labels_mask"] = torch.arange(12) % 5 < 1 + number % 4
+    rows[2]["labels_mask"][:] = False  # nothing is scored here: alone, its loss is a mean over nothing
+    expected, model = ScoresMasked(by_logits), ScoresMasked(by_logits)
+    loss = expected(**torch.utils.data.default_collate(rows))["loss"]
+    loss.backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen = gradients_at_steps(model, optimizer)
+    args = TrainerArgs(batch_size=1, gradient_accumulation_steps=8, iters=1, log_interval=1)
+    loop = TrainingLoop(
+        args, LocalBackend(), model, optimizer, DataLoader(rows, batch_size=8), DataLoader(rows, batch_size=3)
+    )
+    loop.train()
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(seen[name], parameter.grad, rtol=1e-4, atol=1e-7, msg=name)
+    assert loop.state.metrics["train"]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert loop.state.metrics["valid"]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+
+
+def test_labels_of_several_classes_a_token_count_once_under_a_mask():
+    """As in splice site prediction: labels [rows, tokens, 3], mask [rows, tokens], the loss a mean over tokens."""
+
+    class Sites(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding, self.head = torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, 3)
+
+        def forward(self, input_ids, labels=None, labels_mask=None):
+            logits = self.head(self.embedding(input_ids))
+            losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+            return {"loss": (losses * labels_mask[..., None]).sum() / labels_mask.sum(), "logits": logits}
+
+    generator = torch.Generator().manual_seed(3)
+    rows = [
+        {
+            "input_ids": torch.randint(VOCABULARY, (6,), generator=generator),
+            "labels": torch.randint(2, (6, 3), generator=generator).float(),
+            "labels_mask": (torch.arange(6) < length).float(),
+        }
+        for length in (1, 6, 2, 5)
+    ]
+    expected = Sites()(**torch.utils.data.default_collate(rows))["loss"].item()
+    model, args = Sites(), TrainerArgs(batch_size=1, iters=1)
+    loop = TrainingLoop(args, LocalBackend(), model, None, None)
+    assert loop.validate(DataLoader(rows, batch_size=2))["loss"] == pytest.approx(expected, rel=1e-6)

@@ -68,7 +68,10 @@ def test_drops_of_the_learning_rate_go_on_from_this_runs_own(tmp_path, flags, ex
 
 def test_a_resumed_run_with_another_rate_keeps_its_drops_too(tmp_path):
     make_loop(model_path=str(tmp_path), **DROPS).train()
-    assert rate(make_loop(model_path=str(tmp_path), lr=3e-3, iters=6, **DROPS)) == pytest.approx(3e-3 / 8, rel=1e-12)
+    named = str(tmp_path / "last")
+    assert rate(make_loop(model_path=str(tmp_path), resume=named, lr=3e-3, iters=6, **DROPS)) == pytest.approx(
+        3e-3 / 8, rel=1e-12
+    )
     assert rate(make_loop(model_path=str(tmp_path), iters=6, **DROPS)) == 1e-2 / 8
 
 

@@ -58,7 +58,7 @@ def test_an_interrupt_that_python_drops_while_a_run_starts_stops_it_before_it_tr
         loops.append(make_loop(None, model_path=str(tmp_path)))
         loops[0].train()
 
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # libraries in this process may have set another
     try:
         with pytest.raises(SystemExit) as stop:
             run_main(main)

@@ -1,0 +1,62 @@
+"""Peak rates: of the data sheet where the device is known, otherwise measured."""
+
+import pytest
+import torch
+
+from lm_experiments_tools.training import peaks
+
+BF16, FP16, FP32, TF32 = torch.bfloat16, torch.float16, torch.float32, "tf32"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tflops"),
+    [
+        ("Tesla V100-SXM2-32GB", FP16, 125),
+        ("Tesla V100-SXM2-32GB", BF16, None),
+        ("Tesla V100-SXM2-32GB", TF32, 15.7),
+        ("Tesla V100-PCIE-16GB", FP16, 112),
+        ("Tesla T4", FP16, 65),
+        ("NVIDIA A100-SXM4-80GB", BF16, 312),
+        ("NVIDIA A100 80GB PCIe", TF32, 156),
+        ("A100-SXM4-40GB", FP32, 19.5),
+        ("NVIDIA A10", BF16, 125),
+        ("NVIDIA L4", BF16, 121),
+        ("NVIDIA L40S", BF16, 362),
+        ("NVIDIA GeForce RTX 3090", BF16, 71),
+        ("NVIDIA GeForce RTX 4090", FP16, 165.2),
+        ("NVIDIA H100 80GB HBM3", BF16, 989),
+        ("NVIDIA H100 PCIe", BF16, 756),
+        ("NVIDIA H200", TF32, 494),
+        ("NVIDIA GH200 480GB", BF16, 990),
+        ("NVIDIA B200", FP16, 2250),
+        # other devices with a part of such a name
+        ("NVIDIA A10G", BF16, None),
+        ("NVIDIA L40", BF16, None),
+        ("NVIDIA GeForce RTX 3090 Ti", BF16, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", BF16, None),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", BF16, None),
+        ("NVIDIA H200", torch.float64, None),
+    ],
+)
+def test_the_peak_of_a_known_gpu_is_that_of_its_data_sheet(name, dtype, tflops):
+    assert peaks._listed_peak(name, dtype) == (tflops and tflops * 1e12)
+
+
+def test_fp32_products_on_a_gpu_are_tf32_where_torch_may_take_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
+    assert peaks.data_sheet_peak(device, FP32) == 67e12
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert peaks.data_sheet_peak(device, FP32) == 494e12
+    assert peaks.data_sheet_peak(torch.device("cpu"), FP32) is None
+
+
+def test_a_measured_peak_draws_no_random_numbers_and_is_at_least_that_of_fp32(monkeypatch):
+    """A CPU without fp16 arithmetic computes these products slowest, but not all that autocast leaves in fp32."""
+    monkeypatch.setattr(peaks, "_rate", lambda device, dtype, *shape: {FP16: 1.0, FP32: 2.0}[dtype] * shape[0])
+    assert peaks.measured_peak(torch.device("cpu"), FP16) == 2.0 * 2048
+    monkeypatch.undo()
+    before = torch.random.get_rng_state()
+    assert 1e8 < peaks._rate(torch.device("cpu"), FP32, 64, 64, 64) < 1e14
+    assert torch.equal(torch.random.get_rng_state(), before)

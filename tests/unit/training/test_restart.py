@@ -1,0 +1,236 @@
+"""Restarts: settings and code that are compared, positions and schedules that are kept."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.checkpoint.train_state import TrainState
+from lm_experiments_tools.config.training import TrainerArgs
+from lm_experiments_tools.data.examples import packing
+from lm_experiments_tools.data.loader import TrainLoader
+from lm_experiments_tools.data.objectives.mlm import MaskedLMDataset
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.training.micro_batches import BatchStream
+from lm_experiments_tools.training.trainer import TrainingLoop
+from tests.helpers.toys import RaggedPairs, TinyLabeller, tiny_t5
+
+CLASSES = """
+import torch
+from tests.helpers.toys import TinyLabeller
+
+class Scaled(TinyLabeller):
+    def forward(self, input_ids, labels):
+        return {"loss": SCALE * super().forward(input_ids, labels)["loss"]}
+
+class Plain(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)  # SCALE
+"""
+
+
+def start(path, model=None, optimizer=torch.optim.SGD, lr=1e-2, rows=24, valid=None, loader_rows=None, **flags):
+    """A loop as a program of the library makes it, and the first inputs of each row that it has trained on."""
+    model = TinyLabeller() if model is None else model
+    args = TrainerArgs(**{"batch_size": 4, "iters": 3, "log_interval": 50, "model_path": str(path), **flags})
+    shuffled = torch.Generator().manual_seed(5)
+    data = DataLoader(RaggedPairs(rows), loader_rows or args.rows_per_worker(), shuffle=True, generator=shuffled)
+    valid = DataLoader(RaggedPairs(valid), 4) if valid else None
+    seen = []
+
+    def note(batch):
+        seen.extend(map(tuple, batch["input_ids"].tolist()))
+        return batch
+
+    steps = optimizer(model.parameters(), lr=lr)
+    return TrainingLoop(args, LocalBackend(), model, steps, data, valid, batch_transform_fn=note), seen
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"lr": 2e-2}, "optimizer.lr ([0.01] then, [0.02] now)"),
+        ({"seed": 1}, "seed (42 then, 1 now)"),
+        ({"batch_size": 8}, "global_batch_size (4 then, 8 now)"),
+        ({"clip_grad_norm": 1.0}, "clip_grad_norm (null then, 1.0 now)"),
+    ],
+)
+def test_a_library_run_with_other_settings_is_refused_and_by_resume_it_is_named(tmp_path, caplog, changed, named):
+    start(tmp_path)[0].train()
+    with pytest.raises(UserError) as refused:
+        start(tmp_path, iters=6, **changed)
+    assert named in str(refused.value)
+    with caplog.at_level("WARNING"):
+        start(tmp_path, iters=6, resume=str(tmp_path / "last"), **changed)[0].train()
+    assert named in caplog.text
+    start(tmp_path, iters=7, resume=str(tmp_path / "last"), **changed)
+
+
+def test_an_edited_model_configuration_is_refused_by_name(tmp_path):
+    start(tmp_path, tiny_t5())[0].train()
+    with pytest.raises(UserError, match=r"model_config.dropout_rate \(0.0 then, 0.4 now\)"):
+        start(tmp_path, tiny_t5(dropout=0.4), iters=6)
+    model = tiny_t5()
+    model.config.layer_norm_epsilon = 0.01
+    with pytest.raises(UserError, match=r"model_config.layer_norm_epsilon \(1e-06 then, 0.01 now\)"):
+        start(tmp_path, model, iters=6)
+
+
+def test_another_dropout_of_a_model_without_configuration_is_refused(tmp_path):
+    def dropping(p):
+        model = TinyLabeller()
+        model.head = nn.Sequential(nn.Dropout(p), model.head)
+        return model
+
+    start(tmp_path, dropping(0.1))[0].train()
+    start(tmp_path, dropping(0.1), iters=4)[0].train()
+    with pytest.raises(UserError, match="modules of the model"):
+        start(tmp_path, dropping(0.4), iters=6)
+
+
+@pytest.mark.parametrize("name", ["Scaled", "Plain"])
+def test_edited_source_of_a_users_class_is_refused_and_a_comment_is_not(tmp_path, monkeypatch, name):
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def begin(source, **flags):
+        (tmp_path / "my_classes.py").write_text(source)
+        sys.modules.pop("my_classes", None)
+        importlib.invalidate_caches()
+        classes = importlib.import_module("my_classes")
+        chosen = {"model": classes.Scaled()} if name == "Scaled" else {"optimizer": classes.Plain}
+        return start(tmp_path / "run", **chosen, **flags)[0]
+
+    begin(CLASSES.replace("SCALE", "1.0")).train()
+    begin(CLASSES.replace("SCALE", "1.0").replace("(closure)", "(closure)  # as before"), iters=4).train()
+    edited = CLASSES.replace("SCALE *", "3.0 *").replace("super().step(closure)", "None")
+    with pytest.raises(UserError, match=f"source of my_classes:{name}"):
+        begin(edited, iters=6)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 8), (8, 4), (4, 6)])
+def test_another_batch_size_of_a_plain_loader_neither_skips_nor_repeats_a_row(tmp_path, before, after):
+    whole, expected = start(tmp_path / "whole", batch_size=24, iters=2)
+    whole.train()
+    first, seen = start(tmp_path / "run", batch_size=before, iters=3)
+    first.train()
+    steps = 3 + math.ceil((48 - 3 * before) / after)
+    more, rest = start(tmp_path / "run", batch_size=after, iters=steps, resume=str(tmp_path / "run" / "last"))
+    more.train()
+    assert (seen + rest)[:48] == expected
+
+
+def test_a_best_metric_of_other_validation_data_is_forgotten(tmp_path, caplog):
+    loop = start(tmp_path, valid=8, save_best=True)[0]
+    loop.train()
+    assert loop.state.best_metric is not None
+    assert start(tmp_path, valid=8, save_best=True)[0].state.best_metric == loop.state.best_metric
+    with caplog.at_level("INFO"):
+        other = start(tmp_path, valid=12, save_best=True)[0]
+    assert other.state.best_metric is None and "validation data is not that of the checkpoint" in caplog.text
+
+
+def curve(loop, steps):
+    rates = []
+    for step in steps:
+        loop.learning_rate.set(loop.backend.optimizer, step)
+        rates.append(loop.backend.optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def test_more_iters_keep_the_schedule_and_num_training_steps_stretches_it(tmp_path, caplog):
+    flags = {"lr_scheduler": "cosine", "num_warmup_steps": 0}
+    start(tmp_path, iters=6, **flags)[0].train()
+    for path in (tmp_path / "checkpoints").iterdir():
+        assert path.name == "step_000006"
+    with pytest.raises(UserError, match="--num_training_steps 12"):
+        start(tmp_path, iters=12, **flags)
+    with caplog.at_level("INFO"):
+        stretched = start(tmp_path, iters=12, num_training_steps=12, **flags)[0]
+    assert curve(stretched, [6, 8]) == pytest.approx([1e-2 * (1 + math.cos(math.pi * n / 12)) / 2 for n in (6, 8)])
+    assert "12 updates long (0.005 now" in caplog.text and "of 6 updates" in caplog.text
+
+
+def test_fewer_or_more_iters_of_a_run_cut_short_leave_its_curve(tmp_path):
+    class Stop:
+        every = 1
+
+        def __call__(self, loop, info):
+            if info.step == 2:
+                loop.signals.agreed = 15
+
+    flags = {"lr_scheduler": "cosine", "num_warmup_steps": 0}
+    loop = start(tmp_path, iters=6, **flags)[0]
+    loop.hooks = [*loop.hooks, Stop()]
+    with pytest.raises(SystemExit):
+        loop.train()
+    expected = [1e-2 * (1 + math.cos(math.pi * n / 6)) / 2 for n in (2, 4, 6)]
+    for iters in (5, 9):
+        assert curve(start(tmp_path, iters=iters, **flags)[0], [2, 4, 6]) == pytest.approx(expected)
+    assert curve(start(tmp_path, iters=9, **flags)[0], [8]) == pytest.approx([0.0]), "transformers' cosine rises again"
+
+
+def test_a_schedule_without_an_end_is_not_spoken_of(tmp_path, caplog):
+    flags = {"lr_scheduler": "t5_inverse_sqrt", "num_warmup_steps": 2}
+    start(tmp_path, **flags)[0].train()
+    with caplog.at_level("INFO"):
+        start(tmp_path, iters=9, **flags)
+    assert "updates long" not in caplog.text
+
+
+def test_a_run_resumed_from_another_ones_checkpoint_goes_on_from_its_own(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    start(old)[0].train()
+    for iters, step in ((6, 3), (9, 6)):  # the same command, started again
+        loop = start(new, iters=iters, resume=str(old / "last"))[0]
+        assert loop.state.step == step
+        loop.train()
+    assert start(new, iters=9, resume=str(new / "checkpoints" / "step_000006"))[0].state.step == 6, "its own, by name"
+
+
+class Tokens:
+    """Six hundred tokens, no two alike, as one document."""
+
+    fingerprint, tokens = "tokens", np.arange(100, 700)
+
+    def will_need(self, begins, ends):
+        pass
+
+
+def masked_rows(probability, length=20):
+    dataset = MaskedLMDataset(
+        Tokens(), length, mask_id=5, special_ids=[0], probability=probability, pad_id=0, seed=3, vocab_size=1000
+    )
+    return TrainLoader(dataset, 4, 0, 1)
+
+
+def test_used_data_is_skipped_under_another_mask_rate_and_refused_for_other_lengths():
+    before, after = masked_rows(0.15), masked_rows(0.5)
+    state = TrainState(consumed_samples=8, data_fingerprint=before.fingerprint)
+    stream = BatchStream(after)
+    with pytest.raises(UserError, match="--skip_used_data"):
+        BatchStream(masked_rows(0.5, 40)).seek(state, {}, BatchStream(before).order)
+    with pytest.raises(UserError):
+        stream.seek(state, {})
+    stream.seek(state, {}, BatchStream(before).order)
+    assert after.consumed_samples == 8
+    before.seek(8)
+    text, masked = next(iter(before))["input_ids"], next(iter(after))["input_ids"]
+    shown = (text != 5) & (masked != 5)
+    kept = (text == masked) | ~shown  # a tenth of the masked tokens are random ones
+    assert kept.float().mean() > 0.8, "the same rows, masked otherwise"
+
+
+def test_packings_of_two_versions_have_two_fingerprints(monkeypatch):
+    packed = object.__new__(packing.PackedDataset)
+    packed.dataset = Tokens()
+    now = packed.fingerprint
+    monkeypatch.setattr(packing, "_VERSION", packing._VERSION + 1)
+    assert packed.fingerprint != now
