@@ -11,6 +11,7 @@ CORE = [
     "protobuf>=5",
     "psutil>=6.0",
     "pyyaml>=6.0",
+    "rouge-score>=0.1.2",  # the metric of lmtools finetune unless another is named
     "safetensors>=0.5",
     "sentencepiece>=0.2.3",
     "tensorboard>=2.18",
@@ -32,10 +33,9 @@ EXTRAS = {
     "peft": ["peft>=0.21"],
     "quantize": ["bitsandbytes>=0.50", "peft>=0.21"],
     "onnx": ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5"],
-    "metrics": ["rouge-score>=0.1.2", "sacrebleu>=2.5"],
+    "metrics": ["sacrebleu>=2.5"],
     # suites of lmtools evaluate
     "suites": ["lm_eval>=0.4.13", "mteb>=2", "sentence-transformers>=6"],
-    "sweep": ["optuna>=5"],
     # lmtools tokenize --on, and launch --ray
     "slurm": ["datatrove>=0.10"],
     "ray": ["datatrove>=0.10", "ray[train]>=2.50"],

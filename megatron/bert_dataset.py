@@ -95,7 +95,8 @@ class BertDataset:
         mask_label_id: label of tokens that are not predicted.
         whole_word: mask words, not pieces.
         max_ngram, favor_longer_ngram, geometric: lengths of masked spans in words, see `ngram_probabilities`.
-        max_sentence_length: documents with a longer sentence are left out, as in Megatron; None keeps them.
+        max_sentence_length: documents with a longer sentence are left out, as in Megatron at 512; None keeps them, and
+            the sentence is cut to the sample.
         max_unread: part of the tokens that no sample may have room for; 1 allows all. Where documents are not split in
             sentences it is large: a sample shows one piece of each document.
         seed: fixes packing, order and noise.
@@ -123,7 +124,7 @@ class BertDataset:
         max_ngram: int = 3,
         favor_longer_ngram: bool = False,
         geometric: bool = False,
-        max_sentence_length: int | None = 512,
+        max_sentence_length: int | None = None,
         max_unread: float = 0.75,
         seed: int = 0,
         cache_dir: str | os.PathLike | None = None,
@@ -256,6 +257,12 @@ class BertDataset:
             "mask_label_id": self.mask_label_id,
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def order(self) -> str:
+        """sha256 over what decides the text of a sample, whatever is masked in it (see `TapeDataset.order`)."""
+        parts = [_VERSION, self.tokens.fingerprint, asdict(self.settings), self.binary_head, self.nsp]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def batch(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Examples of global sample numbers, as Hugging Face's BERT takes them.

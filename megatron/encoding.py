@@ -194,7 +194,8 @@ def encode_piece(piece: Piece, prefix: str, encoder: Encoder, limit: int | None)
     dtype = token_dtype(encoder.tokenizer.vocab_size)
     with ExitStack() as stack:
         stack.enter_context(closing(quarantine))
-        writers = [stack.enter_context(KeyWriter(prefix + end, dtype)) for end in encoder.settings.suffixes]
+        prefixes = [prefix + suffix for suffix in encoder.settings.suffixes]
+        writers = [stack.enter_context(KeyWriter(name, dtype, durable=False)) for name in prefixes]
         for batch in line_batches(piece, encoder.settings):
             encoded = encoder.encode(batch)
             for bad in encoded.bad_lines:
@@ -216,8 +217,8 @@ def encode_piece(piece: Piece, prefix: str, encoder: Encoder, limit: int | None)
 class KeyWriter(IndexedDatasetWriter):
     """A token file of one key and the counts that belong in its .json."""
 
-    def __init__(self, prefix: str, dtype: np.dtype):
-        super().__init__(prefix, dtype)
+    def __init__(self, prefix: str, dtype: np.dtype, *, durable: bool = True):
+        super().__init__(prefix, dtype, durable=durable)
         self.counts = dict.fromkeys(("num_documents", "num_sequences", "num_bytes", "empty_documents"), 0)
 
     def add(self, part: EncodedKey) -> None:

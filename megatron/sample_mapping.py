@@ -6,8 +6,8 @@ Sentences of one document are packed until they reach a target length, document 
                 meet short inputs)
     sample      ends at the first sentence with which it has its target, at least `min_sentences` sentences, and more
                 than one sentence is left over; otherwise it ends with the document
-    left out    documents with fewer than `min_sentences` sentences, and documents of several sentences one of which
-                is longer than `max_sentence_length` (Megatron's 512: rarely prose). They are counted and logged.
+    left out    documents with fewer than `min_sentences` sentences, and where `max_sentence_length` is set (Megatron's
+                512) documents of several sentences one of which is longer. They are counted and logged.
     unread      what is left out, and what a sentence has beyond `max_length`: a sentence is in one sample of an epoch,
                 which has no room for it. (What is cut off beyond a target is another part in each epoch.)
 
@@ -61,7 +61,7 @@ class MappingSettings:
         max_length: most tokens of text in a sample, special tokens not counted; at least 2.
         min_sentences: fewest sentences of a sample: 2 where it is split in a pair.
         short_seq_prob: probability of a shorter target.
-        max_sentence_length: documents with a longer sentence are left out; None keeps them.
+        max_sentence_length: documents with a longer sentence are left out; None keeps them, and the sentence is cut.
         seed: of the short targets.
         num_epochs: passes over the documents, each with its own short targets.
         max_num_samples: start no further pass when there are as many; None sets no limit.
@@ -70,7 +70,7 @@ class MappingSettings:
     max_length: int
     min_sentences: int = 2
     short_seq_prob: float = 0.1
-    max_sentence_length: int | None = 512
+    max_sentence_length: int | None = None
     seed: int = 0
     num_epochs: int = 1
     max_num_samples: int | None = None
@@ -88,7 +88,8 @@ class MappingCounts:
     long_sentence_documents: int = 0
     long_sentence_tokens: int = 0
     truncated_tokens: int = 0
-    overlong_tokens: int = 0  # of a kept sentence, beyond the longest sample
+    overlong_sentences: int = 0  # in documents that are kept, longer than the longest sample
+    overlong_tokens: int = 0  # of these, beyond the longest sample
 
     @property
     def unread_tokens(self) -> int:
@@ -105,7 +106,7 @@ class MappingCounts:
         parts = {
             "in documents with too few sentences": self.few_sentences_tokens,
             "in documents with a sentence that is too long": self.long_sentence_tokens,
-            "in what sentences have beyond a sample": self.overlong_tokens,
+            f"cut from {self.overlong_sentences:,} sentences longer than a sample": self.overlong_tokens,
         }
         reasons = ", ".join(f"{number:,} {where}" for where, number in parts.items() if number)
         return f"{self.unread_tokens:,} of {self.tokens:,}" + (f" ({reasons})" if reasons else "")
@@ -120,8 +121,8 @@ class MappingCounts:
             f"of {self.documents:,} documents with {self.tokens:,} tokens, left out: {self.empty_documents:,} empty; "
             f"{self.few_sentences_documents:,} with too few sentences, {part(self.few_sentences_tokens)}; "
             f"{self.long_sentence_documents:,} with a sentence that is too long, {part(self.long_sentence_tokens)}; "
-            f"cut off where sentences overshoot a target: {part(self.truncated_tokens)}, of which in sentences longer "
-            f"than any sample: {part(self.overlong_tokens)}"
+            f"cut off where sentences overshoot a target: {part(self.truncated_tokens)}, of which in "
+            f"{self.overlong_sentences:,} sentences longer than any sample: {part(self.overlong_tokens)}"
         )
 
 
@@ -216,6 +217,7 @@ def _usable(
     if counts is not None and starts.size:
         excess = np.maximum(lengths - settings.max_length, 0)
         counts.overlong_tokens += int(np.add.reduceat(excess, starts)[kept].sum())
+        counts.overlong_sentences += int(np.add.reduceat(excess > 0, starts, dtype=np.int64)[kept].sum())
     return numbers[kept], starts[kept], ends[kept]
 
 

@@ -372,7 +372,7 @@ def _from_pretrained(name: str) -> BertDataTokenizer:
         raise UserError(f"the tokenizer {name} does not exist")
     verify_model(path)
     try:
-        pretrained = AutoTokenizer.from_pretrained(name)
+        pretrained = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, KeyError, ..., plain Exception: as the files are damaged
         reason = next(iter(str(error).splitlines()), "").rstrip(".: ")
         if path.is_dir() and not (path / "tokenizer.json").is_file():

@@ -135,6 +135,7 @@ class BertModel(BertPreTrainedModel):
         output_hidden_states: bool | None = None,
         segment_ids: Tensor | None = None,
         num_segments: int | None = None,
+        **unset: object,
     ) -> BaseModelOutputWithPooling:
         """Encode a batch; `capture_outputs` collects hidden states and attention weights where they are asked for.
 
@@ -146,11 +147,15 @@ class BertModel(BertPreTrainedModel):
             position_ids: [B or 1, L], for position_embedding_type "absolute" alone; 0..L-1 if None.
             segment_ids: int [B, L], the documents of packed rows (packing.py), from 1 on, 0 for padding.
             num_segments: of a row at most, each of which is then pooled; None looks them up, and makes a GPU wait.
+            unset: arguments of transformers' models that this one lacks (head_mask, use_cache, ...), None or False.
 
         Raises:
+            TypeError: one of `unset` has a value.
             ValueError: more tokens than positions, inputs that are missing, doubled or of another shape, or packed
                 rows under a layout of blocks, or with more than a mask of tokens.
         """
+        if given := [name for name, value in unset.items() if value is not None and value is not False]:
+            raise TypeError(f"BertModel does not take {', '.join(given)}.")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds.")
         if inputs_embeds is None:

@@ -13,7 +13,7 @@ from lm_experiments_tools.attention.positions import (
     RelativeBiasPosition,
     RotaryPosition,
 )
-from lm_experiments_tools.names import resolve_name
+from lm_experiments_tools.names import resolve_configured
 from modeling_bert.configuration_bert import BertConfig
 
 
@@ -25,7 +25,7 @@ def shared_position(config: BertConfig) -> PositionScheme:
     """
     kind, heads = config.position_embedding_type, config.num_attention_heads
     if ":" in kind:
-        return resolve_name(kind, PositionScheme, f"position_embedding_type={kind!r}")(config, True)
+        return resolve_configured(kind, PositionScheme, f"position_embedding_type={kind!r}")(config, True)
     schemes = {
         "rotary": lambda: RotaryPosition(config.hidden_size // heads, config.rotary_dim, config.rotary_base),
         "alibi": lambda: AlibiPosition(heads),

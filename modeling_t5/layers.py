@@ -30,7 +30,7 @@ from lm_experiments_tools.attention.positions import (
     RotaryPosition,
 )
 from lm_experiments_tools.modules.fast_step import Dropout, dense_attention, joined
-from lm_experiments_tools.names import resolve_name
+from lm_experiments_tools.names import resolve_configured
 from modeling_t5.configuration_t5 import T5Config
 from modeling_t5.fast_step import activate, norm
 from modeling_t5.packing import Segments
@@ -181,7 +181,7 @@ def position_scheme(config: T5Config, kind: str, layer_idx: int) -> PositionSche
     if kind == DECODER_CROSS or is_given:
         return NoPosition()
     if ":" in name:
-        return resolve_name(name, PositionScheme, f"position_embedding_type={name!r}")(config, bidirectional)
+        return resolve_configured(name, PositionScheme, f"position_embedding_type={name!r}")(config, bidirectional)
     schemes = {
         "relative_attention_bias": lambda: RelativeBiasPosition(
             config.relative_attention_num_buckets,
@@ -401,7 +401,7 @@ def make_attention(config: T5Config, kind: str, layer_idx: int) -> T5Attention:
     """The attention that the configuration names for this kind."""
     key = f"{kind}_layer"
     name = getattr(config, key)
-    return resolve_name(name, T5Attention, f"{key}={name!r}")(config, kind, layer_idx)
+    return resolve_configured(name, T5Attention, f"{key}={name!r}")(config, kind, layer_idx)
 
 
 class T5LayerSelfAttention(nn.Module):

@@ -76,6 +76,7 @@ def main() -> int:
 def find_or_build_wheel(rebuild: bool) -> Path:
     """The wheel for this environment, from the cache unless `rebuild`, else newly built and cached."""
     torch_version = installed_torch()
+    check_packages()
     features = find_features()
     folder = cache_folder(torch_version, features)
     cached = sorted(folder.glob("*.whl"))
@@ -94,6 +95,16 @@ def find_or_build_wheel(rebuild: bool) -> Path:
         partial = folder / f"{built.name}.partial"
         shutil.copyfile(built, partial)
         return partial.rename(folder / built.name)  # a wheel in the cache is always whole
+
+
+def check_packages() -> None:
+    """Refuse to build without the packages that the build, or Horovod itself, imports (the extra `horovod`)."""
+    for module in ("setuptools", "wheel", "packaging", "pip", "cffi", "cloudpickle", "psutil", "yaml"):
+        if importlib.util.find_spec(module) is None:
+            raise CannotBuild(
+                f"the Python package {module} is missing: pip install 'lm_experiments_tools[horovod]' (in a clone: "
+                "'.[horovod]')."
+            )
 
 
 def installed_torch() -> str:
@@ -157,9 +168,6 @@ def build_environment(features: list[str]) -> dict[str, str]:
     if "nccl" in features:
         environment["HOROVOD_GPU_OPERATIONS"] = "NCCL"
     environment.setdefault("MAKEFLAGS", f"-j{len(os.sched_getaffinity(0))}")
-    for module in ("setuptools", "wheel", "packaging", "pip"):
-        if importlib.util.find_spec(module) is None:
-            raise CannotBuild(f"the Python package {module} is missing: pip install {module}.")
     if not shutil.which("make"):
         raise CannotBuild("make is not on PATH: install it (Debian: apt install build-essential).")
     return environment

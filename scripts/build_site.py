@@ -17,6 +17,7 @@ PAGES = ROOT / "build" / "pages"
 MOVED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Files at the top of the repository, and their pages."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:)([^)#\s]+)(#[^)\s]*)?\)")
+FENCE_OF_FILE = re.compile(r"^```(\w+) file=(\S+)$", flags=re.MULTILINE)
 
 
 def page_of(path: str) -> str | None:
@@ -43,6 +44,12 @@ def with_site_links(text: str, path: str) -> str:
     return LINK.sub(link, text)
 
 
+def with_titles(text: str) -> str:
+    """Return Markdown whose fences have titles (`python title="NAME"`) where the repository writes `python file=NAME`,
+    which superfences does not read as a fence."""
+    return FENCE_OF_FILE.sub(r'```\1 title="\2"', text)
+
+
 def collect_pages(root: Path = ROOT, pages: Path = PAGES) -> None:
     """Write every page of the site, and the pictures, to the folder `pages`, which is emptied first."""
     shutil.rmtree(pages, ignore_errors=True)
@@ -52,7 +59,7 @@ def collect_pages(root: Path = ROOT, pages: Path = PAGES) -> None:
         name = path.relative_to(root).as_posix()
         page = pages / str(page_of(name))
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(with_site_links(path.read_text(encoding="utf-8"), name), encoding="utf-8")
+        page.write_text(with_titles(with_site_links(path.read_text(encoding="utf-8"), name)), encoding="utf-8")
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from lm_experiments_tools.ancestor.notice import notice
 from lm_experiments_tools.config import training as today
 from lm_experiments_tools.config.launchers import launcher_rank
+from lm_experiments_tools.training.parts import OF_VALIDATION
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ _NEEDS = {
     "model_path": ("save_interval", "save_best"),
     "lr_scheduler": ("num_warmup_steps", "num_training_steps"),
     "fp16": ("apex_opt_lvl", "min_loss_scale", "max_loss_scale"),
+    "valid_dataloader": OF_VALIDATION,
 }
 
 
@@ -95,7 +97,7 @@ class TrainerArgs(TrainerAccelerateArgs, metaclass=_OfTwoAges):
     max_loss_scale: float | None = _flag(2.0**24, "the loss scale never rises above this")
 
 
-def settings_of(args: Any, mixed_precision: str | None = None) -> today.TrainerArgs:
+def settings_of(args: Any, mixed_precision: str | None = None, *, validates: bool = True) -> today.TrainerArgs:
     """Settings of today for arguments of t5-experiments: a parser's namespace, a dataclass, anything with attributes.
 
     What means nothing beside the others is left out, with a line of log, as it was in silence. Checkpoints are loaded
@@ -103,6 +105,7 @@ def settings_of(args: Any, mixed_precision: str | None = None) -> today.TrainerA
 
     Args:
         mixed_precision: an Accelerator's, instead of `fp16`.
+        validates: there is a `valid_dataloader`.
 
     Raises:
         UserError: a value out of range, or two in conflict.
@@ -113,7 +116,7 @@ def settings_of(args: Any, mixed_precision: str | None = None) -> today.TrainerA
     if mixed_precision is not None:
         given |= {name: None for name in _OF_MIXED_PRECISION}
         given |= {"fp16": mixed_precision == "fp16", "bf16": mixed_precision == "bf16"}
-    unread = _unread(given)
+    unread = _unread({**given, "valid_dataloader": validates})
     if unread and launcher_rank() == 0:
         logger.info("without effect, and left out: %s", "; ".join(f"{n} (no {why})" for n, why in unread.items()))
     patience = given["early_stopping_patience"]

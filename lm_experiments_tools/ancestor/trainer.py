@@ -30,9 +30,11 @@ from lm_experiments_tools.training import trainer as trainers
 from lm_experiments_tools.training.loop import TrainingLoop
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from accelerate import Accelerator
+
+    StopCondition = Callable[[float], bool]  # of the best optimize_metric so far
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class _OldVerbs(TrainingLoop):
     """What a program of t5-experiments calls and reads; without effect for today's arguments."""
 
     _old = False  # the arguments are t5-experiments'
+    _stops: StopCondition | None = None
 
     def _set_up_model(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         self._written: tuple[str, int] | None = None
@@ -114,6 +117,10 @@ class _OldVerbs(TrainingLoop):
             finally:
                 self.tracker = None
 
+    def _is_over(self) -> bool:
+        best = self.state.best_metric
+        return super()._is_over() or (self._stops is not None and best is not None and bool(self._stops(best)))
+
     # ---- names of t5-experiments' attributes
     @property
     def n_iter(self) -> int:
@@ -160,23 +167,43 @@ class Trainer(_OldVerbs, trainers.Trainer):
             return TrainerAccelerate(args, model, *others, **options)
         return super().__new__(cls)
 
-    def __init__(self, args: Any, model: nn.Module, optimizer: Optimizer | None, *others: Any, **options: Any) -> None:
-        self._old = not isinstance(args, today.TrainerArgs)
-        super().__init__(settings_of(args) if self._old else args, model, optimizer, *others, **options)
+    def __init__(
+        self,
+        args: Any,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        train_dataloader: Iterable | None,
+        valid_dataloader: Iterable | None = None,
+        *others: Any,
+        stop_metric_condition: StopCondition | None = None,
+        **options: Any,
+    ) -> None:
+        self._old, self._stops = not isinstance(args, today.TrainerArgs), stop_metric_condition
+        if self._old:
+            args = settings_of(args, validates=valid_dataloader is not None)
+        super().__init__(args, model, optimizer, train_dataloader, valid_dataloader, *others, **options)
 
 
 class TrainerAccelerate(_OldVerbs, trainers.TrainerAccelerate):
     """The loop on an `accelerate.Accelerator`: `TrainerAccelerate(args, accelerator, model, optimizer, ...)`."""
 
     def __init__(
-        self, args: Any, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer | None, *others: Any,
+        self,
+        args: Any,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        train_dataloader: Iterable | None,
+        valid_dataloader: Iterable | None = None,
+        *others: Any,
+        stop_metric_condition: StopCondition | None = None,
         **options: Any,
-    ) -> None:  # fmt: skip
-        self._old = not isinstance(args, today.TrainerArgs)
+    ) -> None:
+        self._old, self._stops = not isinstance(args, today.TrainerArgs), stop_metric_condition
         if self._old:
-            args = settings_of(args, accelerator.mixed_precision)
+            args = settings_of(args, accelerator.mixed_precision, validates=valid_dataloader is not None)
             model, optimizer = _unprepared(accelerator, model, optimizer)
-        super().__init__(args, accelerator, model, optimizer, *others, **options)
+        super().__init__(args, accelerator, model, optimizer, train_dataloader, valid_dataloader, *others, **options)
 
     def _write_old(self, folder: Path, name: str) -> None:
         """`folder`/model_`name`, a folder as t5-experiments' accelerate trainer wrote: a checkpoint of today."""

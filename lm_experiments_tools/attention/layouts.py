@@ -28,7 +28,7 @@ from lm_experiments_tools.attention.kernels.plan import describe, is_int
 from lm_experiments_tools.attention.own_layouts import as_layout, check_settings, giving_tensors, misfit, settings_of
 from lm_experiments_tools.attention.random_blocks import deepspeed_columns, random_columns
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.names import resolve_name
+from lm_experiments_tools.names import resolve_configured
 
 TYPE_KEY = "sparse_config_cls"
 _DIRECTIONS = "bidirectional", "unidirectional"
@@ -435,7 +435,7 @@ def get_sparsity_config(name: str, num_heads: int, **settings: Any) -> SparsityC
 
     Args:
         name: "BigBirdSparsityConfig", "BigBird" or "bigbird" (DeepSpeed's `mode`), its old home
-            "deepspeed.ops.sparse_attention:BigBirdSparsityConfig", or "module:Class" for a class of yours.
+            "deepspeed.ops.sparse_attention:BigBirdSparsityConfig", or "module:Class" of an imported module.
         num_heads: heads of the attention layer.
         settings: arguments of the class.
 
@@ -461,7 +461,7 @@ def _config_class(name: str) -> type[SparsityConfig]:
         known = f"did you mean {short[near[0]].__name__}?" if near else f"there are {', '.join(SPARSITY_CONFIGS)}."
         raise UserError(f"There is no sparsity configuration {name!r}: {known}")
     path = name if ":" in name else f"{module}:{bare}"
-    return resolve_name(path, SparsityConfig, f"sparsity configuration {name!r}")
+    return resolve_configured(path, SparsityConfig, f"sparsity configuration {name!r}")
 
 
 def _grid(num_blocks: int) -> tuple[Tensor, Tensor]:

@@ -255,7 +255,7 @@ class Backend:
     def optimizer_state(self) -> Any:
         """The tree (dicts, lists, scalars, whole tensors) of optimizer and loss-scaler state, on rank 0 at least."""
         state = {"optimizer": self._optimizer_tree(), "precision": self.precision.state_dict()}
-        state["names"] = self._optimized_names()
+        state["names"], state["shapes"] = self._optimized_names(), self._optimized_shapes()
         return state if self.exact is None else {**state, "exponents": self.exact.exponents}
 
     def _optimizer_tree(self) -> dict[str, Any] | None:
@@ -269,6 +269,11 @@ class Backend:
             names.setdefault(id(tensor), name)
         groups = self.whole_optimizer.param_groups
         return [names.get(id(parameter), "") for group in groups for parameter in group["params"]]
+
+    def _optimized_shapes(self) -> list[list[int]]:
+        """Full shapes of the parameters in the order of the optimizer; its state may have any other."""
+        parameters = (p for group in self.whole_optimizer.param_groups for p in group["params"])
+        return [list(getattr(p, "ds_shape", p.shape)) for p in parameters]
 
     @property
     def whole_optimizer(self) -> Optimizer:
@@ -290,6 +295,10 @@ class Backend:
         for number, (then, now) in enumerate(zip(theirs, self._optimized_names(), strict=False)):
             if then != now and then and now:
                 raise ValueError(f"its parameter {number} is {then}, and that of this run is {now}")
+        shapes = self.broadcast(tree.get("shapes", []) if self.is_main else None)
+        for name, then, now in zip(self._optimized_names(), shapes, self._optimized_shapes(), strict=False):
+            if then != now:
+                raise ValueError(f"{name} has shape {tuple(then)} there and {tuple(now)} here")
         ours, send = tree["optimizer"] if self.is_main else None, self._broadcast_tensors
         load_optimizer_tree(self.whole_optimizer, ours, self.is_main, self.broadcast, send, self._place)
         self.precision.load_state_dict(self.broadcast(tree["precision"] if self.is_main else None))

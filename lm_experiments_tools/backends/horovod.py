@@ -91,7 +91,8 @@ class HorovodBackend(DataParallelBackend):
         for parameter in model.parameters():  # a gradient has its parameter's strides; Horovod sends no other
             parameter.data = parameter.data.contiguous()
         self._broadcast_tensors([*model.parameters(), *model.buffers()])
-        reduces = optimizer is not None and self._addends is None
+        # An elastic job's reducer sends gradients of a lone worker too, and keeps each until `synchronize`.
+        reduces = optimizer is not None and self._addends is None and self.world_size > 1
         self._reducer = self._make_reducer(model, optimizer) if reduces else None
         super().setup(model, optimizer)
 
@@ -126,7 +127,7 @@ class HorovodBackend(DataParallelBackend):
 
         Horovod reads a missing gradient as zeros, with which AdamW would still decay weights and moments.
         """
-        if self.world_size == 1:
+        if self._reducer is None:
             return
         present = torch.tensor([p.grad is not None for p in self._reduced], dtype=torch.float32)
         handle = hvd.allreduce_async_(present, op=hvd.Sum, name="gradient_present")

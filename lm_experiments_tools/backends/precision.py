@@ -107,11 +107,14 @@ class ApexAmp(Precision):
         super().__init__(None)
         try:
             self.amp = self.scaler = importlib.import_module("apex.amp")
-        except ImportError:
+        except ImportError as error:
+            found = "NVIDIA apex is not installed"
+            if error.name != "apex":
+                found = "the installed apex has no apex.amp, which NVIDIA has removed (PyPI's apex is another package)"
             raise UserError(
-                f"--apex_opt_lvl {opt_level} needs NVIDIA apex (built from its own source; PyPI's package of that "
-                "name is an unrelated one), which is not installed here; leave the flag out to use torch.amp"
-            ) from None
+                f"--apex_opt_lvl {opt_level}: {found}; leave the flag out to use torch.amp, or build an apex of 2024 "
+                "from source."
+            ) from error
         self.opt_level, self.scales = opt_level, {"min_loss_scale": min_scale, "max_loss_scale": max_scale}
 
     def initialize(

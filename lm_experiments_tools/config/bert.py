@@ -96,8 +96,9 @@ class BertObjectiveArgs:
     """Fraction of tokens to predict: 80 % of them become [MASK], 10 % another token, 10 % stay."""
     short_seq_prob: Annotated[float, FRACTION] = 0.1
     """Fraction of samples that are shorter than --input_seq_len."""
-    max_sentence_length: Annotated[int | None, _SENTENCE_LENGTH] = 512
-    """Documents with a longer sentence, in tokens, are left out, as rarely prose (Megatron's rule). None: all stay."""
+    max_sentence_length: Annotated[int | None, _SENTENCE_LENGTH] = None
+    """Leave out documents with a longer sentence, in tokens (Megatron's rule: 512). None: the sentence is cut to the
+    sample."""
     max_unread: Annotated[float, Range(FRACTION.holds, "it is a part of the tokens, from 0 to 1")] = 0.75
     """Part of the tokens that samples may have no room for, as where documents are not split in sentences, before the
     data is refused; 1 allows all. `lmtools inspect_bert` prints it."""

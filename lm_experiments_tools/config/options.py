@@ -41,7 +41,7 @@ def _value(text: str) -> Any:
     for read in (json.loads, ast.literal_eval):
         try:
             return read(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: brackets in brackets
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # all that literal_eval documents
             continue
     return text
 

@@ -14,7 +14,6 @@ from lm_experiments_tools.config.flags import (
     NOT_NEGATIVE,
     POSITIVE,
     Unread,
-    given_flags,
     is_given,
     only,
 )
@@ -84,7 +83,7 @@ class DataArgs:
     recorded beside a token prefix, else vocabs/sentencepiece.model if it is there."""
     data_pipeline: Literal["auto", "native", "seqio"] = "auto"
     """native: token files, O(1) resume; seqio: Google's t5/seqio on text, in a process of its own;
-    auto: seqio for raw text where seqio is installed, else native."""
+    auto: native, except for tasks of seqio's registry (--task module:name)."""
     streaming: Annotated[bool, OF_NATIVE_PIPELINE] = False
     """Tokenize while training, from the first document on, instead of before it."""
     streams: Annotated[int, COUNT] = 16
@@ -153,6 +152,6 @@ class T5PretrainingArgs(ExperimentArgs, ObjectiveArgs, MixtureArgs, DataArgs):
         if self.vocab is None:
             raise UserError(f"--task {self.task} needs --vocab: the vocabulary of its features.")
 
-    def of_native_pipeline(self) -> list[str]:
-        """Names of the flags in use that seqio's reading of text knows nothing of."""
-        return given_flags(self, OF_NATIVE_PIPELINE)
+    def through_seqio(self) -> bool:
+        """True if seqio reads the data: by `--data_pipeline`, or for a task of its registry."""
+        return self.data_pipeline == "seqio" or self.is_registered_task()

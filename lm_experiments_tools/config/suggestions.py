@@ -4,83 +4,96 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-# What other programs of the field call these things.
+# Flags and what other programs of the field call them; of several flags the first that a program has.
 SYNONYMS = {
-    "learning_rate": "lr",
-    "max_steps": "iters",
-    "num_steps": "iters",
-    "train_steps": "iters",
-    "output_dir": "model_path",
-    "train_file": "data_path",
-    "validation_file": "valid_data_path",
-    "test_file": "test_data_path",
-    "train_data": "data_path",
-    "train_dataset": "data_path",
-    "eval_dataset": "valid_data_path",
-    "model_name_or_path": "from_pretrained",
-    "tokenizer_name": "tokenizer",
-    "config_name": "model_cfg",
-    "num_train_epochs": "epochs",
-    "num_epochs": "epochs",
-    "train_batch_size": "batch_size",
-    "per_device_eval_batch_size": "eval_batch_size",
-    "per_device_train_batch_size": "batch_size",
-    "micro_batch_size": "batch_size",
-    "max_grad_norm": "clip_grad_norm",
-    "grad_clip": "clip_grad_norm",
-    "warmup_steps": "num_warmup_steps",
-    "lr_scheduler_type": "lr_scheduler",
-    "eval_steps": "valid_interval",
-    "max_eval_samples": "valid_samples",
-    "max_predict_samples": "test_samples",
-    "load_best_model_at_end": "save_best",
-    "metric_for_best_model": "optimize_metric",
-    "greater_is_better": "optimize_mode",
-    "compute_metrics": "metrics",
-    "metrics_fn": "metrics",
-    "generation_num_beams": "num_beams",
-    "generation_max_length": "max_new_tokens",
-    "val_max_target_length": "max_new_tokens",
-    "text_column": "source_id",
-    "summary_column": "target_id",
-    "label_column_name": "label_field",
-    "lora_rank": "lora_r",
-    "target_modules": "lora_targets",
-    "load_in_8bit": "quantize",
-    "load_in_4bit": "quantize",
-    "optim_args": "optimizer_options",
-    "lr_scheduler_kwargs": "lr_scheduler_options",
-    "save_steps": "save_interval",
-    "logging_steps": "log_interval",
-    "save_total_limit": "keep_checkpoints",
-    "resume_from_checkpoint": "resume",
-    "optim": "optimizer",
-    "max_seq_length": "input_seq_len",
-    "max_source_length": "input_seq_len",
-    "max_target_length": "target_seq_len",
-    "torch_compile": "compile",
-    "tokenizer_path": "vocab",
-    "input_prefix": "prefix",
-    "source_prefix": "prefix",
+    "batch_size": "micro_batch_size per_device_train_batch_size per_gpu_train_batch_size train_batch_size",
+    "bucket_rows": "group_by_length sortish_sampler",
+    "clip_grad_norm": "grad_clip max_grad_norm",
+    "compile": "torch_compile torch_compile_backend torch_compile_mode",
+    "data_path": "dataset_name train_data train_dataset train_file",
+    "epochs": "num_epochs num_train_epochs",
+    "eval_batch_size": "per_device_eval_batch_size per_gpu_eval_batch_size",
+    "find_micro_batch": "auto_find_batch_size",
+    "from_pretrained": "model_name model_name_or_path",
+    "gradient_checkpointing": "activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing_kwargs",
+    "init_checkpoint": "model_name model_name_or_path",
+    "input_seq_len": "block_size max_seq_length max_source_length",
+    "iters": "max_steps num_steps train_steps",
+    "keep_checkpoints": "save_total_limit",
+    "label_field": "label_column_name",
+    "log_interval": "logging_steps logging_strategy",
+    "log_to": "report_to",
+    "lora_r": "lora_rank",
+    "lora_targets": "target_modules",
+    "lr": "learning_rate",
+    "lr_scheduler": "lr_scheduler_type",
+    "lr_scheduler_options": "lr_scheduler_kwargs",
+    "max_new_tokens": "generation_max_length val_max_target_length",
+    "metrics": "compute_metrics metric_name metrics_fn",
+    "mlm_prob": "mlm_probability",
+    "model_cfg": "config_name config_overrides",
+    "model_path": "logging_dir output_dir run_name",
+    "num_beams": "generation_num_beams",
+    "num_warmup_steps": "warmup_steps",
+    "optimize_metric": "metric_for_best_model",
+    "optimize_mode": "greater_is_better",
+    "optimizer": "optim",
+    "optimizer_options": "optim_args",
+    "prefix": "input_prefix source_prefix",
+    "quantize": "load_in_4bit load_in_8bit",
+    "resume": "resume_from_checkpoint",
+    "save_best": "load_best_model_at_end",
+    "save_interval": "save_steps save_strategy",
+    "seed": "data_seed",
+    "source_id": "text_column text_column_name",
+    "target_id": "summary_column",
+    "target_seq_len": "max_target_length",
+    "test_data_path": "test_file",
+    "test_samples": "max_predict_samples",
+    "text_key": "text_column text_column_name",
+    "tokenizer": "tokenizer_name",
+    "valid_at_start": "eval_on_start",
+    "valid_data_path": "eval_dataset eval_file validation_file",
+    "valid_interval": "eval_steps eval_strategy evaluation_strategy",
+    "valid_samples": "max_eval_samples",
+    "vocab": "tokenizer_name tokenizer_path",
 }
-# Flags of t5-experiments without a namesake, where they are not flags still.
+# Flags without a namesake, where they are not flags still.
 GONE = {
+    "adam_beta1 adam_beta2 adam_epsilon": "write --optimizer_options betas=0.9,0.98 eps=1e-6",
+    "data_n_workers dataloader_num_workers preprocessing_num_workers": "leave it out, batches need no processes of "
+    "their own",
+    "dataset_config_name": "write --data_path NAME:CONFIG:SPLIT for a Hugging Face dataset",
+    "ddp_backend deepspeed fsdp fsdp_config": "start by accelerate launch --config_file accelerate_configs/NAME.yaml",
+    "do_eval do_predict do_train": "leave it out, the data that is named decides what is done",
+    "dtype torch_dtype": "choose by --bf16 or --fp16",
+    "enable_jit_checkpoint eval_accumulation_steps length_column_name local_rank optim_target_modules": "leave it out",
+    "label_smoothing_factor": "set label_smoothing in the model's configuration",
+    "model_name model_name_or_path model_type": "name the architecture by --model_cfg",
+    "no_cuda use_cpu": "set CUDA_VISIBLE_DEVICES= in the environment",
+    "num_epochs num_train_epochs": "give the number of updates, --iters; lmtools inspect prints those of an epoch",
+    "overwrite_output_dir": "write --resume never",
+    "predict_with_generate": "leave it out, text is generated where a metric needs it",
+    "source_lang target_lang": "write the languages into --prefix",
     "task_name": "--data_path names the data and --task its kind",
-    "data_n_workers": "leave it out, batches need no processes of their own",
+    "use_lora": "write --peft lora",
+    "warmup_ratio": "give the number of updates, --num_warmup_steps",
 }
 
 
 def suggestion(written: str, names: Mapping[str, Any], prefix: str = "") -> str:
     """The end of a sentence about an unknown name, with the nearest one that exists."""
     wanted = written.strip("-").replace("-", "_").lower()
-    if SYNONYMS.get(wanted) in names:
-        return f": here it is called {prefix}{SYNONYMS[wanted]}."
-    if wanted in GONE:
-        return f": {GONE[wanted]}."
-    abbreviated = [name for name in names if _abbreviates(wanted, name)]
-    known = {name: name for name in names} | {word: name for word, name in SYNONYMS.items() if name in names}
-    nearest = [known[word] for word in difflib.get_close_matches(wanted, known, n=1, cutoff=0.8)] or abbreviated
-    nearest = nearest or difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
+    foreign = {word: name for name, words in reversed(SYNONYMS.items()) if name in names for word in words.split()}
+    if wanted in foreign:
+        return f": here it is called {prefix}{foreign[wanted]}."
+    for words, instead in GONE.items():
+        if wanted in words.split():
+            return f": {instead}."
+    known = {name: name for name in names} | foreign
+    nearest = [known[word] for word in difflib.get_close_matches(wanted, known, n=1, cutoff=0.8)]
+    nearest = nearest or [name for name in names if _abbreviates(wanted, name)]
+    nearest = nearest or difflib.get_close_matches(wanted, names, n=1, cutoff=0.7 if len(wanted) > 5 else 0.5)
     return f": did you mean {prefix}{nearest[0]}?" if nearest else ": --help lists what exists."
 
 

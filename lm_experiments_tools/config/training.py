@@ -175,9 +175,9 @@ class ScheduleArgs:
     lr_scheduler: str | None = None
     """Schedule by name: those of transformers, t5_inverse_sqrt, legacy, ... None: constant."""
     num_warmup_steps: Annotated[int | None, NOT_NEGATIVE, _WARMUP] = None
-    """Updates over which the learning rate rises to --lr. None: no warm-up."""
-    num_training_steps: Annotated[int | None, COUNT, _OF_SCHEDULE] = None
-    """Updates after which the schedule has ended. None: --iters."""
+    """Updates over which the learning rate rises to --lr. None: no warm-up (t5_inverse_sqrt: 10000)."""
+    num_training_steps: Annotated[int | None, HARMLESS, COUNT, _OF_SCHEDULE] = None
+    """Updates after which the schedule has ended. None: --iters of the first start."""
     lr_min_ratio: Annotated[float, _OF_PEAK, _OF_SCHEDULE] = 0.0
     """Floor of a decaying schedule, as a fraction of --lr."""
     lr_scheduler_options: Annotated[tuple[str, ...], _OF_SCHEDULE] = ()
@@ -333,7 +333,7 @@ class LoggingArgs:
     """Where curves are shown, besides metrics.jsonl, which is always written: several may be named. wandb is offline
     unless WANDB_MODE=online."""
     peak_tflops: Annotated[float | None, HARMLESS, POSITIVE] = None
-    """Peak of one device in 10^12 FLOP/s, of which the log gives the share (mfu). None: measured in 0.2 s."""
+    """Peak of one device in 10^12 FLOP/s, which mfu is the share of. None: NVIDIA's data sheet, otherwise measured."""
     log_norms: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None
     """Updates between two records of the norms of gradient, weights and update of each part. None: never."""
     log_maxima: Annotated[int | None, HARMLESS, COUNT, IN_RUN_DIRECTORY] = None

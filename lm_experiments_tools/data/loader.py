@@ -61,13 +61,19 @@ def _to_torch(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 
 def in_background(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Run in a thread that does not keep the process alive at its end, as those of an executor do."""
+    """Run in a daemon thread, which unlike an executor's does not keep the process alive.
+
+    The future gets every exception. SystemExit or a Rust panic, which are no `Exception`, become a RuntimeError.
+    """
     future: Future[Any] = Future()
 
     def run() -> None:
         try:
             result = function(*args)
-        except Exception as error:
+        except BaseException as error:  # a thread that died without a result would leave the caller waiting forever
+            if not isinstance(error, Exception):
+                error, cause = RuntimeError(f"the data raised {type(error).__name__}: {error}"), error
+                error.__cause__ = cause
             future.set_exception(error)
         else:
             future.set_result(result)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # the processes that tokenize import no torch
     from lm_experiments_tools.data.loader import SampleDataset
 
 _VERSION = 1  # of the mapping sample -> (member, sample of the member); part of the fingerprint
-_MAX_MEMBERS = 255  # a member's number is kept in one byte a sample
+_MAX_MEMBERS = 65_535  # numbers of members are kept in two bytes a sample, in one for up to 255
 _BLOCK = 512  # positions between two stored counts
 _WARM_UP = 64  # steps after which the greedy rule has forgotten where it started
 
@@ -51,7 +51,7 @@ def blending_order(weights: np.ndarray, size: int, quotas: np.ndarray | None = N
         quotas: int64[k], the most that each member gives; None sets no limit.
 
     Returns:
-        uint8[size], for example [0, 1, 0, 1, 0, 0] for weights [.6, .4] and size 6.
+        uint8[size] (uint16 for more than 255 weights), for example [0, 1, 0, 1, 0, 0] for weights [.6, .4] and size 6.
     """
     length = isqrt(max(size - 1, 0)) + 1
     starts = np.arange(0, size, length, dtype=np.float64)
@@ -59,7 +59,7 @@ def blending_order(weights: np.ndarray, size: int, quotas: np.ndarray | None = N
     early = np.maximum(starts - _WARM_UP, 0)
     begins = _rounded_shares(weights, early, limits)
     begins[:, 1:] = _advance(weights, limits, early[1:], begins[:, 1:], (starts - early)[1:])[0]
-    order = np.empty((len(starts), length), np.uint8)
+    order = np.empty((len(starts), length), _member_dtype(len(weights)))
     ends = np.empty_like(begins)
     stale = np.arange(len(starts))
     while stale.size:
@@ -68,6 +68,11 @@ def blending_order(weights: np.ndarray, size: int, quotas: np.ndarray | None = N
         stale = 1 + np.flatnonzero((ends[:, :-1] != begins[:, 1:]).any(axis=0))
         begins[:, stale] = ends[:, stale - 1]
     return order.reshape(-1)[:size]
+
+
+def _member_dtype(count: int) -> type[np.unsignedinteger]:
+    """The type of `count` members' numbers, and of `count` itself."""
+    return np.uint8 if count <= np.iinfo(np.uint8).max else np.uint16
 
 
 def _rounded_shares(weights: np.ndarray, positions: np.ndarray, limits: np.ndarray) -> np.ndarray:
@@ -81,9 +86,9 @@ def _rounded_shares(weights: np.ndarray, positions: np.ndarray, limits: np.ndarr
 def _advance(
     weights: np.ndarray, limits: np.ndarray, positions: np.ndarray, counts: np.ndarray, steps: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`steps[r]` times the rule from (positions[r], counts[:, r]): counts [k, n], choices uint8[n, max steps]."""
+    """`steps[r]` times the rule from (positions[r], counts[:, r]): counts [k, n], choices [n, max steps]."""
     counts, rows = counts.copy(), np.arange(len(positions))
-    choices = np.empty((len(positions), int(steps.max(initial=0))), np.uint8)
+    choices = np.empty((len(positions), int(steps.max(initial=0))), _member_dtype(len(weights)))
     for step in range(choices.shape[1]):
         deficits = weights[:, None] * np.maximum(positions + step, 1.0) - counts
         deficits[counts >= limits[:, None]] = -np.inf
@@ -115,11 +120,11 @@ def mixing_rates(
 class MixtureDataset:
     """A weighted mixture of datasets, itself a dataset of numbered samples.
 
-    Memory: one byte a sample of the epoch and 8 / 512 bytes a sample and member; 100 million samples of 3 members take
-    105 MB and about 5 CPU-seconds to order.
+    Memory: one byte a sample of the epoch (two for more than 255 members) and 8 / 512 bytes a sample and member; 100
+    million samples of 3 members take 105 MB and about 5 CPU-seconds to order.
 
     Args:
-        datasets: the members, at most 255; their batches have the same names.
+        datasets: the members, at most 65,535; their batches have the same names.
         weights: above 0, one for each; None is 1 for each.
         blending: "proportional": an epoch has ceil(weight * len) samples of each member (weight 2 reads a member
             twice). "megatron": an epoch has sum(len) samples, and weights are shares of it.
@@ -156,7 +161,7 @@ class MixtureDataset:
         else:
             raise UserError(f"blending {blending!r} does not exist: there are proportional and megatron.")
         order = blending_order(shares, size, quotas)
-        self._order = np.pad(order, (0, -size % _BLOCK), constant_values=_MAX_MEMBERS).reshape(-1, _BLOCK)
+        self._order = np.pad(order, (0, -size % _BLOCK), constant_values=len(self.datasets)).reshape(-1, _BLOCK)
         self._counts = self._counts_before_blocks()
         self.samples_per_epoch = self._counts[-1]  # of each member
         self._num_samples = size

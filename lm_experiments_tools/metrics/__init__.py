@@ -4,6 +4,8 @@ A metric is a function and its entry in the `METRICS` of its file. The command l
 the standard library alone at their top. docs/finetuning.md has the table, docs/new_metric.md how to add one.
 """
 
+import re
+
 from lm_experiments_tools.metrics import instructions, labels, numbers, text
 from lm_experiments_tools.metrics.metric import Metric
 
@@ -17,6 +19,11 @@ METRICS: dict[str, Metric] = {
     **numbers.METRICS,
     "perplexity": _PERPLEXITY,
 }
+# Values without an entry: of suites, of users' functions and of other programs.
+_LOW = re.compile(
+    r"(?:^|[\W_])(?:loss|perplexity|ppl|nll|entropy|bits|bpb|bpc|r?mse|mae|mape|errors?|[wcpt]er|brier|ece|distance"
+    r"|unknown_answers)(?:$|[\W_])"
+)
 
 
 def is_own(name: str) -> bool:
@@ -40,6 +47,10 @@ def values_of(name: str) -> tuple[str, ...]:
 
 
 def lower_is_better(value: str) -> bool:
-    """True for the name of a value that is better when low."""
-    low = {value for name, metric in METRICS.items() if metric.lower_is_better for value in values_of(name)}
-    return value in {"loss", "unknown_answers", *low}
+    """True for the name of a value that is better when low: by the registry, else by the words in the name.
+
+    The name may include a task: `rougeL/TASK` for instructions, `TASK/METRIC/FILTER` for lm_eval.
+    """
+    known = {known: metric.lower_is_better for name, metric in METRICS.items() for known in values_of(name)}
+    named_by_words = _LOW.search(value.partition("/")[2] or value) is not None
+    return next((known[part] for part in value.split("/") if part in known), named_by_words)

@@ -80,8 +80,9 @@ def _apex_optimizer(name: str) -> type[Optimizer]:
     try:
         module = importlib.import_module("apex.optimizers")
     except ImportError as error:
+        found = "is not installed" if error.name == "apex" else f"cannot be used here ({error})"
         raise UserError(
-            f"--optimizer {name} needs NVIDIA apex built from source, which is not installed ({error}); "
+            f"--optimizer {name} needs NVIDIA apex built from source, which {found}; "
             "AdamW is torch's own fused kernel."
         ) from error
     if not hasattr(module, name):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import psutil
-
 from lm_experiments_tools.config.planning import bytes_of
+from lm_experiments_tools.data.tokens.cold import available_memory
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import human_bytes
 from lm_experiments_tools.planning.plan import Plan, make_plan
@@ -34,16 +31,18 @@ class Fit(NamedTuple):
 
 
 def memory_of(device: str) -> int:
-    """Bytes of this machine's first GPU, or what its main memory has to give now. Raises UserError: no GPU."""
+    """Bytes that are free on this process's GPU, or in main memory within the limit of its container.
+
+    Raises:
+        UserError: PyTorch can use no GPU.
+    """
     if device == "cpu":
-        return psutil.virtual_memory().available
-    if shutil.which("nvidia-smi") is None:
-        raise UserError("--fit auto: this machine has no nvidia-smi to ask for a GPU's memory; give a size, as 24GiB")
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
-    if not found or not found[0].isdigit():
-        raise UserError("--fit auto: nvidia-smi names no GPU's memory; give a size, as 24GiB")
-    return int(found[0]) * 2**20
+        return available_memory()
+    import torch  # seconds, which a plan with a size given does without
+
+    if not torch.cuda.is_available():
+        raise UserError("--fit auto: PyTorch finds no GPU (see CUDA_VISIBLE_DEVICES). Pass a size, such as 24GiB.")
+    return torch.cuda.mem_get_info()[0]
 
 
 def fit(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.checkpoint.manifest import verify_model
+from lm_experiments_tools.checkpoint.source import find_source
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.data.objectives.span_corruption import plan_spans
 from lm_experiments_tools.errors import UserError
@@ -136,11 +137,27 @@ def model_settings(args: ExperimentArgs) -> Mapping[str, Any]:
 
 
 def device_of(asked: str) -> str:
-    """cpu or cuda: what was asked for, or a GPU where this machine shows one."""
+    """cpu or cuda: the device asked for, otherwise a GPU that PyTorch can use."""
     if asked != "auto":
         return asked
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or os.environ.get("ACCELERATE_USE_CPU")
-    return "cuda" if Path("/dev/nvidia0").exists() and not hidden else "cpu"
+    if os.environ.get("ACCELERATE_USE_CPU") or not has_nvidia_driver():
+        return "cpu"
+    import torch  # seconds, which a machine without a driver is spared
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def has_nvidia_driver() -> bool:
+    """True if a driver serves GPUs here, all of which CUDA_VISIBLE_DEVICES may hide."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()  # the latter in Windows' Linux
+
+
+def with_checkpoint(args: ExperimentArgs) -> ExperimentArgs:
+    """The same settings with a run directory in `--from_pretrained` replaced by its checkpoint. Raises UserError."""
+    name = getattr(args, "from_pretrained", None)
+    if name is None or not (folder := Path(args.working_dir) / name).is_dir():
+        return args
+    return replace(args, from_pretrained=str(find_source(str(folder)).path.absolute()))
 
 
 def settled(

@@ -13,7 +13,7 @@ from lm_experiments_tools.config.planning import PlanningArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import human_bytes, read_json
 from lm_experiments_tools.planning.fit import USABLE, Fit, fit, lines_of_fit, memory_of
-from lm_experiments_tools.planning.plan import Plan, device_of, make_plan, model_settings
+from lm_experiments_tools.planning.plan import Plan, device_of, make_plan, model_settings, with_checkpoint
 from lm_experiments_tools.planning.report import compared, lines_of, lines_of_offload
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def show(args: ExperimentArgs, planning: PlanningArgs, origins: Mapping[str, str
     Raises:
         UserError: no model is named, or neither way knows it, or nothing fits.
     """
+    args = with_checkpoint(args)
     config = model_settings(args)
     try:
         plan = make_plan(args, planning, origins, config)

@@ -1,7 +1,8 @@
 """Trace the memory of training steps on tensors that have shapes and no data: any model class, nothing allocated.
 
 torch's MemTracker counts what the operations of forward pass, backward pass and optimizer hold. State of the optimizer
-appears in the first step, so the peak is that of the second. What only data would tell (`.item()`) is answered with 1.
+appears in the first step, so the peak is that of the second. A value read from a tensor (`.item()`) is 1; a condition
+is True, until it has been asked so often that it must be that of a loop.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _KINDS = {
     "state": _MemRefType.OPT,
     "total": "Total",
 }
+_MOST_TRUE, _MOST_TRUE_BUILDING = 2000, 10  # conditions of two steps (masks in each layer), and of building a model
 
 
 class Traced(NamedTuple):
@@ -59,7 +61,8 @@ def trace_steps(prepare: Callable[[], Prepared], *, fake: bool = True) -> Traced
     """
     with _no_data() if fake else contextlib.nullcontext(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the tracker, about modules whose inputs need no gradient
-        prepared = prepare()
+        with _Answers(_MOST_TRUE_BUILDING) if fake else contextlib.nullcontext():  # rejection sampling of weights
+            prepared = prepare()
         prepared.model.train()
         tracker = _PeakTracker()
         tracker.track_external(prepared.model, prepared.optimizer)
@@ -107,7 +110,7 @@ def _step(prepared: Prepared, tracker: _PeakTracker, micro_batches: int) -> None
 def _no_data() -> Iterator[None]:
     _forget_kept()
     try:
-        with _fake_mode(), _Answers():
+        with _fake_mode(), _Answers(_MOST_TRUE):
             yield
     finally:
         _forget_kept()
@@ -137,12 +140,22 @@ def _fake_mode() -> FakeTensorMode:
 
 
 class _Answers(TorchDispatchMode):
-    """Answers 1 where a number is read from a tensor without data."""
+    """Answers 1 where a number is read from a tensor without data, and True where a condition is.
+
+    After `most_true` conditions it answers False and True in turn, which ends a loop that waits for either.
+    """
+
+    def __init__(self, most_true: int) -> None:
+        super().__init__()
+        self.asked, self.most_true = 0, most_true
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             tensor: Tensor = args[0]
-            return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
+            if tensor.dtype == torch.bool:
+                self.asked += 1
+                return self.asked <= self.most_true or (self.asked - self.most_true) % 2 == 0
+            return 1.0 if tensor.is_floating_point() else 1
         return func(*args, **(kwargs or {}))
 
 

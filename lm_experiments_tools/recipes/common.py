@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lm_experiments_tools.backends.collective import on_all, on_main
 from lm_experiments_tools.checkpoint.manifest import verify_model
+from lm_experiments_tools.checkpoint.tree import disk_errors_named
 from lm_experiments_tools.config.options import read_options
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.models.build import (
@@ -198,7 +199,7 @@ def _config(args: ExperimentArgs, config_cls: type | None) -> PreTrainedConfig:
             f"--init_checkpoint {path.parent} holds no config.json that would describe the model; give --model_cfg"
         )
     verify_model(path.parent, [path.name])
-    return load_model_config(path, config_cls)
+    return load_model_config(path, config_cls, trusted=False)
 
 
 def model_from_args(args: ExperimentArgs, source: ModelSource, vocabulary_size: int) -> nn.Module:
@@ -268,7 +269,12 @@ def save_tokenizer(args: ExperimentArgs, backend: Backend, save: Callable[[Path]
     if args.model_path is None or args.validate_only:
         return None
     folder = Path(args.model_path) / "tokenizer"
-    on_all(backend, lambda: save(folder), only_main=True)
+
+    def write() -> None:
+        with disk_errors_named(folder):
+            save(folder)
+
+    on_all(backend, write, only_main=True)
     return folder
 
 

@@ -12,13 +12,14 @@ Its settings are the flags of run_finetuning.py, under the same names, and what 
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.backends.collective import on_main
 from lm_experiments_tools.checkpoint import writer as checkpoint
 from lm_experiments_tools.checkpoint.source import ModelFiles, Source
+from lm_experiments_tools.checkpoint.tree import disk_errors_named
 from lm_experiments_tools.config.finetuning import (
     FinetuningArgs,
     InstructionArgs,
@@ -49,7 +51,7 @@ from lm_experiments_tools.metrics.metric import GivenFunction
 from lm_experiments_tools.models.freezing import ModelSummary, freeze, summary
 from lm_experiments_tools.models.inherited import inherited_settings
 from lm_experiments_tools.models.pretrained import pretrained_model
-from lm_experiments_tools.models.speed import choose_speed
+from lm_experiments_tools.models.speed import choose_speed, fast_process
 from lm_experiments_tools.models.tokenizers import load_tokenizer
 from lm_experiments_tools.modules.inspection import forward_names, is_adapted
 from lm_experiments_tools.recipes.common import optimizer_from_args, seed_worker, show_run, start_run
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Text = str | tuple[str, str]
+T = TypeVar("T")
 _DRAWS = 4  # times as many texts are drawn as are wanted, before fewer different ones are returned
 
 
@@ -100,6 +103,17 @@ _ONLY_EVALUATION = {
 }  # fmt: skip
 
 
+def _fast(method: Callable[..., T]) -> Callable[..., T]:
+    """Run a method of FineTuner with the process settings of its `speed`."""
+
+    @functools.wraps(method)
+    def run(self: FineTuner, *args: Any, **options: Any) -> T:
+        with fast_process(self.args):
+            return method(self, *args, **options)
+
+    return run
+
+
 class FineTuner:
     """A pre-trained model with its tokenizer and a task.
 
@@ -123,14 +137,15 @@ class FineTuner:
         inherited = inherited_settings(settings, found)
         self.args = _changed(None, {**{name: value for name, (value, _) in inherited.items()}, **settings})
         given = dict.fromkeys(settings, "given")
-        self.args, _ = choose_speed(self.args, given, found, unless_said="off")
+        self.args, _ = choose_speed(self.args, given, found, keeps_process=True)
         show_inherited(self.args, {name: origin for name, (_, origin) in inherited.items()})
         self.files = ModelFiles(self.args, found)
         self.tokenizer = load_tokenizer(self.args, self.files)
         self.label_names: tuple[str, ...] = ()
         if self.args.task in LABEL_TASKS:
             self.label_names = self.args.label_names or self._known_labels()
-        self.model: nn.Module = pretrained_model(self.args, self.tokenizer, self.label_names, self.files)
+        with fast_process(self.args):  # threads of torch take over its settings when they start
+            self.model: nn.Module = pretrained_model(self.args, self.tokenizer, self.label_names, self.files)
         self._run_folders: set[Path] = set()  # that this object has trained in
         self._passes = 0  # over the training data, begun so far
         self._added_rows = False  # to the embedding, which are in no file yet
@@ -179,13 +194,13 @@ class FineTuner:
         """Add words to the vocabulary, with new rows in the embedding to be trained; how many were not there yet.
 
         Raises:
-            UserError: the model has an adapter, beside which no row would be trained or saved.
+            UserError: the model has an adapter, with which no new row would be trained or saved.
         """
         if is_adapted(self.model):
+            instead = "raise num_virtual_tokens" if self.args.peft == "new_tokens" else "choose peft='new_tokens'"
             raise UserError(
-                "add_tokens: beside an adapter the rows of new tokens would be neither trained nor saved: add them to "
-                "the model without peft, save() that, and put the adapter on what was saved; or choose "
-                "peft='new_tokens'."
+                "add_tokens: rows of new tokens would be neither trained nor saved with the adapter: add them to the "
+                f"model without peft, save() that, and put the adapter on what was saved; or {instead}."
             )
         added = self.tokenizer.add_tokens([tokens] if isinstance(tokens, str) else list(tokens))
         if len(self.tokenizer) > self.model.get_input_embeddings().weight.shape[0]:
@@ -194,6 +209,7 @@ class FineTuner:
         self._forget_data()  # tokenized by the old vocabulary
         return added
 
+    @_fast
     def train(self, **settings: Any) -> dict[str, dict[str, float]]:
         """Train on `data_path`; the metrics of each split, as in metrics.json.
 
@@ -234,6 +250,7 @@ class FineTuner:
         self.backend.release()
         return loop.state.metrics
 
+    @_fast
     def evaluate(self, split: str = "valid") -> dict[str, float]:
         """Metrics of the model as it is, on `valid_data_path` or (split="test") `test_data_path`.
 
@@ -275,6 +292,7 @@ class FineTuner:
                 break
         return list(found)[:num_texts]
 
+    @_fast
     def predict(self, texts: str | Sequence[Text], batch_size: int = 8, **options: Any) -> list[str] | list[list[str]]:
         """The text that the model writes for each text; for an encoder, the label, the labels or the number it gives.
 
@@ -316,7 +334,8 @@ class FineTuner:
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             checkpoint.save_model(folder, self.model, state_dict=state)
-            self.tokenizer.save_pretrained(folder)
+            with disk_errors_named(folder):
+                self.tokenizer.save_pretrained(folder)
             write_task(folder, task)
 
         on_main(self.backend, write)

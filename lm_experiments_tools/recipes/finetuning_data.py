@@ -51,6 +51,7 @@ from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, TrainSo
 from lm_experiments_tools.data.objectives.causal_lm import CausalLMDataset
 from lm_experiments_tools.data.order import permute
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import naming
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -215,6 +216,11 @@ class _Reader:
             self.labelled = _set_aside(self._examples(args.data_path, read))
             if not self.found:
                 raise UserError(f"no example in {', '.join(args.data_path)} has a label: check --label_field.")
+            if args.task == "multi_label" and {*self.found} <= {"0", "1"}:
+                raise UserError(
+                    f"the only labels in {', '.join(args.data_path)} are 0 and 1: give the names of the labels that "
+                    "each list says 0 or 1 for by --label_names (--label_names 0 1 if these are the labels)."
+                )
             return saved if sorted(saved) == sorted(self.found) else in_order(self.found)
         if not saved:
             raise UserError(
@@ -408,8 +414,10 @@ def _set_aside(examples: Iterable[Example]) -> Iterator[Example]:
     """Read all examples into a temporary file; gives them once more without holding them in memory."""
     file = tempfile.TemporaryFile()  # nobody else can write to it, so pickle is safe
     for example in examples:
-        pickle.dump(example, file)
-    file.seek(0)
+        with naming(tempfile.gettempdir()):
+            pickle.dump(example, file)
+    with naming(tempfile.gettempdir()):
+        file.seek(0)  # which writes what is buffered
     return _read_back(file)
 
 

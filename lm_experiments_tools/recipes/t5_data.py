@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.data.buckets import BucketedDataset, SortedSamples
@@ -19,7 +17,6 @@ from lm_experiments_tools.data.objectives.registry import (
     mixed_dataset,
     objective_dataset,
 )
-from lm_experiments_tools.data.text.sentencepiece_vocabulary import SentencePieceVocabulary
 from lm_experiments_tools.data.tokens.cold import read_at_random
 from lm_experiments_tools.modules.labelled_head import spread_labels
 from lm_experiments_tools.recipes.common import labels_alone, save_tokenizer
@@ -112,9 +109,9 @@ def pretraining_data(
     Raises:
         UserError: data that is missing, empty or damaged, or settings that the objective refuses.
     """
-    vocabulary, pipeline = sources.vocabulary, choose_pipeline(args, sources)
+    vocabulary = sources.vocabulary
     context = ObjectiveContext(args, vocabulary, model_kind, args.seed)
-    if pipeline == "seqio":
+    if args.through_seqio():
         from lm_experiments_tools.data.seqio.client import check_module, check_possible, seqio_data
 
         on_all(backend, lambda: check_possible(args, vocabulary))  # before validation text is tokenized
@@ -122,6 +119,12 @@ def pretraining_data(
             on_all(backend, lambda: check_module(args.task))
     else:
         on_all(backend, lambda: check_objective(context))  # before hours of tokenizing
+    if args.task == "mlm" and backend.is_main:
+        logger.warning(
+            "--task mlm has no [CLS] and no [SEP] in its rows, and documents that share a row attend to each other; "
+            "run_bert_pretraining.py makes BERT's rows"
+        )
+    tokenizer_dir = save_tokenizer(args, backend, vocabulary.save_tokenizer)  # refused before hours of tokenizing
     valid: ValidSource | None = None
     valid_tokens = None
     if args.valid_data_path is not None:
@@ -129,7 +132,7 @@ def pretraining_data(
     train: TrainSource | None = None
     if args.validate_only and valid_tokens is not None:
         objective = f"{args.task}, validation only"
-    elif pipeline == "seqio":
+    elif args.through_seqio():
         train, valid, objective = seqio_data(args, backend, vocabulary)
     elif args.streaming:
         from lm_experiments_tools.data.streaming.stream import streaming_data
@@ -140,34 +143,8 @@ def pretraining_data(
         objective = train.dataset.describe()
     if valid_tokens is not None and valid is None:
         valid = on_all(backend, lambda: _valid_loader(context, backend, valid_tokens))
-    tokenizer_dir = save_tokenizer(args, backend, vocabulary.save_tokenizer)
     objective = f"{objective}, vocabulary {vocabulary.size:,}"
     return PretrainingData(vocabulary, train, valid, valid_tokens, tokenizer_dir, objective)
-
-
-def choose_pipeline(args: T5PretrainingArgs, sources: T5Sources) -> Literal["native", "seqio"]:
-    """`--data_pipeline`, with auto decided: seqio for raw text and for registered tasks, native for all else."""
-    if args.data_pipeline != "auto":
-        return args.data_pipeline
-    if args.is_registered_task():
-        return "seqio"
-    if args.of_native_pipeline() or len(args.data_path) > 1 or not args.objective().in_seqio:
-        return "native"
-    if not isinstance(sources.vocabulary, SentencePieceVocabulary):
-        return "native"
-    path = args.data_path[0]
-    if sources.prefix(path) is not None or not os.path.exists(path):
-        return "native"
-    if importlib.util.find_spec("seqio") is None:
-        logger.info("seqio is not installed, so the text is tokenized once and read natively (--data_pipeline native)")
-        return "native"
-    logger.info(
-        "reading raw text through seqio (--data_pipeline seqio); tokenized once by `lmtools tokenize --input %s "
-        "--vocab %s --output PREFIX` it is read about 50 times faster and resumed at once",
-        path,
-        sources.vocabulary.path,
-    )
-    return "seqio"
 
 
 def _train_loader(context: ObjectiveContext, backend: Backend, sources: T5Sources) -> TrainLoader:

@@ -50,6 +50,7 @@ _LAUNCHER_MODULES = (
 _claims: dict[Path, IO[str]] = {}  # directories this process writes to; their files are open until it ends
 _LOG_BYTES = 100 * 2**20
 _GIT_SECONDS = 30
+_LONGEST_SHOWN = 200  # characters of a setting in an error message
 
 
 def _leave_claims_to_parent() -> None:
@@ -177,12 +178,8 @@ class RunDirectory:
         before = settings_in_use(self.path)
         if before is None:
             return {}
-        differing = _differences(before, {**args, "WORLD_SIZE": world_size}, harmless)
-        shown = ", ".join(f"{name} ({_show(then)} then, {_show(now)} now)" for name, (then, now) in differing.items())
-        if differing and not resume:
-            raise UserError(f"{self.path} holds a run with other settings: {shown}; {_way_on(self.path, differing)}.")
-        if differing:
-            logger.warning("continuing %s with other settings: %s", self.path, shown)
+        differing = differences(before, {**args, "WORLD_SIZE": world_size}, harmless)
+        refuse_or_report(self.path, differing, resume=resume)
         return differing
 
     def _write(self, name: str, content: str | bytes) -> None:
@@ -192,10 +189,11 @@ class RunDirectory:
             path.chmod(0o755)
 
 
-def claim_run(args: TrainerArgs, world_size: int, *, once_more: bool = False) -> RunDirectory:
+def claim_run(args: TrainerArgs, world_size: int | None, *, once_more: bool = False) -> RunDirectory:
     """The run directory of `args`, kept for this process and its settings; for rank 0.
 
     Args:
+        world_size: None where it may change: then the flags of a worker's batch are compared, not the global batch.
         once_more: what differs in a run that is continued by name need not be said again.
 
     Raises:
@@ -209,6 +207,23 @@ def claim_run(args: TrainerArgs, world_size: int, *, once_more: bool = False) ->
     if not (resume and once_more):
         run.check_compatible(asdict(args), resume, world_size=world_size, harmless=harmless)
     return run
+
+
+def refuse_or_report(run_dir: Path, differing: Mapping[str, tuple[Any, Any]], *, resume: bool) -> None:
+    """Handle what differs from the run that a start continues: {name: (then, now)}.
+
+    Args:
+        resume: the user named the checkpoint, so differences are logged.
+
+    Raises:
+        UserError: there are differences and `resume` is False.
+    """
+    if not differing:
+        return
+    shown = ", ".join(f"{name} ({_show(then)} then, {_show(now)} now)" for name, (then, now) in differing.items())
+    if not resume:
+        raise UserError(f"{run_dir} holds a run with other settings: {shown}; {_way_on(run_dir, differing)}.")
+    logger.warning("continuing %s with other settings: %s", run_dir, shown)
 
 
 def settings_in_use(run_dir: Path) -> dict[str, Any] | None:
@@ -391,9 +406,10 @@ def _way_on(path: Path, differing: Collection[str]) -> str:
     return f"start it as it was, or begin a new one in another --model_path, by --init_checkpoint {path / 'last'}"
 
 
-def _differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], harmless: Collection[str]
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], harmless: Collection[str] = ()
 ) -> dict[str, tuple[Any, Any]]:
+    """{name: (then, now)} of what both record and what differs; a global batch may be split otherwise."""
     # unknown to older runs, which had none
     then = {"optimizer_options": [], "lr_scheduler_options": [], "reproducible": "off", "virtual_ranks": 12} | before
     now = {name: to_jsonable(value) for name, value in now.items()}
@@ -419,7 +435,8 @@ def _differences(
 
 
 def _show(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _make_directory(path: Path) -> None:

@@ -1,26 +1,11 @@
-"""Pictures of text: a bar, and curves of dots, eight to a character."""
+"""Plots of curves in a terminal, in Braille characters."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-COLOURS = {"train": "\033[36m", "valid": "\033[33m", "soft": "\033[2m", "good": "\033[32m", "bad": "\033[31m"}
-_END = "\033[0m"
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a Braille character, by column and row
-
-
-def coloured(text: str, colour: str, wanted: bool) -> str:
-    return f"{COLOURS[colour]}{text}{_END}" if wanted else text
-
-
-def bar(part: float, width: int, dots: bool = True) -> str:
-    """A bar that is full at 1, in eighths of a character."""
-    eighths = round(min(max(part, 0.0), 1.0) * width * 8)
-    if not dots:
-        return "#" * (eighths // 8) + "." * (width - eighths // 8)
-    text = "█" * (eighths // 8) + ("▏▎▍▌▋▊▉"[eighths % 8 - 1] if eighths % 8 else "")
-    return text + "░" * (width - len(text))
 
 
 def plot(
@@ -29,16 +14,15 @@ def plot(
     height: int,
     *,
     dots: bool = True,
-    colour: bool = False,
     ends: tuple[str, str] | None = None,
 ) -> list[str]:
     """Lines of curves with their axes; later curves are drawn over earlier ones.
 
     Args:
-        curves: {name, one of COLOURS: (x, y) by x}; empty ones are left out.
-        width, height: of the whole, in characters.
+        curves: {name: (x, y) sorted by x}; empty ones are skipped.
+        width, height: size of the plot, in characters.
         dots: Braille characters; False draws asterisks.
-        ends: what stands below the first and the last x, instead of these as whole numbers.
+        ends: labels of the first and the last x. None: their rounded values.
     """
     points = [point for curve in curves.values() for point in curve]
     if not points or width < 24 or height < 4:
@@ -50,13 +34,13 @@ def plot(
     columns, rows = width - margin - 2, height - 2
     cells = [[" "] * columns for _ in range(rows)]
     across, down = (2, 4) if dots else (1, 1)
-    for name, curve in curves.items():
+    for curve in curves.values():
         marked: dict[tuple[int, int], int] = {}
         for x, y in _pixels(curve, (left, right), (low, high), columns * across, rows * down):
             bit = _DOTS[x % across][y % down] if dots else 1
             marked[y // down, x // across] = marked.get((y // down, x // across), 0) | bit
         for (row, column), bits in marked.items():
-            cells[row][column] = coloured(chr(0x2800 + bits) if dots else "*", name, colour)
+            cells[row][column] = chr(0x2800 + bits) if dots else "*"
     shown = {0: labels[0], (rows - 1) // 2: labels[1], rows - 1: labels[2]}
     side, corner, floor = ("│", "└", "─") if dots else ("|", "+", "-")
     lines = [f"{shown.get(number, ''):>{margin}} {side}{''.join(row)}" for number, row in enumerate(cells)]

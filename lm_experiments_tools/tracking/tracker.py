@@ -34,6 +34,7 @@ _ON_AXES = ("gradients_global_norm", "weights_global_norm", "patience")  # tag/{
 _TAGS = {
     "tokens_per_second": "throughput/tokens_per_second",
     "mfu": "throughput/mfu",
+    "mfu_measured": "throughput/mfu_measured",
     "memory_mib": "memory/peak_mib",
     "memory_predicted_over_measured": "memory/predicted_over_measured",
     "data_wait_fraction": "time_metrics/data_wait_fraction",
@@ -121,8 +122,8 @@ class Tracker:
             metrics: means over `split`; each becomes `{name}/iterations|samples|tokens/{split}`.
             extra: other numbers: lr, scaled_lr (a number or one a parameter group) or param_groups (a list of dicts
                 with these), gradients_global_norm, weights_global_norm, seconds_per_step, tokens_per_second,
-                mfu, memory_mib, data_wait_fraction, skipped_updates, patience; any other name becomes the tag
-                `{name}/iterations`.
+                mfu, mfu_measured, memory_mib, data_wait_fraction, skipped_updates, patience; any other name becomes
+                the tag `{name}/iterations`.
 
         Raises:
             ValueError: a name in both `metrics` and `extra`, or one of `step, split, samples, tokens, time`.
@@ -218,8 +219,7 @@ class ConsoleLine:
             parts.append(f"gnorm {number['gradients_global_norm']:.2f}")
         if "tokens_per_second" in number:
             parts.append(f"{_thousands(number['tokens_per_second'])} tok/s")
-        if "mfu" in number:
-            parts.append(f"mfu {number['mfu']:.1%}")
+        parts += [f"{name} {number[name]:.1%}" for name in ("mfu", "mfu_measured") if name in number]
         if "memory_mib" in number:
             parts.append(f"mem {number['memory_mib'] / 1024:.1f} GiB")
         if "data_wait_fraction" in number:

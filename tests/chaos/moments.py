@@ -115,7 +115,7 @@ def install(watch: Watch, rank: int) -> None:
     _around(TrainingLoop, "train_step", watch, "training", before=True)
     _around(TrainingLoop, "validate", watch, "evaluating", before=True, after=True)
     _around(Saver, "save", watch, "saving", before=True, after=True)
-    agree = TrainingLoop._agree
+    agree = TrainingLoop.agree
 
     @functools.wraps(agree)
     def agreed(loop: Any, *args: Any) -> Any:
@@ -123,7 +123,7 @@ def install(watch: Watch, rank: int) -> None:
             watch.tick("evaluating")
         return agree(loop, *args)
 
-    TrainingLoop._agree = agreed
+    TrainingLoop.agree = agreed
 
 
 def _around(owner: Any, name: str, watch: Watch, phase: str, *, before: bool = False, after: bool = False) -> None:

@@ -18,6 +18,7 @@ from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 ITERS = 11  # of 24 rows each, three epochs of the text; the last window of the log has three steps of four
 CLOCK = {"seconds", "data_seconds", "time", "seconds_per_step", "tokens_per_second", "mfu", "data_wait_fraction"}
+FOLDER = {"data_path"}  # each run has its own copy
 PLACE = {"step", "split", "samples", "tokens", "metrics"}
 ABOUT_WORKERS = ("workers", "world_size")
 
@@ -53,7 +54,7 @@ def tokenized(run: Path) -> bool:
 
 
 def contents(checkpoint: Path, *, elastic: bool) -> dict[str, str]:
-    """A hash of each part of a verified checkpoint, without clock readings (and, `elastic`, the number of workers)."""
+    """Hash of each part of a verified checkpoint, without clocks and folders (`elastic`: nor numbers of workers)."""
     verify(checkpoint)
     parts = {
         name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
@@ -72,7 +73,7 @@ def contents(checkpoint: Path, *, elastic: bool) -> dict[str, str]:
 def _feed(digest: Any, value: Any) -> None:
     if isinstance(value, dict):
         for key in sorted(value, key=str):
-            if key not in CLOCK:
+            if key not in CLOCK | FOLDER:
                 digest.update(f"{key}:".encode())
                 _feed(digest, value[key])
     elif isinstance(value, (list, tuple)):

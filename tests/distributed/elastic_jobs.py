@@ -17,6 +17,7 @@ from tests.distributed.launch import ROOT, Job, environment, missing, run, torch
 
 WORKER = ROOT / "tests" / "distributed" / "restarting_worker.py"
 CPU = {"ACCELERATE_USE_CPU": "true"}
+HOROVODRUN = ["horovodrun", "--gloo", "--network-interfaces", "lo"]
 
 
 def event(step: int, kind: str, *ranks: int, **more: Any) -> dict[str, Any]:
@@ -50,16 +51,21 @@ def horovod_job(
     if reason := missing("horovod"):
         pytest.skip(reason)
     write_plan(folder, plan)
-    launcher = ["horovodrun", "--gloo", "--network-interfaces", "lo", *options.split()]
+    launcher = [*HOROVODRUN, *options.split()]
     if discover:
-        hosts, script = folder / "hosts", folder / "discover.sh"
-        hosts.write_text("".join(f"{host}\n" for host in discover.split()))
-        script.write_text(f"#!/bin/sh\ncat {hosts}\necho >> {folder}/asked\n")
-        script.chmod(0o755)
-        launcher += ["--host-discovery-script", str(script)]
-        extra["HOSTS"] = str(hosts)
+        launcher += discovering(folder, discover)
+        extra["HOSTS"] = str(folder / "hosts")
     command = ("python", WORKER, steps, folder, *flags)
     return run(launcher, *command, timeout=timeout, HOME=str(folder), **extra)
+
+
+def discovering(folder: Path, hosts: str) -> list[str]:
+    """Options of horovodrun: a discovery script that prints FOLDER/hosts, at first these."""
+    script = folder / "discover.sh"
+    (folder / "hosts").write_text("".join(f"{host}\n" for host in hosts.split()))
+    script.write_text(f"#!/bin/sh\ncat {folder}/hosts\necho >> {folder}/asked\n")
+    script.chmod(0o755)
+    return ["--host-discovery-script", str(script)]
 
 
 def digest(folder: Path) -> str:

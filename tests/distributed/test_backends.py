@@ -345,7 +345,7 @@ def test_horovod_refuses_bf16_parameters(results):
         assert "bfloat16" in rank["error"] and "--bf16" in rank["error"]
 
 
-@pytest.mark.parametrize("kind", ["zero2", "zero3"])
+@pytest.mark.parametrize("kind", slow(["zero2", "zero3"], "zero2"))
 def test_deepspeed_in_16_bits_keeps_fp32_weights_and_skips_alike(results, kind):
     for rank in results.of(kind, "zero_16bit"):
         for name in ("bf16", "fp16"):

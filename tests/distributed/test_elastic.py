@@ -13,7 +13,7 @@ from tests.distributed.launch import ROOT, horovodrun, missing, run, torchrun
 WORKER = ROOT / "tests" / "distributed" / "elastic_worker.py"
 STEPS = 9
 LAUNCHERS = {"alone": lambda workers: [sys.executable], "ddp": torchrun, "horovod": horovodrun}
-OTHERS = [("ddp", 2), ("ddp", 4), ("horovod", 3), ("horovod", 4)]
+OTHERS = [("ddp", 2), ("ddp", 4), pytest.param("ddp", 6, marks=pytest.mark.slow), ("horovod", 3), ("horovod", 4)]
 
 
 def digest(folder: Path, step: int, launcher: str, workers: int = 1, *flags: str) -> str:

@@ -4,13 +4,20 @@ the undisturbed run.
 `ELASTIC_EVENTS=50 pytest -m slow tests/distributed/test_elastic_jobs.py` for more events in one run than four.
 """
 
+import json
 import os
+import re
+import sys
+import threading
+import time
 
 import pytest
 
 from tests.distributed import elastic_jobs
 from tests.distributed.elastic_jobs import CPU, WORKER, event, final, horovod_job, samples, write_plan
-from tests.distributed.launch import run, torchrun
+from tests.distributed.launch import ROOT, missing, run, torchrun
+from tests.helpers.runs import TINY, records
+from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(0)]
 
@@ -112,3 +119,69 @@ def test_torchrun_computes_the_same_bits_when_machines_come_and_go(tmp_path):
         assert first.wait(120) == 0, agents.output()
     assert sizes(tmp_path) == [1, 2, 3, 2, 1]
     assert elastic_jobs.digest(tmp_path) == whole
+
+
+def resize(folder, run_dir):
+    """Leave one host once there is a checkpoint, and bring the other back once the lone worker has saved."""
+    for start, hosts in (("config.json", "localhost:1\n"), ("config.1.json", "localhost:1\n127.0.0.1:1\n")):
+        end = time.monotonic() + 120
+        while not (run_dir / start).exists() or not newer_checkpoint(run_dir, run_dir / start):
+            if time.monotonic() > end:
+                return
+            time.sleep(0.1)
+        (folder / "new").write_text(hosts)
+        (folder / "new").replace(folder / "hosts")
+
+
+def newer_checkpoint(run_dir, file):
+    return any(step.stat().st_mtime > file.stat().st_mtime for step in (run_dir / "checkpoints").glob("step_*"))
+
+
+def test_the_script_goes_on_when_the_number_of_workers_changes(tmp_path):
+    if reason := missing("horovod"):
+        pytest.skip(reason)
+    iters, run_dir = 400, tmp_path / "run"
+    numbered_words_vocabulary(tmp_path)
+    (tmp_path / "tiny.json").write_text(json.dumps({**TINY, "vocab_size": 256}))
+    documents = (" ".join(f"word{(i * 7 + j * 3) % 9}" for j in range(80)) for i in range(60))
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    options = ["-np", "2", "--min-np", "1", *elastic_jobs.discovering(tmp_path, "localhost:1 127.0.0.1:1")]
+    flags = [
+        "--data_path", tmp_path / "text.jsonl", "--data_pipeline", "native", "--vocab", tmp_path / "vocab.model",
+        "--working_dir", tmp_path, "--model_cfg", tmp_path / "tiny.json", "--input_seq_len", 32, "--target_seq_len",
+        16, "--batch_size", 2, "--iters", iters, "--save_interval", 20, "--lr", 1e-3, "--model_path", run_dir,
+    ]  # fmt: skip
+    resizing = threading.Thread(target=resize, args=(tmp_path, run_dir))
+    resizing.start()
+    script = ROOT / "run_t5_pretraining.py"
+    job = run([*elastic_jobs.HOROVODRUN, *options], "python", script, *flags, timeout=200, HOME=str(tmp_path))
+    resizing.join()
+    assert job.returncode == 0, job.output[-3000:]
+    sizes = [json.loads(file.read_text())["WORLD_SIZE"] for file in sorted(run_dir.glob("config*.json"))]
+    assert sorted(sizes) == [1, 2, 2]
+    (step, samples), (step_after, samples_after) = (
+        map(int, found) for found in re.findall(r"resumed from .*: step (\d+), (\d+) samples", job.output)
+    )
+    assert samples == 4 * step and samples_after == samples + 2 * (step_after - step)
+    assert records(run_dir)[-1]["samples"] == samples_after + 4 * (iters - step_after)
+
+
+def test_a_lone_worker_of_an_elastic_horovod_job_keeps_no_gradients():
+    """Horovod's optimizer sends gradients of one worker only in an elastic job."""
+    if reason := missing("horovod"):
+        pytest.skip(reason)
+    source = (
+        "import os, torch\n"
+        "from horovod.torch import mpi_ops\n"
+        "from lm_experiments_tools.backends.horovod import HorovodBackend\n"
+        "backend, model = HorovodBackend(), torch.nn.Linear(8, 8)\n"
+        "os.environ['HOROVOD_ELASTIC'] = '1'  # after a start without a driver\n"
+        "backend.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
+        "for _ in range(3):\n"
+        "    with backend.accumulate(sync=True):\n"
+        "        backend.backward(model(torch.ones(1, 8)).mean())\n"
+        "    backend.update()\n"
+        "print('in flight', len(mpi_ops._handle_map))\n"
+    )
+    job = run([sys.executable], "-c", source)
+    assert "in flight 0" in job.output, job.output[-2000:]

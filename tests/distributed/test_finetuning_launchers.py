@@ -156,3 +156,14 @@ def test_a_folder_is_trained_further_and_the_run_continued(folder, weights, name
     assert "resumed from" in output
     for split in ("valid", "test"):
         assert two[split] == pytest.approx(one[split], rel=1e-4), split
+
+
+@pytest.mark.slow
+def test_elastic_runs_on_saved_weights_agree_with_one_row_a_micro_batch(folder, weights):
+    """MKL's code for other CPUs rounds a product with one row by the addresses of its operands."""
+    flags = ("--gradient_accumulation_steps", 1, "--reproducible", "elastic", "--virtual_ranks", 6)
+    settings = dict(model=weights["bert"], data="tsv", settings=CLASSES, MKL_ENABLE_INSTRUCTIONS="SSE4_2")
+    finetune(folder, "rows-alone", [sys.executable], 1, *flags, **settings)
+    finetune(folder, "rows-two", torchrun(), 1, *flags, **settings, **CPU)
+    one, two = ((folder / run / "last" / "model.safetensors").read_bytes() for run in ("rows-alone", "rows-two"))
+    assert one == two

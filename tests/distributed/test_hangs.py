@@ -1,7 +1,7 @@
 """Whatever becomes of one worker, the job ends within --stall_timeout, says where, and the same command goes on.
 
 `pytest -m slow tests/distributed/test_hangs.py -s` prints a line for each case. Those of several machines are in
-tests/cluster/test_lost_machines.py.
+tests/cluster/test_two_machines.py.
 """
 
 import time

@@ -55,7 +55,7 @@ def train(folder: Path, backend: Backend, *, broken: bool = False, **more: int) 
 
     def look(module: nn.Module, _: tuple, inputs: dict[str, Tensor]) -> None:
         seen["mark"] = bool((inputs["input_ids"] == MARK).any())
-        if module.training:
+        if module.training and torch.is_grad_enabled():
             shapes.append([*inputs["input_ids"].shape, inputs["labels"].shape[1]])
 
     def spoil(module: nn.Module, _: tuple, output: Tensor) -> Tensor | None:

@@ -1,10 +1,12 @@
 """The site of docs/: every page has its place, links lead to pages, and it builds without a warning."""
 
+import html
 import importlib.util
 import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -55,11 +57,21 @@ def test_names_of_the_reference_exist():
             assert hasattr(importlib.import_module(module), last), name
 
 
-def test_builds_without_a_warning():
+def test_builds_without_a_warning_and_with_each_block_of_code():
     if not importlib.util.find_spec("zensical"):
         pytest.skip("zensical is not installed (pip install -e .[docs])")
     done = subprocess.run([sys.executable, "scripts/build_site.py"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "No issues found" in done.stdout + done.stderr and "griffe" not in done.stdout + done.stderr
+    for page in sorted((ROOT / "build" / "pages").rglob("*.md")):
+        name = page.relative_to(ROOT / "build" / "pages").with_suffix("").as_posix()
+        built = ROOT / "build" / "site" / ("" if name == "index" else name) / "index.html"
+        blocks = re.findall(r'<div class="highlight">.*?<code>(.*?)</code>', built.read_text(encoding="utf-8"), re.S)
+        shown = {textwrap.dedent(html.unescape(re.sub(r"<[^>]+>", "", block))).strip() for block in blocks}
+        text = page.read_text(encoding="utf-8")
+        fences = re.findall(r"^ *```[^\n]*\n(.*?)^ *```$", text, flags=re.M | re.S)
+        assert 2 * len(fences) == len(re.findall(r"^ *```", text, flags=re.M)), name
+        for code in fences:
+            assert textwrap.dedent(code).strip() in shown, f"{name}: {code}"
     assert {page_of(name) for name in MOVED} <= {f"{path.stem}.md" for path in (ROOT / "build" / "pages").iterdir()}
     shutil.rmtree(ROOT / "build" / "pages")

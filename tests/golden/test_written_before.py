@@ -96,7 +96,7 @@ def repeat(run: str, *flags: str) -> None:
 
 
 def hashed_batches(task: str) -> list[str]:
-    """SHA-256 of what each forward pass gets in three updates of a run of this objective."""
+    """SHA-256 of what each forward pass in training mode gets in three updates of a run of this objective."""
     model_cls = transformers.BertForMaskedLM if task == "mlm" else transformers.T5ForConditionalGeneration
     forward, found = model_cls.forward, []
 
@@ -104,7 +104,8 @@ def hashed_batches(task: str) -> list[str]:
     def hashing(self, *args, **kwargs):
         tensors = {name: value for name, value in sorted(kwargs.items()) if isinstance(value, torch.Tensor)}
         head = json.dumps([(name, [*value.shape]) for name, value in tensors.items()]).encode()
-        found.append(digest(head, *(value.to(torch.int64).numpy().tobytes() for value in tensors.values())))
+        if self.training and torch.is_grad_enabled():  # not passes that count operations or valid labels
+            found.append(digest(head, *(value.to(torch.int64).numpy().tobytes() for value in tensors.values())))
         return forward(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -137,14 +138,19 @@ def expected(tmp_path, monkeypatch):
 
 
 def assert_same(found, recorded, where):
-    """Bit for bit on a machine like the recorded one; elsewhere losses are close, if dropout draws alike there."""
+    """Bit for bit on a machine like the recorded one. Elsewhere losses are close, if dropout draws the same there, and
+    a skip says that bits were not compared."""
     assert found.keys() == recorded.keys()
-    if machine() == where:
+    here = machine()
+    if here == where:
         assert found == recorded
-    elif machine()["mkl"] == where["mkl"]:
+        return
+    if here["mkl"] == where["mkl"]:
         losses = [name for name in recorded if "loss" in name]
         ours, theirs = ([float.fromhex(values[name]) for name in losses] for values in (found, recorded))
         assert ours == pytest.approx(theirs, abs=5e-4)
+    other = [f"{name} {here[name]!r}, recorded on {where[name]!r}" for name in where if here[name] != where[name]]
+    pytest.skip(f"bits not compared: {'; '.join(other)}")
 
 
 def test_token_files(expected):
@@ -169,8 +175,8 @@ def test_a_run_is_continued_as_if_uninterrupted(run, expected, caplog):
     samples = {path: path.read_bytes() for path in Path(".cache").rglob("*.*")}
     repeat(run, *ENDS)
     assert f"resumed from {run}/checkpoints/step_{SAVED:06d}" in caplog.text
-    assert_same(record(run, after=SAVED), expected["resumed"][run], expected["machine"])
     assert samples == {path: path.read_bytes() for path in Path(".cache").rglob("*.*")}
+    assert_same(record(run, after=SAVED), expected["resumed"][run], expected["machine"])
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import BertConfig, BertForMaskedLM
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from lm_experiments_tools.checkpoint.manifest import build_manifest
+from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.files import write_atomic
 from tests.helpers.pretrained_toys import ROWS, save_toy, toy_model
 
@@ -40,9 +41,25 @@ def save_run(run: Path, kind: str) -> Path:
     return run
 
 
-def write_colours(folder: Path) -> Path:
-    """A task of lm_eval's, with a choice to be scored and a file beside."""
-    rows = [{"thing": f"w{i} w{i + 3}", "label": i % 2} for i in range(16)]
+def save_decoder_with_t5_tokenizer(folder: Path, vocab: Path, favourite: str) -> Path:
+    """A GPT-2 that gives each token the same score after any text, the highest to those of `favourite`; its tokenizer
+    appends </s>."""
+    Vocabulary.load(vocab).save_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": len(tokenizer)}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1, tie_word_embeddings=False))
+    with torch.no_grad():
+        model.transformer.ln_f.weight.zero_()
+        model.transformer.ln_f.bias.fill_(1.0)
+        model.lm_head.weight.normal_(std=0.01)
+        model.lm_head.weight[tokenizer(favourite)["input_ids"][:-1]] += 0.3
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_colours(folder: Path, choices: str = '["w40 w41", "w50"]', label: int | None = None) -> Path:
+    """A task of lm_eval's, with a choice to be scored and a file beside; each label is `label`, or they alternate."""
+    rows = [{"thing": f"w{i} w{i + 3}", "label": i % 2 if label is None else label} for i in range(16)]
     (folder / "colours.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "colours.yaml").write_text(
         f"""task: colours
@@ -53,7 +70,7 @@ dataset_kwargs:
 test_split: test
 output_type: multiple_choice
 doc_to_text: "{{{{thing}}}} is"
-doc_to_choice: ["w40 w41", "w50"]
+doc_to_choice: {choices}
 doc_to_target: label
 metric_list:
   - metric: acc

@@ -45,7 +45,7 @@ def test_packing_is_megatrons(helpers, mean_sentence, min_sentences, passes):
         expected = helpers.build_mapping(
             documents, lengths, passes, 2**62, max_length, 0.0, 1234, False, min_sentences
         )  # shuffled
-        settings = MappingSettings(max_length, min_sentences, 0.0, num_epochs=passes)
+        settings = MappingSettings(max_length, min_sentences, 0.0, 512, num_epochs=passes)
         rows = build_mapping(documents, lengths, settings).rows
         assert rows.dtype == expected.dtype
         np.testing.assert_array_equal(
@@ -57,14 +57,14 @@ def test_passes_stop_at_the_number_of_samples_as_megatrons(helpers):
     documents, lengths = random_corpus(np.random.default_rng(0), 20)
     for wanted in (1, 100, 300, 1000):
         expected = helpers.build_mapping(documents, lengths, 2**31 - 2, wanted, 61, 0.0, 1234, False, 2)
-        settings = MappingSettings(61, 2, 0.0, num_epochs=2**31 - 2, max_num_samples=wanted)
+        settings = MappingSettings(61, 2, 0.0, 512, num_epochs=2**31 - 2, max_num_samples=wanted)
         assert len(build_mapping(documents, lengths, settings).rows) == len(expected)
 
 
 def test_short_samples_are_as_many_as_megatrons(helpers):
     documents, lengths = random_corpus(np.random.default_rng(0), 20)
     theirs = helpers.build_mapping(documents, lengths, 20, 2**62, 125, 0.1, 1234, False, 2)
-    ours = build_mapping(documents, lengths, MappingSettings(125, 2, 0.1, num_epochs=20)).rows
+    ours = build_mapping(documents, lengths, MappingSettings(125, 2, 0.1, 512, num_epochs=20)).rows
     assert abs(len(ours) / len(theirs) - 1) < 0.01
     shares = [(rows[:, 2] < 125).mean() for rows in (ours, theirs)]
     assert abs(shares[0] - shares[1]) < 4 * np.sqrt(2 * 0.09 / len(ours))

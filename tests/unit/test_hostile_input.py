@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.checkpoint.legacy import read_old_training_state
@@ -252,12 +253,12 @@ def test_a_name_that_leads_out_of_a_folder_is_not_followed(tmp_path, name):
     """12 names as a shard of weights, as the folder of a prompt, and of a member of torch's archive."""
     model, folder = random_t5(), tmp_path / "model"
     folder.mkdir()
-    torch.save(model.state_dict(), tmp_path / "secret")
+    save_file({"shared.weight": model.shared.weight.detach().clone()}, tmp_path / "secret")
     (folder / "config.json").write_text(json.dumps({**T5, "architectures": ["T5ForConditionalGeneration"]}))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"shared.weight": name}}))
     with watching() as ran:
         for read in (lambda: load_weights(model, folder), lambda: open_saved(str(folder))):
-            with pytest.raises(UserError) as refusal:
+            with pytest.raises(UserError, match="outside its directory") as refusal:
                 read()
             sentence(refusal.value)
         adapter = tmp_path / "adapter"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -199,8 +201,24 @@ def explain(
     return Explanation(name, reason, request.density, effective_density, memory_bytes)
 
 
+_plain = False
+
+
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Compute attention by operators of PyTorch alone: its dispatch modes see no kernels of others."""
+    global _plain
+    before, _plain = _plain, True
+    try:
+        yield
+    finally:
+        _plain = before
+
+
 def _choose(request: Request, backend: str) -> tuple[ModuleType, str]:
     """The backend's module and why it was taken."""
+    if _plain and backend in ("auto", "triton", "flex"):
+        return gather, "its operators are PyTorch's"
     if backend != "auto":
         if backend not in _BACKENDS:
             raise UserError(f'backend is {backend!r}; it must be "auto" or one of {", ".join(_BACKENDS)}.')

@@ -35,8 +35,8 @@ TILES: dict[tuple[str, int], Tile] = {
 }
 KERNELS = "forward", "query_gradient", "key_gradient"
 # What has been measured to be faster, by the GPU's name as torch.cuda.get_device_name gives it and by inputs' bytes.
-# `python benchmarks/attention.py --device cuda --tune` measures the GPU that it runs on, for each head dimension and
-# dtype that it is given, and prints lines for this table. Nothing is measured while a model runs.
+# `python benchmarks/gpu.py --parts tiles` measures the GPU that it runs on, for 16-bit inputs and head dimension 64;
+# its report has the lines for this table. Nothing is measured while a model runs.
 MEASURED: dict[tuple[str, int], dict[tuple[str, int], Tile]] = {}
 SUM_ROWS = 64  # diagonals of the bias gradient that are summed at a time: rows of a product on the tensor cores
 _MASKS = 2560  # bytes of shared memory, at most, for masks and sums of rows

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from lm_experiments_tools.data.examples.rows import BadRow, BadRows, Row, converted, read_rows
+from lm_experiments_tools.data.examples.rows import BadRow, BadRows, NamedClass, Row, converted, read_rows
 from lm_experiments_tools.data.text.documents import unusable_characters
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
@@ -41,6 +42,8 @@ PAIR_FIELDS = (
 SENTENCE_FIELDS = ("sentence", "text")  # SST-2, CoLA
 LABEL_FIELDS = ("label", "gold_label", "score", "is_duplicate", "Quality")
 HIDDEN_LABELS = ("-1", "-1.0")  # what Hugging Face's sets hold in the place of labels that are not given away
+_MULTI_HOT = {"0": False, "False": False, "1": True, "True": True}
+_WHOLE_NUMBER = re.compile(r"-?\d+\.0+")  # 1.0 for 1: what a table has where a label is missing
 _LARGEST = float(np.finfo(np.float32).max)  # of the numbers to predict
 _TOO_LARGE = f"the label is beyond {_LARGEST:.1e}, the largest number of float32: give the labels on another scale"
 
@@ -216,18 +219,26 @@ class LabelFields:
         value = _value(record, self.label or _found(record, usual, "--label_field"))
         return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
-    def names_in(self, record: dict[str, Any]) -> tuple[str, ...]:
-        """The names of all labels of this record; a table has them in one column, with commas between them."""
+    def names_in(self, record: dict[str, Any], known: Sequence[str] = ()) -> tuple[str, ...]:
+        """The names of all labels of this record; a table has them in one column, with commas between them.
+
+        A list of as many zeros and ones as there are `known` names is multi-hot, unless 0 or 1 is one of the names.
+        """
         value = self.label_of(record)
         if not self.several:
-            return (_label_name(value),)
+            return (_label_name(value, known),)
         if isinstance(value, str):
             value = [part for part in value.split(",") if part.strip()]
         if not isinstance(value, list | tuple):
             raise BadRow(f"the labels {value!r} are no list, nor text with commas between them")
-        names = tuple(map(_label_name, value))
+        names = tuple(_label_name(label, known) for label in value)
+        if len(names) == len(known) and {*names} <= {*_MULTI_HOT} and {*known}.isdisjoint(_MULTI_HOT):
+            return tuple(name for name, applies in zip(known, names, strict=True) if _MULTI_HOT[applies])
         if len(set(names)) < len(names) and all(label in (0, 1) for label in value):
-            raise BadRow(f"the labels {value!r} are a 0 or 1 for each there is: list the names of those that apply")
+            raise BadRow(
+                f"the labels {value!r} are a 0 or 1 for each there is: list the names of those that apply, or give "
+                "the name of each by --label_names"
+            )
         return names
 
     def has_label(self, row: Row, names: Sequence[str]) -> bool:
@@ -288,12 +299,15 @@ def in_order(labels: Iterable[str]) -> tuple[str, ...]:
     return tuple(labels if any(map(math.isnan, numbers.values())) else sorted(labels, key=numbers.__getitem__))
 
 
-def _label_name(value: Any) -> str:
+def _label_name(value: Any, known: Sequence[str] = ()) -> str:
+    """The name of a label; of a `ClassLabel` its number, where that is `known` and the name is not."""
+    if isinstance(value, NamedClass):
+        return str(int(value)) if str(int(value)) in known and value.name not in known else value.name
     if isinstance(value, (str, int)):  # True and False are ints
         name = str(value).strip()
-        if name:
-            return name
-        raise BadRow("the label is empty")
+        if not name:
+            raise BadRow("the label is empty")
+        return name.partition(".")[0] if _WHOLE_NUMBER.fullmatch(name) else name
     if isinstance(value, float) and value.is_integer():  # what pandas makes of integers
         return str(int(value))
     raise BadRow(f"the label {value!r} is neither a string nor an integer")
@@ -327,7 +341,7 @@ def label_examples(
     Raises:
         UserError: more bad rows than allowed, or other sentences than other data has.
     """
-    numbers = {name: number for number, name in enumerate(names)}
+    numbers = {_label_name(name): number for number, name in enumerate(names)}
     sentences, rounded = sentences or SentenceNames(in_text=words is not None), 0
 
     def label_of(row: Row) -> int | float | tuple[int, ...] | None:
@@ -362,7 +376,7 @@ def _label(
     """The label of a row, or its labels: by `numbers`, or by `found`, which they are added to; else a value."""
     if found is None and not numbers:
         return _number(fields.label_of(record))
-    names = fields.names_in(record)
+    names = fields.names_in(record, tuple(numbers))
     if found is None:
         chosen = {_class_number(name, numbers) for name in names}
     else:

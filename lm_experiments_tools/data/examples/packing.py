@@ -31,6 +31,7 @@ from lm_experiments_tools.data.order import permute
 from lm_experiments_tools.labels import IGNORED_LABEL
 
 _OPEN_ROWS = 64
+_VERSION = 1  # of the mapping (seed, examples) -> rows; part of the fingerprint
 
 
 class PackedDataset:
@@ -61,7 +62,7 @@ class PackedDataset:
 
     @property
     def fingerprint(self) -> str:
-        return f"{self.dataset.fingerprint}/packed"
+        return f"{self.dataset.fingerprint}/packed={_VERSION}"
 
     def describe(self) -> str:
         """The examples, and how many rows they fill how far."""

@@ -20,7 +20,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -61,6 +61,30 @@ class Row:
 
     where: str
     fields: dict[str, Any]
+
+
+class NamedClass(int):
+    """A value of a `ClassLabel` column: the number of a class, with its name."""
+
+    name: str
+
+
+def _with_class_names(fields: dict[str, Any], classes: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    for column, names in classes.items():
+        value = fields.get(column)
+        if isinstance(value, list):
+            fields[column] = [_named_class(number, names) for number in value]
+        else:
+            fields[column] = _named_class(value, names)
+    return fields
+
+
+def _named_class(value: Any, names: Sequence[str]) -> Any:
+    if not isinstance(value, int) or not 0 <= value < len(names):  # -1 and null: none
+        return value
+    named = NamedClass(value)
+    named.name = names[value]
+    return named
 
 
 class BadRow(Exception):
@@ -167,7 +191,9 @@ def read_rows(path: str, bad: BadRows) -> Iterator[Row]:
         UserError: too many bad rows, a table without usable names of columns, a damaged file.
     """
     if isinstance(path, PythonRows):
-        yield from (Row(f"{path}, row {number}", fields) for number, fields in enumerate(path.dicts()))
+        classes = hf_datasets.class_names(getattr(path.rows, "features", None))
+        for number, fields in enumerate(path.dicts()):
+            yield Row(f"{path}, row {number}", _with_class_names(fields, classes))
     elif not _is_file_of_rows(path):
         yield from _read_dataset(path)
     elif endings(path)[0] in JSON_SUFFIXES:
@@ -312,8 +338,8 @@ def _csv_records(path: str, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
 
 
 def _read_dataset(item: str) -> Iterator[Row]:
-    number = 0
+    number, classes = 0, hf_datasets.class_names(hf_datasets.load_streaming(item).features)
     for shard in range(hf_datasets.num_shards(item)):
         for fields in hf_datasets.read_shard(item, shard, ""):
             number += 1
-            yield Row(f"{item}, row {number}", fields)
+            yield Row(f"{item}, row {number}", _with_class_names(fields, classes))

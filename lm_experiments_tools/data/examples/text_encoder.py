@@ -125,7 +125,7 @@ class TextEncoder:
         self.tokenizer, self.decoder = tokenizer, decoder
         self.sources = Truncation(source_limit, unknown=UnknownTokens.of(tokenizer))
         self.targets = Truncation(target_limit or 0, unknown=UnknownTokens.of(tokenizer))
-        ends = _added_end(tokenizer)
+        ends = added_end(tokenizer)
         own = tokenizer(suffix, add_special_tokens=False, verbose=False)["input_ids"] if suffix else []
         self._cut = len(ends) if decoder or own else 0  # tokens at the end of a source in whose place ...
         self._put = own + ([] if decoder else ends) if self._cut or own else []  # ... these stand
@@ -207,8 +207,8 @@ class TextEncoder:
             )
 
 
-def _added_end(tokenizer: Any) -> list[int]:
-    """The ids that the tokenizer adds behind a text, such as eos (T5) or sep (BERT)."""
+def added_end(tokenizer: Any) -> list[int]:
+    """The ids that the tokenizer appends to a text, such as eos (T5) or sep (BERT)."""
     text = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
     whole = tokenizer("a", verbose=False)["input_ids"]
     before = next((n for n in range(len(whole)) if whole[n : n + len(text)] == text), 0)

@@ -161,6 +161,12 @@ class TapeDataset:
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
+    @property
+    def order(self) -> str:
+        """sha256 over what decides which tokens a sample is made of, whatever the objective does with them."""
+        parts = [_VERSION, [s.fingerprint for s in self.tape.sources], self.seed, self._row_ends.tolist()]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
     def settings(self) -> dict[str, Any]:
         """The settings that, besides data and seed, decide how a sample looks; JSON values."""
         raise NotImplementedError

@@ -6,7 +6,7 @@
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.files import hash_of_ends
 
 DATA_SUFFIXES = (".parquet", ".arrow")
+_PARQUET_ROWS = 1000  # read together; the default, the rows of the first row group, may be 0
 
 
 def is_data_file(path: str) -> bool:
@@ -28,9 +29,15 @@ def split_name(item: str) -> tuple[str, str | None, str]:
     return name, config or None, split or "train"
 
 
+def class_names(features: Mapping[str, Any] | None) -> dict[str, list[str]]:
+    """Names of the classes of each `ClassLabel` column, also of a list of them."""
+    columns = {name: getattr(feature, "feature", feature) for name, feature in (features or {}).items()}
+    return {name: feature.names for name, feature in columns.items() if getattr(feature, "names", None)}
+
+
 @lru_cache(maxsize=16)  # to find the files of a dataset on the hub takes seconds, and each shard would pay for it
-def load_streaming(item: str) -> Any:
-    """The `datasets.IterableDataset`.
+def load_streaming(item: str, column: str = "") -> Any:
+    """The `datasets.IterableDataset`; of Parquet files `column` alone where one is named, so that others may differ.
 
     Raises:
         UserError: the package is not installed, or there is no such dataset, configuration or split, or no network.
@@ -44,7 +51,11 @@ def load_streaming(item: str) -> Any:
         ) from None
     name, config, split = split_name(item)
     try:
-        return datasets.load_dataset(*_source(item), split=split, streaming=True, **_files(item))
+        builder = datasets.load_dataset_builder(*_source(item), **_files(item))
+        if hasattr(builder.config, "columns"):  # Parquet
+            builder.config.columns = [column] if column else None
+            builder.config.batch_size = builder.config.batch_size or _PARQUET_ROWS
+        return builder.as_streaming_dataset(split=split)
     except (OSError, ValueError, RuntimeError) as error:  # offline, not found, no such config or split, or a script
         if os.path.isfile(name):
             raise UserError(f"{item} is damaged or not of its ending ({first_line(error)}): copy it again") from None
@@ -79,7 +90,7 @@ def read_shard(item: str, shard: int, column: str, skip: int = 0) -> Iterator[di
     """
     dataset = load_streaming(item)
     if column in (dataset.column_names or ()):
-        dataset = dataset.select_columns([column])
+        dataset = load_streaming(item, column).select_columns([column])
     number = skip
     try:
         for row in dataset.shard(dataset.num_shards, shard).skip(skip):

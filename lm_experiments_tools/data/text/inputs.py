@@ -20,7 +20,7 @@ from functools import cache
 
 from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.bad_lines import listed
-from lm_experiments_tools.data.text.compression import COMPRESSIONS, check_readable, endings
+from lm_experiments_tools.data.text.compression import COMPRESSIONS, check_readable, endings, open_decompressed
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import human_bytes
 
@@ -32,6 +32,7 @@ READABLE = f"{', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)} (also with {', '.join(CO
 _DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[^:]*)?(:[^:]+)?")
 _UNFINISHED = re.compile(r"\.(bin|idx|json)\.tmp[0-9a-f]{12}$")
 _TOKEN_ENDINGS = (".bin", ".idx", ".json")
+_BLOCK_LINES, _BLOCK_BYTES = 1000, 1 << 20  # of a text file, in which a blank line is looked for
 _LISTED = 8  # endings of what is passed over
 
 
@@ -49,7 +50,23 @@ def find_files(inputs: Sequence[str]) -> list[tuple[str, str]]:
     for path, kind in files:
         if kind != "dataset":
             check_readable(path)
+        if kind == "text":
+            _warn_of_one_block(path)
     return files
+
+
+def _warn_of_one_block(path: str) -> None:
+    """Warn of a text file whose first lines have no blank line among them."""
+    try:
+        with open_decompressed(path) as file:
+            lines = file.read(_BLOCK_BYTES).split(b"\n")
+    except (OSError, EOFError):  # reported where the file is read
+        return
+    if len(lines) > _BLOCK_LINES and all(line.strip() for line in lines[:_BLOCK_LINES]):
+        _warn_once(
+            f"{path} has no blank line in its first {_BLOCK_LINES:,} lines, which are one document: put a blank line "
+            "between documents, or write one JSON line for each"
+        )
 
 
 def _check_disjoint(inputs: Sequence[str], found: Sequence[list[tuple[str, str]]]) -> None:
@@ -73,6 +90,8 @@ def _resolve(item: str) -> list[tuple[str, str]]:
     if os.path.isdir(item):
         return _files_in(item)
     if os.path.exists(item):
+        if not os.path.isfile(item):
+            raise UserError(f"{item} is neither a regular file nor a folder; write its text to a file first")
         kind = "dataset" if hf_datasets.is_data_file(item) else _kind(item)
         if not kind:
             readable = f"{READABLE}, {', '.join(hf_datasets.DATA_SUFFIXES)}"
@@ -125,7 +144,10 @@ def _walk(folder: str) -> list[str]:
             for name in names:
                 if name.startswith(".") or _is_output(name, siblings):
                     continue
-                if os.path.islink(own := os.path.join(path, name)):
+                own = os.path.join(path, name)
+                if os.path.exists(own) and not os.path.isfile(own):  # opening a named pipe waits for ever
+                    _warn_once(f"{own} is no regular file and is passed over")
+                elif os.path.islink(own):
                     links.append(own)
                 else:
                     found.setdefault(os.path.join(real, name), own)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import sentencepiece
@@ -29,7 +30,18 @@ from lm_experiments_tools.data.text.vocabulary import (
 )
 from lm_experiments_tools.errors import UserError
 
-_UNKNOWN, _UNUSED = 2, 5  # ModelProto.SentencePiece.Type
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_NORMAL, _UNKNOWN, _UNUSED = 1, 2, 5  # ModelProto.SentencePiece.Type
+_SAMPLE_TEXTS = (  # what a saved tokenizer has to encode as the model does, besides each piece
+    "The quick brown fox, aged 7.5 years, didn't jump over 1,234 lazy dogs (in New York)!",
+    "  Two  spaces   before,  between and after  ",
+    "A tab\tin a line, a non-breaking\u00a0and an ideographic\u3000space, zero\u200bwidth",
+    "Na\u00efve caf\u00e9s, cafe\u0301s, \ufb01ne \uff34\uff25\uff38\uff34, \u201cquotes\u201d \u2013 \u20ac5",
+    "\u041f\u0440\u0438\u0432\u0435\u0442, \u03ba\u03cc\u03c3\u03bc\u03b5! \u4f60\u597d \U00013080 \U0001f600",
+    "https://example.org/a_b?c=1&d=<e> def f(x): return {x: 'y'}",
+)
 
 
 class SentencePieceVocabulary(Vocabulary):
@@ -93,8 +105,10 @@ class SentencePieceVocabulary(Vocabulary):
 
     @cached_property
     def encode_by(self) -> str:
-        """ "line", unless the vocabulary gives a newline back, by a piece or by bytes (as Gemma's, Llama's)."""
-        return "document" if "\n" in self._processor.decode(self._processor.encode("a\nb")) else "line"
+        """ "document" if newlines are encoded (as Gemma's, Llama's) or lines begin without a mark, else "line"."""
+        keeps_newlines = "\n" in self._processor.decode(self._processor.encode("a\nb"))
+        marks_words = "\u2581" in "".join(self._processor.encode("a", out_type=str))
+        return "line" if marks_words and not keeps_newlines else "document"
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` for many texts in one call into C++, on the calling thread."""
@@ -128,9 +142,9 @@ class SentencePieceVocabulary(Vocabulary):
     def save_tokenizer(self, directory: str | os.PathLike) -> None:
         """Write Hugging Face tokenizer files, from which `AutoTokenizer.from_pretrained(directory)` gives our ids.
 
-        That includes sentinels and EOS. The model is saved without its sentinels, as Google's is, because T5Tokenizer
-        puts `extra_ids` of its own on top. Raises UserError where the sentinels are not the last ids in descending
-        order (T5Tokenizer has no other place for them), or transformers is not installed.
+        A T5Tokenizer where that encodes as the model does, else a plain fast tokenizer (BPE, byte fallback, other
+        normalization). Raises UserError if neither does, the sentinels are not the last ids in descending order, or
+        transformers is not installed.
         """
         try:
             from transformers import T5Tokenizer
@@ -144,7 +158,7 @@ class SentencePieceVocabulary(Vocabulary):
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         model = _parse_model(self.path, self._content)
-        del model.pieces[self.size - self.num_sentinels :]
+        del model.pieces[self.size - self.num_sentinels :]  # as in Google's: T5Tokenizer adds `extra_ids` of its own
         (directory / "spiece.model").write_bytes(model.SerializeToString())
         config = {
             "tokenizer_class": "T5Tokenizer",
@@ -157,9 +171,68 @@ class SentencePieceVocabulary(Vocabulary):
         (directory / "tokenizer.json").unlink(missing_ok=True)  # from_pretrained would prefer an old one
         # From the folder: T5Tokenizer(vocab_file=...) ignores the file and builds a vocabulary of 104 tokens.
         tokenizer = T5Tokenizer.from_pretrained(str(directory))
-        if len(tokenizer) != self.size or tokenizer.eos_token_id != self.eos_id:
-            raise RuntimeError(f"transformers built {len(tokenizer)} tokens from {directory}, not {self.size}")
+        if self._first_difference(tokenizer):
+            (directory / "spiece.model").unlink()
+            tokenizer = self._fast_tokenizer(model)
+        if difference := self._first_difference(tokenizer):
+            raise UserError(
+                f"vocabulary {self.path} cannot be saved as a Hugging Face tokenizer, which checkpoints need: "
+                f"{difference}. Train a unigram or BPE vocabulary without special handling of white space, for "
+                "example by `lmtools vocab`"
+            )
         tokenizer.save_pretrained(str(directory))
+
+    def _first_difference(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """The first text to which `tokenizer` gives other ids than `encode`; "" if there is none."""
+        if len(tokenizer) != self.size or tokenizer.eos_token_id != self.eos_id:
+            return f"transformers makes {len(tokenizer)} tokens of its {self.size}"
+        no_text, model = {*self.special_ids}, self._processor
+        ordinary = (i for i in range(self.num_pieces) if not (i in no_text or model.is_control(i) or model.is_byte(i)))
+        texts = [*_SAMPLE_TEXTS, *(model.id_to_piece(index).replace("\u2581", " ") for index in ordinary)]
+        found = tokenizer(texts, add_special_tokens=False, split_special_tokens=True).input_ids
+        for text, expected, ids in zip(texts, self.encode_batch(texts), found, strict=True):
+            if sorted(ids) != sorted(expected):  # rounding decides the order where two segmentations score the same
+                return f"it encodes {text!r} as {expected[:8]}, transformers as {ids[:8]}"
+        return ""
+
+    def _fast_tokenizer(self, model) -> PreTrainedTokenizerBase:
+        """The model's normalization, algorithm and pieces in `tokenizers`; `model` is without sentinels."""
+        from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+        from transformers import PreTrainedTokenizerFast
+        from transformers.tokenization_utils_base import generate_merges
+
+        trainer, rules = model.trainer_spec, model.normalizer_spec
+        pad, eos, unk = (model.pieces[index].piece for index in (self.pad_id, self.eos_id, self.unk_id))
+        if trainer.model_type == trainer.BPE:
+            ids = {piece.piece: index for index, piece in enumerate(model.pieces)}
+            scores = {piece.piece: piece.score for piece in model.pieces if piece.type == _NORMAL}
+            merges = generate_merges(ids, scores)
+            algorithm = models.BPE(ids, merges, unk_token=unk, fuse_unk=True, byte_fallback=trainer.byte_fallback)
+        else:
+            scored = [(piece.piece, piece.score) for piece in model.pieces]
+            algorithm = models.Unigram(scored, self.unk_id, trainer.byte_fallback)
+        backend = Tokenizer(algorithm)
+        steps = [normalizers.Replace("\n", " ")] if self.encode_by == "line" else []
+        if rules.precompiled_charsmap:
+            steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
+        if rules.remove_extra_whitespaces:
+            steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" +"), " ")]
+        backend.normalizer = normalizers.Sequence(steps)
+        prepend = "always" if rules.add_dummy_prefix else "never"
+        backend.pre_tokenizer = pre_tokenizers.Metaspace("\u2581", prepend, trainer.split_by_whitespace)
+        strip = [decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else []
+        joined = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        backend.decoder = decoders.Sequence(joined + strip)
+        backend.post_processor = processors.TemplateProcessing(
+            single=["$A", eos], pair=["$A", eos, "$B", eos], special_tokens=[(eos, self.eos_id)]
+        )
+        return PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            extra_special_tokens=[sentinel_piece(k) for k in reversed(range(self.num_sentinels))],
+            pad_token=pad,
+            eos_token=eos,
+            unk_token=unk,
+        )
 
     def __reduce__(self) -> tuple:
         return SentencePieceVocabulary, (self.path, self._content, self._extra_ids)

@@ -56,11 +56,13 @@ def read_pretrained(path: Path) -> PreTrainedTokenizerBase:
     folder = path if path.is_dir() else path.parent
     names = {file.name for file in folder.iterdir()}
     try:
+        if path.is_dir() and "tokenizer.json" in names and not names & {"tokenizer_config.json", "config.json"}:
+            return _of_one_file(path / "tokenizer.json")
         if not path.is_dir() and not (path.name == "tokenizer.json" and read_config(folder)):
             return _of_one_file(path)
         if "vocab.txt" in names and not names & {"tokenizer.json", "tokenizer_config.json"}:
             return BertTokenizerFast.from_pretrained(str(folder))
-        return AutoTokenizer.from_pretrained(str(folder))
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except UserError:
         raise
     except Exception as error:  # OSError, ValueError, KeyError, ..., plain Exception: as the files are damaged

@@ -108,10 +108,11 @@ class _SpilledIntegers:
 class IndexedDatasetWriter:
     """Writes PREFIX.bin and PREFIX.idx, visible under their names only after `finalize`; memory does not grow.
 
-    Used as a context manager it finalizes on success and leaves nothing behind on an exception.
+    Used as a context manager it finalizes on success and leaves nothing behind on an exception. `durable=False` skips
+    fsync, for files whose content is checked before they are used again.
     """
 
-    def __init__(self, prefix: str | os.PathLike, dtype: Any):
+    def __init__(self, prefix: str | os.PathLike, dtype: Any, *, durable: bool = True):
         self.dtype = np.dtype(dtype)
         if self.dtype not in _CODES or self.dtype.kind not in "iu":
             raise ValueError(f"tokens cannot be stored as {self.dtype}; use uint16 or int32")
@@ -124,7 +125,7 @@ class IndexedDatasetWriter:
         self._document_indices = _SpilledIntegers("<i8", self.bin_path.parent)
         self._document_indices.append(0)
         self._digest = hashlib.sha256()
-        self.num_tokens = 0
+        self._durable, self.num_tokens = durable, 0
 
     @property
     def bin_sha256(self) -> str:
@@ -198,21 +199,27 @@ class IndexedDatasetWriter:
         if self._document_indices.last != len(self._lengths):
             raise ValueError("the last document is not ended: call end_document() before finalize()")
         with _named(self.bin_path):
-            _sync_and_close(self._bin)
+            self._flush_and_close(self._bin)
         with _named(self.idx_path), open(self._temporary[self.idx_path], "wb") as file:
             self._write_index(file)
-            _sync_and_close(file)
+            self._flush_and_close(file)
         written = [self.bin_path]
         if meta is not None:
             with _named(self.meta_path), open(self._temporary[self.meta_path], "wb") as file:
                 file.write((json.dumps(meta, indent=2, ensure_ascii=False) + "\n").encode())
-                _sync_and_close(file)
+                self._flush_and_close(file)
             written.append(self.meta_path)
         # The index goes first and comes back last, so that a kill in between leaves "no dataset", not a wrong one.
         self.idx_path.unlink(missing_ok=True)
         self.meta_path.unlink(missing_ok=True)
         for path in (*written, self.idx_path):
             os.replace(self._temporary[path], path)
+
+    def _flush_and_close(self, file: Any) -> None:
+        file.flush()
+        if self._durable:
+            os.fsync(file.fileno())
+        file.close()
 
     def _write_index(self, file: Any) -> None:
         num_sequences, num_indices = len(self._lengths), len(self._document_indices)
@@ -257,12 +264,6 @@ def _named(path: Path) -> Iterator[None]:
         if error.filename is None:
             error.filename = str(path)
         raise
-
-
-def _sync_and_close(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
 
 
 def _update_from_file(digest: Any, path: Path) -> None:

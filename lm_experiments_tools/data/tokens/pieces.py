@@ -121,11 +121,20 @@ class PieceFiles:
 
     def jobs(self) -> list[tuple[Piece, str]]:
         """(piece, its prefix) of those that no earlier run has finished."""
-        left = [number for number in range(len(self.pieces)) if self.record(number) is None]
+        left = [number for number in range(len(self.pieces)) if not self._is_intact(number)]
         if len(left) < len(self.pieces):
             finished = len(self.pieces) - len(left)
             logger.info("%d of %d pieces are there from an earlier run", finished, len(self.pieces))
         return [(self.pieces[number], self._prefix(number)) for number in left]
+
+    def _is_intact(self, number: int) -> bool:
+        """True for a finished piece with the recorded content; a power cut may damage those not fsynced."""
+        if self.record(number) is None:
+            return False
+        try:
+            return all(IndexedDataset(self._prefix(number) + suffix).check_content() for suffix in self._suffixes)
+        except UserError:
+            return False
 
     def record(self, number: int) -> dict[str, Any] | None:
         """What a finished piece records of its lines (in the first .json); None where it is not finished."""

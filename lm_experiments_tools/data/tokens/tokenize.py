@@ -115,7 +115,7 @@ def _encoding(vocabulary: Vocabulary, text_key: str, append_eos: bool, encode_by
     if encode_by not in (None, "line", "document"):
         raise UserError(f"encode_by is {encode_by!r}; it can be 'line' or 'document'")
     if encode_by == "line" != vocabulary.encode_by:
-        logger.warning("%s knows newlines, and encode_by=line leaves them all out", vocabulary.path)
+        logger.warning("%s reads newlines, and encode_by=line leaves them all out", vocabulary.path)
     return Encoding.of(vocabulary, text_key, append_eos, encode_by)
 
 
@@ -173,7 +173,7 @@ def tokenize_piece(
         batch.clear()
 
     quarantine = Quarantine(f"{prefix}.bad.jsonl", ANY_NUMBER)
-    writer = IndexedDatasetWriter(prefix, token_dtype(vocabulary.size))
+    writer = IndexedDatasetWriter(prefix, token_dtype(vocabulary.size), durable=False)
     with writer, closing(quarantine):
         for item in read_piece(piece, encoding.text_key):
             if isinstance(item, EmptyText):
@@ -196,7 +196,7 @@ def tokenize_piece(
         flush()
         quarantine.close()
         counts = {"num_documents": num_documents, "empty_documents": num_empty, "num_bytes": total_bytes}
-        writer.finalize(counts | {"bad_lines": quarantine.count})
+        writer.finalize(counts | {"bad_lines": quarantine.count, "bin_sha256": writer.bin_sha256})
     return quarantine.count, True
 
 

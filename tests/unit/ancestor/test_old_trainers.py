@@ -1,6 +1,13 @@
-"""The run directory of a program written for t5-experiments: each start begins anew, and loses nothing of another."""
+"""Trainers of programs written for t5-experiments: each start begins anew, and settings of its forks work."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from lm_experiments_tools.ancestor.trainer import _set_aside
+from tests.helpers.toys import RaggedPairs, TinyLabeller
 
 
 def test_an_earlier_start_is_kept_aside_and_may_be_begun_from(tmp_path):
@@ -15,3 +22,37 @@ def test_an_earlier_start_is_kept_aside_and_may_be_begun_from(tmp_path):
     elsewhere = str(tmp_path / "model_6.pth")
     assert _set_aside(run, elsewhere) == elsewhere and (run / "checkpoints.2" / "step_000002").is_dir()
     assert _set_aside(run, None) is None
+
+
+def trainer_of(valid, stop_metric_condition=None, **settings):
+    accelerate = pytest.importorskip("accelerate")
+    from lm_experiments_tools import TrainerAccelerate
+
+    args = SimpleNamespace(**{"iters": 6, "batch_size": 2, "log_interval": 1, "optimize_metric": "loss", **settings})
+    model = TinyLabeller()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TrainerAccelerate(
+        args, accelerate.Accelerator(cpu=True), model, optimizer, DataLoader(RaggedPairs(8), 2), valid,
+        stop_metric_condition=stop_metric_condition,
+    )  # fmt: skip
+
+
+def test_training_ends_where_the_best_metric_meets_the_stop_condition():
+    seen = []
+
+    def third(best):
+        seen.append(best)
+        return len(set(seen)) == 3
+
+    trainer = trainer_of(DataLoader(RaggedPairs(4), 2), third)
+    trainer.train()
+    assert trainer.n_iter == trainer.state.best_step < 6 and trainer.state.best_metric == min(seen)
+
+
+def test_settings_of_validation_without_its_data_are_left_out_with_a_line(caplog):
+    caplog.set_level("INFO")
+    trainer = trainer_of(None, save_best=True, early_stopping_patience=1)
+    (line,) = [record.getMessage() for record in caplog.records if "without effect" in record.getMessage()]
+    assert "save_best (no valid_dataloader); early_stopping_patience (no valid_dataloader)" in line
+    trainer.train()
+    assert trainer.n_iter == 6

@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,27 +13,38 @@ from lm_experiments_tools.checkpoint.saving import Saver
 from lm_experiments_tools.checkpoint.writer import CheckpointWriter
 from lm_experiments_tools.errors import RunError, UserError
 
-LIMIT = 1.0  # seconds that a worker may wait in a collective, as NCCL's 1,800
+LONG, SHORT = 60.0, 0.2  # seconds that a worker may wait in a collective, as NCCL's 1,800
+BEATS = 6  # collectives that the other worker takes part in before a slow one is done
 
 
 class OneOfTwo(LocalBackend):
-    """A worker of two, in threads; a collective ends with an error where one waits too long for the other."""
+    """A worker of two, in threads; a collective ends with an error where one waits too long for the other.
+
+    A slow worker is slow in collectives, not in seconds: it waits for so many, or for the other's error.
+    """
 
     world_size = 2
 
-    def __init__(self, rank, barrier, values):
+    def __init__(self, rank, barrier, values, limit):
         super().__init__()
-        self.rank, self._barrier, self._values = rank, barrier, values
+        self.rank, self._barrier, self._values, self._limit = rank, barrier, values, limit
+        self.beaten = threading.Semaphore(0)  # once for each collective, and without end after an error
 
     def gather(self, value):
         self._values[self.rank] = value
         try:
-            self._barrier.wait(LIMIT)
+            self._barrier.wait(self._limit)
             found = list(self._values)
-            self._barrier.wait(LIMIT)
+            self._barrier.wait(self._limit)
         except threading.BrokenBarrierError:
             raise RuntimeError("gloo: Timed out waiting") from None
+        self.beaten.release()
         return found
+
+    def be_slow(self):
+        for _ in range(BEATS):
+            while not self.beaten.acquire(timeout=0.01) and not self._barrier.broken:
+                pass
 
     def sum(self, values):
         return sum(self.gather(values))
@@ -43,13 +53,13 @@ class OneOfTwo(LocalBackend):
         return self.gather(value)[0]
 
 
-def on_both(function):
+def on_both(function, limit=LONG):
     """[function(backend) of either worker], an exception in place of a value."""
     barrier, values = threading.Barrier(2), [None, None]
 
     def run(rank):
         try:
-            return function(OneOfTwo(rank, barrier, values))
+            return function(OneOfTwo(rank, barrier, values, limit))
         except Exception as error:
             return error
 
@@ -58,20 +68,27 @@ def on_both(function):
 
 
 def slow(backend, value="done", rank=1):
-    time.sleep(1.6 * LIMIT if backend.rank == rank else 0)
+    if backend.rank == rank:
+        backend.be_slow()
     return value
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(collective, "_BEAT", 0.1 * LIMIT)
+    monkeypatch.setattr(collective, "_BEAT", 0.01)
 
 
 def test_workers_wait_for_slow_ones_longer_than_a_collective_may_take(caplog):
     caplog.set_level(logging.INFO)
-    assert on_both(lambda backend: on_all(backend, lambda: slow(backend), takes_long=True)) == ["done"] * 2
-    assert 1 < caplog.messages.count("waiting for 1 of 2 workers") < 6
-    assert all("Timed out" in str(e) for e in on_both(lambda backend: on_all(backend, lambda: slow(backend))))
+
+    def until_told_twice(backend):
+        while backend.rank == 1 and caplog.messages.count("waiting for 1 of 2 workers") < 2:
+            backend.be_slow()
+        return "done"
+
+    assert on_both(lambda backend: on_all(backend, lambda: until_told_twice(backend), takes_long=True)) == ["done"] * 2
+    without = on_both(lambda backend: on_all(backend, lambda: slow(backend)), limit=SHORT)
+    assert all("Timed out" in str(error) for error in without)
 
 
 def test_workers_wait_for_the_first_one():
@@ -82,7 +99,7 @@ def test_workers_wait_for_a_checkpoint_longer_than_a_collective_may_take(tmp_pat
     def save(backend):
         saver = Saver(backend, CheckpointWriter(tmp_path, 1, rank=backend.rank))
         if backend.is_main:
-            saver._writing = saver._thread.submit(time.sleep, 1.6 * LIMIT)
+            saver._writing = saver._thread.submit(backend.be_slow)
         saver.wait()
 
     assert on_both(save) == [None, None]
@@ -104,5 +121,5 @@ def test_a_worker_that_is_lost_meanwhile_is_the_error():
         if backend.rank == 1:
             raise KeyError("a bug, with which this worker ends")
 
-    other, lost = on_both(lambda backend: on_all(backend, lambda: die(backend), takes_long=True))
+    other, lost = on_both(lambda backend: on_all(backend, lambda: die(backend), takes_long=True), limit=SHORT)
     assert type(lost) is KeyError and "Timed out" in str(other)

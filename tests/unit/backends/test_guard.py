@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -41,7 +40,7 @@ def test_a_stopped_worker_is_ended_with_a_sentence_in_its_log(worker, tmp_path):
     (tmp_path / "rank3.log").write_text("the run so far\n")
     process = worker(60)
     os.kill(process.pid, signal.SIGSTOP)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
     sentence = (
         f"error: rank 3: this worker (process {process.pid} on {os.uname().nodename}) has been stopped by a signal"
@@ -55,16 +54,24 @@ def test_a_stopped_worker_is_ended_where_its_sentence_cannot_be_written(worker):
     process = worker(60, log="/dev/full")
     process.stderr.close()
     os.kill(process.pid, signal.SIGSTOP)
-    assert process.wait(timeout=30) == -signal.SIGKILL
+    assert process.wait(timeout=60) == -signal.SIGKILL
 
 
-def test_a_worker_that_goes_on_in_time_ends_by_itself_and_its_guard_with_it(worker, tmp_path):
-    process = worker(4)
-    for _ in range(2):
-        os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(0.7)
-        os.kill(process.pid, signal.SIGCONT)
-        time.sleep(0.6)
-    _, errors = process.communicate(timeout=30)  # until the guard has closed them too
+@pytest.mark.parametrize(("looks", "is_ended"), [([8, 8], False), ([9], True)])
+def test_a_worker_is_ended_by_the_number_of_looks_at_which_it_was_stopped_in_a_row(monkeypatch, looks, is_ended):
+    """With a limit of 1 s, 1 s of grace and a look each quarter of a second, 8 are borne."""
+    states = [state for number in looks for state in [*[True] * number, False]]
+    killed = []
+    monkeypatch.setattr(guard.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(guard.os, "getppid", lambda: 77 if states else 1)  # its worker ends when no state is left
+    monkeypatch.setattr(guard.os, "kill", lambda process, number: killed.append((process, number)))
+    monkeypatch.setattr(guard, "_is_stopped", lambda process: states.pop(0))
+    guard.guard(77, 1.0, 3, "")
+    assert killed == ([(77, signal.SIGKILL)] if is_ended else [])
+
+
+def test_a_guard_ends_with_its_worker(worker, tmp_path):
+    process = worker(0)
+    _, errors = process.communicate(timeout=60)  # until the guard has closed them too
     assert (process.returncode, errors) == (0, "")
     assert not (tmp_path / "rank3.log").exists()

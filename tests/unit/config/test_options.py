@@ -20,7 +20,7 @@ def function(
     [
         ("0.9,0.98", (0.9, 0.98)), ("[0.9,0.98]", [0.9, 0.98]), ("1e-6", 1e-6), ("true", True), ("True", True),
         ("3", 3), ("linear", "linear"), ("1-sqrt", "1-sqrt"), ("'0.5'", "0.5"), ("None", None), ("null", None),
-        ("a=b", "a=b"),
+        ("a=b", "a=b"), ("{[1]:2}", "{[1]:2}"), ("{[1]}", "{[1]}"), ("[" * 9999, "[" * 9999),
     ],
 )  # fmt: skip
 def test_values_are_json_or_literals_or_text(text, value):

@@ -3,17 +3,53 @@
 import pytest
 
 from lm_experiments_tools.config import cli
+from lm_experiments_tools.config.bert import BertPretrainingArgs
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.config.suggestions import SYNONYMS, suggestion
 from lm_experiments_tools.errors import UserError
 
+SCRIPTS = (T5PretrainingArgs, BertPretrainingArgs, FinetuningArgs)
 NAMES = ("lr", "iters", "model_path", "log_interval", "batch_size", "epochs")
 
 
 def test_every_name_of_another_program_leads_to_a_flag_of_some_script():
-    known = {name for script in (T5PretrainingArgs, FinetuningArgs) for name in script.__dataclass_fields__}
-    assert {meant for meant in SYNONYMS.values() if meant not in known} == set()
+    known = {name for script in SCRIPTS for name in script.__dataclass_fields__}
+    assert SYNONYMS.keys() - known == set()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_argument_of_transformers_scripts_is_answered_by_a_guess(script):
+    """A guess ("did you mean --model_path?" for --model_name_or_path) would name a flag of another meaning."""
+    transformers = pytest.importorskip("transformers")
+    others = set(transformers.Seq2SeqTrainingArguments.__dataclass_fields__)
+    others |= {
+        "config_name", "dataset_config_name", "dataset_name", "do_eval", "do_train", "evaluation_strategy",
+        "group_by_length", "max_seq_length", "max_source_length", "model_name_or_path", "model_type", "no_cuda",
+        "overwrite_output_dir", "preprocessing_num_workers", "source_lang", "task_name", "text_column",
+        "tokenizer_name", "torch_dtype", "train_file", "use_lora", "validation_file", "warmup_ratio",
+    }  # fmt: skip
+    names = script.__dataclass_fields__
+    guesses = {name: said for name in others - names.keys() if "did you mean" in (said := suggestion(name, names))}
+    assert guesses == {}
+
+
+@pytest.mark.parametrize(
+    ("script", "written", "said"),
+    [
+        (FinetuningArgs, "model_name_or_path", ": here it is called --from_pretrained."),
+        (T5PretrainingArgs, "model_name_or_path", ": here it is called --init_checkpoint."),
+        (FinetuningArgs, "dataset_name", ": here it is called --data_path."),
+        (FinetuningArgs, "num_train_epochs", ": here it is called --epochs."),
+        (T5PretrainingArgs, "num_train_epochs", ": give the number of updates, --iters;"),
+        (FinetuningArgs, "warmup_ratio", ": give the number of updates, --num_warmup_steps."),
+        (FinetuningArgs, "do_train", ": leave it out,"),
+        (FinetuningArgs, "per_device_train_batch_size", ": here it is called --batch_size."),
+        (BertPretrainingArgs, "tokenizer_name", ": here it is called --tokenizer."),
+    ],
+)
+def test_a_name_of_transformers_leads_to_the_flag_of_this_script(script, written, said):
+    assert suggestion(written, script.__dataclass_fields__, "--").startswith(said)
 
 
 def test_flags_of_the_ancestor_are_reported_at_once_with_what_they_are_called_here():

@@ -319,3 +319,27 @@ def test_the_next_validation_batch_is_made_while_one_is_used():
 def test_validation_noise_is_the_same_at_every_pass():
     loader = ValidLoader(dataset(), 8, 1, 2)
     assert all(same(*pair) for pair in zip(list(loader), list(loader), strict=True))
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), BaseException("a panic of Rust")])
+def test_a_dataset_that_ends_its_thread_ends_the_run(error):
+    """A SystemExit of the data is no end of the run with exit code 0, and no wait for a batch that never comes."""
+
+    class Ending:
+        fingerprint = "ending"
+
+        def __len__(self):
+            return 100
+
+        def batch(self, samples):
+            if samples[0] > 0:
+                raise error
+            return {"labels": np.zeros((len(samples), 2), np.int64)}
+
+    loader = TrainLoader(Ending(), 4)
+    next(loader)
+    with pytest.raises(RuntimeError, match=type(error).__name__) as caught:
+        loader._following.result(timeout=20)
+    assert caught.value.__cause__ is error
+    with pytest.raises(RuntimeError, match="the data raised"):
+        next(iter(ValidLoader(Ending(), 4, rank=1, world_size=2)))

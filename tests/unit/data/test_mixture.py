@@ -58,7 +58,7 @@ def megatron_order(helpers, weights, size, quotas=None):
 @pytest.mark.parametrize("kind", ["random", "equal", "small integers", "one rare", "lengths"])
 def test_order_is_megatrons(megatron_helpers, kind):
     rng = np.random.default_rng(len(kind))
-    for members in (1, 2, 3, 5, 9):
+    for members in (1, 2, 3, 5, 9, 300):
         size = int(rng.integers(1, 20_000))
         weights = {
             "random": rng.random(members),
@@ -106,6 +106,15 @@ def test_an_epoch_takes_ceil_of_weight_times_length_of_each(weights):
             taken = numbers[members == member]
             # from where the epoch before stopped, in the member's own order
             assert taken.tolist() == list(range(epoch * quota, (epoch + 1) * quota))
+
+
+@pytest.mark.parametrize("count", [255, 256, 1836])
+def test_as_many_members_as_flan_has_tasks(count):
+    mixture = MixtureDataset([Numbers(k, 1 + k % 3) for k in range(count)])
+    members, numbers = mixture.locate(np.arange(len(mixture)))
+    assert sorted(zip(members.tolist(), numbers.tolist(), strict=True)) == [
+        (member, number) for member in range(count) for number in range(1 + member % 3)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +184,7 @@ def test_fingerprint_names_members_weights_and_blending():
     ("datasets", "settings", "sentence"),
     [
         ([], {}, "mixture of 0 datasets"),
-        ([Numbers(0, 1)] * 256, {}, "mixture of 256 datasets .* 1 to 255"),
+        ([Numbers(0, 1)] * 65_536, {}, "mixture of 65536 datasets .* 1 to 65535"),
         ([Numbers(0, 4), Numbers(1, 0)], {}, "Dataset 1 of the mixture has no samples"),
         ([Numbers(0, 4)], {"weights": [1, 2]}, "2 weights for 1 datasets"),
         ([Numbers(0, 4)], {"weights": [0]}, "weight of dataset 0 is 0.0"),

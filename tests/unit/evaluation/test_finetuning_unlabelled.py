@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import threading
 from dataclasses import replace
 
 import pytest
@@ -22,6 +21,7 @@ from lm_experiments_tools.training.metrics import MetricSums
 from run_finetuning import main
 from tests.helpers.finetuning_toys import lone_backend, pairs, write_json
 from tests.helpers.pretrained_toys import save_toy, t5_config, toy_tokenizer
+from tests.helpers.thread_workers import Workers
 
 LENGTHS = {"encoder": {"input_seq_len": 32}}
 LENGTHS |= dict.fromkeys(("encoder-decoder", "decoder"), {"input_seq_len": 32, "target_seq_len": 8})
@@ -295,28 +295,6 @@ def test_a_named_field_that_no_row_has_is_in_the_warning(flags, named, tmp_path,
         split_of(tmp_path, "test", row, **flags, metrics=("none",))
 
 
-class Workers:
-    """Backends of workers that are threads of this process."""
-
-    def __init__(self, number):
-        self.barrier, self.slots = threading.Barrier(number, timeout=60), [None] * number
-
-    def backend(self, rank):
-        backend = LocalBackend()
-        backend.rank, backend.world_size = rank, len(self.slots)
-
-        def gather(value):
-            self.slots[rank] = value
-            self.barrier.wait()
-            found = list(self.slots)
-            self.barrier.wait()
-            return found
-
-        backend.gather, backend.broadcast = gather, lambda value: gather(value)[0]
-        backend.sum = lambda values: torch.stack(gather(values)).sum(0)
-        return backend
-
-
 @pytest.mark.parametrize(
     ("kind", "filled_by"), [("encoder-decoder", "loop"), ("decoder", "loader"), ("encoder", "loader")]
 )
@@ -342,11 +320,7 @@ def test_two_workers_predict_each_example_once_as_one_does(folder, tmp_path, kin
     assert sorted(added) == list(range(9)) and one[0][1] == 5
     added.clear()
     workers = Workers(2)
-    threads = [threading.Thread(target=work, args=(workers.backend(r), tmp_path / "two", two)) for r in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    workers.run(lambda backend: work(backend, tmp_path / "two", two))
     assert sorted(added) == list(range(9))
     assert [two[rank] for rank in range(2)] == [(one[0][0], 3), (one[0][0], 3 - (filled_by == "loop"))]
     assert set(one[0][0]) == (set() if encoder else {"gen_len"})

@@ -265,7 +265,11 @@ def test_settings_and_data_that_do_not_go_together_are_refused(tmp_path, data):
     foreign = token_data(tmp_path / "foreign", numbered([[5, 5]]), meta={"vocab_sha256": "e" * 64})
     for tokens, settings, sentence in [
         (whole, {}, "3 documents of one sequence each, .* --split-sentences"),
-        (long, {}, "gives no sample: of 1 documents with 1,200 tokens.* 1 with a sentence that is too long"),
+        (
+            long,
+            {"max_sentence_length": 512},
+            "gives no sample: of 1 documents with 1,200 tokens.* 1 with a sentence that is too long",
+        ),
         (foreign, {}, "were made with the tokenizer .* eeeeeeeeeeee"),
         (token_data(tmp_path / "empty", []), {}, "has no tokens"),
         (token_data(tmp_path / "alone", numbered([[5, 5], []])), {"nsp": "random"}, "one document, but nsp random"),
@@ -279,23 +283,36 @@ def test_settings_and_data_that_do_not_go_together_are_refused(tmp_path, data):
     ]:
         with pytest.raises(UserError, match=sentence):
             dataset(tokens, **settings)
-    assert len(dataset(long, max_sentence_length=None)) == 1
+    assert len(dataset(long)) == 1
 
 
 def test_what_is_left_out_is_logged(tmp_path, caplog):
     tokens = token_data(tmp_path / "mixed", numbered([[10, 10], [7], [], [513, 2, 2]]))
     with caplog.at_level(logging.INFO):
-        assert len(dataset(tokens)) == 1
+        assert len(dataset(tokens, max_sentence_length=512)) == 1
     assert (
         "1 empty; 1 with too few sentences, 7 tokens (1.3 %); 1 with a sentence that is too long, 517" in caplog.text
     )
+
+
+def test_a_long_sentence_is_cut_and_its_document_read(tmp_path, caplog):
+    lengths = [20, 20, 700, 20, 20]
+    tokens = token_data(tmp_path / "long", numbered([lengths]))
+    with caplog.at_level(logging.INFO):
+        samples = dataset(tokens, short_seq_prob=0, binary_head=False)
+    room = samples.max_seq_length - 2
+    seen = {token for a, b, _ in rows_of(samples.batch(np.arange(40 * len(samples)))) for token in a + b}
+    long = {*tokens.tokens[40:740].tolist()}
+    assert {*tokens.tokens[740:].tolist()} <= seen and len(seen & long) > room  # other parts in other epochs
+    assert "0 with a sentence that is too long" in caplog.text
+    assert f"in 1 sentences longer than any sample: {700 - room} tokens" in caplog.text
 
 
 @pytest.mark.parametrize("binary_head", [False, True])
 def test_what_no_sample_has_room_for_is_what_an_epoch_does_not_read(tmp_path, caplog, binary_head):
     # more than a sample, two sentences, one short one, one longer than max_sentence_length
     tokens = token_data(tmp_path / "mixed", numbered([[1000], [30, 20], [50], [513, 7], [300, 1]]))
-    samples = dataset(tokens, binary_head=binary_head, short_seq_prob=0)
+    samples = dataset(tokens, binary_head=binary_head, short_seq_prob=0, max_sentence_length=512)
     seen = {token for a, b, _ in rows_of(samples.batch(np.arange(len(samples)))) for token in a + b}
     counts = samples.mapping.counts
     assert counts.unread_tokens == counts.few_sentences_tokens + 520 + counts.overlong_tokens
@@ -315,7 +332,7 @@ def test_data_most_of_which_no_sample_has_room_for_is_refused_unless_it_is_allow
     assert "91.5% of the tokens" in caplog.text
     long = token_data(tmp_path / "long", numbered([[600, 600], [10, 10]]))
     with pytest.raises(UserError, match="raise --max_sentence_length 512 .*allow it with --max_unread 1"):
-        dataset(long, max_unread=0.5)
+        dataset(long, max_unread=0.5, max_sentence_length=512)
     lone = token_data(tmp_path / "lone", numbered([[30], [30], [10, 10]]))
     with pytest.raises(UserError, match="give longer documents, or leave out sentence pairs .--use_nsp 0."):
         dataset(lone, max_unread=0.5)
@@ -341,7 +358,7 @@ def test_fingerprint_names_data_tokenizer_and_settings(tmp_path, data):
         {"max_ngram": 2},
         {"favor_longer_ngram": True},
         {"geometric": True},
-        {"max_sentence_length": None},
+        {"max_sentence_length": 512},
         {"num_epochs": 2},
         {"mask_label_id": -1},
         {"tokenizer": tokenizer(fingerprint="e" * 64)},

@@ -316,7 +316,9 @@ BAD = {
     "encoder_self_attention_layer='modeling_t5:Nothing': modeling_t5 has no Nothing": {
         "encoder_self_attention_layer": "modeling_t5:Nothing"
     },
-    "encoder_self_attention_layer='nowhere:A': .* cannot be imported": {"encoder_self_attention_layer": "nowhere:A"},
+    "encoder_self_attention_layer='nowhere:A': module nowhere is not imported": {
+        "encoder_self_attention_layer": "nowhere:A"
+    },
     "num_heads=0 must be at least 1": {"num_heads": 0},
     "num_memory_tokens=-1 must not be negative": {"num_memory_tokens": -1},
     "num_cdq_heads=2 is of T5CDQAttention": {"num_cdq_heads": 2},

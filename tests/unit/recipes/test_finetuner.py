@@ -1,5 +1,6 @@
 """FineTuner: what run_finetuning.py does, from Python."""
 
+import copy
 import json
 import logging
 import subprocess
@@ -11,6 +12,7 @@ from tokenizers import processors
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from lm_experiments_tools import FineTuner, UserError
+from lm_experiments_tools.models.speed import flushes_denormals
 from lm_experiments_tools.recipes import finetuning_data as data_module
 from tests.helpers import ROOT
 from tests.helpers.finetuning_toys import pairs, write_json
@@ -61,7 +63,7 @@ def test_training_is_that_of_the_script(folder, sets, tmp_path):
         "test_data_path": folder / "train.jsonl", **LENGTHS,
     }  # fmt: skip
     of_script = by_script(tmp_path / "script", from_pretrained=folder / "t5", **sets, **flags)
-    tuner = FineTuner(folder / "t5", speed="auto", **sets, **{**flags, "iters": 1, "save_best": False})
+    tuner = FineTuner(folder / "t5", **sets, **{**flags, "iters": 1, "save_best": False})
     metrics = tuner.train(iters=4, model_path=str(tmp_path / "run"), save_best=True)
     assert set(metrics) == {"train", "valid", "test"}
     assert metrics == {split: pytest.approx(values, rel=1e-5) for split, values in of_script.items()}
@@ -110,7 +112,7 @@ def test_added_tokens_have_rows_and_are_read(folder, sets):
 def test_an_encoder_predicts_labels_by_name(folder):
     tuner = FineTuner(
         folder / "bert", model_type="encoder", task="classification", data_path=folder / "labels.tsv",
-        valid_data_path=str(folder / "labels.tsv"), batch_size=8, iters=120, log_interval=60, lr=1e-2,
+        valid_data_path=str(folder / "labels.tsv"), batch_size=8, iters=120, log_interval=60, lr=3e-3,
         input_seq_len=32,
     )  # fmt: skip
     assert tuner.label_names == ("bad", "good")
@@ -354,3 +356,33 @@ def test_data_is_read_once(folder, monkeypatch):
     assert len(reads) == 1
     tuner.train(iters=1, batch_size=4)
     assert len(reads) == 2
+
+
+@pytest.mark.parametrize("speed", ["off", "auto"])
+def test_the_settings_of_the_process_are_the_users_again(folder, sets, speed):
+    """And while it trains, those of --speed."""
+    torch.set_flush_denormal(True)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        tuner = FineTuner(folder / "t5", **sets, **LENGTHS, batch_size=4, iters=1, lr=1e-3, speed=speed)
+        assert flushes_denormals() and torch.get_float32_matmul_precision() == "medium"
+        torch.set_flush_denormal(False)
+        seen = []
+        tuner.model.register_forward_pre_hook(lambda *_: seen.append(flushes_denormals()))
+        for work in (tuner.train, tuner.evaluate, lambda: tuner.predict("w1 w2")):
+            seen.clear()
+            work()
+            assert set(seen) == {speed == "auto"}
+            assert not flushes_denormals() and torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_a_tuned_model_can_be_copied_and_pickled(folder, sets, tmp_path):
+    tuner = FineTuner(folder / "t5", **sets, **LENGTHS, batch_size=4, iters=1, lr=1e-3)
+    tuner.train()
+    tuner.evaluate()
+    torch.save(tuner.model, tmp_path / "model.pt")
+    for other in (copy.deepcopy(tuner.model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert all(torch.equal(a, b) for a, b in zip(tuner.model.parameters(), other.parameters(), strict=True))

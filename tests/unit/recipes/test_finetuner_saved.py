@@ -68,7 +68,7 @@ def test_test_data_alone_is_evaluated_or_predicted(folder, saved, tmp_path):
     flags = [f"--{name}={value}" for name, value in CLASSES.items()] + ["--from_pretrained", str(path)]
     for name in ("labels", "texts"):
         data, run = folder / f"{name}.tsv", tmp_path / name
-        main([*flags, "--speed=off", "--validate_only", "--test_data_path", str(data), "--model_path", str(run)])
+        main([*flags, "--validate_only", "--test_data_path", str(data), "--model_path", str(run)])
         metrics = json.loads((run / "metrics.json").read_text())
         assert metrics.keys() == {"test"}
         assert metrics["test"] == FineTuner(path, **CLASSES, test_data_path=data).evaluate("test")
@@ -108,6 +108,9 @@ def test_tokens_that_an_adapter_would_lose_are_refused(folder, tmp_path):
     peft = pytest.importorskip("peft")
     with pytest.raises(UserError, match="add them to the model without peft"):
         FineTuner(folder / "encoder-decoder", peft="lora").add_tokens("<date>")
+    with pytest.raises(UserError, match="or raise num_virtual_tokens") as refused:
+        FineTuner(folder / "encoder-decoder", peft="new_tokens", num_virtual_tokens=2).add_tokens("<date>")
+    assert "choose peft='new_tokens'" not in str(refused.value)
     by_hand = FineTuner(folder / "encoder-decoder")
     by_hand.add_tokens([f"<x{number}>" for number in range(20)])
     by_hand.model = peft.get_peft_model(by_hand.model, peft.LoraConfig(target_modules=["q"]))

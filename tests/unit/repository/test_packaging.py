@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import typing
 import zipfile
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from packaging.requirements import Requirement
 
 from lm_experiments_tools.config import cli
 from lm_experiments_tools.config.bert import BertPretrainingArgs
+from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+from lm_experiments_tools.metrics import METRICS, usual_metrics
 from tests.helpers import ROOT
 
 PACKAGES = ("lm_experiments_tools", "modeling_t5", "modeling_bert", "megatron")
@@ -64,7 +67,7 @@ def test_wheel_metadata(wheel):
     metadata = archive.read(f"{info}/METADATA").decode()
     extras = re.findall(r"^Provides-Extra: (.+)$", metadata, flags=re.M)
     expected = "accelerate all bert deepspeed dev docs horovod metrics onnx peft plots quantize ray seqio slurm"
-    assert sorted(extras) == f"{expected} suites sweep trackio wandb".split()
+    assert sorted(extras) == f"{expected} suites trackio wandb".split()
     assert "Requires-Python: >=3.10" in metadata and "License-Expression: Apache-2.0" in metadata
     assert "lmtools = lm_experiments_tools.tools.main:main" in archive.read(f"{info}/entry_points.txt").decode()
     assert "Apache License" in archive.read(f"{info}/licenses/LICENSE").decode()
@@ -161,6 +164,25 @@ def test_requirements_cover_setup_and_pins_lie_in_its_ranges():
             assert pin is not None, f"{requirement.name} of [{extra}] is in no requirements file"
             lowest = [spec.version.rstrip(".*") for spec in pin.specifier if spec.operator in ("==", ">=")]
             assert all(requirement.specifier.contains(version) for version in lowest), (extra, pin, requirement)
+
+
+def test_an_installation_without_extras_has_what_the_metrics_of_a_default_fine_tuning_import():
+    core = {requirement.name for requirement in setup_requirements()[""]}
+    for task in typing.get_args(typing.get_type_hints(FinetuningArgs)["task"]):
+        assert {METRICS[name].package for name in usual_metrics(task)} - {""} <= core, task
+
+
+def test_the_horovod_extra_and_core_are_all_that_the_script_asks_for(script, monkeypatch):
+    """Compared with the requirements that an installed Horovod declares."""
+    names = {requirement.name.lower() for extra in ("", "horovod") for requirement in setup_requirements()[extra]}
+    if importlib.util.find_spec("horovod") is not None:
+        declared = [Requirement(line) for line in importlib.metadata.requires("horovod")]
+        assert {r.name.lower() for r in declared if r.marker is None or r.marker.evaluate({"extra": ""})} <= names
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cloudpickle" else name)
+    monkeypatch.setattr(script, "installed_torch", lambda: "2.13.0")
+    monkeypatch.setattr(script, "find_features", lambda: pytest.fail("the build begins", pytrace=False))
+    with pytest.raises(script.CannotBuild, match=r"cloudpickle is missing: pip install '.*\[horovod\]'"):
+        script.find_or_build_wheel(rebuild=False)
 
 
 def test_requirements_name_nothing_that_pip_cannot_install_or_that_is_another_program():

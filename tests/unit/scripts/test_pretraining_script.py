@@ -149,7 +149,7 @@ def test_a_model_class_from_the_users_own_file(work, vocab, capsys, monkeypatch)
         "        return super().forward(*args, **kwargs)\n"
     )
     start(vocab, model_cls="my_model:MyT5")
-    assert capsys.readouterr().out.count("my own forward") == 3  # of two steps, and of the count for mfu
+    assert capsys.readouterr().out.count("my own forward") == 3  # two steps, and the count for mfu
 
 
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(work, vocab, caplog):
@@ -401,7 +401,8 @@ def test_masked_lm_scores_labels_alone_unless_the_run_was_begun_before_it_could(
     scored = scored_tokens(monkeypatch, BERT["vocab_size"])
     masked = OBJECTIVES["mlm"]
     start(vocab, **masked, iters=4)
-    assert scored == [2 * 32, 5] + 4 * [44]  # it is tried first; of 128 tokens 44 is 6 deviations above the mean
+    tried, counted = [2 * 32, 5], [44]  # before training, and for mfu; of 128 tokens 44 is 6 deviations above the mean
+    assert scored == tried + counted + 4 * [44]
     start(vocab, **masked, iters=4, model_path="all", mlm_positions="all")
     assert dict(losses("run")) == pytest.approx(dict(losses("all")), rel=1e-5)
     start(vocab, **masked, model_path="before")
@@ -412,7 +413,7 @@ def test_masked_lm_scores_labels_alone_unless_the_run_was_begun_before_it_could(
     for iters in (3, 4):
         scored.clear()
         start(vocab, **masked, model_path="before", iters=iters)
-        assert scored == [4 * 32]
+        assert scored == 4 * [4 * 32]  # two passes find which labels count, one counts operations, one trains
 
 
 def test_exit_codes_of_the_real_process(work, vocab):

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+import tempfile
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from lm_experiments_tools.data.examples.examples import LabelFields, TextFields, label_examples, text_examples
 from lm_experiments_tools.data.examples.python_rows import PythonRows, as_source, as_sources
 from lm_experiments_tools.data.examples.rows import BadRows, read_rows, resolve
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import RunError, UserError
 from tests.helpers.finetuning_toys import pairs, read, word_tokenizer, write_json
 
 ROWS = pairs(5)
@@ -162,6 +164,59 @@ def test_a_zero_or_one_for_each_label_is_no_list_of_labels():
         with pytest.raises(UserError, match="are a 0 or 1 for each there is: list the names of those that apply"):
             labels_of([{"text": "w1", "labels": labels}])
     assert labels_of([{"text": "w1", "labels": []}, {"text": "w1", "labels": [7, 2]}]) == [[], ["7", "2"]]
+
+
+def test_as_many_zeros_and_ones_as_label_names_are_multi_hot(tmp_path):
+    rows = [[0, 1, 0], [1, 1, 0], [0, 0, 0], [True, False, True], [1.0, 0.0, 0.0], "0,0,1", ["c"]]
+    path = write_json(tmp_path / "a.jsonl", [{"text": "w1", "labels": labels} for labels in rows])
+    flags = {"model_type": "encoder", "task": "multi_label", "batch_size": 7, "bucket_rows": 1}
+    data = read(word_tokenizer(), data_path=(path,), label_names=("c", "a", "b"), **flags)
+    expected = [[0, 1, 0], [1, 1, 0], [0] * 3, [1, 0, 1], [1, 0, 0], [0, 0, 1], [1, 0, 0]]
+    assert data.train.dataset.dataset.encoded.labels.tolist() == expected
+
+
+def test_lists_of_zeros_and_ones_without_label_names_are_refused(tmp_path):
+    path = write_json(tmp_path / "a.jsonl", [{"text": "w1", "labels": labels} for labels in ([0, 1], [1, 0])])
+    flags = {"model_type": "encoder", "task": "multi_label", "batch_size": 2, "bucket_rows": 1}
+    with pytest.raises(UserError, match="the only labels in .* are 0 and 1: give the names"):
+        read(word_tokenizer(), data_path=(path,), **flags)
+    data = read(word_tokenizer(), data_path=(path,), label_names=("0", "1"), **flags)  # which both rows name
+    assert data.train.dataset.dataset.encoded.labels.tolist() == [[1, 1], [1, 1]]
+
+
+def test_labels_1_and_1_0_are_one_class(tmp_path):
+    (tmp_path / "a.csv").write_text("text,label\nw1,1.0\nw2,0\nw3,1\nw4,0.0\n")
+    flags = {"model_type": "encoder", "task": "classification", "batch_size": 4, "bucket_rows": 1}
+    data = read(word_tokenizer(), data_path=(tmp_path / "a.csv",), **flags)
+    assert data.label_names == ("0", "1")
+    given = read(word_tokenizer(), data_path=(tmp_path / "a.csv",), label_names=("1.0", "0.0"), **flags)
+    assert given.train.dataset.dataset.encoded.labels.tolist() == [0, 1, 0, 1]
+
+
+def test_classes_of_a_dataset_have_their_names(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    label = datasets.ClassLabel(names=["neg", "pos"])
+    features = datasets.Features({"text": datasets.Value("string"), "label": label})
+    rows = datasets.Dataset.from_dict({"text": ["w1", "w2", "w3"], "label": [1, 0, 1]}, features=features)
+    rows.to_parquet(str(tmp_path / "train.parquet"))
+    flags = {"model_type": "encoder", "task": "classification", "batch_size": 3, "bucket_rows": 1}
+    for source in (as_source(rows, "data_path"), str(tmp_path / "train.parquet")):
+        data = read(word_tokenizer(), data_path=(source,), **flags)
+        assert data.label_names == ("neg", "pos")
+        assert data.train.dataset.dataset.encoded.labels.tolist() == [1, 0, 1]
+        by_number = read(word_tokenizer(), data_path=(source,), label_names=("1", "0"), **flags)
+        assert by_number.train.dataset.dataset.encoded.labels.tolist() == [0, 1, 0]
+
+
+def test_a_full_temporary_folder_is_named(tmp_path, monkeypatch):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: open("/dev/full", "wb", buffering=0))  # noqa: SIM115
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    path = write_json(tmp_path / "a.jsonl", [{"text": "w1", "label": "a"}, {"text": "w2", "label": "b"}])
+    with pytest.raises(RunError, match=f"{tmp_path / 'temporary'}: No space left on device"):
+        read(word_tokenizer(), data_path=(path,), model_type="encoder", task="classification", batch_size=2)
 
 
 def test_labels_of_numpy_are_those_of_python():

@@ -22,6 +22,7 @@ import pytest
 
 from lm_experiments_tools.backends import get_backend
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
+from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.seqio import client as module
 from lm_experiments_tools.data.seqio import worker as seqio_worker
 from lm_experiments_tools.data.seqio.client import SeqioLoader, WorkerProcess, seqio_data, to_batch
@@ -165,6 +166,7 @@ def test_the_worker_dies_with_its_parent(start, tmp_path):
     """Even where a forked child of the parent lives on, which holds the pipe open."""
     script = f"""
 import os, time
+from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.seqio import client as module
 from lm_experiments_tools.data.seqio.job import Job
 from tests.unit.data.seqio.fake_worker import work
@@ -228,6 +230,19 @@ def test_validation_is_made_only_where_it_is_asked_for(start, vocab, tmp_path, m
         train, valid, _ = sources_of(arguments(vocab, **flags), vocab)
         train.close()
         assert (valid and valid.num_samples) == expected
+
+
+def test_raw_text_is_read_natively_unless_seqio_is_asked_for(vocab, tmp_path, monkeypatch):
+    """Installed packages do not decide the order of a run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "WorkerProcess", lambda *_: pytest.fail("seqio was started"))
+    monkeypatch.setattr(module, "check_possible", lambda *_: None)  # as where all packages are installed
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    Path("text.txt").write_text("word1 number2\n" * 400)
+    args = arguments(vocab, task="span_corruption", data_path=("text.txt",), input_seq_len=16, target_seq_len=8)
+    data = pretraining_data(args, get_backend(args), T5Sources(args), "encoder-decoder")
+    assert isinstance(data.train, TrainLoader)
+    data.train.close()
 
 
 @pytest.mark.parametrize("package", ["tensorflow", "seqio", "t5"])

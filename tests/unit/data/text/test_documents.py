@@ -7,6 +7,7 @@ import random
 import re
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -197,18 +198,21 @@ def test_hugging_face_datasets_by_name_config_and_split(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     asked = []
 
-    def load_dataset(name, config, *, split, streaming):
-        asked.append((name, config, split, streaming))
-        rows = [{"text": f"row {i}"} for i in range(5)] + [{"text": None}]
-        return datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
+    def load_dataset_builder(name, config):
+        def as_streaming_dataset(split):
+            asked.append((name, config, split))
+            rows = [{"text": f"row {i}"} for i in range(5)] + [{"text": None}]
+            return datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        return SimpleNamespace(config=None, as_streaming_dataset=as_streaming_dataset)
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
     monkeypatch.chdir(tmp_path)
     assert [d.text for d in read(tmp_path, ["owner/name:config:test"])] == [f"row {i}" for i in range(5)]
-    assert set(asked) == {("owner/name", "config", "test", True)}
+    assert set(asked) == {("owner/name", "config", "test")}
     assert "NoneType" in quarantined(tmp_path)[0]["reason"]
     read(tmp_path, ["name"])
-    assert asked[-1] == ("name", None, "train", True)
+    assert asked[-1] == ("name", None, "train")
 
 
 @pytest.mark.usefixtures("no_dataset_remembered")
@@ -218,7 +222,7 @@ def test_hugging_face_datasets_that_cannot_be_loaded_are_one_sentence(tmp_path, 
     def offline(*_, **__):
         raise ConnectionError("Couldn't reach 'name' on the Hub (LocalEntryNotFoundError)\nmore")
 
-    monkeypatch.setattr(datasets, "load_dataset", offline)
+    monkeypatch.setattr(datasets, "load_dataset_builder", offline)
     with pytest.raises(UserError, match=r"name is neither a file nor a folder.*Couldn't reach 'name'"):
         read(tmp_path, ["name"])
     monkeypatch.setitem(sys.modules, "datasets", None)

@@ -158,3 +158,52 @@ def test_rows_of_examples_are_read_from_the_same_endings(folder):
     for name, expected in (("train.tsv.xz", {"a": "1", "b": "2"}), ("train.NDJSON", {"text": "x"})):
         path = resolve(str(folder / name), "train")
         assert [row.fields for row in read_rows(path, BadRows(0))] == [expected]
+
+
+def test_a_named_pipe_is_passed_over_in_a_folder_and_refused_by_name(folder, caplog):
+    (folder / "a.txt").write_text("a")
+    os.mkfifo(folder / "b.txt")
+    (folder / "c.txt").symlink_to(folder / "b.txt")
+    assert texts(folder) == ["a"]
+    assert f"{folder / 'b.txt'} is no regular file and is passed over" in caplog.text
+    with pytest.raises(UserError, match="neither a regular file nor a folder"):
+        texts(folder / "b.txt")
+
+
+def test_a_text_file_without_blank_lines_is_named_as_one_document(folder, caplog):
+    (folder / "poems.txt").write_text("a line\n\n" * 2000)
+    (folder / "short.txt").write_text("a line\n" * 900)
+    assert len(texts(folder)) == 2001 and not caplog.records
+    (folder / "lines.txt").write_text("a line\n" * 5000)
+    assert len(texts(folder / "lines.txt")) == 1
+    assert "lines.txt has no blank line in its first 1,000 lines, which are one document" in caplog.text
+
+
+@pytest.fixture
+def parquet_shards(tmp_path, monkeypatch):
+    """Write tables as the shards of one Parquet dataset."""
+    pytest.importorskip("datasets")
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+    def write(*shards):
+        (tmp_path / "shards").mkdir()
+        for number, columns in enumerate(shards):
+            table = pyarrow.table({"text": pyarrow.array(columns.pop("text"), pyarrow.string()), **columns})
+            with parquet.ParquetWriter(tmp_path / "shards" / f"train-{number}.parquet", table.schema) as writer:
+                writer.write_table(table)
+        return tmp_path / "shards"
+
+    return write
+
+
+def test_a_parquet_shard_with_an_empty_row_group_holds_no_rows(parquet_shards):
+    shards = parquet_shards({"text": ["a", "b"]}, {"text": []}, {"text": ["c"]})
+    assert texts(shards) == ["a", "b", "c"]
+    assert [row.fields["text"] for row in read_rows(resolve(str(shards), "train"), BadRows(0))] == ["a", "b", "c"]
+
+
+def test_parquet_shards_may_differ_in_columns_that_are_not_read(parquet_shards):
+    assert texts(parquet_shards({"text": ["a"]}, {"text": ["b"], "url": ["u"]}, {"text": ["c"], "n": [3]})) == [
+        "a", "b", "c",
+    ]  # fmt: skip

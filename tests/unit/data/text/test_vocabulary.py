@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from lm_experiments_tools.data.text.encoding import Encoding, encode_documents
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
 from tests.helpers.real_data import DATA, lacking
@@ -136,3 +137,77 @@ def test_vocabulary_without_padding_is_refused(tmp_path):
     )  # fmt: skip
     with pytest.raises(UserError, match="no padding piece '<pad>'"):
         Vocabulary.load(tmp_path / "x.model")
+
+
+HELD_OUT = [
+    "A sentence that no vocabulary here was trained on: 42 of 1,000 words, isn't it?",
+    "na\u00efve \ufb01ne\u00a0text\twith \U0001f600 and  two  spaces ",
+    "def encode(self, text): return [x for x in text if x != '<extra>']",
+]
+KINDS = {
+    "unigram": {},
+    "bpe": {"model_type": "bpe"},
+    "bpe, bytes": {"model_type": "bpe", "byte_fallback": True},
+    "bytes": {"byte_fallback": True},
+    "identity": {"normalization_rule_name": "identity"},
+    "nfkc": {"normalization_rule_name": "nfkc"},
+    "no dummy prefix": {"add_dummy_prefix": False},
+    "across spaces": {"split_by_whitespace": False},
+    "user-defined pieces": {"user_defined_symbols": ["[NLU]", "thing of", "ing"]},
+    "other special ids": {"unk_id": 0, "pad_id": 1, "eos_id": 2},
+    "controls": {"bos_id": 3, "control_symbols": ["[CLS]"]},
+}
+REFUSED = {
+    "words": {"model_type": "word", "vocab_size": 250},
+    "suffix": {"treat_whitespace_as_suffix": True},
+    "all spaces": {"remove_extra_whitespaces": False},
+}
+
+
+def trained(folder, options):
+    lines = [
+        f"The {word} is a thing of beauty and number {i}, seen in {word}(x)." for i, word in enumerate(dir(np) * 2)
+    ]
+    settings = dict(vocab_size=600, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, hard_vocab_limit=False, minloglevel=2)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(folder / "v"), **{**settings, **options}
+    )
+    return folder / "v.model"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_saved_tokenizer_encodes_as_sentencepiece_whatever_the_algorithm(tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    model = trained(tmp_path, KINDS[kind])
+    vocabulary = Vocabulary.load(model)
+    vocabulary.save_tokenizer(tmp_path / "saved")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "saved"))
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    texts = [*HELD_OUT, *(sentences(100) if CORPUS.is_file() else ())]
+    for text in texts:
+        ids = tokenizer(text).input_ids
+        assert ids == [*processor.encode(text), vocabulary.eos_id], text
+        if vocabulary.unk_id not in ids:
+            assert tokenizer.decode(ids, skip_special_tokens=True) == processor.decode(ids[:-1])
+    assert (len(tokenizer), tokenizer.unk_token_id) == (vocabulary.size, vocabulary.unk_id)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (vocabulary.pad_id, vocabulary.eos_id)
+    names = [f"<extra_id_{k}>" for k in range(vocabulary.num_sentinels)]
+    assert tokenizer.convert_tokens_to_ids(names) == vocabulary.sentinel_ids.tolist()
+    again = Vocabulary.load(tmp_path / "saved")
+    assert again.sentinel_ids.tolist() == vocabulary.sentinel_ids.tolist()
+    assert [list(again.encode(text)) for text in texts] == [vocabulary.encode(text) for text in texts]
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_vocabulary_that_transformers_would_encode_otherwise_is_refused(tmp_path, kind):
+    pytest.importorskip("transformers")
+    vocabulary = Vocabulary.load(trained(tmp_path, REFUSED[kind]))
+    with pytest.raises(UserError, match="cannot be saved as a Hugging Face tokenizer.*transformers as"):
+        vocabulary.save_tokenizer(tmp_path / "saved")
+
+
+def test_lines_keep_their_borders_where_the_first_word_has_no_mark(tmp_path):
+    vocabulary = Vocabulary.load(trained(tmp_path, KINDS["no dummy prefix"]))
+    text = "a thing of\nbeauty and number"
+    (ids,) = encode_documents([text], vocabulary, Encoding.of(vocabulary))
+    assert vocabulary.decode(ids) == "a thing of beauty and number"

@@ -64,6 +64,14 @@ def test_ids_are_those_of_autotokenizer_whatever_the_number_of_processes(pair, t
         check_vocabulary(str(tmp_path / "t"), meta, Vocabulary.load(numbered_words_vocabulary(tmp_path)))
 
 
+def test_a_folder_with_nothing_but_tokenizer_json_is_that_file(tmp_path):
+    pretrained = AutoTokenizer.from_pretrained(byte_fallback_tokenizer(tmp_path / "whole"))
+    pretrained.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    of_folder, of_file = Vocabulary.load(tmp_path), Vocabulary.load(tmp_path / "tokenizer.json")
+    assert of_folder.identity == of_file.identity
+    assert list(of_folder.encode(TEXTS[0])) == expected(pretrained, TEXTS[0])
+
+
 def test_special_ids_are_the_tokenizers_own(pair):
     vocab, pretrained = pair
     vocabulary = Vocabulary.load(vocab)

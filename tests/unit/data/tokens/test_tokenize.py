@@ -107,6 +107,34 @@ def test_finished_pieces_survive_a_kill_and_are_not_done_again(tmp_path, vocab, 
     assert not (tmp_path / "t.pieces").exists()
 
 
+def test_many_small_files_are_one_commit(tmp_path, vocab, monkeypatch):
+    for number in range(40):
+        write_jsonl(tmp_path / f"{number}.jsonl", [f"text number {number}"])
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(descriptor) or fsync(descriptor))
+    assert tokenize_corpus([str(tmp_path)], vocab, tmp_path / "t", workers=1)["num_documents"] == 40
+    assert len(synced) < 10
+
+
+def test_a_piece_that_lost_its_content_to_a_power_cut_is_made_again(tmp_path, vocab, small_pieces, monkeypatch):
+    data, real = write_jsonl(tmp_path / "d.jsonl", make_texts(600)), module.tokenize_piece
+    tokenize_corpus([data], vocab, tmp_path / "whole", workers=1)
+
+    def stop_at_the_third(piece, prefix, *rest):
+        if prefix.endswith("2"):
+            raise KeyboardInterrupt
+        return real(piece, prefix, *rest)
+
+    monkeypatch.setattr(module, "tokenize_piece", stop_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
+    lost = tmp_path / "t.pieces" / "000001.bin"
+    lost.write_bytes(bytes(lost.stat().st_size))  # the size is on the disk, the content is not
+    monkeypatch.setattr(module, "tokenize_piece", real)
+    tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
+    assert files(tmp_path / "t") == files(tmp_path / "whole")
+
+
 def test_pieces_of_another_plan_are_not_used(tmp_path, vocab, small_pieces, monkeypatch):
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(1500))
     with monkeypatch.context() as patch:
