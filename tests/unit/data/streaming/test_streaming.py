@@ -16,6 +16,7 @@ import torch
 
 from lm_experiments_tools import files
 from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.checkpoint.train_state import TrainState
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.streaming import chunks as stream_chunks
 from lm_experiments_tools.data.streaming import stream as streaming
@@ -458,9 +459,9 @@ def test_a_copy_of_the_vocabulary_with_its_ids_goes_on_where_the_original_stoppe
     assert_equal(take(copied, 5), take(first, 5))
     (earlier,) = first.earlier_fingerprints  # which name the vocabulary's file
     assert earlier != first.fingerprint and earlier not in copied.earlier_fingerprints
-    (source := BatchStream(first)).seek(8, earlier, None)
+    (source := BatchStream(first)).seek(TrainState(consumed_samples=8, data_fingerprint=earlier), None)
     with pytest.raises(UserError, match="are not those of the checkpoint"):
-        source.seek(8, "0" * 64, None)
+        source.seek(TrainState(consumed_samples=8, data_fingerprint="0" * 64), None)
 
 
 def test_the_limit_of_bad_lines_is_a_rate_where_no_number_is_given(start, in_process, tmp_path):
