@@ -8,7 +8,14 @@ from lm_experiments_tools.checkpoint import writer as checkpoint
 from lm_experiments_tools.errors import UserError
 
 model, data, folder, batch_size, *steps = sys.argv[1:]
-settings = {"iters": 2, "lr": 1e-3, "input_seq_len": 32, "target_seq_len": 16, "metrics": "exact_match"}
+settings = {
+    "iters": 2,
+    "lr": 1e-3,
+    "input_seq_len": 32,
+    "target_seq_len": 16,
+    "metrics": "exact_match",
+    "speed": "off",
+}
 tuner = FineTuner(model, data_path=data, valid_data_path=data, batch_size=int(batch_size), **settings)
 write = checkpoint.save_model
 

@@ -71,7 +71,7 @@ def test_the_script_measures_a_saved_run_as_it_was_trained(folder, tmp_path):
     assert here["model_type"][0] == kind and inherited_settings({"from_pretrained": f"./{kind}"}) == {}
     tuner = FineTuner(folder / kind, **settings, data_path=data, valid_data_path=data, model_path=run, lr=1e-2)
     tuner.train(iters=2, batch_size=4)
-    flags = ["--from_pretrained", run, "--valid_data_path", data, "--speed=off"]  # as FineTuner
+    flags = ["--from_pretrained", run, "--valid_data_path", data]
     trained = json.loads((run / "metrics.json").read_text())["valid"]
     assert metrics(*flags, "--model_path", tmp_path / "a")["valid"] == pytest.approx(trained, rel=1e-5)
     other = metrics(*flags, "--prefix", "", "--model_path", tmp_path / "b")["valid"]

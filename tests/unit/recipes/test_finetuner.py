@@ -75,7 +75,7 @@ def test_training_is_that_of_the_script(folder, sets, tmp_path):
 
 
 def test_generation_is_that_of_transformers(folder, tmp_path):
-    tuner = FineTuner(folder / "t5", prefix="w1 ", num_beams=2, **LENGTHS)
+    tuner = FineTuner(folder / "t5", prefix="w1 ", num_beams=2, **LENGTHS, speed="off")
     tuner.save(tmp_path / "saved")
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "saved")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
@@ -177,7 +177,7 @@ def test_evaluation_leaves_the_weights_as_they_are(folder, sets, tmp_path):
     ids=lambda settings: list(settings)[-1],
 )  # fmt: skip
 def test_what_the_model_is_made_of_is_no_setting_of_train(folder, sets, settings):
-    tuner = FineTuner(folder / "t5", **sets, **LENGTHS, iters=1, metrics="none")
+    tuner = FineTuner(folder / "t5", **sets, **LENGTHS, iters=1, metrics="none", speed="off")
     before = tuner.args
     with pytest.raises(UserError, match=f"{next(iter(settings))}=.* comes too late.*FineTuner\\("):
         tuner.train(**settings)
@@ -268,7 +268,7 @@ def test_predictions_are_those_of_evaluation(folder, tmp_path, name):
     settings = {"iters": 1, "lr": 1e-4, "metrics": "accuracy" if "task" in flags else "exact_match", **flags}
     tuner = FineTuner(
         folder / model, **settings, data_path=path, valid_data_path=path, batch_size=8, valid_interval=60,
-        input_seq_len=24, model_path=tmp_path / "run", **({} if model == "bert" else {"target_seq_len": 8}),
+        input_seq_len=24, model_path=tmp_path / "run", speed="off", **({} if model == "bert" else {"target_seq_len": 8}),
     )  # fmt: skip
     tuner.train()
     lines = [json.loads(line) for line in (tmp_path / "run" / "predictions" / "valid.jsonl").read_text().splitlines()]

@@ -34,7 +34,7 @@ def bases(tmp_path_factory):
 
 
 def tuner(base, **settings):
-    made = FineTuner(base, model_type="decoder", input_seq_len=32, target_seq_len=12, **settings)
+    made = FineTuner(base, model_type="decoder", input_seq_len=32, target_seq_len=12, speed="off", **settings)
     generator = torch.Generator().manual_seed(5)
     for parameter in made.model.parameters():
         if parameter.requires_grad and made.args.peft is not None:

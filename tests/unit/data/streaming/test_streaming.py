@@ -23,7 +23,7 @@ from lm_experiments_tools.data.streaming import stream as streaming
 from lm_experiments_tools.data.streaming import text as stream_text
 from lm_experiments_tools.data.streaming import worker as streaming_worker
 from lm_experiments_tools.data.streaming.chunks import ExampleStream
-from lm_experiments_tools.data.streaming.stream import streaming_data, streams_of
+from lm_experiments_tools.data.streaming.stream import streaming_data
 from lm_experiments_tools.data.streaming.worker import ChunkMaker
 from lm_experiments_tools.data.text import bad_lines
 from lm_experiments_tools.data.text.documents import read_piece
@@ -488,14 +488,3 @@ def test_the_fingerprint_names_text_objective_and_seed_but_not_where_it_lies(sta
     ]  # fmt: skip
     prints = [start(**change).fingerprint for change in changes]
     assert len({first, *prints}) == len(changes) + 1
-
-
-def test_streams_of_workers():
-    assert [list(streams_of(rank, 2, 4)) for rank in range(2)] == [[0, 2], [1, 3]]
-    assert [list(streams_of(rank, 3, 4)) for rank in range(3)] == [[0, 1, 2, 3]] * 3
-    assert [list(streams_of(rank, 8, 4)) for rank in range(8)] == [[rank % 4] for rank in range(8)]
-    for world_size in range(1, 12):
-        for num_streams in range(1, 12):
-            for rank in range(world_size):
-                rows = {g % num_streams for g in range(rank, rank + 200 * world_size, world_size)}
-                assert rows == set(streams_of(rank, world_size, num_streams))
