@@ -268,7 +268,8 @@ def test_predictions_are_those_of_evaluation(folder, tmp_path, name):
     settings = {"iters": 1, "lr": 1e-4, "metrics": "accuracy" if "task" in flags else "exact_match", **flags}
     tuner = FineTuner(
         folder / model, **settings, data_path=path, valid_data_path=path, batch_size=8, valid_interval=60,
-        input_seq_len=24, model_path=tmp_path / "run", speed="off", **({} if model == "bert" else {"target_seq_len": 8}),
+        input_seq_len=24, model_path=tmp_path / "run", speed="off",
+        **({} if model == "bert" else {"target_seq_len": 8}),
     )  # fmt: skip
     tuner.train()
     lines = [json.loads(line) for line in (tmp_path / "run" / "predictions" / "valid.jsonl").read_text().splitlines()]
