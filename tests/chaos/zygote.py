@@ -11,7 +11,6 @@ import importlib
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,8 +20,10 @@ from random import Random
 from typing import Any
 
 from tests.chaos.moments import Kill, Watch, install
+from tests.helpers.warm import rank_variables, rendezvous
 
-BACKENDS = ("horovod", "ddp")
+KINDS = {"horovod": "horovodrun", "ddp": "torchrun"}  # whose environment the workers of a backend get
+BACKENDS = tuple(KINDS)
 PRELOADED = (
     "horovod.torch",
     "torch.distributed",
@@ -69,11 +70,13 @@ def start(
 ) -> Job:
     """Fork the workers of a start; what they print goes to `folder`/rank<N>.log."""
     folder.mkdir(parents=True, exist_ok=True)
-    server, common = _rendezvous(backend, workers)
+    kind = KINDS[backend]
+    server, common = rendezvous(kind, workers)
+    common["ACCELERATE_USE_CPU"] = "true"
     pids = {}
     for rank in range(workers):
         if (pid := os.fork()) == 0:
-            _work(main, argv, {**common, **_own(backend, rank, workers)}, folder, rank, kill)
+            _work(main, argv, {**common, **rank_variables(kind, rank, workers)}, folder, rank, kill)
         pids[rank] = pid
     return Job(pids, server, folder, kill)
 
@@ -156,55 +159,3 @@ def _work(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _own(backend: str, rank: int, workers: int) -> dict[str, str]:
-    if backend == "horovod":
-        names = {
-            "RANK": rank,
-            "SIZE": workers,
-            "LOCAL_RANK": rank,
-            "LOCAL_SIZE": workers,
-            "CROSS_RANK": 0,
-            "CROSS_SIZE": 1,
-        }
-        return {f"HOROVOD_{name}": str(value) for name, value in names.items()}
-    names = {"RANK": rank, "WORLD_SIZE": workers, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": workers}
-    return {name: str(value) for name, value in names.items()}
-
-
-def _rendezvous(backend: str, workers: int) -> tuple[int | None, dict[str, str]]:
-    """The process that workers of Horovod meet at, if any, and what all workers are told."""
-    if backend == "ddp":
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        return None, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-    told, tell = os.pipe()
-    if (server := os.fork()) == 0:
-        _serve(tell, workers)
-    os.close(tell)
-    with os.fdopen(told) as answer:
-        port = answer.readline().strip()
-    return server, {
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-        "HOROVOD_GLOO_IFACE": "lo",
-        "HOROVOD_HOSTNAME": "localhost",
-    }
-
-
-def _serve(tell: int, workers: int) -> None:
-    """Be horovodrun's rendezvous server, in a process of its own because a fork should find no threads."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-    from horovod.runner.http.http_server import RendezvousServer
-
-    server = RendezvousServer(0)
-    port = server.start()
-    server.init(get_host_assignments(parse_hosts(f"localhost:{workers}"), workers))
-    os.write(tell, f"{port}\n".encode())
-    while True:
-        time.sleep(3600)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
+from tests.helpers.warm import run_job
 
 SHIM = Path(__file__).with_name("cpu_shim.py")
 LAUNCHER_VARIABLES = ("ACCELERATE_", "HOROVOD_", "FSDP_", "OMPI_", "PMI_", "MPI_", "SLURM_", "TORCHELASTIC_")
@@ -106,6 +108,27 @@ def run(launcher: list[str], *command: object, timeout: float = 150, **extra: st
             return Job(process.returncode, output)
         except subprocess.TimeoutExpired:
             return Job(None, _end(process))
+
+
+def forked(launcher: list[str], *command: object, timeout: float = 150, **extra: str) -> Job:
+    """Run the workers of a job as `run` does, forked from a process that has imported torch: no launcher, no imports.
+
+    A launcher other than `torchrun()`, `horovodrun()`, `shim()` and `[sys.executable]` is started.
+    """
+    if launcher[0] == "horovodrun":
+        kind, workers, script = "horovodrun", int(launcher[launcher.index("-np") + 1]), []
+    elif launcher[1:3] == torchrun()[1:3]:
+        number = launcher.index("--nproc_per_node") + 1
+        kind, workers, script = "torchrun", int(launcher[number]), launcher[number + 1 :]
+    elif launcher == [sys.executable]:
+        kind, workers, script = "python", 1, []
+    else:
+        return run(launcher, *command, timeout=timeout, **extra)
+    with tempfile.TemporaryDirectory() as folder, Path(__file__).open() as turn:
+        log = Path(folder, "log")
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        code = run_job(kind, workers, [*script, *map(str, command)], environment(**extra), log, timeout)
+        return Job(code, log.read_text(errors="replace"))
 
 
 def _end(process: subprocess.Popen) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.launch import ROOT, accelerate_launch, horovodrun, missing, run
+from tests.distributed.launch import ROOT, accelerate_launch, forked, horovodrun, missing
 
 PROGRAM = ROOT / "tests" / "distributed" / "ancestor_program.py"
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -48,7 +48,7 @@ def test_a_program_of_its_style_trains_to_its_end(trainer, tmp_path):
     left, suffix = tmp_path / "run", ".pth" if trainer == "horovod" else ""
     paths = {"model_path": left, "model_cfg": tmp_path / "config.json", "then_from": left / f"model_6{suffix}"}
     command = [PROGRAM, "--trainer", trainer, "--save_best", "--reset_lr", *flags(**paths, **SETTINGS)]
-    job = run(launcher, *command, ACCELERATE_USE_CPU="1")
+    job = forked(launcher, *command, ACCELERATE_USE_CPU="1")
     assert job.returncode == 0, job.output[-4000:]
     (_, first), (step, second) = results(job.output)
     for split, rows in (("valid", 13), ("test", 11)):  # of two workers, one of which reads a row of the other too
@@ -96,7 +96,7 @@ def test_gena_lms_program_trains_unmodified(tmp_path):
     program = "downstream_tasks.promoter_prediction.run_promoter_finetuning"
     search = os.pathsep.join([str(checkout), str(ROOT), os.environ.get("PYTHONPATH", "")])
     words = [*horovodrun()[:-1], sys.executable, "-m", program]
-    job = run(words, "--save_best", *flags(**paths, **settings), PYTHONPATH=search)
+    job = forked(words, "--save_best", *flags(**paths, **settings), PYTHONPATH=search)
     assert job.returncode == 0, job.output[-4000:]
     assert "Runnning validation on test data" in job.output
     assert '"split": "test"' in (tmp_path / "run" / "metrics.jsonl").read_text()

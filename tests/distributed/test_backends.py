@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.launch import Job, horovodrun, missing, run, shim, shipped, slow, torchrun
+from tests.distributed.launch import Job, forked, horovodrun, missing, shim, shipped, slow, torchrun
 from tests.distributed.worker import BROKEN, SAVED_AT, STEPS
 from tests.helpers.toys import tiny_t5
 
@@ -113,7 +113,9 @@ class Results:
         folder = self.folder / f"{kind}_{scenarios[0]}"
         if folder not in self.jobs:
             folder.mkdir()
-            self.jobs[folder] = run(spec.launcher, Path(__file__).with_name("worker.py"), folder, earlier, *scenarios)
+            self.jobs[folder] = forked(
+                spec.launcher, Path(__file__).with_name("worker.py"), folder, earlier, *scenarios
+            )
         job: Job = self.jobs[folder]
         assert job.returncode == 0, job.output[-3000:]
         return folder
@@ -380,7 +382,7 @@ def test_zero3_offload_with_cpu_adam(results):
     folder = results.folder / "offload"
     folder.mkdir()
     command = [Path(__file__).with_name("worker.py"), folder, "-", "trained"]
-    job = run(shipped("zero3_offload"), *command, timeout=570, WORKER_SECONDS="560")
+    job = forked(shipped("zero3_offload"), *command, timeout=570, WORKER_SECONDS="560")
     assert job.returncode == 0, job.output[-3000:]
     trained = load_file(folder / "trained.safetensors")
     assert largest_difference(results.weights("local", "trained"), trained) < 1e-4

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from megatron.preprocess_data import main as preprocess
-from tests.distributed.launch import ROOT, horovodrun, missing, run, torchrun
+from tests.distributed.launch import ROOT, forked, horovodrun, missing, torchrun
 from tests.distributed.test_run_script import CPU, LAUNCHERS, kill_after
 from tests.helpers.bert_toys import documents, make_bert_data
 
@@ -55,7 +55,7 @@ def logged(run_dir):
 @pytest.fixture(scope="module")
 def plain_python(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain")
-    job = run([sys.executable], SCRIPT, *flags(data, folder, 8, 1))
+    job = forked([sys.executable], SCRIPT, *flags(data, folder, 8, 1))
     assert job.returncode == 0, job.output[-3000:]
     found = logged(folder)
     assert [step for step, split, _ in found if split == "train"] == list(range(5, STEPS + 1, 5))
@@ -80,7 +80,7 @@ def test_killed_under_torchrun_and_continued_under_horovod_it_logs_what_plain_py
         pytest.skip(reason)
     command = [SCRIPT, *flags(data, tmp_path)]
     kill_after(torchrun(), command, CPU, tmp_path / "checkpoints" / "step_000010")
-    job = run(horovodrun(), *command, timeout=200)
+    job = forked(horovodrun(), *command, timeout=200)
     assert job.returncode == 0, job.output[-4000:]
     assert "backend horovod, 2 worker(s)" in job.output and "resumed from" in job.output
     assert_same(logged(tmp_path), plain_python)
@@ -96,7 +96,7 @@ def test_killed_and_started_again_it_logs_what_plain_python_logs(name, data, pla
     if name == "fsdp":  # its shards must be gathered to fill in words
         command += ["--report"]
     kill_after(launcher(), command, extra, tmp_path / "checkpoints" / "step_000010")
-    job = run(launcher(), *command, timeout=200, **extra)
+    job = forked(launcher(), *command, timeout=200, **extra)
     assert job.returncode == 0, job.output[-4000:]
     assert described in job.output and "resumed from" in job.output
     if name == "fsdp":
@@ -109,6 +109,6 @@ def test_without_pairs_ddp_gets_a_gradient_of_the_head_that_judges_them(data, tm
     if reason := missing("accelerate"):
         pytest.skip(reason)
     options = ["--nsp", "swap", "--use_nsp", 0, "--iters", 4, "--log_interval", 1]
-    job = run(torchrun(), SCRIPT, *flags(data, tmp_path), *options, **CPU)
+    job = forked(torchrun(), SCRIPT, *flags(data, tmp_path), *options, **CPU)
     assert job.returncode == 0, job.output[-4000:]
     assert all(sorted(values) == ["accuracy_mlm", "loss", "loss_mlm"] for _, _, values in logged(tmp_path))

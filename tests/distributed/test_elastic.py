@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import ROOT, horovodrun, missing, run, torchrun
+from tests.distributed.launch import ROOT, forked, horovodrun, missing, torchrun
 
 WORKER = ROOT / "tests" / "distributed" / "elastic_worker.py"
 STEPS = 9
@@ -20,7 +20,7 @@ def digest(folder: Path, step: int, launcher: str, workers: int = 1, *flags: str
     if reason := missing(*{"ddp": ["accelerate"], "horovod": ["horovod"]}.get(launcher, ())):
         pytest.skip(reason)
     extra = {"ACCELERATE_USE_CPU": "true"} if launcher == "ddp" else {}
-    job = run(LAUNCHERS[launcher](workers), WORKER, folder, step, *flags, timeout=200, **extra)
+    job = forked(LAUNCHERS[launcher](workers), WORKER, folder, step, *flags, timeout=200, **extra)
     found = re.findall(r"digest (\w+) of backend \w+, (\d) worker", job.output)
     assert job.returncode == 0 and len(found) == 1, job.output[-4000:]
     assert found[0][1] == str(workers)
@@ -52,5 +52,5 @@ def test_a_fixed_run_gives_the_same_bits_on_both_backends_and_keeps_its_workers(
     whole = digest(tmp_path / "whole", STEPS, "ddp", 3, *flags)
     digest(tmp_path / "parts", 4, "horovod", 3, *flags)
     assert digest(tmp_path / "parts", STEPS, "ddp", 3, *flags) == whole
-    job = run(torchrun(2), WORKER, tmp_path / "parts", STEPS + 1, *flags, ACCELERATE_USE_CPU="true")
+    job = forked(torchrun(2), WORKER, tmp_path / "parts", STEPS + 1, *flags, ACCELERATE_USE_CPU="true")
     assert job.returncode != 0 and "fixed of 3 worker(s)" in job.output, job.output[-2000:]

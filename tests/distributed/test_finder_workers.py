@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.distributed.launch import ROOT, horovodrun, missing, run, torchrun
+from tests.distributed.launch import ROOT, forked, horovodrun, missing, torchrun
 
 WORKER = ROOT / "tests" / "distributed" / "finders_worker.py"
 LAUNCHERS = {"horovod": (horovodrun, "horovod", {}), "ddp": (torchrun, "accelerate", {"ACCELERATE_USE_CPU": "true"})}
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.distributed
 def alone(tmp_path_factory):
     """The range test of one process, 24 rows an update."""
     folder = tmp_path_factory.mktemp("alone")
-    job = run([sys.executable], WORKER, folder)
+    job = forked([sys.executable], WORKER, folder)
     assert job.returncode == 0, job.output[-3000:]
     return json.loads((folder / "find_lr.json").read_text())
 
@@ -27,7 +27,7 @@ def test_two_workers_agree_and_none_hangs(launcher, alone, tmp_path):
     launch, package, extra = LAUNCHERS[launcher]
     if reason := missing(package):
         pytest.skip(reason)
-    job = run(launch(), WORKER, tmp_path, FULL_AT="12,5", **extra)
+    job = forked(launch(), WORKER, tmp_path, FULL_AT="12,5", **extra)
     assert job.returncode == 0, job.output[-3000:]
     found = json.loads((tmp_path / "find_lr.json").read_text())
     assert found["losses"] == pytest.approx(alone["losses"], rel=1e-4)  # far beyond the edge rounding grows
@@ -41,6 +41,6 @@ def test_two_workers_agree_and_none_hangs(launcher, alone, tmp_path):
 
 @pytest.mark.slow
 def test_nobody_waits_where_one_worker_holds_no_row(tmp_path):
-    job = run(torchrun(), WORKER, tmp_path, FULL_AT="12,0", ACCELERATE_USE_CPU="true")
+    job = forked(torchrun(), WORKER, tmp_path, FULL_AT="12,0", ACCELERATE_USE_CPU="true")
     assert job.returncode not in (0, None), job.output[-3000:]
     assert "error: --find_micro_batch: not even micro-batches of one row fit" in job.output

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from lm_experiments_tools.checkpoint.source import TASK_FILE
-from tests.distributed.launch import SHIM, horovodrun, missing, run, shim, slow, torchrun
+from tests.distributed.launch import SHIM, forked, horovodrun, missing, shim, slow, torchrun
 from tests.helpers.finetuning_toys import pairs, write_json
 from tests.helpers.pretrained_toys import save_toy
 
@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 def worker(folder, name, launcher, batch_size, *steps):
     """The loss after each step, and all that was printed."""
     cpu = {} if str(SHIM) in launcher else {"ACCELERATE_USE_CPU": "true"}
-    job = run(launcher, WORKER, folder / "t5", folder / "train.jsonl", folder / name, batch_size, *steps, **cpu)
+    job = forked(launcher, WORKER, folder / "t5", folder / "train.jsonl", folder / name, batch_size, *steps, **cpu)
     found = re.search(r"losses (\[.*\])", job.output)
     assert found and job.returncode == 0, job.output[-4000:]
     return json.loads(found[1]), job.output

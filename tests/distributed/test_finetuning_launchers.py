@@ -12,7 +12,7 @@ from transformers import T5ForConditionalGeneration
 
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.models.build import build_model, load_model_config
-from tests.distributed.launch import ROOT, horovodrun, missing, run, shipped, slow, torchrun
+from tests.distributed.launch import ROOT, forked, horovodrun, missing, shipped, slow, torchrun
 from tests.helpers.pretrained_toys import save_toy
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
@@ -79,7 +79,7 @@ def finetune(folder, name, launcher, batch_size, *flags, model=None, data="jsonl
     model = model or ("--model_cfg", folder / "tiny.json", "--tokenizer", folder / "vocab.model")
     splits = {"--data_path": "train", "--valid_data_path": "valid", "--test_data_path": "test"}
     sets = [word for flag, split in splits.items() for word in (flag, folder / f"{split}.{data}")]
-    job = run(
+    job = forked(
         launcher, SCRIPT, *model, *sets, "--batch_size", batch_size, "--gradient_accumulation_steps", 2,
         "--log_interval", 5, "--save_best", *settings, "--model_path", folder / name, *flags, **environment,
     )  # fmt: skip

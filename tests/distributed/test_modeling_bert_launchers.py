@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.distributed.launch import ROOT, horovodrun, missing, run, torchrun
+from tests.distributed.launch import ROOT, forked, horovodrun, missing, torchrun
 from tests.helpers.bert_toys import TINY, make_bert_data
 
 VARIANTS = {
@@ -45,7 +45,7 @@ def test_loss_falls_in_200_steps(data, tmp_path, backend, variant):
         "input_seq_len": length, "batch_size": 8, "lr": 3e-3, "optimizer": "AdamW", "log_interval": 20, "iters": 200,
     }  # fmt: skip
     command = [ROOT / "run_bert_pretraining.py", *(f"--{name}={value}" for name, value in flags.items())]
-    job = run(BACKENDS[backend](), *command, timeout=3000)
+    job = forked(BACKENDS[backend](), *command, timeout=3000)
     assert job.returncode == 0, job.output[-3000:]
     assert f"backend {backend}, 2 worker(s)" in job.output
     records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())

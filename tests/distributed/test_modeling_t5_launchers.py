@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.distributed.launch import ROOT, horovodrun, missing, run, torchrun
+from tests.distributed.launch import ROOT, forked, horovodrun, missing, torchrun
 from tests.helpers.real_data import DATA, lacking
 
 SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
@@ -48,7 +48,7 @@ def test_loss_falls_in_200_steps(tmp_path, backend, variant):
         "batch_size": 4, "lr": 3e-3, "optimizer": "AdamW", "log_interval": 20, "iters": 200, "data_n_workers": 1,
     }  # fmt: skip
     command = [ROOT / "run_t5_pretraining.py", *(f"--{name}={value}" for name, value in flags.items())]
-    job = run(BACKENDS[backend](), *command, timeout=3000)
+    job = forked(BACKENDS[backend](), *command, timeout=3000)
     assert job.returncode == 0, job.output[-3000:]
     records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     losses = [record["loss"] for record in records if record["split"] == "train"]

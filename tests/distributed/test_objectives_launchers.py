@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.distributed.launch import ROOT, horovodrun, missing, run, torchrun
+from tests.distributed.launch import ROOT, forked, horovodrun, missing, torchrun
 from tests.distributed.test_run_script import CPU, kill_after
 from tests.helpers.real_data import DATA, lacking
 from tests.helpers.runs import records
@@ -116,7 +116,7 @@ def uninterrupted(work, tmp_path_factory):
     def of(objective):
         if objective not in found:
             folder = tmp_path_factory.mktemp("whole")
-            job = run([sys.executable], *command(objective, work, folder, (8, 1)), timeout=300)
+            job = forked([sys.executable], *command(objective, work, folder, (8, 1)), timeout=300)
             assert job.returncode == 0, job.output[-3000:]
             found[objective] = logged(folder)
         return found[objective]
@@ -149,7 +149,7 @@ def test_losses_fall_and_a_killed_run_continues_exactly(objective, launcher, wor
     arguments = command(objective, work, tmp_path, split)
     kill_after(start(), arguments, extra, tmp_path / "checkpoints" / f"step_{SAVE_INTERVAL:06d}", timeout=300)
     at_kill = len((tmp_path / "metrics.jsonl").read_text().splitlines())
-    job = run(start(), *arguments, timeout=300, **extra)
+    job = forked(start(), *arguments, timeout=300, **extra)
     assert job.returncode == 0, job.output[-4000:]
     assert described in job.output
     resumed = int(job.output.split("resumed from", 1)[1].split("step ", 1)[1].split(",", 1)[0])

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.distributed.launch import horovodrun, missing, run, torchrun
+from tests.distributed.launch import forked, horovodrun, missing, torchrun
 
 SCRIPT = """
 import json, sys
@@ -69,7 +69,7 @@ def results(launcher, folder):
     """Values that each worker knows at the end; without a launcher, what an earlier job left."""
     if launcher:
         (folder / "script.py").write_text(SCRIPT)
-        job = run(launcher, folder / "script.py", folder)
+        job = forked(launcher, folder / "script.py", folder)
         assert job.returncode == 0, job.output[-3000:]
     return [json.loads(file.read_text()) for file in sorted(folder.glob("?.json"))]
 

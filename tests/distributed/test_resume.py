@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.distributed.launch import ROOT, horovodrun, missing, run, shim, slow, torchrun
+from tests.distributed.launch import ROOT, forked, horovodrun, missing, shim, slow, torchrun
 
 WORKER = ROOT / "tests" / "distributed" / "resume_worker.py"
 STEPS = 9
@@ -29,7 +29,7 @@ def test_resumed_is_uninterrupted_bit_for_bit_at_every_step(name, steps, tmp_pat
     if reason := missing(*packages):
         pytest.skip(reason)
     extra = {"ACCELERATE_USE_CPU": "true"} if name == "ddp" else {}
-    job = run(launcher(), WORKER, tmp_path / "results.json", tmp_path / "runs", *steps, timeout=300, **extra)
+    job = forked(launcher(), WORKER, tmp_path / "results.json", tmp_path / "runs", *steps, timeout=300, **extra)
     assert job.returncode == 0, job.output[-4000:]
     results = json.loads((tmp_path / "results.json").read_text())
     whole = results["whole"]

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.distributed.launch import missing, run, torchrun
+from tests.distributed.launch import forked, missing, torchrun
 from tests.distributed.test_run_script import (
     CPU,
     SCRIPT,
@@ -30,7 +30,7 @@ def streamed(folder, run_dir, batch_size=8, accumulation=1):
 @pytest.fixture(scope="module")
 def uninterrupted(text, tmp_path_factory):  # noqa: F811
     folder = tmp_path_factory.mktemp("uninterrupted")
-    job = run([sys.executable], *streamed(text, folder))
+    job = forked([sys.executable], *streamed(text, folder))
     assert job.returncode == 0, job.output[-3000:]
     assert "in 2 streams" in job.output
     found = losses(folder)
@@ -42,7 +42,7 @@ def test_killed_and_started_again_without_its_cache_it_ends_with_the_same_losses
     command = streamed(text, tmp_path)
     kill_after([sys.executable], command, {}, tmp_path / "checkpoints" / "step_000010")
     shutil.rmtree(tmp_path / "work" / ".cache")
-    job = run([sys.executable], *command)
+    job = forked([sys.executable], *command)
     assert job.returncode == 0, job.output[-3000:]
     assert "resumed from" in job.output
     assert losses(tmp_path) == losses(uninterrupted)
@@ -52,7 +52,7 @@ def test_killed_and_started_again_without_its_cache_it_ends_with_the_same_losses
 def test_two_workers_end_with_the_losses_of_one(text, uninterrupted, tmp_path):  # noqa: F811
     if reason := missing("accelerate"):
         pytest.skip(reason)
-    job = run(torchrun(), *streamed(text, tmp_path, 2, 2), timeout=300, **CPU)
+    job = forked(torchrun(), *streamed(text, tmp_path, 2, 2), timeout=300, **CPU)
     assert job.returncode == 0, job.output[-3000:]
     for (step, ours), (_, theirs) in zip(losses(tmp_path), losses(uninterrupted), strict=True):
         assert ours == pytest.approx(theirs, abs=2e-4), step

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.distributed.launch import ROOT, missing, run, torchrun
+from tests.distributed.launch import ROOT, forked, missing, torchrun
 
 SCRIPT = """
 import sys
@@ -49,7 +49,7 @@ def test_both_trainers_give_the_weights_of_the_plain_loop(tmp_path):
     if reason := missing("horovod", "accelerate"):
         pytest.skip(reason)
     (tmp_path / "script.py").write_text(SCRIPT)
-    job = run([sys.executable], tmp_path / "script.py", PYTHONPATH=str(ROOT))
+    job = forked([sys.executable], tmp_path / "script.py", PYTHONPATH=str(ROOT))
     assert job.returncode == 0 and "equal" in job.output, job.output[-3000:]
 
 
@@ -95,7 +95,7 @@ def test_workers_that_read_the_same_rows_are_refused_and_a_short_batch_is_named(
     if reason := missing("accelerate"):
         pytest.skip(reason)
     (tmp_path / "script.py").write_text(FIRST_BATCHES)
-    job = run(torchrun(), tmp_path / "script.py", PYTHONPATH=str(ROOT))
+    job = forked(torchrun(), tmp_path / "script.py", PYTHONPATH=str(ROOT))
     assert job.returncode == 0, job.output[-3000:]
     for rank in range(2):
         refused = "workers 0 and 1 train on the same rows: give the DataLoader a torch.utils.data.DistributedSampler"

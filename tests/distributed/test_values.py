@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lm_experiments_tools.backends.backend import LocalBackend
-from tests.distributed.launch import ROOT, missing, run, shim, torchrun
+from tests.distributed.launch import ROOT, forked, missing, shim, torchrun
 from tests.distributed.values_worker import PEAK, train
 from tests.helpers.toys import tiny_t5
 
@@ -42,7 +42,7 @@ def test_norms_and_the_trace_of_two_workers(name, tmp_path):
     if reason := missing("accelerate"):
         pytest.skip(reason)
     launcher = torchrun() if name == "ddp" else shim("fsdp")
-    job = run(launcher, WORKER, tmp_path, **({"ACCELERATE_USE_CPU": "true"} if name == "ddp" else {}))
+    job = forked(launcher, WORKER, tmp_path, **({"ACCELERATE_USE_CPU": "true"} if name == "ddp" else {}))
     assert job.returncode == 0, job.output[-4000:]
     train(tmp_path / "alone", LocalBackend(device=torch.device("cpu")), log_norms=1, log_maxima=3)
     ours, alone = watched(tmp_path / "watched"), watched(tmp_path / "alone")
