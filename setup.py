@@ -19,7 +19,6 @@ CORE = [
     "torch>=2.6",
     "tqdm>=4.66",
     "transformers>=5.20,<6",
-    "tyro>=1.0,<2",
 ]
 EXTRAS = {
     # Horovod 0.28.1 as published does not compile against a torch that needs C++20: run scripts/build_horovod.py.

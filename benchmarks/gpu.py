@@ -8,7 +8,7 @@ A call ends before --budget_s and the next one continues. Each measurement is a 
 written at once; compile caches are kept in OUTPUT/cache. Each case runs in a process of its own: one that crashes is a
 row of its table, and the other measurements of its case are made by a new process. Cases that measure no time run next
 to each other. No network is needed; nanoT5 is compared where --nanot5 names a checkout of it. Parts that
-need pytest or tyro are skipped without them; a folder of `pip install --target` on PYTHONPATH will do.
+need pytest or sentencepiece are skipped without them; a folder of `pip install --target` on PYTHONPATH will do.
 """
 
 from __future__ import annotations

@@ -432,7 +432,7 @@ def all_cases(common: dict[str, Any], tiny: bool) -> list[Case]:
         found += step_case(common, Shape("t5-v1_1-small", 128, 512, 114), T5_LOOPS)
         found += step_case(common, Shape("t5-v1_1-small", 32, 512, 114), [*T5_LOOPS, "ours, CUDA graphs"])
     found += launcher_cases(common, tiny)
-    why = lacks("tyro", "sentencepiece")  # of the command line and of the vocabulary
+    why = lacks("sentencepiece")  # of the vocabulary
     needing = ("memory", "loop", "launchers") if why else ()
     return [case if case.part not in needing else _left_out(case, why) for case in found]
 

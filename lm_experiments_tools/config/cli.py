@@ -1,15 +1,14 @@
 """Command line and YAML -> a frozen dataclass of arguments.
 
-Names are settled here, values by tyro: every setting is first collected as text together with the place it was written
-(command line, or a line of a YAML file), the last one wins, and the winners are converted by tyro, each by the type of
-its field. So a value means the same in both places (`lr: 1e-4` is a number), and an error can say where the value came
-from. Anything a user can mend raises UserError with one sentence.
+argparse reads the command line, PyYAML the files of `--config`, and one function reads the values of both, each by the
+type of its field: `lr: 1e-4` is a number. The last place that sets a flag wins, and is kept for error messages.
+Anything a user can fix raises UserError with one sentence.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import inspect
-import io
 import logging
 import os
 import platform
@@ -17,15 +16,15 @@ import signal
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-import tyro
 import yaml
 
 from lm_experiments_tools.config import restart
+from lm_experiments_tools.config.arguments import Flag, describe, flags_of, parse_words
 from lm_experiments_tools.config.flags import help_groups
-from lm_experiments_tools.config.help import help_topic, print_help
+from lm_experiments_tools.config.help import help_text, help_topic
 from lm_experiments_tools.config.launchers import launcher_rank, on_several_machines
 from lm_experiments_tools.config.suggestions import suggestion
 from lm_experiments_tools.errors import LostWorkerError, RunError, UserError, os_sentence
@@ -36,11 +35,9 @@ Args = TypeVar("Args")
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 BASE = "base"  # in YAML: the files that this one changes
+_BASE = Flag(BASE, tuple[str, ...], (), None, object)
 EMPTY: Mapping[str, str] = types.MappingProxyType({})
-
-TRUE_WORDS = ("true", "yes", "on", "1")
-FALSE_WORDS = ("false", "no", "off", "0")
-NULL_WORDS = ("null", "none", "~", "")
+NULL = ("null", "none", "~", "")  # of YAML, unquoted
 SPEED = "lm_experiments_tools.models.speed:choose_speed"  # `settle` of the scripts: a name, as it imports torch
 
 
@@ -56,9 +53,9 @@ class ConfigArgs:
 
 
 class Setting(NamedTuple):
-    """One value as it was written. `values` is None for null."""
+    """A value, and where it was written."""
 
-    values: tuple[str, ...] | None
+    value: Any
     origin: str
 
 
@@ -92,25 +89,27 @@ def parse(
     argv = sys.argv[1:] if argv is None else list(argv)
     if (topic := help_topic(argv)) is not None:
         with _reader_may_leave():
-            print_help(args_class, ConfigArgs, topic, description, program or os.path.basename(sys.argv[0]))
+            program = program or os.path.basename(sys.argv[0])
+            print(help_text(args_class, ConfigArgs, topic, description, program), flush=True)
         sys.exit(0)
-    own_types = typing.get_type_hints(args_class)
-    empty = {field.name for field in dataclasses.fields(args_class) if field.default == ""}
-    written = _read_command_line(argv, own_types | typing.get_type_hints(ConfigArgs), empty)
+    flags = flags_of(args_class)
+    written = _read_command_line(argv, flags | flags_of(ConfigArgs))
     settings: dict[str, Setting] = {}
-    for path in written["config"].values if "config" in written else ():
-        settings |= _read_yaml(path, own_types)
-    settings |= {name: setting for name, setting in written.items() if name in own_types}
-    _check_required(args_class, settings)
-    values = {name: _convert(name, setting, own_types[name]) for name, setting in settings.items()}
+    for path in written.get("config", ()):
+        settings |= _read_yaml(path, flags)
+    settings |= {name: Setting(value, COMMAND_LINE) for name, value in written.items() if name in flags}
+    for name, flag in flags.items():
+        if flag.default is dataclasses.MISSING and name not in settings:
+            raise UserError(f"--{name} is missing: --help says what it takes.")
+    values = {name: setting.value for name, setting in settings.items()}
     for name, (value, origin) in (inherit(values) if inherit else {}).items():
-        values[name], settings[name] = value, Setting(None, origin)
+        values[name], settings[name] = value, Setting(value, origin)
     try:
         args = args_class(**values)
     except UserError as error:
         raise UserError(_with_origins(str(error), settings)) from None
-    origins = {name: settings[name].origin if name in settings else DEFAULT for name in own_types}
-    if "print_config" in written and written["print_config"].values == ("True",):
+    origins = {name: settings[name].origin if name in settings else DEFAULT for name in flags}
+    if written.get("print_config"):
         if settle is not None:
             args, origins = resolve_name(settle)(args, origins)
         with _reader_may_leave():
@@ -216,58 +215,34 @@ def _reader_may_leave() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-# Reading: text and where it stood
+def _read_command_line(argv: Sequence[str], flags: Mapping[str, Flag]) -> dict[str, Any]:
+    """The values of a command line by flag."""
+    for word in argv:
+        if word == "--" or word.endswith("=--"):  # argparse would drop the dashes
+            raise UserError(_not_a_flag(word, flags))
+    try:
+        given, rest = parse_words(flags.values(), argv)
+    except argparse.ArgumentError as error:
+        flag = error.argument_name.partition("/")[0]
+        needs = f"needs a value: {describe(flags[flag.removeprefix('--')].annotation)}"
+        raise UserError(f"{flag} {error.message if error.message.startswith('takes') else needs}.") from None
+    if unknown := [word.partition("=")[0] for word in rest if word.startswith("--")]:
+        found = " ".join(f"{flag}{suggestion(flag, flags, prefix='--')}" for flag in unknown)
+        raise UserError(f"unknown flag{'s' * (len(unknown) > 1)} {found}")
+    if rest:
+        raise UserError(_not_a_flag(rest[0], flags))
+    return given
 
 
-def _read_command_line(
-    argv: Sequence[str], types_by_name: Mapping[str, Any], may_be_empty: Collection[str] = ()
-) -> dict[str, Setting]:
-    """The settings of a command line by field name; a repeated flag's last value wins (`--config` collects)."""
-    settings: dict[str, Setting] = {}
-    unknown: list[str] = []
-    rest = list(argv)
-    while rest:
-        token = rest.pop(0)
-        flag, equals, attached = token.partition("=")
-        if not flag.startswith("--") or flag == "--":
-            raise UserError(_not_a_flag(token, types_by_name))
-        name, negated = _resolve(flag.removeprefix("--"), types_by_name)
-        if name is None:
-            unknown.append(f"{flag}{suggestion(flag, types_by_name, prefix='--')}")
-            _take_values(rest, tuple[str, ...])
-            continue
-        following = [attached] if equals else _take_values(rest, types_by_name[name])
-        if types_by_name[name] is bool:
-            values: tuple[str, ...] = (_boolean(flag, following[0] if following else "true", COMMAND_LINE, negated),)
-        elif not following or (following == [""] and name not in may_be_empty):
-            raise UserError(f"{flag} needs a value: {_describe(types_by_name[name])}.")
-        else:
-            values = tuple(following)
-        if name == "config" and name in settings:
-            values = (*(settings[name].values or ()), *values)
-        settings[name] = Setting(values, COMMAND_LINE)
-    if unknown:
-        raise UserError(f"unknown flag{'s' * (len(unknown) > 1)} {' '.join(unknown)}")
-    return settings
+def _not_a_flag(word: str, flags: Mapping[str, Flag]) -> str:
+    if word.startswith("-") and word[1:2] != "-":
+        flag = "-" + word.partition("=")[0].lstrip("-")
+        return f"{flag} begins with one dash, flags with two{suggestion(flag, flags, prefix='--')}"
+    return f"{word!r} belongs to no flag: every value follows a --flag, one value each (see --help)."
 
 
-def _take_values(rest: list[str], annotation: Any) -> list[str]:
-    """Pop what belongs to a flag: one token, all up to the next flag for a list, true or false for a bare boolean."""
-    taken: list[str] = []
-    while rest and not rest[0].startswith("--") and (not taken or _is_list(annotation)):
-        taken.append(rest.pop(0))
-    return taken
-
-
-def _not_a_flag(token: str, types_by_name: Mapping[str, Any]) -> str:
-    if token.startswith("-") and token.strip("-"):
-        flag = "-" + token.partition("=")[0].lstrip("-")
-        return f"{flag} begins with one dash, flags with two{suggestion(flag, types_by_name, prefix='--')}"
-    return f"{token!r} belongs to no flag: every value follows a --flag, one value each (see --help)."
-
-
-def _read_yaml(path: str, types_by_name: Mapping[str, Any], trail: Mapping[str, str] = EMPTY) -> dict[str, Setting]:
-    """The settings of one YAML file. Scalars stay text, for the typed parser to read like the command line's.
+def _read_yaml(path: str, flags: Mapping[str, Flag], trail: Mapping[str, str] = EMPTY) -> dict[str, Setting]:
+    """The settings of one YAML file.
 
     Args:
         trail: the files whose `base` led here, each with the line that names the next one.
@@ -279,13 +254,13 @@ def _read_yaml(path: str, types_by_name: Mapping[str, Any], trail: Mapping[str, 
         origin = f"{path} line {key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
             raise UserError(f"{origin}: a setting's name cannot be {_kind(key)}.")
-        name, negated = (BASE, False) if key.value == BASE else _resolve(key.value, types_by_name)
-        if name is None or negated:
-            raise UserError(f"{origin}: unknown setting {key.value!r}{suggestion(key.value, types_by_name)}")
+        name = key.value.replace("-", "_")
+        flag = _BASE if name == BASE else flags.get(name)
+        if flag is None:
+            raise UserError(f"{origin}: unknown setting {key.value!r}{suggestion(key.value, flags)}")
         if name in settings:
             raise UserError(f"{origin}: {name} is set a second time, it stands in {settings[name].origin} already.")
-        annotation = tuple[str, ...] if name == BASE else types_by_name[name]
-        settings[name] = Setting(_yaml_values(name, value, annotation, origin), origin)
+        settings[name] = Setting(_yaml_value(flag, value, origin), origin)
     if BASE in settings:
         names, origin = settings.pop(BASE)
         trail = {**trail, os.path.realpath(path): origin}
@@ -293,7 +268,7 @@ def _read_yaml(path: str, types_by_name: Mapping[str, Any], trail: Mapping[str, 
             base = os.path.normpath(os.path.join(os.path.dirname(path), name))
             if os.path.realpath(base) in trail:
                 raise UserError(f"{origin}: base {base} leads back to itself, by {', then '.join(trail.values())}.")
-            inherited |= _read_yaml(base, types_by_name, trail)
+            inherited |= _read_yaml(base, flags, trail)
     return inherited | settings
 
 
@@ -316,47 +291,24 @@ def _compose(path: str, said: str) -> yaml.MappingNode | None:
     return root
 
 
-def _yaml_values(name: str, node: yaml.Node, annotation: Any, origin: str) -> tuple[str, ...] | None:
-    if isinstance(node, yaml.SequenceNode) and _is_list(annotation):
-        items = node.value
-    else:
-        items = [node]
+def _yaml_value(flag: Flag, node: yaml.Node, origin: str) -> Any:
+    items = node.value if isinstance(node, yaml.SequenceNode) and flag.is_list else [node]
     for item in items:
         if not isinstance(item, yaml.ScalarNode):
-            raise UserError(f"{origin}: {name} is {_kind(item)}, but it takes {_describe(annotation)}.")
-    if items == [node] and node.style is None and node.value.lower() in NULL_WORDS:
-        if type(None) not in typing.get_args(annotation):
-            raise UserError(f"{origin}: {name} has no value, but it takes {_describe(annotation)}.")
+            raise UserError(f"{origin}: {flag.name} is {_kind(item)}, but it takes {describe(flag.annotation)}.")
+    if items == [node] and node.style is None and node.value.lower() in NULL:
+        if not flag.takes_none:
+            raise UserError(f"{origin}: {flag.name} has no value, but it takes {describe(flag.annotation)}.")
         return None
-    if annotation is bool:
-        return (_boolean(name, node.value, origin, negated=False),)
-    return tuple(item.value for item in items)
+    try:
+        values = tuple(flag.read(item.value) for item in items)
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"{origin}: {flag.name} {error}.") from None
+    return values if flag.is_list else values[0]
 
 
 def _kind(node: yaml.Node) -> str:
     return {yaml.MappingNode: "a mapping", yaml.SequenceNode: "a list"}.get(type(node), "a single value")
-
-
-def _boolean(flag: str, text: str, origin: str, negated: bool) -> str:
-    """ "True" or "False"."""
-    if text.lower() not in (*TRUE_WORDS, *FALSE_WORDS):
-        where = f" ({origin})" if origin != COMMAND_LINE else ""
-        raise UserError(f"{flag}{where} is true or false, not {text!r}.")
-    return str((text.lower() in TRUE_WORDS) != negated)
-
-
-# Names
-
-
-def _resolve(written: str, names: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Field name (dashes stand for underscores, nothing is abbreviated), and True if `no_` negates a boolean."""
-    name = written.replace("-", "_")
-    if name in names:
-        return name, False
-    positive = name.removeprefix("no_")
-    if positive != name and names.get(positive) is bool:
-        return positive, True
-    return None, False
 
 
 def _with_origins(sentence: str, settings: Mapping[str, Setting]) -> str:
@@ -368,50 +320,3 @@ def _with_origins(sentence: str, settings: Mapping[str, Setting]) -> str:
         if settings[name].origin != COMMAND_LINE
     )
     return f"{sentence.removesuffix('.')} ({'; '.join(from_files)})." if from_files else sentence
-
-
-# Values
-
-
-def _convert(name: str, setting: Setting, annotation: Any) -> Any:
-    """The value of one setting, converted by tyro, which knows the types, or refused in our words."""
-    kinds = typing.get_args(annotation)
-    if setting.values is None or (
-        type(None) in kinds and str not in kinds and setting.values[0].lower() in NULL_WORDS
-    ):
-        return None
-    if annotation is bool:
-        return setting.values == ("True",)
-    words = ["--value", *setting.values] if _is_list(annotation) else [f"--value={setting.values[0]}"]
-    try:
-        if "--" in words:  # argparse drops it: a list of it alone would be empty
-            raise SystemExit
-        with contextlib.redirect_stderr(io.StringIO()):
-            return tyro.cli(dataclasses.make_dataclass("Single", [("value", annotation)]), args=words).value
-    except SystemExit:
-        where = f"--{name}" if setting.origin == COMMAND_LINE else f"{setting.origin}: {name}"
-        given = " ".join(setting.values)
-        raise UserError(f"{where} takes {_describe(annotation)}, not {given!r}.") from None
-
-
-def _check_required(args_class: type, settings: Mapping[str, Setting]) -> None:
-    for field in dataclasses.fields(args_class):
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and field.name not in settings:
-            raise UserError(f"--{field.name} is missing: --help says what it takes.")
-
-
-def _is_list(annotation: Any) -> bool:
-    return typing.get_origin(annotation) is tuple
-
-
-def _describe(annotation: Any) -> str:
-    """A type in words."""
-    if typing.get_origin(annotation) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(annotation)))
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return " or ".join(_describe(option) for option in typing.get_args(annotation))
-    if _is_list(annotation):
-        return f"a list, each {_describe(typing.get_args(annotation)[0])}"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
-    return words[annotation]

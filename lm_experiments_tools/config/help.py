@@ -4,27 +4,20 @@
     --help all         every flag
     --help optimizer   one group; a flag's name shows the group that it is in
 
-A program of few flags shows them all. Standard library and tyro only.
+A program of few flags shows them all. Standard library only.
 """
 
-import ast
-import contextlib
+import argparse
 import dataclasses
 import difflib
 import inspect
 import re
 import shutil
-import sys
 import textwrap
-import types
 import typing
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any
 
-import tyro
-
-from lm_experiments_tools.config.flags import help_groups
+from lm_experiments_tools.config.arguments import Flag, flags_of
 from lm_experiments_tools.errors import UserError
 
 ALL = "all"
@@ -84,53 +77,42 @@ def help_topic(argv: Sequence[str]) -> str | None:
     return None
 
 
-def print_help(args_class: type, files_class: type, topic: str, description: str | None, program: str) -> None:
-    """Have tyro print groups as nested dataclasses, which it titles by field name.
-
-    The text above them is printed here: tyro would neither wrap it nor leave its examples as they are.
+def help_text(args_class: type, files_class: type, topic: str, description: str | None, program: str) -> str:
+    """The text that `--help` prints.
 
     Args:
         args_class: flat dataclass whose base classes are the groups.
         files_class: the group of flags about files of settings, which comes last.
         topic: "" for the flags that matter, "all", the name of a group or of a flag.
-        description: first paragraphs, not printed with one group.
-        program: what is said to be used.
+        description: first paragraphs, left out with one group.
+        program: name of the program in the usage line.
 
     Raises:
         UserError: no such group or flag.
     """
-    groups = {_title(group): group for group in (*help_groups(args_class), files_class)}
-    names = {title: list(inspect.get_annotations(group)) for title, group in groups.items()}
-    number = sum(map(len, names.values()))
+    flags = flags_of(args_class, files_class)
+    groups = {_title(flag.group): flag.group for flag in flags.values()}
+    names = {title: [name for name in flags if flags[name].group is group] for title, group in groups.items()}
     shown = _shown(names, groups, topic)
     width = shutil.get_terminal_size().columns
-    if description is not None and topic in ("", ALL):
-        print(wrapped(description, width), end="\n\n")
-    known = {field.name: field for cls in (args_class, files_class) for field in dataclasses.fields(cls)}
-    types_by_name = typing.get_type_hints(args_class) | typing.get_type_hints(files_class)
-    texts = _help_texts(args_class) | _help_texts(files_class)
-    titled = []
-    for title, of_group in shown.items():
-        fields = []
-        for name in of_group:
-            default = tyro.MISSING if known[name].default is dataclasses.MISSING else known[name].default
-            text = texts.get(name) or known[name].metadata.get("help")
-            hint = "(default: empty)" if default in ((), "") else None
-            metavar = _metavar(name, types_by_name[name])
-            about = tyro.conf.arg(help=text, metavar=metavar, help_behavior_hint=hint)
-            annotation = typing.Annotated[types_by_name[name], about]
-            fields.append((name, annotation, dataclasses.field(default=default)))
-        group = groups[title]
-        made = dataclasses.make_dataclass(group.__name__, fields, frozen=True, namespace={"__doc__": group.__doc__})
-        titled.append((title, made, dataclasses.field(default=made())))
-    everything = dataclasses.make_dataclass("Everything", titled, frozen=True)
-    options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-    sys.stdout.flush()
-    with contextlib.suppress(SystemExit):
-        tyro.cli(everything, prog=program, args=["--help"], description="", use_underscores=True, config=options)
-    if sum(map(len, shown.values())) < number:
-        print(wrapped(f"--help all shows all {number} flags, --help GROUP one of {', '.join(groups)}.", width))
-    sys.stdout.flush()
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage="%(prog)s [--FLAG VALUE ...]",
+        add_help=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, width=width),
+    )
+    for title, names_of_group in shown.items():
+        group = parser.add_argument_group(f"{title} options", " ".join((groups[title].__doc__ or "").split()))
+        for name in names_of_group:
+            flag = flags[name]
+            text = f"{flag.help or ''} ({_default(flag)})".strip()
+            about = {"action": "store_true"} if flag.annotation is bool else {"metavar": _metavar(flag)}
+            about |= {"nargs": "+"} if flag.is_list else {}
+            group.add_argument(*flag.names(), **about, help=text.replace("%", "%%"))
+    above = [wrapped(description, width)] if description is not None and topic in ("", ALL) else []
+    hint = wrapped(f"--help all shows all {len(flags)} flags, --help GROUP one of {', '.join(groups)}.", width)
+    below = [hint] if sum(map(len, shown.values())) < len(flags) else []
+    return "\n\n".join([*above, parser.format_help().strip(), *below])
 
 
 def _title(group: type) -> str:
@@ -158,34 +140,21 @@ def _shown(names: dict[str, list[str]], groups: dict[str, type], topic: str) -> 
     raise UserError(f"--help {topic} is neither a group of flags nor a flag{hint}")
 
 
-def _metavar(name: str, annotation: Any) -> str | None:
-    """The unit of a number in the place of its type; None for what is no number, which tyro describes."""
-    parts = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    if name not in UNITS or not {int, float, tuple[float, ...]} & set(parts):
-        return None
-    unit = UNITS[name].upper()
-    if typing.get_origin(annotation) is tuple:
-        return f"[{unit} [{unit} ...]]"
-    return f"{{None}}|{unit}" if type(None) in parts else unit
+def _default(flag: Flag) -> str:
+    if flag.default is dataclasses.MISSING:
+        return "required"
+    is_empty = flag.default in ((), "")
+    shown = " ".join(map(str, flag.default)) if isinstance(flag.default, tuple) else flag.default
+    return f"default: {'empty' if is_empty else shown}"
 
 
-def _help_texts(args_class: type) -> dict[str, str]:
-    """The string under each field in the source of a class, as one line (tyro would keep its line breaks).
-
-    A class that repeats a field may have a text of its own; else that of the class that declares it stays.
-    """
-    texts = {}
-    for cls in reversed(args_class.__mro__):
-        if not inspect.get_annotations(cls):
-            continue
-        try:
-            source = inspect.getsource(cls)
-        except (OSError, TypeError):  # a class made at run time
-            continue
-        for field, text in pairwise(ast.parse(textwrap.dedent(source)).body[0].body):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                texts[field.target.id] = " ".join(text.value.value.split())
-    return texts
+def _metavar(flag: Flag) -> str:
+    """The unit of a number, the words of a choice, or a type."""
+    kind, *_ = [part for part in typing.get_args(flag.annotation) if part is not type(None)] or [flag.annotation]
+    kind = flag.annotation if typing.get_origin(flag.annotation) is typing.Literal else kind
+    if typing.get_origin(kind) is typing.Literal:
+        return "{" + ",".join(map(str, typing.get_args(kind))) + "}"
+    return UNITS[flag.name].upper() if flag.name in UNITS and kind in (int, float) else kind.__name__.upper()
 
 
 def wrapped(text: str, width: int) -> str:

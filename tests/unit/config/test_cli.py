@@ -153,7 +153,7 @@ def test_flag_forms():
         (["--backend", "mpi"], ["--backend takes one of auto, horovod, accelerate, local, not 'mpi'"]),
         (["--iters"], ["--iters needs a value"]),
         (["--iters", "--fp16"], ["--iters needs a value"]),
-        (["--iters="], ["--iters needs a value"]),
+        (["--iters="], ["--iters takes a whole number, not ''"]),
         (["--"], ["'--'"]),
         (["--config", "absent.yaml"], ["absent.yaml", "No such file"]),
         (["--config", "."], ["--config .", "directory"]),
@@ -219,7 +219,7 @@ def test_config_files_hold_lists_where_a_field_is_one(write_yaml):
     assert read("--config", write_yaml("weights: [1, 1e-2]")) == (1.0, 0.01)
     assert read("--config", write_yaml("weights: 3")) == (3.0,)
     assert read("--config", write_yaml("weights: [1, 2]"), "--weights", "5") == (5.0,)
-    with pytest.raises(UserError, match="weights takes a list, each a number, not '1 x'"):
+    with pytest.raises(UserError, match="weights takes a list, each a number, not 'x'"):
         read("--weights", "1", "x")
 
 
@@ -339,7 +339,7 @@ def test_five_hundred_random_edits_never_start_a_run_and_never_show_a_traceback(
         name = rng.choice(names)
         if rng.random() < 0.6:
             written, value = typo(name, rng), rng.choice(["1", "x", "true"])
-            if cli._resolve(written, fields)[0] is not None:
+            if written.replace("-", "_").removeprefix("no_") in fields:
                 continue  # the slip made another flag's name, or none at all
             num_typos += 1
         else:

@@ -50,7 +50,7 @@ def shown(args_class, capsys, monkeypatch, *topic: str) -> str:
     with pytest.raises(SystemExit) as stop:
         cli.parse(args_class, ["--help", *topic])
     assert stop.value.code == 0
-    return " ".join(capsys.readouterr().out.replace("│", " ").split())
+    return " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -65,7 +65,7 @@ def test_help_lists_every_flag_in_groups_at_the_cost_of_few_calls(script, monkey
     for group in ("data", "model", "optimizer", "run", "schedule", "batch", "precision", "validation", "checkpoint"):
         assert f"{group} options" in text or (group, script) == ("data", "run_finetuning")
     assert importlib.import_module(script).__doc__.split()[0] in text and "(default: 1e-08)" in text
-    assert " ".join(text.replace("│", " ").split()).count(ModelArgs.__doc__) == 1
+    assert " ".join(text.split()).count(ModelArgs.__doc__) == 1
     assert "--help GROUP" not in text, "nothing is left out"
 
 
@@ -119,8 +119,7 @@ def test_every_flag_is_in_one_group_and_every_number_has_a_unit(args_class, caps
         if {int, float} & {kind, *typing.get_args(kind)}:
             assert name in UNITS, f"--{name} is a number: name its unit in config/help.py"
             unit = UNITS[name].upper()
-            written = (f"--{name} {unit} ", f"--{name} {{None}}|{unit} ", f"--{name} [{unit} [{unit} ...]] ")
-            assert any(words in text for words in written), name
+            assert f"--{name} {unit} " in text, name
 
 
 def test_evaluate_shows_its_own_flags_and_what_matters(capsys, monkeypatch):
@@ -150,7 +149,7 @@ def help_words(args_class, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")  # one column of groups, in which a flag and its help follow each other
     with pytest.raises(SystemExit):
         cli.parse(args_class, ["--help", "all"])
-    return " ".join(capsys.readouterr().out.replace("│", " ").split())
+    return " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("args_class", SCRIPTS.values())
@@ -173,7 +172,7 @@ def test_help_of_a_repeated_field_has_its_own_default_and_text(capsys, monkeypat
         num_beams: int = 4
 
     words = help_words(ChangedArgs, capsys, monkeypatch)
-    assert "--model_cls {None}|STR Model class, as module:Class. None: transformers' class for --model_type" in words
+    assert "--model_cls STR Model class, as module:Class. None: transformers' class for --model_type" in words
     assert "--optimize_metric is better. None: as the metric is. (default: None)" in words
     assert "down to a multiple of this. None: never. (default: 8)" in words
     assert "--num_beams BEAMS Beams of a beam search; 1 decodes greedily. (default: 4)" in words
@@ -188,12 +187,11 @@ def test_help_fills_its_lines(capsys, monkeypatch):
     above, options = text.split("usage:")
     assert "    horovodrun --gloo -np 2 python\n    torchrun --nproc_per_node 2\n" in above and "::" not in above
     assert "objective (--task)." in above and "\n\n\n" not in above
-    lines = [line.strip("│").rstrip() for line in options.splitlines() if line.startswith("│")]
+    lines = options.splitlines()
     for line, following in pairwise(lines):
         indent = len(line) - len(line.lstrip())
-        if indent == len(following) - len(following.lstrip()) > 1 and not following.lstrip().startswith(("--", "(")):
-            # the next word, with a blank and the margin, had no room
-            assert len(line) + 1 + len(following.split()[0]) > 76, (line, following)
+        if indent == len(following) - len(following.lstrip()) > 2 and not following.lstrip().startswith(("--", "(")):
+            assert len(line) + 1 + len(following.split()[0]) > 78, (line, following)  # the next word had no room
 
 
 def test_a_docstring_is_filled_but_for_its_examples():

@@ -44,7 +44,6 @@ CORE = {
     "torch",
     "tqdm",
     "transformers",
-    "tyro",
     "yaml",
 }
 # What an extra of setup.py brings, pyarrow as part of datasets; imported where it is used.
@@ -63,7 +62,7 @@ INSTANT = {
     "lm_experiments_tools/config/training.py": set(),
     "lm_experiments_tools/config/pretraining.py": set(),
     "lm_experiments_tools/config/bert.py": set(),
-    "lm_experiments_tools/config/cli.py": {"tyro", "yaml"},
+    "lm_experiments_tools/config/cli.py": {"yaml"},
 }
 
 

@@ -196,7 +196,7 @@ def test_the_ancestors_command_line_is_understood(caplog, data, work):
             "--no_lower_case says that --vocab_file is cased",
         ),
         ({"data_weights": (1, 2)}, "--data_weights has 2 numbers for 1"),
-        ({"use_nsp": 2}, "--use_nsp is true or false, not '2'"),
+        ({"use_nsp": 2}, "--use_nsp takes true or false, not '2'"),
         ({"use_nsp": 0, "nsp": "random"}, "--nsp random is about pairs"),
         ({"mlm_prob": 15}, "--mlm_prob is 15"),
         ({"short_seq_prob": -0.1}, "--short_seq_prob is -0.1"),

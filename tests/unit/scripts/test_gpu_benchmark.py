@@ -121,11 +121,12 @@ def test_loops_are_grouped_by_the_memory_of_the_device(gpu):
 def test_parts_whose_packages_are_not_installed_are_skipped_with_the_reason(gpu, monkeypatch):
     import gpu_cases
 
-    monkeypatch.setattr(gpu_cases, "lacks", lambda *names: "tyro is not installed" if "tyro" in names else None)
+    absent = "sentencepiece is not installed"
+    monkeypatch.setattr(gpu_cases, "lacks", lambda *names: absent if "sentencepiece" in names else None)
     cases = gpu_cases.all_cases({"device": "cpu", "output": "out", "tiny_t5": "tiny.json", "nanot5": None}, tiny=True)
     found = {case.part: case for case in cases}
     for part in ("memory", "loop", "launchers"):
         rows = []
         found[part].run(found[part].settings, rows.append)
-        assert rows[0]["skipped"] == "tyro is not installed" and rows[0]["name"]
+        assert rows[0]["skipped"] == absent and rows[0]["name"]
     assert found["attention"].run is not gpu_cases.skipped

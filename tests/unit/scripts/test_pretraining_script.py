@@ -491,4 +491,4 @@ def test_the_first_words_come_before_torch_is_loaded(work, vocab):
     lines = subprocess.run(command, env=environment(), text=True, **streams).stdout.splitlines()
     said = next(i for i, line in enumerate(lines) if line.startswith("settings are read"))
     imported = {line.split("|")[-1].strip() for line in lines[:said]}
-    assert "tyro" in imported and not imported & {"torch", "numpy", "transformers"}
+    assert "yaml" in imported and not imported & {"torch", "numpy", "transformers"}

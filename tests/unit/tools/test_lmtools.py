@@ -117,7 +117,7 @@ def test_help_names_the_command_and_keeps_its_examples(name, capsys, monkeypatch
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         main([name, "--help"])
-    above, _, options = capsys.readouterr().out.partition(f"usage: lmtools {name} [-h]")
+    above, _, options = capsys.readouterr().out.partition(f"usage: lmtools {name} [--FLAG")
     assert options and "usage:" not in above
     examples = importlib.import_module(f"lm_experiments_tools.tools.{name}").__doc__.count(f"lmtools {name} ")
     assert sum(line.startswith(f"    lmtools {name} ") for line in above.splitlines()) == examples
