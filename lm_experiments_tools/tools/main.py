@@ -4,9 +4,7 @@ lmtools corpus --output DIR
 lmtools vocab --input FILES --size N --output FILE.model
 lmtools tokenize --input FILES --vocab FILE.model --output PREFIX
 lmtools merge --input PREFIXES --output PREFIX
-lmtools inspect --config RUN.yaml
-lmtools inspect_bert --config RUN.yaml
-lmtools inspect_finetuning --config RUN.yaml
+lmtools inspect [pretrain-t5 | pretrain-bert | finetune] --config RUN.yaml
 lmtools attention --model DIR --text TEXT --output maps.png
 lmtools plan pretrain-t5 --model_cfg t5-v1_1-base --fit 24GiB
 lmtools evaluate RUNS --valid_data_path FILE | --suite lm_eval --tasks TASKS
@@ -42,9 +40,7 @@ COMMANDS = {
     "vocab": "train a SentencePiece vocabulary (T5) or a WordPiece one (BERT) on text",
     "tokenize": "turn text into a token file that the trainers read",
     "merge": "join the token files of a job array, or others of one vocabulary",
-    "inspect": "look before you train: counts, lengths, padding, steps, samples as the model gets them",
-    "inspect_bert": "the same for the sentences of run_bert_pretraining.py",
-    "inspect_finetuning": "the same for the examples of run_finetuning.py: labels, lengths, what is cut off",
+    "inspect": "show the data of a run: counts, lengths, padding, labels, samples as the model gets them",
     "plan": "what a run will hold in memory, part by part, before it starts; settings that fit into so much",
     "attention": "attention maps of a model on a text, and pictures of block-sparse layouts",
     "evaluate": "measure models, or checkpoints of a run, on the same data or by lm_eval, mteb, ...: one table",
