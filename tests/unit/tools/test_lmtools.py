@@ -24,8 +24,8 @@ def test_from_documentation_to_tokens(tmp_path, capsys):
         command = ["tokenize", "--input", f"{out}/corpus/{split}.jsonl", "--vocab", f"{out}/v.model"]
         assert main([*command, "--output", f"{out}/{split}", "--workers", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4
-    for line, words in zip(lines, ["train.jsonl", "v.model", "train.bin", "valid.bin"], strict=True):
+    assert len(lines) == 5
+    for line, words in zip(lines, ["valid.jsonl", "train.jsonl", "v.model", "train.bin", "valid.bin"], strict=True):
         assert words in line and "MB" in line
     train = IndexedDataset(tmp_path / "train")
     texts = [json.loads(line)["text"] for line in (tmp_path / "corpus" / "train.jsonl").open(encoding="utf-8")]
