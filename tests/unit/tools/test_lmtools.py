@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -32,7 +33,8 @@ def test_from_documentation_to_tokens(tmp_path, capsys):
     assert train.num_documents == len(texts)
     vocabulary = Vocabulary.load(tmp_path / "v.model")
     # character for character, except what the vocabulary has no piece for
-    assert vocabulary.decode(train[1]).replace(" ⁇ ", "?")[:200] == texts[1].replace("\n", " ")[:200]
+    decoded = re.escape(vocabulary.decode(train[1])[:200]).replace(re.escape(" ⁇ "), ".")
+    assert re.match(decoded, texts[1].replace("\n", " "))
     assert train.tokens.max() < 900 and IndexedDataset(tmp_path / "valid").num_tokens > 100
 
 
