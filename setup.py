@@ -8,6 +8,7 @@ ROOT = Path(__file__).parent
 CORE = [
     "huggingface_hub>=1",
     "numpy>=2.1,<3",
+    "packaging>=23.2",
     "protobuf>=5",
     "psutil>=6.0",
     "pyyaml>=6.0",

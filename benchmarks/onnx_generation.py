@@ -10,6 +10,7 @@ a turn.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import tempfile
 import time
@@ -20,7 +21,7 @@ import transformers
 from torch import Tensor
 
 from lm_experiments_tools.models.build import build_model
-from lm_experiments_tools.tools.onnx_export import LATER_STEP, OnnxModel, export
+from lm_experiments_tools.tools.onnx_export import OnnxModel, export
 
 NAMES = "torch", "ONNX, cache", "ONNX, no cache"
 
@@ -57,7 +58,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         export(model, folder)
         cached, plain = OnnxModel(folder), OnnxModel(folder)
-    del plain.sessions[LATER_STEP]
+    plain.generate = functools.partial(plain.generate, use_cache=False)
     model.set_attn_implementation("sdpa")
     writers = dict(zip(NAMES, (model, cached, plain), strict=True))
     print(f"torch {torch.__version__}, onnxruntime {onnxruntime.__version__}, {torch.get_num_threads()} thread(s)")

@@ -101,7 +101,7 @@ class BertObjectiveArgs:
     sample."""
     max_unread: Annotated[float, Range(FRACTION.holds, "it is a part of the tokens, from 0 to 1")] = 0.75
     """Part of the tokens that samples may have no room for, as where documents are not split in sentences, before the
-    data is refused; 1 allows all. `lmtools inspect_bert` prints it."""
+    data is refused; 1 allows all. `lmtools inspect pretrain-bert` prints it."""
     use_nsp: bool = True
     """Also tell right pairs of sentences from wrong ones; --use_nsp 0 masks only."""
     nsp: Annotated[Literal["swap", "random"], _OF_PAIRS] = "swap"

@@ -36,7 +36,6 @@ from lm_experiments_tools.data.examples.examples import (
     numbered,
     text_examples,
 )
-from lm_experiments_tools.data.examples.glance import alike, counted, glance
 from lm_experiments_tools.data.examples.instructions import (
     TK_INSTRUCT,
     InstructionData,
@@ -45,6 +44,7 @@ from lm_experiments_tools.data.examples.instructions import (
 )
 from lm_experiments_tools.data.examples.packing import PackedDataset
 from lm_experiments_tools.data.examples.rows import BadRows, Row, read_rows, resolve
+from lm_experiments_tools.data.examples.summary import alike, counted, first_example, summary
 from lm_experiments_tools.data.examples.text_blocks import TextStream, tokenize_text
 from lm_experiments_tools.data.examples.text_encoder import TextEncoder, end_id, pad_id
 from lm_experiments_tools.data.loader import SampleDataset, TrainLoader, TrainSource, ValidLoader, ValidSource
@@ -343,7 +343,8 @@ class _Reader:
             num_labels=len(self.label_names) if args.task == "multi_label" else 0,
         )
         self._report(split, encoder)
-        for line in glance(encoded, self.tokenizer, self.label_names, counts) if training else ():
+        lines = summary(encoded, self.label_names, counts)
+        for line in [*lines, first_example(encoded, self.tokenizer, self.label_names)] if training else ():
             logger.log(logging.INFO if self.backend.is_main else logging.DEBUG, "%s: %s", split, line)
         return example_dataset(args, encoded, self.tokenizer, training=training)
 

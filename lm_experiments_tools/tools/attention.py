@@ -20,7 +20,7 @@ class OutputArgs:
     """Where to write."""
 
     output: str
-    """Maps: a .png picture or the arrays as .npz; layouts: a .svg or .png."""
+    """Maps: a .png picture or the arrays as .npz. Layouts: an .svg."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class LayoutsArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionArgs(LayoutsArgs, MapsArgs, OutputArgs):
-    """Inputs and layers to look at, and where to write them."""
+    """Maps of a model on a text, or pictures of layouts."""
 
     def __post_init__(self) -> None:
         if (self.model is None) == (self.layout is None):
@@ -66,13 +66,13 @@ class AttentionArgs(LayoutsArgs, MapsArgs, OutputArgs):
             raise UserError("lmtools attention: --text and --target are for --model; a --layout needs none.")
         if self.layout is None and self.settings != LayoutsArgs.settings:
             raise UserError("lmtools attention: --settings are those of a --layout, which is not given.")
-        kinds = (".png", ".npz") if self.layout is None else (".svg", ".png")
+        kinds = (".png", ".npz") if self.layout is None else (".svg",)
         if Path(self.output).suffix not in kinds:
             raise UserError(f"--output {self.output}: it must end in {' or '.join(kinds)}.")
 
 
 def run(args: AttentionArgs) -> None:
-    """Draw, and say where it is."""
+    """Draw, and print the path."""
     print(_draw_layouts(args) if args.layout is not None else _draw_maps(args))
 
 
@@ -90,7 +90,7 @@ def _draw_layouts(args: AttentionArgs) -> Path:
     if "block" in settings:
         raise UserError(f"--settings {args.settings!r}: give the block as --block {settings['block']} instead.")
     if "num_heads" in settings:
-        raise UserError(f"--settings {args.settings!r}: leave out num_heads, as a picture is that of one head.")
+        raise UserError(f"--settings {args.settings!r}: leave out num_heads, a picture shows one head.")
     names = args.layout.split(",")
     allow_modules(names)
     configs = [get_sparsity_config(name, 1, block=args.block, **settings) for name in names]
@@ -108,7 +108,7 @@ def _draw_maps(args: AttentionArgs) -> Path:
     from lm_experiments_tools.tools.attention_maps.maps import attention_maps, write_maps
 
     layers, heads = (numbers(getattr(args, flag), flag) for flag in ("layers", "heads"))
-    last = Path(args.model) / "last"  # of a run, whose own config.json is no model's
+    last = Path(args.model) / "last"  # of a run: its own config.json holds the settings of the run
     name = find_source(str(last) if last.exists() else args.model, "--model").name
     with unread(f"--model {args.model}", "a model with its tokenizer"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)

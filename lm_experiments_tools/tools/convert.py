@@ -63,7 +63,7 @@ def run(args: ConvertArgs) -> None:
 
     from lm_experiments_tools.checkpoint.conversion import without_progress_bars
     from lm_experiments_tools.models.saved import loaded
-    from lm_experiments_tools.tools.hub_folder import check_same, example_inputs, logits_of, new_folder
+    from lm_experiments_tools.tools.hub_folder import difference, example_inputs, logits_of, new_folder
 
     model, folder = _model(args).eval(), Path(args.to)
     cls = type(model)
@@ -73,7 +73,8 @@ def run(args: ConvertArgs) -> None:
         has_tokenizer = _save_tokenizer(args, temporary)
         again = loaded(cls, str(temporary), args.to)
         inputs = example_inputs(model)
-        check_same(logits_of(again.eval(), inputs), logits_of(model, inputs), folder)
+        if differs := difference(logits_of(again.eval(), inputs), logits_of(model, inputs)):
+            raise UserError(f"{folder} {differs}; nothing was written.")
     parameters = sum(weight.numel() for weight in model.parameters())
     print(f"{folder}: {cls.__name__} of {parameters:,} parameters; loaded back, its logits are the same.")
     if not has_tokenizer:

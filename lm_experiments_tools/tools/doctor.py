@@ -1,13 +1,14 @@
-"""Look what works on this machine: versions, backends tried by two workers each, devices, compilers, space.
+"""Report what works on this machine: versions, backends tried by two workers each, devices, compilers, space.
 
     lmtools doctor
     lmtools doctor --json
 
-Ends with 0 if training can run here, in one process at least, else with 1.
+The exit code is 0 if training can run here, at least in one process, else 1.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,29 +24,29 @@ _BUILD = "lmtools build-horovod"
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorArgs:
-    """How it is looked and told."""
+    """Trials and output."""
 
     json: bool = False
     """Print everything as one JSON object."""
     timeout: Annotated[float, POSITIVE] = 60.0
-    """Seconds that the trials of backends, all at the same time, may take."""
+    """Time limit of the trials of backends, which run at the same time, in seconds."""
 
     def __post_init__(self) -> None:
         check_groups(self, (DoctorArgs,))
 
 
 def run(args: DoctorArgs) -> int:
-    """Print what was found; returns 0 if training can run here."""
+    """Print the report; returns 0 if training can run here."""
     found = examine(args.timeout)
     print(dump_json(found) if args.json else "\n".join(report(found)))
     return 0 if found["can train"] else 1
 
 
 def examine(timeout: float) -> dict[str, Any]:
-    """Everything that is reported, as plain JSON types."""
+    """The report as plain JSON types."""
     gpus = machine.gpus()
     jobs = trials(len(gpus))
-    with ThreadPoolExecutor(1) as pool:  # beside the trials
+    with ThreadPoolExecutor(1) as pool:  # at the same time as the trials
         building = pool.submit(machine.builds_cpp)
         run_trials(jobs, timeout)
         no_cpp = building.result()
@@ -68,13 +69,13 @@ def examine(timeout: float) -> dict[str, Any]:
 
 
 def remedy(extra: str) -> str:
-    """The command for an extra; Horovod is then built."""
+    """The command that installs an extra; Horovod is built after that."""
     command = machine.remedy(extra)
     return f"{command} && {_BUILD}" if extra == "horovod" else command
 
 
 def speed_choice(state: str, says: str, facts: Mapping[str, Sequence[str]] | None) -> dict[str, str]:
-    """{setting: what --speed auto takes for a long run of t5-v1_1-small here, and why}."""
+    """{setting: what --speed auto chooses for a long run of t5-v1_1-small here, and why}."""
     if facts is None:
         return {"--speed auto": f"{state}: {says}"}
     reasons = {name: why.removeprefix("--speed auto: ") for name, (_, why) in facts.items()}
@@ -84,7 +85,8 @@ def speed_choice(state: str, says: str, facts: Mapping[str, Sequence[str]] | Non
 def report(found: Mapping[str, Any]) -> list[str]:
     """The lines of a terminal."""
     versions = [f"{name} {version or '-'}" for name, version in found["versions"].items()]
-    lines = ["versions", *_wrapped(versions), "", "backends (a sum over two processes each)"]
+    wrapped = textwrap.wrap(" | ".join(versions), 100, initial_indent="  ", subsequent_indent="  ")
+    lines = ["versions", *wrapped, "", "backends (a sum over two processes each)"]
     for name, trial in found["backends"].items():
         took = f"  {trial['seconds']:.1f} s" if trial["state"] == "works" else f": {trial['says']}"
         lines.append(f"  {name:<18} {trial['state']}{took}")
@@ -95,7 +97,7 @@ def report(found: Mapping[str, Any]) -> list[str]:
     lines += [
         f"  gpu  {gpu['name']}, {gpu['memory.free']} free of {gpu['memory.total']}, driver {gpu['driver_version']}"
         for gpu in found["gpus"]
-    ] or ["  gpu  none that nvidia-smi knows"]
+    ] or ["  gpu  none (nvidia-smi)"]
     lines += [f"  torch takes {torch.get('device', '?')}; built for CUDA {torch.get('cuda') or 'none'}"]
     for title in ("compilers", "space", "speed"):
         if found[title]:
@@ -109,12 +111,3 @@ def report(found: Mapping[str, Any]) -> list[str]:
         if trial["state"] != "works" and name.startswith("horovod"):
             lines.append(f"  {'horovod':<12} compiled against this torch by: {_BUILD}")
     return [*lines, "", f"training {'can' if found['can train'] else 'cannot'} run here"]
-
-
-def _wrapped(words: Sequence[str], width: int = 100) -> list[str]:
-    lines = [" "]
-    for word in words:
-        if len(lines[-1]) + len(word) > width:
-            lines.append(" ")
-        lines[-1] += f" {word}" if lines[-1] == " " else f" | {word}"
-    return lines

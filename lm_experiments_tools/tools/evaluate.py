@@ -5,11 +5,11 @@
     lmtools evaluate runs/gpt --suite lm_eval --tasks my_tasks/colours.yaml hellaswag
     lmtools evaluate runs/bert --suite glue --tasks glue/SST-2 --epochs 3 --lr 2e-5
 
-On data, of a run its best checkpoint is taken, else its last. Flags are those of run_finetuning.py; what is not given
-is as each model was trained (its task, prefix, lengths), so models of different tasks can stand beside each other.
+On data, a run is its best checkpoint, else its last. Flags are those of run_finetuning.py; those that are not given
+default to what each model was trained with (task, prefix, lengths), so models of different tasks can be compared.
 
-By a suite, of a run all its checkpoints are taken, and their values go into its metrics.jsonl, where lmtools compare
-finds them; one that is there already is not measured again, so the command can be repeated while the run goes on.
+By a suite, all checkpoints of a run are measured, and their values are appended to its metrics.jsonl, where lmtools
+compare reads them. Values that are there already are not measured again, so the command can be repeated during a run.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from lm_experiments_tools.config.cli import DEFAULT
 from lm_experiments_tools.config.finetuning import FinetuningArgs
@@ -31,31 +31,32 @@ from lm_experiments_tools.files import dump_json
 
 logger = logging.getLogger(__name__)
 POSITIONAL = "checkpoints"
+Row = Mapping[str, "str | float"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointsArgs:
-    """What is evaluated."""
+    """Models and suites."""
 
     checkpoints: tuple[str, ...] = ()
     """Run directories, checkpoints, folders of models, adapters, or names of the Hugging Face Hub."""
     output: str | None = None
-    """File to which each model's values are added, one JSON object a line. None: none."""
+    """File to append each model's values to, one JSON object a line. None: none."""
     suite: Literal["lm_eval", "sts", "mteb", "glue"] | None = None
-    """lm_eval: lm-evaluation-harness, of models that write. sts, mteb: sentence-transformers, of encoders. glue: each
-    checkpoint is fine-tuned on a folder, by the flags of run_finetuning.py. None: data as below."""
+    """lm_eval: lm-evaluation-harness, for models that generate. sts, mteb: sentence-transformers, for encoders. glue:
+    each checkpoint is fine-tuned on a folder by the flags of run_finetuning.py. None: the data of the flags below."""
     tasks: Annotated[tuple[str, ...], needs("suite")] = ()
-    """Of the suite: names or YAML files (lm_eval), files with sentence1, sentence2 and score (sts), names or
+    """Tasks of the suite: names or YAML files (lm_eval), files with sentence1, sentence2 and score (sts), names or
     module:Class (mteb), folders with training and validation data (glue)."""
     num_fewshot: Annotated[int | None, NOT_NEGATIVE, only("suite", "lm_eval")] = None
-    """Examples before each question. None: as the task says."""
+    """Examples before each question. None: the task's own number."""
     limit: Annotated[int | None, COUNT, only("suite", "lm_eval")] = None
-    """Questions of a task, the first ones. None: all."""
+    """Use only the first N questions of a task. None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateArgs(FinetuningArgs, CheckpointsArgs):
-    """The flags of run_finetuning.py, and the models. What they say is checked for each model, with its own task."""
+    """The flags of run_finetuning.py, and the models. They are checked for each model, with its own task."""
 
     def __post_init__(self) -> None:
         if not self.checkpoints:
@@ -74,81 +75,72 @@ class EvaluateArgs(FinetuningArgs, CheckpointsArgs):
 
 
 def run(args: EvaluateArgs, origins: Mapping[str, str]) -> None:
-    """Print the metrics of each model as they are there, and the table at the end."""
-    if args.suite is not None:
-        _along(args, origins)
-        return
-    from lm_experiments_tools.checkpoint.source import find_source, on_newest
-
-    for name in args.checkpoints:
-        on_newest(name, lambda name=name: find_source(name, "--checkpoints"))
-    settings = {f.name: getattr(args, f.name) for f in fields(FinetuningArgs) if origins[f.name] != DEFAULT}
-    rows: list[dict[str, str | float]] = []
+    """Print the metrics of each model when they are measured, and the table at the end."""
+    given = {field.name: getattr(args, field.name) for field in fields(args) if origins[field.name] != DEFAULT}
+    rows: list[Row] = []
     try:
-        for name in args.checkpoints:
-            for row in on_newest(name, lambda name=name: _evaluated(name, settings)):
-                rows.append(row)
-                _keep(row, args.output)
-    finally:  # of those before one that cannot be evaluated, too
+        for row in _by_suite(args, given) if args.suite is not None else _on_data(args, given):
+            rows.append(row)
+            if launcher_rank() == 0 and args.output is not None:
+                with Path(args.output).open("a", encoding="utf-8") as file:
+                    file.write(dump_json(row, indent=None) + "\n")
+    finally:  # also if a later model cannot be evaluated
         if launcher_rank() == 0 and rows:
             print("\n".join(table(rows)))
 
 
-def _along(args: EvaluateArgs, origins: Mapping[str, str]) -> None:
-    """Measure a suite on every checkpoint; the table, and what was left out, at the end."""
-    from lm_experiments_tools.tools.suites import Suite, checkpoints_of, measured
+def _on_data(args: EvaluateArgs, given: Mapping[str, Any]) -> Iterator[Row]:
+    """A row for each model and split."""
+    from lm_experiments_tools.checkpoint.source import find_source, on_newest
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "HOROVOD_RANK" in os.environ:
-        raise UserError("--suite is measured by one process: start it without torchrun, horovodrun or accelerate.")
-    given = {f.name: getattr(args, f.name) for f in fields(args) if origins[f.name] != DEFAULT}
-    own = {f.name for f in fields(CheckpointsArgs)} | {"model_cls", "eval_batch_size"}
-    settings = {name: value for name, value in given.items() if name not in own or name in ("num_fewshot", "limit")}
-    if args.suite != "glue" and (unread := sorted(set(settings) - {"num_fewshot", "limit"})):
-        raise UserError(f"--{unread[0]} is not read by --suite {args.suite}: leave it out.")
-    suite = Suite(args.suite, args.tasks, settings, args.eval_batch_size or 8, args.model_cls)
-    suite.check()
-    names = [name for run in args.checkpoints for name in checkpoints_of(run)]
-    rows: list[dict[str, str | float]] = []
-    try:
-        for name in names:
-            try:
-                values = measured(name, suite)
-            except (UserError, OSError):
-                if Path(name).exists() or len(names) == 1:
-                    raise
-                logger.warning("%s is left out: its run has removed it meanwhile", name)
-                continue
-            rows.append({"checkpoint": name, **values})
-            _keep(rows[-1], args.output)
-    finally:
-        if rows:
-            print("\n".join(table(rows, texts=("checkpoint",))))
+    for name in args.checkpoints:
+        on_newest(name, lambda name=name: find_source(name, "--checkpoints"))
+    own = {field.name for field in fields(CheckpointsArgs)}
+    settings = {name: value for name, value in given.items() if name not in own}
+    for name in args.checkpoints:
+        yield from on_newest(name, lambda name=name: _evaluated(name, settings))
 
 
-def _keep(row: Mapping[str, str | float], output: str | None) -> None:
-    if launcher_rank() == 0 and output is not None:
-        with Path(output).open("a", encoding="utf-8") as file:
-            file.write(dump_json(row, indent=None) + "\n")
-
-
-def _evaluated(name: str, settings: Mapping[str, object]) -> list[dict[str, str | float]]:
-    """The values of one model on validation and test data, what there is of them."""
+def _evaluated(name: str, settings: Mapping[str, Any]) -> list[Row]:
+    """The values of one model on validation and test data, whichever is given."""
     from lm_experiments_tools.recipes.finetuner import FineTuner
 
     tuner = FineTuner(name, **settings)
     splits = [split for split in ("valid", "test") if getattr(tuner.args, f"{split}_data_path") is not None]
     rows = [{"checkpoint": name, "split": split, **tuner.evaluate(split)} for split in splits]
     del tuner
-    gc.collect()  # one model at a time
+    gc.collect()  # only one model is in memory at a time
     return rows
 
 
-def table(rows: Sequence[Mapping[str, str | float]], texts: Sequence[str] = ("checkpoint", "split")) -> list[str]:
-    """Lines of text: a row each, a column for each value that any of them has; `texts` are the first columns."""
+def _by_suite(args: EvaluateArgs, given: Mapping[str, Any]) -> Iterator[Row]:
+    """A row for each checkpoint."""
+    from lm_experiments_tools.tools.suites import Suite, checkpoints_of, measured
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "HOROVOD_RANK" in os.environ:
+        raise UserError("--suite is measured by one process: start it without torchrun, horovodrun or accelerate.")
+    own = {field.name for field in fields(CheckpointsArgs)} | {"model_cls", "eval_batch_size"}
+    settings = {name: value for name, value in given.items() if name not in own or name in ("num_fewshot", "limit")}
+    if args.suite != "glue" and (ignored := sorted(set(settings) - {"num_fewshot", "limit"})):
+        raise UserError(f"--{ignored[0]} is not read by --suite {args.suite}: leave it out.")
+    suite = Suite(args.suite, args.tasks, settings, args.eval_batch_size or 8, args.model_cls)
+    suite.check()
+    names = [name for run in args.checkpoints for name in checkpoints_of(run)]
+    for name in names:
+        try:
+            yield {"checkpoint": name, **measured(name, suite)}
+        except (UserError, OSError):
+            if Path(name).exists() or len(names) == 1:
+                raise
+            logger.warning("%s is left out: its run has removed it meanwhile", name)
+
+
+def table(rows: Sequence[Row], texts: Sequence[str] = ("checkpoint", "split")) -> list[str]:
+    """Lines of text with a column for each key of the rows; `texts` are aligned left and come first."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     cells = [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
     widths = [max(len(line[number]) for line in cells) for number in range(len(columns))]
-    left = sum(name in texts for name in columns)  # numbers stand to the right
+    left = sum(name in texts for name in columns)
     return [
         "  ".join(
             cell.ljust(width) if number < left else cell.rjust(width)

@@ -1,12 +1,12 @@
-"""Write a model for other programs, a folder for the Hugging Face Hub or ONNX, and check what they get from it.
+"""Write a model as a folder for the Hugging Face Hub or as ONNX, and check that it loads with equal logits.
 
     lmtools export runs/t5 --to t5-mine
     lmtools export runs/t5/checkpoints/step_001000 --to t5-mine --max_shard_size 2GB
     lmtools export runs/summaries --output summaries.onnx
 
---to writes configuration, weights, tokenizer, generation settings, the code of a class of your own and a model card,
-which is filled from the run's records: all but a licence, which is yours to choose. The folder appears only if the
-model that is loaded from it has bit for bit the same logits.
+--to writes configuration, weights, tokenizer, generation settings, the code of your own classes and a model card with
+the run's records; only the licence is left to you. The folder appears only if another process loads it with
+bit-identical logits.
 
 --output writes model.onnx of an encoder with its classifier, or encoder_model.onnx, decoder_model.onnx and
 decoder_with_past_model.onnx of an encoder-decoder, with configuration and tokenizer, and says how far they differ from
@@ -32,12 +32,11 @@ class ExportArgs:
     """Exporting."""
 
     from_pretrained: str | None = None
-    """Hugging Face name or folder, or a run directory or checkpoint of ours; the name of this flag may be left out
-    where it stands first."""
+    """Hugging Face name or folder, run directory or checkpoint. As the first argument it needs no flag."""
     to: str | None = None
-    """New folder, laid out as on the Hugging Face Hub."""
+    """New folder in the layout of the Hugging Face Hub."""
     max_shard_size: str = "50GB"
-    """Most bytes of a file of weights in --to, as in 5GB or 500MB."""
+    """Largest file of weights in --to, as in 5GB or 500MB."""
     output: str | None = None
     """Folder to write as ONNX."""
     model_cls: str | None = None
@@ -53,7 +52,7 @@ class ExportArgs:
 
 
 def run(args: ExportArgs) -> None:
-    """Export, and say what was written."""
+    """Export, and print what was written."""
     from lm_experiments_tools.checkpoint.source import on_newest
 
     if args.to is not None:
@@ -64,18 +63,18 @@ def run(args: ExportArgs) -> None:
 
 def _to_hub(args: ExportArgs, folder: Path) -> None:
     from lm_experiments_tools.models.saved import open_saved
-    from lm_experiments_tools.tools.hub_folder import new_folder, same_logits, write_files
+    from lm_experiments_tools.tools.hub_folder import check_folder, new_folder, write_files
     from lm_experiments_tools.tools.model_card import write_card
 
     with new_folder(folder) as temporary:
         opened = open_saved(args.from_pretrained, args.model_cls)
         write_files(opened, temporary, args.max_shard_size)
-        loading = same_logits(opened, temporary)
+        loading = check_folder(opened, temporary)
         write_card(opened, temporary, folder.resolve().name, loading)
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2**20
-    check = (
-        "loaded back, its logits are the same" if loading.is_complete else "it needs code that is not in the folder"
-    )
+    check = "loaded back, its logits are the same"
+    if not loading.is_complete:
+        check = "it needs code that is not in the folder"
     print(f"{folder}: {type(opened.model).__name__}, {size:.1f} MiB of weights; {check}.")
     print(f"Choose a licence in {folder / 'README.md'} before you publish it.")
     if loading.note:

@@ -1,9 +1,9 @@
-"""A saved model as a folder for the Hugging Face Hub, loaded back and compared before it gets its name."""
+"""A saved model as a folder for the Hugging Face Hub, checked by loading it in another process."""
 
 from __future__ import annotations
 
-import logging
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -12,43 +12,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers.dynamic_module_utils import get_imports
 
 from lm_experiments_tools.checkpoint.conversion import without_progress_bars
 from lm_experiments_tools.checkpoint.source import CONFIG
-from lm_experiments_tools.checkpoint.weights import copy_tokenizer, read_weights
+from lm_experiments_tools.checkpoint.weights import copy_tokenizer
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import apply_umask, dump_json, read_json
-from lm_experiments_tools.models.saved import loaded
+from lm_experiments_tools.models.saved import Opened
 from lm_experiments_tools.modules.inspection import forward_names
 
-if TYPE_CHECKING:
-    from lm_experiments_tools.models.saved import Opened
-
-_READERS = {
-    "encoder-decoder": "AutoModelForSeq2SeqLM",
-    "decoder": "AutoModelForCausalLM",
-    "encoder": "AutoModelForMaskedLM",
-}
 _OURS = ("lm_experiments_tools", "modeling_bert", "modeling_t5")
-_LIBRARIES = {"transformers", "torch", "peft", *_OURS}
 _SITES = ("site-packages", "dist-packages")  # folders of installed packages
 _OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
 _SECONDS = 600
-_STRANGER = """
+_AUTO = {"encoder-decoder": "Seq2SeqLM", "decoder": "CausalLM", "encoder": "MaskedLM"}
+# Another user's program: what the model card says, and the logits of a given batch.
+_PROGRAM = """
 import sys, torch
 folder = sys.argv[1]
-{snippet}
-inputs = torch.load(sys.argv[2])
+{code}
 with torch.no_grad():
-    output = model.eval().float()(**inputs)
-names = [name for name in {outputs} if name in output]
-torch.save(output[names[0] if names else 0], sys.argv[3])
+    output = model.eval().float()(**torch.load(sys.argv[2]))
+torch.save(output[next((name for name in {outputs} if name in output), 0)], sys.argv[3])
 """
 
 
@@ -57,9 +46,9 @@ class Loading:
     """How the folder is loaded.
 
     Attributes:
-        code: Python whose `model` is the model, of a variable `folder`.
+        code: Python that makes `model` of a variable `folder`.
         note: a sentence on what has to be installed or trusted; empty for a class of transformers.
-        is_complete: another process loaded the folder; False if it also needs code that could not be copied.
+        is_complete: False if it needs code that is neither in the folder nor installed.
     """
 
     code: str
@@ -69,21 +58,18 @@ class Loading:
 
 @contextmanager
 def new_folder(folder: Path, flag: str = "--to") -> Iterator[Path]:
-    """A folder beside `folder` that gets its name at the end of the block, or is removed if that fails.
+    """A temporary folder that is renamed to `folder` at the end of the block, or removed if that fails.
 
     Raises:
         UserError: there is something in `folder`.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{flag} {folder}: it is there already, and nothing is overwritten: name another folder.")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    temporary = folder.with_name(f".{folder.name}.tmp{secrets.token_hex(6)}")
+    temporary.mkdir(parents=True)
     try:
         yield temporary
         apply_umask(*temporary.iterdir())
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o777 & ~mask)
         if folder.is_dir():
             folder.rmdir()
         temporary.rename(folder)
@@ -92,55 +78,30 @@ def new_folder(folder: Path, flag: str = "--to") -> Iterator[Path]:
 
 
 def write_files(opened: Opened, folder: Path, max_shard_size: str) -> None:
-    """Write configuration and weights as they are in the checkpoint (an adapter is merged), and the tokenizer, which
-    for a decoder does not append EOS."""
+    """Write configuration and weights in the saved dtype (an adapter is merged), and the tokenizer."""
     source, model = opened.source, opened.model
-    if source.path is None or opened.is_merged:
-        with without_progress_bars():
-            model.save_pretrained(folder, max_shard_size=max_shard_size)
-    else:
-        for name in (CONFIG, "generation_config.json"):
-            if (source.path / name).is_file():
-                shutil.copyfile(source.path / name, folder / name)
-        save_weights(read_weights(source.path), folder, max_shard_size)
+    saved = source.config.get("dtype") or source.config.get("torch_dtype") or "float32"
+    with without_progress_bars():
+        model.to(getattr(torch, saved)).save_pretrained(folder, max_shard_size=max_shard_size)
+    model.float()
+    # A decoder's tokenizer is written anew: it must not append EOS to prompts.
     if source.path is None or opened.writes_on or not copy_tokenizer(source.path, folder):
         opened.tokenizer.save_pretrained(folder)
 
 
-def save_weights(weights: dict[str, Tensor], folder: Path, max_shard_size: str) -> None:
-    """Write model.safetensors, or shards and their index; of weights that share memory one name is kept."""
-    logging.disable(logging.INFO)  # it tells of the folder by the name that it does not keep
-    try:
-        save_torch_state_dict(weights, str(folder), max_shard_size=max_shard_size)
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def same_logits(opened: Opened, folder: Path) -> Loading:
-    """How a stranger loads the folder, which was tried: the logits are those of the model, bit for bit.
+def check_folder(opened: Opened, folder: Path) -> Loading:
+    """Load the folder as another user does, and return how; a user's own classes are copied into it.
 
     Raises:
-        UserError: they are not, or it cannot be loaded.
+        UserError: it cannot be loaded, or its logits are not those of the model.
     """
     inputs = example_inputs(opened.model)
-    expected = logits_of(opened.model, inputs)
-    if opened.is_own:
-        return _own_class(opened, folder, inputs, expected)
-    auto, cls = opened.reader, type(opened.model)
-    home = cls.__module__.partition(".")[0]
-    ours = home != "transformers"
-    if auto is None:
-        code = f"from {home} import {cls.__name__}\n\nmodel = {cls.__name__}.from_pretrained(folder)"
-        reader: Any = cls
-    else:
-        import transformers
-
-        own = f"import {home}  # makes transformers know this kind of model\n" if ours else ""
-        reader = getattr(transformers, auto)
-        code = f"{own}from transformers import {auto}\n\nmodel = {auto}.from_pretrained(folder)"
-    model = loaded(reader, str(folder))
-    check_same(logits_of(model.eval(), inputs), expected, folder)
-    return Loading(code, "The class is one of `lm_experiments_tools`, which has to be installed." if ours else "")
+    expected, reason = logits_of(opened.model, inputs), ""
+    for loading in _own_class(opened, folder) if opened.is_own else _library_class(opened):
+        reason = _failure(loading, folder, inputs, expected)
+        if not reason:
+            return loading
+    raise UserError(f"{folder} {reason}; nothing was written.")
 
 
 def example_inputs(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -156,108 +117,102 @@ def example_inputs(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def logits_of(model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """The scores, or of a model without a head its hidden states."""
+    """The logits, or of a model without a head its hidden states."""
     with torch.no_grad():
         output = model(**inputs)
     return output[next((name for name in _OUTPUTS if name in output), 0)]
 
 
-def check_same(found: Tensor, expected: Tensor, folder: Path) -> None:
-    """Raises UserError unless the two are equal in every bit; `folder` is what was written."""
-    if found.shape != expected.shape or not torch.equal(found, expected):
-        differ = (
-            f"by up to {float((found - expected).abs().max()):.3g}" if found.shape == expected.shape else "in shape"
-        )
-        raise UserError(f"{folder} loads as another model: its logits differ {differ}; nothing was written.")
+def difference(found: Tensor, expected: Tensor) -> str:
+    """How a loaded model's logits differ from the saved one's; empty if they are bit-identical."""
+    if found.shape == expected.shape and torch.equal(found, expected):
+        return ""
+    size = f"by up to {float((found - expected).abs().max()):.3g}" if found.shape == expected.shape else "in shape"
+    return f"loads as another model: its logits differ {size}"
 
 
-# ---- a user's class
+def _library_class(opened: Opened) -> Iterator[Loading]:
+    """A class of transformers or of this package."""
+    cls = type(opened.model)
+    home = cls.__module__.partition(".")[0]
+    is_ours = home != "transformers"
+    note = "The class is one of `lm_experiments_tools`, which has to be installed." if is_ours else ""
+    if opened.reader is None:
+        yield Loading(f"from {home} import {cls.__name__}\n\nmodel = {cls.__name__}.from_pretrained(folder)", note)
+    else:
+        register = f"import {home}  # makes transformers know this kind of model\n" if is_ours else ""
+        code = f"from transformers import {opened.reader}\n\nmodel = {opened.reader}.from_pretrained(folder)"
+        yield Loading(f"{register}{code}", note)
 
 
-def _own_class(opened: Opened, folder: Path, inputs: dict[str, Tensor], expected: Tensor) -> Loading:
-    """Load in a new process whose path has installed packages only.
-
-    First by an Auto class, which takes the code next to the weights; then by the class's own name, with the folder on
-    sys.path. If both fail, the code is more than the copied files: this process checks the logits, and the note says
-    what else is needed.
-    """
+def _own_class(opened: Opened, folder: Path) -> Iterator[Loading]:
+    """A user's class: by an Auto class and the files in the folder, by its name from these files, or as installed."""
     files = _own_files(opened.model)
     for file in files.values():
         shutil.copyfile(file, folder / file.name)
-    cls, config = type(opened.model), type(opened.model.config)
-    auto = _READERS.get(opened.kind, "AutoModel")
-    before = read_json(folder / CONFIG)
-    mapped = {
-        f"Auto{kind}": f"{owner.__module__}.{owner.__name__}"
-        for kind, owner in (("Config", config), (auto.removeprefix("Auto"), cls))
-        if owner.__module__ in files
-    }
-    (folder / CONFIG).write_text(dump_json({**before, "auto_map": mapped}), encoding="utf-8")
-    by_auto = f"from transformers import {auto}\n\nmodel = {auto}.from_pretrained(folder, trust_remote_code=True)"
+    cls, config = type(opened.model), read_json(folder / CONFIG)
     names = ", ".join(sorted(file.name for file in files.values()))
+    auto = f"AutoModelFor{_AUTO[opened.kind]}" if opened.kind in _AUTO else "AutoModel"
+    owners = {"AutoConfig": type(opened.model.config), auto: cls}
+    mapped = {reader: f"{c.__module__}.{c.__name__}" for reader, c in owners.items() if c.__module__ in files}
+    (folder / CONFIG).write_text(dump_json({**config, "auto_map": mapped}), encoding="utf-8")
+    yield Loading(
+        f"from transformers import {auto}\n\nmodel = {auto}.from_pretrained(folder, trust_remote_code=True)",
+        f"Its code is in the folder ({names}): read it before you trust it.",
+    )
+    (folder / CONFIG).write_text(dump_json(config), encoding="utf-8")
     by_class = f"from {cls.__module__} import {cls.__name__}\n\nmodel = {cls.__name__}.from_pretrained(folder)"
-    if _try_stranger(by_auto, folder, inputs, expected) is None:
-        return Loading(by_auto, f"Its code is in the folder ({names}): read it before you trust it.")
-    (folder / CONFIG).write_text(dump_json(before), encoding="utf-8")
-    by_name = f"import sys\n\nsys.path.insert(0, folder)  # {names}\n{by_class}"
-    said = _try_stranger(by_name, folder, inputs, expected)
-    if said is None:
-        note = (
-            "Its code is in the folder, and needs `lm_experiments_tools` to be installed: it loads by its own class."
-        )
-        return Loading(by_name, note)
+    yield Loading(
+        f"import sys\n\nsys.path.insert(0, folder)  # {names}\n{by_class}",
+        "Its code is in the folder, and needs `lm_experiments_tools` to be installed: it loads by its own class.",
+    )
     for file in files.values():
         (folder / file.name).unlink()
-    model = loaded(cls, str(folder))
-    check_same(logits_of(model.eval(), inputs), expected, folder)
     note = (
         f"The code of its class is not in this folder: install `{cls.__module__}`, or put the folder that holds it on "
-        f"PYTHONPATH. Without it the model does not load ({said})."
+        "PYTHONPATH. Without it the model does not load."
     )
-    return Loading(by_class, note, is_complete=False)
+    yield Loading(by_class, note, is_complete=False)
 
 
 def _own_files(model: torch.nn.Module) -> dict[str, Path]:
-    """Module -> file of the model's own code: of its classes and of what their files import.
+    """Module -> file of the user's modules that define the model's classes, and of those that they import.
 
-    Excluded are packages, and modules that are installed.
+    Packages and installed modules are excluded.
     """
-    classes = {*type(model).__mro__, *type(model.config).__mro__}
-    classes |= {cls for part in model.modules() for cls in type(part).__mro__}
+    classes = {cls for part in (*model.modules(), model.config) for cls in type(part).__mro__}
     left, found = {cls.__module__ for cls in classes}, {}
     while left:
-        module = left.pop()
-        file = Path(getattr(sys.modules.get(module), "__file__", None) or "")
-        libraries = _LIBRARIES | sys.stdlib_module_names | found.keys()
-        if file.suffix == ".py" and file.name != "__init__.py" and "." not in module and module not in libraries:
-            if file.parent.name not in _SITES:
-                found[module] = file
-                left |= set(get_imports(file))
+        name = left.pop()
+        file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+        is_package = "." in name or file.name == "__init__.py" or file.suffix != ".py"
+        is_installed = file.parent.name in _SITES or name in sys.stdlib_module_names
+        if not is_package and not is_installed and name not in found:
+            found[name] = file
+            left |= set(get_imports(file))
     return found
 
 
-def _try_stranger(code: str, folder: Path, inputs: dict[str, Tensor], expected: Tensor) -> str | None:
-    """None if a new process that runs `code` gets these logits; else what it says."""
+def _failure(loading: Loading, folder: Path, inputs: dict[str, Tensor], expected: Tensor) -> str:
+    """Why a new process, in another folder, does not get these logits by `loading.code`; empty if it does.
+
+    It imports installed packages only, unless the loading is incomplete.
+    """
     with tempfile.TemporaryDirectory() as other:
-        asked, answered = Path(other, "inputs.pt"), Path(other, "logits.pt")
+        asked, answered, packages = Path(other, "inputs.pt"), Path(other, "logits.pt"), Path(other, "packages")
         torch.save(inputs, asked)
-        packages = Path(other, "packages")
         packages.mkdir()
         for name in _OURS:
             (packages / name).symlink_to(Path(__file__).resolve().parents[2] / name)
-        paths = [str(packages), *(path for path in sys.path if Path(path).name in _SITES)]
+        paths = [path for path in sys.path if not loading.is_complete or Path(path).name in _SITES]
         environment = {**os.environ, "HF_MODULES_CACHE": other, "HF_HUB_OFFLINE": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
-        program = _STRANGER.format(snippet=code, outputs=_OUTPUTS)
+        environment["PYTHONPATH"] = os.pathsep.join([str(packages), *map(os.path.abspath, paths)])
+        program = _PROGRAM.format(code=loading.code, outputs=_OUTPUTS)
         # -S: the .pth file of an editable install would put the folder of the user's code on the path
         done = subprocess.run(
             [sys.executable, "-S", "-c", program, str(folder.resolve()), str(asked), str(answered)],
             cwd=other, env=environment, capture_output=True, text=True, timeout=_SECONDS,
         )  # fmt: skip
         if done.returncode != 0:
-            return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        try:
-            check_same(torch.load(answered), expected, folder)
-        except UserError as error:
-            return str(error)
-    return None
+            return f"cannot be loaded ({(done.stderr.strip().splitlines() or [f'exit code {done.returncode}'])[-1]})"
+        return difference(torch.load(answered), expected)

@@ -1,150 +1,81 @@
-"""Look before you train: counts, lengths, frequencies, padding, steps, and samples exactly as the model gets them.
+"""Show the data of a run before the run: counts, lengths, padding, steps, samples as the model gets them.
 
     lmtools inspect --config run.yaml
-    lmtools inspect --data_path text.jsonl --vocab my.model --task prefix_lm --output look/
-    lmtools inspect --data_path big.jsonl --vocab my.model --documents 2000
+    lmtools inspect --data_path big.jsonl --vocab my.model --task prefix_lm --documents 2000 --output look/
+    lmtools inspect pretrain-bert --data_path DATA_text_sentence --vocab_file vocab.txt --input_seq_len 128
+    lmtools inspect finetune --tokenizer t5-small --data_path train.jsonl --valid_data_path valid.jsonl
 
-Flags and YAML files are those of run_t5_pretraining.py; nothing is trained.
+The first word names the script whose data is shown: pretrain-t5 (the default), pretrain-bert or finetune. Flags and
+YAML files are those of that script.
 """
 
-import dataclasses
-import itertools
-import os
-import sys
-import tempfile
-from contextlib import closing
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lm_experiments_tools.config.bert import BertDataArgs, BertObjectiveArgs, BertPretrainingArgs
+from lm_experiments_tools.config.cli import parse
+from lm_experiments_tools.config.finetuning import FinetuningArgs, InstructionArgs, LengthArgs, TaskArgs
 from lm_experiments_tools.config.flags import check_groups
 from lm_experiments_tools.config.objectives import ObjectiveArgs
 from lm_experiments_tools.config.pretraining import DataArgs, MixtureArgs, T5PretrainingArgs
 from lm_experiments_tools.config.training import BatchArgs, RunArgs
-from lm_experiments_tools.tools.look import LookArgs, Source, first_documents, show_counts, show_samples
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tools.inspection.args import SampleArgs, TokenArgs
 
-if TYPE_CHECKING:
-    from lm_experiments_tools.recipes.t5_sources import T5Sources
-
-STREAMED_DOCUMENTS = 10_000  # of a Hugging Face dataset or of --streaming, where --documents does not say
-_DOCUMENTS_AT_ONCE = 64
+# Only flags about data are checked: those of the model and its training may be incomplete.
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectArgs(T5PretrainingArgs, LookArgs):
-    """The flags of run_t5_pretraining.py, so that its YAML files are read as they are, and what to look at."""
+class InspectT5Args(T5PretrainingArgs, SampleArgs, TokenArgs):
+    """The flags of run_t5_pretraining.py, and those of inspection."""
 
     def __post_init__(self) -> None:
-        # What concerns the model or its training need not be complete to look at the data.
-        check_groups(self, (DataArgs, MixtureArgs, ObjectiveArgs, BatchArgs, RunArgs, LookArgs))
+        check_groups(self, (DataArgs, MixtureArgs, ObjectiveArgs, BatchArgs, RunArgs, SampleArgs, TokenArgs))
 
 
-def run(args: InspectArgs) -> None:
-    """Print what there is to know of the data of a run."""
-    from lm_experiments_tools.recipes.t5_sources import T5Sources
+@dataclass(frozen=True, kw_only=True)
+class InspectBertArgs(BertPretrainingArgs, SampleArgs, TokenArgs):
+    """The flags of run_bert_pretraining.py, and those of inspection."""
 
-    args = dataclasses.replace(args, valid_data_path=None, validate_only=False)
-    data = T5Sources(args)
-    os.chdir(args.working_folder())
-    with tempfile.TemporaryDirectory() as folder:
-        sources = []
-        for number, path in enumerate(args.data_path):
-            sources.append(_source(path, data, args, Path(folder) / str(number)))
-            show_counts(
-                sources[-1],
-                args,
-                vocab_size=data.vocabulary.size,
-                unk_id=data.vocabulary.unk_id,
-                piece=data.vocabulary.piece,
-                marks={"input": args.input_seq_len, "target": args.target_seq_len},
-            )
-        _show_run(args, sources, data)
+    def __post_init__(self) -> None:
+        check_groups(self, (BertDataArgs, MixtureArgs, BertObjectiveArgs, BatchArgs, RunArgs, SampleArgs, TokenArgs))
 
 
-def _show_run(args: InspectArgs, sources: list[Source], data: "T5Sources") -> None:
-    """Print what the run makes of the data: objective, steps, padding, samples."""
-    from lm_experiments_tools.backends import get_backend
-    from lm_experiments_tools.recipes.common import model_source
-    from lm_experiments_tools.recipes.t5_data import pretraining_data
-    from lm_experiments_tools.tools.samples import Wording
+@dataclass(frozen=True, kw_only=True)
+class InspectFinetuningArgs(FinetuningArgs, SampleArgs):
+    """The flags of run_finetuning.py, and those of inspection."""
 
-    # One worker with the rows of all: the same global batches, buckets included.
-    settings = dataclasses.replace(
-        _readable(args, sources, data),
-        batch_size=args.batch_size * args.world_size,
-        backend="local",
-        model_path=None,
+    def __post_init__(self) -> None:
+        check_groups(self, (TaskArgs, LengthArgs, InstructionArgs, BatchArgs, SampleArgs))
+
+
+SCRIPTS = {"pretrain-t5": InspectT5Args, "pretrain-bert": InspectBertArgs, "finetune": InspectFinetuningArgs}
+_MODULES = {"pretrain-t5": "t5", "pretrain-bert": "bert", "finetune": "finetuning"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read the kind of data and the flags, and print what there is; returns 0. Raises UserError."""
+    is_named = bool(argv) and not argv[0].startswith("-")
+    kind, *flags = argv if is_named else ["pretrain-t5", *argv]
+    if kind not in SCRIPTS:
+        raise UserError(f"lmtools inspect {kind}: the first word is one of {', '.join(SCRIPTS)}")
+    args, _ = parse(
+        SCRIPTS[kind],
+        flags,
+        description=__doc__,
+        inherit=_inherit if kind == "finetune" else None,
+        program=f"lmtools inspect {kind}" if is_named else "lmtools inspect",
     )
-    backend = get_backend(settings)
-    kinds = args.objective().models
-    kind = kinds[0] if len(kinds) == 1 else model_source(settings, backend).kind
-    vocabulary, read = data.vocabulary, pretraining_data(settings, backend, data, kind)
-    print(f"\nobjective    {read.objective}")
-    shown = {vocabulary.pad_id: "<pad>", vocabulary.eos_id: "</s>", vocabulary.unk_id: "<unk>"}
-    wording = Wording(vocabulary.decode, shown, labels_at_inputs=kind == "encoder")
-    with closing(read.train):
-        show_samples(read.train, read.train.samples_per_epoch, sources, args, kind == "encoder-decoder", wording)
-    backend.close()
+    for section in importlib.import_module(f"lm_experiments_tools.tools.inspection.{_MODULES[kind]}").sections(args):
+        section.print()
+    return 0
 
 
-def _readable(args: InspectArgs, sources: list[Source], data: "T5Sources") -> InspectArgs:
-    """`args` that read what is looked at: the run's own data, or the tokens of the first documents."""
-    if args.through_seqio() or (args.streaming and all(source.share == 1.0 for source in sources)):
-        return args
-    if args.streaming:
-        print("\nThe run reads the text as a stream; samples and steps below are of its first documents, tokenized.")
-    prefixes = tuple(data.add(source.tokens) for source in sources)
-    return dataclasses.replace(args, data_path=prefixes, data_pipeline="native", streaming=False)
+def _inherit(given: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
+    from lm_experiments_tools.models.inherited import inherited_settings
 
-
-def _source(path: str, data: "T5Sources", args: InspectArgs, scratch: Path) -> Source:
-    """The tokens behind a data path: those the run will read, or of the first `--documents` in a scratch file."""
-    from lm_experiments_tools.data.text.documents import plan_pieces
-
-    if data.prefix(path) is not None:
-        return first_documents(path, data.tokens(path), args, scratch)
-    limit = args.documents
-    if limit is None and (args.streaming or any(piece.kind == "dataset" for piece in plan_pieces([path]))):
-        limit = STREAMED_DOCUMENTS
-    if limit is None:
-        return Source(path, data.tokens(path))
-    return _encode(path, limit, data, args, scratch)
-
-
-def _encode(path: str, limit: int, data: "T5Sources", args: InspectArgs, scratch: Path) -> Source:
-    """The first `limit` documents of a text as the run would tokenize them; no more than one further is read."""
-    from lm_experiments_tools.data.text.documents import iter_documents
-    from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
-    from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
-
-    vocabulary = data.vocabulary
-    encoding = Encoding.of(vocabulary, args.text_key, args.ends_documents())
-    documents = iter_documents(
-        [path], text_key=args.text_key, max_bad_lines=args.max_bad_lines, quarantine=f"{scratch}.bad_lines.jsonl"
-    )
-    size = 0
-    with closing(documents), IndexedDatasetWriter(scratch, token_dtype(vocabulary.size)) as writer:
-        first = itertools.islice(documents, limit)
-        while texts := [document.text for document in itertools.islice(first, _DOCUMENTS_AT_ONCE)]:
-            size += sum(map(num_bytes, texts))
-            for ids in encode_documents(texts, vocabulary, encoding):
-                writer.add_sequence(ids)
-                writer.end_document()
-        following = next(documents, None)
-        writer.finalize({"num_bytes": size, "vocab_sha256": vocabulary.sha256, "vocab_file": encoding.vocab_path})
-    share = 1.0 if following is None else _share_before(following.source, path)
-    return Source(path, IndexedDataset(scratch), share)
-
-
-def _share_before(source: str, path: str) -> float | None:
-    """The part of a text's bytes that stands before `file:line`; None for compressed files and datasets."""
-    from lm_experiments_tools.data.text.documents import plan_pieces
-
-    pieces = plan_pieces([path], piece_bytes=sys.maxsize)
-    if any(piece.kind == "dataset" or piece.end is None for piece in pieces):
-        return None
-    name, _, line = source.rpartition(":")
-    before = sum(piece.num_bytes for piece in itertools.takewhile(lambda piece: piece.path != name, pieces))
-    with open(name, "rb") as file:
-        before += sum(map(len, itertools.islice(file, int(line) - 1)))
-    return before / sum(piece.num_bytes for piece in pieces)
+    return inherited_settings(given)

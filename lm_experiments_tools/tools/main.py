@@ -1,28 +1,14 @@
-"""The console command `lmtools`: one subcommand a file, each a dataclass of its flags and a function `run`.
+"""The console command `lmtools`: a table of subcommands.
 
-lmtools corpus --output DIR
-lmtools vocab --input FILES --size N --output FILE.model
-lmtools tokenize --input FILES --vocab FILE.model --output PREFIX
-lmtools merge --input PREFIXES --output PREFIX
-lmtools inspect --config RUN.yaml
-lmtools inspect_bert --config RUN.yaml
-lmtools inspect_finetuning --config RUN.yaml
-lmtools attention --model DIR --text TEXT --output maps.png
-lmtools plan pretrain-t5 --model_cfg t5-v1_1-base --fit 24GiB
-lmtools evaluate RUNS --valid_data_path FILE | --suite lm_eval --tasks TASKS
-lmtools generate RUN "The <extra_id_0> of the file."
-lmtools export RUN --to FOLDER | --output DIR.onnx
-lmtools convert FILE --to FOLDER --model_cfg NAME
-lmtools compare RUNS
-lmtools launch --slurm --nodes 2 --gpus 8 -- run_t5_pretraining.py --config RUN.yaml
-lmtools doctor
-lmtools settings --output .
-lmtools pretrain-t5 | pretrain-bert | finetune: the scripts, with their flags
-lmtools build-horovod
+Subcommand NAME is the module tools/NAME.py with a dataclass NameArgs of its flags and a function `run(args)`, which
+returns the exit code (None: 0). `run(args, origins)` also gets the origin of each flag's value. POSITIONAL names the
+flag of words before the first flag; of two names, the first is that of the first word. A module whose flags depend on
+its first word has `main(argv)` instead of `run`.
 """
 
 import difflib
 import importlib
+import itertools
 import logging
 import runpy
 import sys
@@ -32,34 +18,27 @@ from pathlib import Path
 
 from lm_experiments_tools.errors import UserError, os_sentence
 
-# Module NAME of this folder has a frozen dataclass NameArgs and a function run(args); of two_words, TwoWordsArgs. A
-# `run` that tells given flags from defaults takes `origins` too, and a module whose settings may follow from others
-# has a function `inherit`, both as of `parse`. POSITIONAL of a module names the flag of words before the first flag;
-# of two names, the first is that of the first word alone.
-# What `run` returns is the exit code, None being 0. A module with a function main(argv) reads its words itself.
 COMMANDS = {
     "corpus": "build a text corpus from the documentation of this Python installation",
     "vocab": "train a SentencePiece vocabulary (T5) or a WordPiece one (BERT) on text",
     "tokenize": "turn text into a token file that the trainers read",
     "merge": "join the token files of a job array, or others of one vocabulary",
-    "inspect": "look before you train: counts, lengths, padding, steps, samples as the model gets them",
-    "inspect_bert": "the same for the sentences of run_bert_pretraining.py",
-    "inspect_finetuning": "the same for the examples of run_finetuning.py: labels, lengths, what is cut off",
-    "plan": "what a run will hold in memory, part by part, before it starts; settings that fit into so much",
+    "inspect": "show the data of a run: counts, lengths, padding, labels, samples as the model gets them",
+    "plan": "estimate the memory of a run before it starts; find settings that fit",
     "attention": "attention maps of a model on a text, and pictures of block-sparse layouts",
     "evaluate": "measure models, or checkpoints of a run, on the same data or by lm_eval, mteb, ...: one table",
-    "generate": "let a model write, fill in blanks or label texts: a quick look",
-    "export": "write a model for the Hugging Face Hub, or as ONNX, and check what is loaded from it",
-    "convert": "make a folder for from_pretrained of weights of t5-experiments, nanoT5 or t5x",
+    "generate": "generate text, fill in blanks or label texts with a model",
+    "export": "write a model for the Hugging Face Hub or as ONNX, and check that it loads with equal logits",
+    "convert": "convert weights of t5-experiments, nanoT5, t5x or Megatron-LM to a folder for from_pretrained",
     "compare": "a table of runs: progress, metrics, and the settings that differ",
     "launch": "submit a script to Slurm, Ray, Kubeflow or machines by ssh as one job, its flags checked first",
-    "doctor": "what works here: versions, backends tried by two workers, devices, compilers; what to install",
-    "settings": "write the settings that accelerate launch takes, accelerate_configs/, to a folder",
+    "doctor": "report what works here: versions, backends, devices, compilers; what to install",
+    "settings": "copy accelerate_configs/, settings of accelerate launch, to a folder",
 }
-# Scripts of the repository's top, which an installation has as well.
+# Scripts at the root of the repository, which an installation also has.
 SCRIPTS = {
     "pretrain-t5": ("run_t5_pretraining.py", "pre-train a T5, or another model with another objective"),
-    "pretrain-bert": ("run_bert_pretraining.py", "pre-train a BERT with masked words and sentence pairs"),
+    "pretrain-bert": ("run_bert_pretraining.py", "pre-train a BERT with masked tokens and sentence pairs"),
     "finetune": ("run_finetuning.py", "fine-tune a pre-trained model"),
     "build-horovod": ("scripts/build_horovod.py", "build Horovod against the installed torch and check it"),
 }
@@ -71,7 +50,7 @@ _ARGUMENTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `lmtools`; returns 0 or the command's own code, 2 for a mistake, 1 for a full disk, 130 after Ctrl-C."""
+    """Run `lmtools`; returns the command's exit code, 2 for a user's error, 1 for an OSError, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         if not argv or argv[0] in ("-h", "--help"):
@@ -97,36 +76,29 @@ def _run(name: str, argv: list[str]) -> int:
         nearest = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}"
         raise UserError(f"lmtools has no command {name!r}: {hint}")
-    from lm_experiments_tools.config.cli import parse  # imported here: the list of commands needs no parser
+    from lm_experiments_tools.config.cli import parse  # the list of commands needs no parser
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     command = importlib.import_module(f"lm_experiments_tools.tools.{name}")
-    if hasattr(command, "main"):  # whose flags depend on its first word
+    if hasattr(command, "main"):
         return command.main(argv)
     argv = with_names(argv, getattr(command, "POSITIONAL", ()))
-    args_class = "".join(word.capitalize() for word in name.split("_")) + "Args"
-    args, origins = parse(
-        getattr(command, args_class),
-        argv,
-        description=command.__doc__,
-        inherit=getattr(command, "inherit", None),
-        program=f"lmtools {name}",
-    )
-    more = {"origins": origins} if "origins" in signature(command.run).parameters else {}
-    return command.run(args, **more) or 0
+    cls = getattr(command, "".join(word.capitalize() for word in name.split("_")) + "Args")
+    args, origins = parse(cls, argv, description=command.__doc__, program=f"lmtools {name}")
+    takes_origins = "origins" in signature(command.run).parameters
+    return (command.run(args, origins) if takes_origins else command.run(args)) or 0
 
 
 def with_names(argv: list[str], flags: str | tuple[str, str]) -> list[str]:
-    """The command line with names before the words that stand before its first flag."""
-    flags = (flags,) if isinstance(flags, str) else flags
-    if not argv or not flags or argv[0].startswith("-"):
-        return argv
-    second = len(flags) > 1 and len(argv) > 1 and not argv[1].startswith("-")
-    return [f"--{flags[0]}", *(argv if not second else [argv[0], f"--{flags[1]}", *argv[1:]])]
+    """The command line with flags before its positional words."""
+    names = [flags] if isinstance(flags, str) else list(flags)
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    named = [word for name, first in zip(names, words, strict=False) for word in (f"--{name}", first)]
+    return [*named, *argv[len(named) // 2 :]]
 
 
 def _run_script(file: str, argv: list[str]) -> int:
-    """Run a script as `python FILE` does; it stands beside the package, and `scripts` in it where it is installed."""
+    """Run a script as `python FILE` does."""
     path = _find(file)
     sys.argv = [str(path), *argv]
     runpy.run_path(str(path), run_name="__main__")
@@ -145,6 +117,7 @@ def arguments_of(name: str) -> type | None:
 
 
 def _find(file: str) -> Path:
+    """A script next to the package in a clone, or inside the installed package."""
     package = Path(__file__).resolve().parents[1]
     return next(path for path in (package.parent / file, package / file) if path.is_file())
 

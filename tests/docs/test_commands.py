@@ -20,6 +20,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from lm_experiments_tools.config import cli
 from lm_experiments_tools.models.build import build_model, load_model_config
+from lm_experiments_tools.tools import inspect, plan
 from lm_experiments_tools.tools.main import COMMANDS, with_names
 from tests.helpers import ROOT
 from tests.helpers.pretrained_toys import save_toy
@@ -33,6 +34,7 @@ ARGUMENTS = {
     "run_bert_pretraining.py": "lm_experiments_tools.config.bert:BertPretrainingArgs",
     "run_finetuning.py": "lm_experiments_tools.config.finetuning:FinetuningArgs",
 }
+KINDS = {"plan": plan.SCRIPTS, "inspect": inspect.SCRIPTS}  # tools with the flags of the script named next
 CLONED = ("examples", "accelerate_configs", "megatron", "models_configs", "scripts")
 SCRIPT_OF = {
     "pretrain-t5": "run_t5_pretraining.py",
@@ -63,8 +65,11 @@ def program_of(words: list[str]) -> tuple[str, list[str], list[str]] | None:
     for place, word in enumerate(words):
         if word in ARGUMENTS:
             return word, words[: place + 1], words[place + 1 :]
-        if words[place : place + 2] == ["lmtools", "plan"]:  # whose flags are those of the script named next
-            return f"lmtools plan {words[place + 2]}", words[: place + 3], words[place + 3 :]
+        if word == "lmtools" and words[place + 1] in KINDS:  # its flags are those of the script named next
+            tool, *rest = words[place + 1 :]
+            named = bool(rest) and not rest[0].startswith("-")
+            kind = rest[0] if named else "pretrain-t5"
+            return f"lmtools {tool} {kind}", words[: place + 2 + named], rest[named:]
         if word == "lmtools" and place + 1 < len(words):
             return f"lmtools {words[place + 1]}", words[: place + 2], words[place + 2 :]
     return None
@@ -73,8 +78,9 @@ def program_of(words: list[str]) -> tuple[str, list[str], list[str]] | None:
 def arguments_of(program: str) -> type | None:
     """The dataclass of a program's flags; None for one that has none."""
     name = program.removeprefix("lmtools ")
-    if name.startswith("plan "):
-        return importlib.import_module("lm_experiments_tools.tools.plan").SCRIPTS[name.removeprefix("plan ")]
+    tool, _, kind = name.partition(" ")
+    if kind:
+        return KINDS[tool][kind]
     script = SCRIPT_OF.get(name, name)
     if script in ARGUMENTS:
         module, _, cls = ARGUMENTS[script].partition(":")

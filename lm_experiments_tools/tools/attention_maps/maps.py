@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_NEW_TOKENS = 32
-MAX_TICKS = 48  # tokens beside a map of a PNG; more than this would overlap
+MAX_TICKS = 48  # labels along an axis; more would overlap
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionMap:
-    """Keys that each query of one head attends to.
+    """Attention weights of one head.
 
     `weights` is float32 [queries, keys], rows summing to one; kind is "encoder", "decoder", "cross" or "self".
     """
@@ -46,14 +46,14 @@ def attention_maps(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> list[AttentionMap]:
-    """The maps of a text, layer by layer; those of a block-sparse model show its layout.
+    """Attention maps of a text, layer by layer; those of a block-sparse model show its layout.
 
     Args:
         model: encoder-decoder, encoder or decoder of transformers; its attention implementation is changed.
         tokenizer: the model's.
         text: what the model (its encoder) reads.
-        target: what the decoder reads; None for what the model itself writes, greedily, at most 32 tokens.
-        layers, heads: which ones; None for all.
+        target: what the decoder reads; None for the model's own greedy output of at most 32 tokens.
+        layers, heads: numbers; None for all.
 
     Raises:
         UserError: a layer or head that the model does not have, a target for a model without decoder, or a text of no
@@ -98,11 +98,11 @@ def attention_maps(
 def _decoder_input(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, inputs: Any, target: str | None
 ) -> dict[str, Tensor]:
-    """Inputs that the decoder of an encoder-decoder reads; nothing for other models."""
+    """Inputs of the decoder of an encoder-decoder; empty for other models."""
     if not model.config.is_encoder_decoder:
         if target is not None:
             raise UserError(
-                f"--target is what a decoder reads, and {type(model).__name__} has none beside its encoder."
+                f"--target is the input of a decoder, and {type(model).__name__} is no encoder-decoder: leave it out."
             )
         return {}
     if target is None:
@@ -114,7 +114,7 @@ def _decoder_input(
 
 
 def _chosen(values: Sequence[Any], numbers: Sequence[int] | None, what: str) -> list[tuple[int, Any]]:
-    """(number, value) of those asked for."""
+    """(number, value) of the chosen numbers."""
     if numbers is None or not len(values):
         return list(enumerate(values))
     for number in numbers:
@@ -145,12 +145,16 @@ def write_maps(maps: Sequence[AttentionMap], path: Path | str, *, title: str) ->
 
 
 def _draw(maps: Sequence[AttentionMap], path: Path, title: str) -> None:
-    figure_cls, canvas_cls = import_figure()
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("drawing a .png needs matplotlib: pip install matplotlib.") from None
     columns = min(4, len(maps))
     rows = math.ceil(len(maps) / columns)
-    figure = figure_cls(figsize=(3.6 * columns, 3.6 * rows + 0.4), layout="constrained")
-    canvas_cls(figure)
-    plain = {"parse_math": False}  # a dollar in a text is no formula
+    figure = Figure(figsize=(3.6 * columns, 3.6 * rows + 0.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    plain = {"parse_math": False}  # a dollar sign in a text starts no formula
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, **plain)
     for number, one in enumerate(maps):
         axes = figure.add_subplot(rows, columns, number + 1)
@@ -165,17 +169,3 @@ def _draw(maps: Sequence[AttentionMap], path: Path, title: str) -> None:
 def _ticks(tokens: list[str]) -> tuple[list[int], list[str]]:
     step = math.ceil(len(tokens) / MAX_TICKS)
     return list(range(0, len(tokens), step)), tokens[::step]
-
-
-def import_figure() -> tuple[Any, Any]:
-    """matplotlib's figure and a canvas that needs no display.
-
-    Raises:
-        UserError: matplotlib is missing.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("drawing a .png needs matplotlib: pip install matplotlib.") from None
-    return Figure, FigureCanvasAgg

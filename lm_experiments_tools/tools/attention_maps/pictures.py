@@ -1,16 +1,16 @@
-"""Pictures of block-sparse layouts, coloured by why a block is attended to."""
+"""SVG pictures of block-sparse layouts, coloured by the reason why a block is attended to."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lm_experiments_tools.attention.layouts import DenseSparsityConfig, FixedSparsityConfig, SparsityConfig
-from lm_experiments_tools.tools.attention_maps.maps import import_figure
 
 COLOURS = {"local": "#4c72b0", "global": "#dd8452", "random": "#55a868"}
 _EMPTY, _INK = "#eeeeee", "#333333"
@@ -18,23 +18,20 @@ _PANEL, _GAP, _HEADER = 192, 24, 40  # pixels of an SVG
 
 
 def draw_layouts(configs: Sequence[SparsityConfig], seq_len: int, path: Path | str) -> Path:
-    """Draw head 0 of layouts side by side, rows of queries and columns of keys, into a .svg or .png.
+    """Draw head 0 of layouts side by side, rows of queries and columns of keys, into an .svg.
 
     Raises:
-        UserError: a layout that does not fit seq_len, or matplotlib is missing (.png).
+        UserError: a layout does not fit seq_len.
     """
     path = Path(path)
     panels = [(_title(config, seq_len), parts(config, seq_len)) for config in configs]
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".svg":
-        path.write_text(_svg(panels), encoding="utf-8")
-    else:
-        _png(panels, path)
+    path.write_text(_svg(panels), encoding="utf-8")
     return path
 
 
 def parts(config: SparsityConfig, seq_len: int) -> dict[str, Tensor]:
-    """Head 0's blocks, bool [blocks, blocks], by the first reason that holds: local, then global, then random."""
+    """Blocks of head 0, bool [blocks, blocks], by the first reason that applies: local, then global, then random."""
     names = {field.name for field in fields(config)}
     without_random = replace(config, num_random_blocks=0) if "num_random_blocks" in names else config
     whole, fixed = (c.make_layout(seq_len)[0].bool() for c in (config, without_random))
@@ -85,33 +82,10 @@ def _svg(panels: Sequence[tuple[tuple[str, str], dict[str, Tensor]]]) -> str:
 
 
 def _runs(where: Tensor) -> str:
-    """A path over the blocks of each row, neighbours joined, a hair's breadth between rows."""
+    """An SVG path over the blocks, adjacent ones of a row joined, with a thin gap between rows."""
     path = []
-    for row, flags in enumerate(where.tolist()):
-        start = None
-        for column, flag in enumerate([*flags, False]):
-            if flag and start is None:
-                start = column
-            elif not flag and start is not None:
-                path.append(f"M{start + 0.04:g} {row + 0.04:g}h{column - start - 0.08:g}v.92H{start + 0.04:g}z")
-                start = None
+    for row, flags in enumerate(where.int().tolist()):
+        changes = [column for column, (a, b) in enumerate(pairwise([0, *flags, 0])) if a != b]
+        for start, end in zip(changes[::2], changes[1::2], strict=True):
+            path.append(f"M{start + 0.04:g} {row + 0.04:g}h{end - start - 0.08:g}v.92H{start + 0.04:g}z")
     return "".join(path)
-
-
-def _png(panels: Sequence[tuple[tuple[str, str], dict[str, Tensor]]], path: Path) -> None:
-    figure_cls, canvas_cls = import_figure()
-    figure = figure_cls(figsize=(2.4 * len(panels), 2.9), layout="constrained")
-    canvas_cls(figure)
-    for number, ((name, subtitle), blocks) in enumerate(panels):
-        axes = figure.add_subplot(1, len(panels), number + 1)
-        picture = torch.tensor(_rgb(_EMPTY)).expand(*blocks["local"].shape, 3).clone()
-        for part, where in blocks.items():
-            picture[where] = torch.tensor(_rgb(COLOURS[part]))
-        axes.imshow(picture.numpy(), interpolation="nearest")
-        axes.set_title(f"{name}\n{subtitle}", fontsize=8, loc="left", color=_INK)
-        axes.set_axis_off()
-    figure.savefig(path, dpi=150)
-
-
-def _rgb(colour: str) -> list[float]:
-    return [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]

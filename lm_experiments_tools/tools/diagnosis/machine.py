@@ -11,12 +11,12 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from pathlib import Path
 
 import psutil
+from packaging.requirements import Requirement
 
 from lm_experiments_tools.files import human_bytes
 
@@ -27,11 +27,11 @@ _ALWAYS_SHOWN = (
 )  # fmt: skip
 _CPU_UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "bf16", "sve")
 _BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
-_SECONDS = 10  # for a program that only says its version
+_SECONDS = 10  # for a program that prints its version
 
 
 def versions() -> dict[str, str | None]:
-    """{package: its version, None where it is not installed}, Python first."""
+    """{package: version, None if it is not installed}, Python first."""
     return {"python": platform.python_version(), **{name: _version(name) for name in _ALWAYS_SHOWN}}
 
 
@@ -39,15 +39,15 @@ def missing() -> dict[str, list[str]]:
     """{extra: requirements of it that are not installed or too old}; "" is what every use needs."""
     found: dict[str, list[str]] = {}
     try:
-        required = importlib.metadata.requires(PACKAGE) or []
+        lines = importlib.metadata.requires(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:  # run from a clone
         return found
-    for line in required:
-        requirement, _, marker = line.partition(";")
-        extra = re.search(r'extra == "([^"]+)"', marker)
-        name = extra[1] if extra else ""
-        if name not in ("dev", "all") and not _marked_out(marker) and not _satisfied(requirement):
-            found.setdefault(name, []).append(requirement.strip())
+    for line in lines:
+        requirement, named = Requirement(line), re.search(r'extra == "([^"]+)"', line)
+        extra = named[1] if named else ""
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+        if applies and extra not in ("dev", "all") and not _is_satisfied(requirement):
+            found.setdefault(extra, []).append(f"{requirement.name}{requirement.specifier}")
     return found
 
 
@@ -65,24 +65,9 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _marked_out(marker: str) -> bool:
-    """True if a requirement is for other versions of Python."""
-    wanted = re.search(r'python_version >= "(\d+)\.(\d+)"', marker)
-    return wanted is not None and sys.version_info[:2] < (int(wanted[1]), int(wanted[2]))
-
-
-def _satisfied(requirement: str) -> bool:
-    """True if the package is there, and at least as new as is asked."""
-    name = re.match(r"[\w.-]+", requirement.strip())
-    installed = _version(name[0]) if name else None
-    if installed is None:
-        return False
-    at_least = re.search(r">=\s*([\d.]+)", requirement)
-    return at_least is None or _numbers(installed) >= _numbers(at_least[1])
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(part) for part in re.match(r"[\d.]*", version)[0].split(".") if part]
+def _is_satisfied(requirement: Requirement) -> bool:
+    installed = _version(requirement.name)
+    return installed is not None and requirement.specifier.contains(installed, prereleases=True)
 
 
 def cpu() -> dict[str, object]:
@@ -107,18 +92,18 @@ def cpu() -> dict[str, object]:
 
 
 def gpus() -> list[dict[str, str]]:
-    """Name, memory and driver of each GPU that NVIDIA's driver knows; empty without one."""
+    """Name, memory and driver of each NVIDIA GPU; empty without one."""
     fields = ("name", "memory.total", "memory.free", "driver_version", "compute_cap")
-    said = _says(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
+    said = _output(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
     rows = [[cell.strip() for cell in line.split(",")] for line in (said or "").splitlines()]
     return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
 
 
 def compilers() -> dict[str, str | None]:
-    """{program: the line with its version, None where there is none}."""
+    """{program: the line with its version, None if it is missing}."""
     found = {}
     for program in ("g++", "nvcc", "mpirun", "cmake"):
-        lines = (_says([program, "--version"]) or "").splitlines()
+        lines = (_output([program, "--version"]) or "").splitlines()
         found[program] = next((line for line in lines if re.search(r"\d+\.\d+", line)), None)
     return found
 
@@ -147,8 +132,8 @@ def space() -> dict[str, str]:
     return free
 
 
-def _says(command: list[str]) -> str | None:
-    """What a program prints; None where there is none, or it fails."""
+def _output(command: list[str]) -> str | None:
+    """Output of a program; None if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,7 +1,7 @@
-"""Trials of backends: two processes under each one's launcher add up a vector, each job on its own with a time limit.
+"""Trials of backends: two processes under each one's launcher add up a vector, with a time limit.
 
-Horovod and Accelerate are tried through the backends of this package, DeepSpeed on a CPU through its own calls: there
-its training is refused.
+Horovod and Accelerate are tried through the backends of this package. DeepSpeed on a CPU is tried through its own
+calls, since training with it is refused there.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 _RIGHT = "the sum is right"
 _FACTS = "facts of torch: "
 
-# One update on the device that a run would take; then what torch knows, and what --speed would choose.
+# One update on the device that a run would choose; then facts about torch.
 _STEP = f"""
 import importlib.util, json, torch
 from lm_experiments_tools.backends.backend import LocalBackend
@@ -91,8 +91,8 @@ class Trial:
 
     Attributes:
         packages: import names that it needs.
-        state: works, fails, absent (a package is not installed), late (it did not end in time).
-        facts: what a job told about torch.
+        state: works, fails, absent (a package is not installed) or late (it did not end in time).
+        facts: what a job printed about torch.
     """
 
     name: str
@@ -129,44 +129,40 @@ def trials(gpus: int) -> list[Trial]:
 
 
 def run_trials(jobs: Sequence[Trial], limit: float) -> None:
-    """Run the jobs side by side and note in each how it went; after `limit` seconds those that go on are ended."""
-    with tempfile.TemporaryDirectory() as folder:
-        started = []
-        begun = time.monotonic()
-        for number, job in enumerate(jobs):
-            lacking = [name for name in job.packages if importlib.util.find_spec(name) is None]
-            if lacking:
-                job.says = f"{lacking[0]} is not installed"
-                continue
-            log = Path(folder) / f"{number}.log"
-            with open(log, "wb") as output:
-                try:
-                    process = subprocess.Popen(
-                        job.command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                        env=_environment(job), start_new_session=True,
-                    )  # fmt: skip
-                except OSError as error:
-                    job.state, job.says = "fails", f"{job.command[0]}: {error.strerror}"
-                    continue
-            started.append((job, process, log))
+    """Run the jobs at the same time and record each result; after `limit` seconds they are ended."""
+    started: list[subprocess.Popen] = []
+    with ThreadPoolExecutor(len(jobs)) as pool:
         try:
-            _wait(started, begun, limit)
-        finally:
-            for _, process, _ in started:
-                _end(process)
+            list(pool.map(lambda job: _run(job, limit, started), jobs))
+        finally:  # after Ctrl-C
+            for process in started:
+                if process.poll() is None:
+                    _end(process)
 
 
-def _wait(started: Sequence[tuple[Trial, subprocess.Popen, Path]], begun: float, limit: float) -> None:
-    waiting = list(started)
-    while waiting and time.monotonic() - begun < limit:
-        for entry in [entry for entry in waiting if entry[1].poll() is not None]:
-            job, process, log = entry
+def _run(job: Trial, limit: float, started: list[subprocess.Popen]) -> None:
+    lacking = [name for name in job.packages if importlib.util.find_spec(name) is None]
+    if lacking:
+        job.says = f"{lacking[0]} is not installed"
+        return
+    begun = time.monotonic()
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        try:
+            process = subprocess.Popen(
+                job.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=_environment(job),
+                start_new_session=True,
+            )  # fmt: skip
+            started.append(process)
+            process.wait(limit)
+        except OSError as error:
+            job.state, job.says = "fails", f"{job.command[0]}: {error.strerror}"
+        except subprocess.TimeoutExpired:
+            _end(process)
+            job.state, job.says, job.seconds = "late", f"it had not ended after {limit:g} s", limit
+        else:
             job.seconds = round(time.monotonic() - begun, 1)
-            _judge(job, process.returncode, log.read_text(encoding="utf-8", errors="replace"))
-            waiting.remove(entry)
-        time.sleep(0.05)
-    for job, _, _ in waiting:
-        job.state, job.says, job.seconds = "late", f"it had not ended after {limit:g} s", limit
+            log.seek(0)
+            _judge(job, process.returncode, log.read())
 
 
 def _judge(job: Trial, code: int, output: str) -> None:
@@ -180,14 +176,14 @@ def _judge(job: Trial, code: int, output: str) -> None:
 
 
 def _reason(output: str, code: int) -> str:
-    """The sentence of the first error that a job printed."""
+    """The first error that a job printed."""
     errors = re.findall(r"^(?:\[\d\]<std\w+>:)?((?:[\w.]*\.)?\w*(?:Error|Exception|Exit): .+)", output, re.MULTILINE)
     lines = output.strip().splitlines()
-    return (errors[0] if errors else lines[-1] if lines else f"exit code {code} without a word")[:300]
+    return (errors[0] if errors else lines[-1] if lines else f"exit code {code} without output")[:300]
 
 
 def _environment(job: Trial) -> dict[str, str]:
-    """This process's, without marks of a launcher, the package importable, the job's own variables on top."""
+    """This process's environment without variables of a launcher, with the package importable, and the job's own."""
     clean = {n: v for n, v in os.environ.items() if not n.startswith(_OTHERS) and n not in _RANKS}
     root = str(Path(__file__).resolve().parents[3])
     clean["PYTHONPATH"] = os.pathsep.join(filter(None, [clean.get("PYTHONPATH"), root]))
@@ -196,15 +192,8 @@ def _environment(job: Trial) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End a job with everything that it started."""
-    if process.poll() is not None:
-        return
-    with suppress(psutil.Error):
-        family = psutil.Process(process.pid).children(recursive=True)
-        os.killpg(process.pid, signal.SIGTERM)
-        _, alive = psutil.wait_procs(family, timeout=2)
-        for child in alive:
-            with suppress(psutil.Error):
-                child.kill()
-    process.kill()
+    """Kill a job with everything that it started."""
+    for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
     process.wait()

@@ -114,9 +114,9 @@ def test_a_start_of_bert_reads_each_file_once(tmp_path, monkeypatch, counted):
     assert counted["configuration", "tiny.json"] == 2
 
 
-@pytest.mark.parametrize("command", ["inspect", "inspect_bert"])
+@pytest.mark.parametrize("command", ["inspect pretrain-t5", "inspect pretrain-bert"])
 def test_looking_at_data_opens_it_once(tmp_path, monkeypatch, counted, command, request):
-    if command == "inspect":
+    if command == "inspect pretrain-t5":
         request.getfixturevalue("work")
         flags = "--vocab v.model"
     else:

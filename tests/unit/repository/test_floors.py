@@ -24,7 +24,7 @@ FLOORS = (
     ("data.seqio", "data.streaming", "evaluation", "megatron", "models", "training"),
     ("recipes", "ancestor"),
     ("planning",),
-    ("tools.attention_maps", "tools.demo_corpus", "tools.diagnosis", "tools.runs"),
+    ("tools.attention_maps", "tools.diagnosis", "tools.inspection"),
     ("tools", "scripts"),
     ("trainer", "trainer_accelerate", "utils", "megatron.data", "megatron.tokenizer", PACKAGE),  # public names alone
 )

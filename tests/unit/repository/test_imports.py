@@ -36,6 +36,7 @@ CORE = {
     "google",  # protobuf, which sentencepiece's model files are
     "huggingface_hub",
     "numpy",
+    "packaging",
     "psutil",
     "safetensors",
     "sentencepiece",

@@ -137,7 +137,7 @@ def test_the_command_writes_arrays_and_pictures_of_a_run(t5, tokenizer, tmp_path
             ["--layout", "BigBird", "--length", "100", "--output", "x.svg"],
             "length of 100 is not a positive multiple of block=64",
         ),
-        (["--layout", "BigBird"], "--output x.npz: it must end in .svg or .png"),
+        (["--layout", "BigBird"], "--output x.npz: it must end in .svg"),
         (["--model", "a", "--text", "a", "--output", "x.pdf"], "--output x.pdf: it must end in .png or .npz"),
         (["--model", "a", "--text", "a", "--heads", "first"], "--heads first: write all, or numbers"),
         (["--model", "/nowhere/at/all", "--text", "a"], "--model /nowhere/at/all: there is no such file or folder"),

@@ -1,9 +1,7 @@
 """The documentation corpus: what counts as prose, what a small installation gives, and the vocabulary made from it."""
 
 import json
-import re
 import socket
-import subprocess
 import sys
 import sysconfig
 from collections import Counter
@@ -11,13 +9,11 @@ from collections import Counter
 import pytest
 import sentencepiece
 
-from lm_experiments_tools.data import workers
 from lm_experiments_tools.data.text.train_vocabulary import train_vocab
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.tools.demo_corpus import corpus as module
-from lm_experiments_tools.tools.demo_corpus.corpus import build_corpus
-from lm_experiments_tools.tools.demo_corpus.prose import is_prose, paragraphs, similarity_key
+from lm_experiments_tools.tools import corpus
+from lm_experiments_tools.tools.corpus import is_prose, paragraphs, similarity_keys
 from lm_experiments_tools.tools.main import main
 
 DOCSTRING = """Return the mean of the values, ignoring what is missing.
@@ -72,7 +68,7 @@ PROSE = [
 
 
 def test_prose_of_a_docstring_and_nothing_else():
-    assert paragraphs(DOCSTRING) == PROSE
+    assert list(paragraphs(DOCSTRING)) == PROSE
 
 
 @pytest.mark.parametrize(
@@ -93,9 +89,9 @@ def test_what_counts_as_prose(text, expected):
 
 
 def test_similar_paragraphs_differ_only_in_names_and_numbers():
-    one = similarity_key("Constructs a Bart tokenizer, which is based on `SentencePiece` (version 2).")
-    assert one == similarity_key("Constructs a T5 tokenizer, which is based on `WordPiece` (version 31).")
-    assert one != similarity_key("Constructs a T5 model, which is based on `WordPiece` (version 31).")
+    one = similarity_keys("Constructs a Bart tokenizer, which is based on `SentencePiece` (version 2).")
+    assert len(one & similarity_keys("Constructs a T5 tokenizer, which is based on `WordPiece` (version 31).")) == 1
+    assert not one & similarity_keys("Constructs a T5 model, which is based on `WordPiece` (version 31).")
 
 
 @pytest.fixture
@@ -128,139 +124,91 @@ def installation(tmp_path, monkeypatch):
     put(site, "pkg/tests/test_x.py", source(900, 60))
     put(site, "pkg/guide.rst", "\n\n".join(docs(960, 30)))
     put(site, "pkg/LICENSE.txt", "\n\n".join(docs(990, 10)))
-    put(site, "pkg-1.dist-info/METADATA", "Name: pkg\nSummary: x\n\n" + "\n\n".join(docs(970, 25)))
+    put(site, "pkg/more.md", "\n\n".join(docs(970, 25)))
     paths = {"stdlib": str(stdlib), "purelib": str(site), "platlib": str(site)}
-    monkeypatch.setattr(module.sysconfig, "get_path", paths.__getitem__)
-    monkeypatch.setattr(module, "_KNOWN_SHARE", 1.0)  # all sentences are of one pattern
+    monkeypatch.setattr(corpus.sysconfig, "get_path", paths.__getitem__)
+    monkeypatch.setattr(corpus, "VALIDATION_SHARE", 0.4)  # the files are few
+    monkeypatch.setattr(corpus, "MAX_KNOWN", 1.0)  # all sentences are of one pattern
     return tmp_path
+
+
+def build(folder, max_megabytes=20.0):
+    corpus.run(corpus.CorpusArgs(output=str(folder), max_megabytes=max_megabytes))
 
 
 def read(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_corpus_of_a_small_installation(installation, tmp_path):
-    summary = build_corpus(tmp_path / "out", validation_share=0.3)
+def test_corpus_of_a_small_installation(installation, tmp_path, capsys):
+    build(tmp_path / "out")
     train, valid = read(tmp_path / "out" / "train.jsonl"), read(tmp_path / "out" / "valid.jsonl")
-    assert (summary.num_train_documents, summary.num_valid_documents) == (len(train), len(valid))
-    assert summary.num_train_bytes == sum(len(row["text"].encode()) for row in train)
+    assert f"train.jsonl: {len(train)} documents" in capsys.readouterr().out
     sources = {row["source"] for row in train + valid}
     assert {"mod0.py", "pkg/guide.rst"} <= sources
     assert not any("test" in source or "LICENSE" in source or "broken" in source for source in sources)
     counts = Counter(line for row in train + valid for line in row["text"].split("\n"))
     assert set(counts.values()) == {1}
     assert any("number 994" in line for line in counts) and not any("number 999" in line for line in counts)
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert manifest["num_train_documents"] == len(train) and manifest["num_bytes_of_package"]["pkg"] > 1000
 
 
 def test_held_out_files_are_whole_and_say_nothing_that_training_text_says(installation, tmp_path, monkeypatch):
-    build_corpus(tmp_path / "out", validation_share=0.3)
+    build(tmp_path / "out")
     train, valid = ({row["source"] for row in read(tmp_path / "out" / f"{name}.jsonl")} for name in ("train", "valid"))
     assert train and valid and not train & valid
-    monkeypatch.setattr(module, "_KNOWN_SHARE", 0.2)
+    monkeypatch.setattr(corpus, "MAX_KNOWN", 0.2)
     copy = "Returns the number of rows that the reader has given since it was opened for the last time."
-    own = "Whoever wants to know more than a short text holds looks for it here, in a page that no file repeats."
-    kept = module._unlike([(f"{own * 3}\nAs before: {copy}", "valid.py"), (copy * 9, "copy.py")], [(copy, "train.py")])
-    assert list(kept) == [(own * 3, "valid.py")]
+    own = "Whoever wants to know more than a short text holds looks for it here, in a page that no file repeats." * 3
+    held_out = [{"text": f"{own}\nAs before: {copy}", "source": "valid.py"}, {"text": copy * 9, "source": "copy.py"}]
+    kept = corpus._held_out(held_out, [{"text": copy, "source": "train.py"}])
+    assert list(kept) == [{"text": own, "source": "valid.py"}]
 
 
 def test_corpus_is_the_same_again_and_nothing_moves_between_the_sets(installation, tmp_path):
-    build_corpus(tmp_path / "a", validation_share=0.5)
-    build_corpus(tmp_path / "b", validation_share=0.5)
-    for name in ("train.jsonl", "valid.jsonl", "manifest.json", "README.md"):
+    build(tmp_path / "a")
+    build(tmp_path / "b")
+    for name in ("train.jsonl", "valid.jsonl"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    build_corpus(tmp_path / "b", max_bytes=32_000, validation_share=0.5)  # over its own
+    build(tmp_path / "b", max_megabytes=0.032)  # over its own
     whole, part = ([{r["text"] for r in read(tmp_path / x / f"{s}.jsonl")} for s in ("train", "valid")] for x in "ab")
     assert part[0] < whole[0] and part[1] <= whole[1]
-
-
-@pytest.fixture
-def started(monkeypatch):
-    """The workers that have been started; each reads a file at a time."""
-    start, started = workers.Worker.__init__, []
-
-    def count(worker, *args):
-        start(worker, *args)
-        started.append(worker)
-
-    monkeypatch.setattr(workers.Worker, "__init__", count)
-    monkeypatch.setattr(module, "_BATCH_FILES", 1)  # the files are few
-    return started
-
-
-@pytest.mark.parametrize("num_workers", [2, 3])
-def test_corpus_is_the_same_for_any_number_of_workers(installation, tmp_path, started, num_workers):
-    for max_bytes, code in ((20_000_000, 0), (20_000, -9)):  # all, and where most of the files are left
-        build_corpus(tmp_path / "one", max_bytes=max_bytes, validation_share=0.5, workers=1)
-        assert not started
-        build_corpus(tmp_path / "many", max_bytes=max_bytes, validation_share=0.5, workers=num_workers)
-        assert [worker.process.returncode for worker in started] == [code] * num_workers
-        started.clear()
-        for name in ("train.jsonl", "valid.jsonl", "manifest.json", "README.md"):
-            assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "many" / name).read_bytes()
-
-
-def test_a_worker_that_dies_is_one_sentence_and_its_mates_end(installation, tmp_path, started, monkeypatch):
-    ask = workers.Worker.ask
-    monkeypatch.setattr(workers.Worker, "ask", lambda worker, paths: started[0].kill() or ask(worker, paths))
-    with pytest.raises(UserError, match=r"exit code -9 .* try again with fewer workers"):
-        build_corpus(tmp_path / "out", workers=2)
-    assert [worker.process.returncode for worker in started] == [-9, -9]
-    assert not (tmp_path / "out" / "train.jsonl").exists()
-
-
-def test_workers_import_neither_torch_nor_transformers(installation):
-    path = str(installation / "stdlib" / "mod0.py")
-    code = (
-        "import json, sys\nfrom lm_experiments_tools.data.workers import Worker\n"
-        "from lm_experiments_tools.tools.demo_corpus.corpus import work\n"
-        f"with Worker(work) as worker:\n    print(json.dumps(worker.ask([{path!r}])))\n"
-        "assert not {'torch', 'transformers', 'numpy', 'sentencepiece'} & set(sys.modules)"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert len(json.loads(run.stdout)[0]) == 61
 
 
 def test_corpus_refuses_what_is_not_its_own_and_an_empty_installation(installation, tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "train.jsonl").write_text("precious")
     with pytest.raises(UserError, match=r"train\.jsonl was not made by `lmtools corpus`"):
-        build_corpus(tmp_path / "mine")
+        build(tmp_path / "mine")
     assert (tmp_path / "mine" / "train.jsonl").read_text() == "precious"
-    with pytest.raises(UserError, match=r"validation share is 1\.5"):
-        build_corpus(tmp_path / "out", validation_share=1.5)
-    with pytest.raises(UserError, match="workers is 0"):
-        build_corpus(tmp_path / "out", workers=0)
     (tmp_path / "none" / "pydoc_data").mkdir(parents=True)
     (tmp_path / "none" / "pydoc_data" / "topics.py").write_text("topics = {}")
-    monkeypatch.setattr(module.sysconfig, "get_path", lambda name: str(tmp_path / "none"))
-    with pytest.raises(UserError, match="0 training and 0 validation documents"):
-        build_corpus(tmp_path / "out")
+    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path / "none"))
+    with pytest.raises(UserError, match="too little documentation"):
+        build(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_real_installation_gives_real_prose_without_network_or_imports(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "socket", lambda *_, **__: pytest.fail("the corpus uses the network"))
     purelib = sysconfig.get_path("stdlib")  # the standard library alone: the same on every machine, and quick
-    monkeypatch.setattr(module.sysconfig, "get_path", lambda name: purelib)
+    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: purelib)
     before = set(sys.modules)
-    summary = build_corpus(tmp_path / "out", max_bytes=600_000, workers=1)  # one: all of it here, in view
+    build(tmp_path / "out", max_megabytes=0.6)
     assert not {name for name in set(sys.modules) - before if name.startswith(("idlelib", "tkinter", "asyncio."))}
-    assert (
-        summary.num_train_bytes > 400_000 and 0.005 < summary.num_valid_documents / summary.num_train_documents < 0.1
-    )
-    text = "\n".join(row["text"] for row in read(summary.train_path))
+    train, valid = read(tmp_path / "out" / "train.jsonl"), read(tmp_path / "out" / "valid.jsonl")
+    assert sum(len(row["text"].encode()) for row in train) > 400_000 and 0.005 < len(valid) / len(train) < 0.1
+    text = "\n".join(row["text"] for row in train)
     assert all(line.isprintable() and is_prose(line) for line in text.split("\n"))
     assert ">>>" not in text and "://" not in text
     words = Counter(text.split())
     assert 0.04 < words["the"] / words.total() < 0.1  # about 6 % in English
 
 
-def test_vocabulary_has_t5s_layout_exact_size_and_is_the_same_again(installation, tmp_path):
-    summary = build_corpus(tmp_path / "out", validation_share=0.11)
-    first = train_vocab([str(summary.train_path)], 200, tmp_path / "a.model")
-    again = train_vocab([str(summary.train_path)], 200, tmp_path / "b.model")
+def test_vocabulary_has_t5s_layout_exact_size_and_is_the_same_again(installation, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "VALIDATION_SHARE", 0.11)
+    build(tmp_path / "out")
+    first = train_vocab([str(tmp_path / "out" / "train.jsonl")], 200, tmp_path / "a.model")
+    again = train_vocab([str(tmp_path / "out" / "train.jsonl")], 200, tmp_path / "b.model")
     assert first.sha256 == again.sha256 and first.size == 200
     processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "a.model"))
     assert len(processor) == 200
@@ -272,19 +220,6 @@ def test_vocabulary_has_t5s_layout_exact_size_and_is_the_same_again(installation
     text = "The parser of number 12 is here, with a thing in it."
     assert vocabulary.decode(vocabulary.encode(text)) == text
     assert vocabulary.encode("of\nnumber") == vocabulary.encode("of number")
-
-
-def test_the_corpus_says_how_far_it_is(installation, tmp_path, monkeypatch, caplog):
-    caplog.set_level("INFO")
-    build_corpus(tmp_path / "quick", workers=1, validation_share=0.3)
-    lines = [record.getMessage() for record in caplog.records]
-    assert re.match(r"reading up to \d+ files", lines[1]) and len(lines) == 2
-    caplog.clear()
-    monkeypatch.setattr(module, "_SECONDS_BETWEEN_LINES", 0.0)
-    summary = build_corpus(tmp_path / "slow", workers=1, validation_share=0.3)
-    lines = [record.getMessage() for record in caplog.records][2:]
-    assert len(lines) == int(re.search(r"\d+", caplog.records[1].getMessage())[0]) > 3
-    assert lines[0] == "0 files read, 0.0 of at most 20.0 MB of text" and summary.num_train_documents
 
 
 @pytest.mark.parametrize("flags", [[], ["--type", "wordpiece"]])

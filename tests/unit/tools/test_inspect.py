@@ -21,11 +21,22 @@ from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.tools import inspect as command
-from lm_experiments_tools.tools.look import Source, whole_epoch
+from lm_experiments_tools.tools.inspection import t5 as provider
+from lm_experiments_tools.tools.inspection.batches import (
+    Wording,
+    estimated_epoch,
+    render_ids,
+    render_predictions,
+    render_sample,
+)
+from lm_experiments_tools.tools.inspection.tokens import (
+    PERCENTILES,
+    TokenSource,
+    document_lengths,
+    percentiles,
+    token_frequencies,
+)
 from lm_experiments_tools.tools.main import main
-from lm_experiments_tools.tools.samples import Wording, render_ids, render_predictions, render_sample
-from lm_experiments_tools.tools.statistics import length_percentiles, token_statistics
 from lm_experiments_tools.training.micro_batches import split_batch
 from megatron.bert_dataset import BertDataset
 from megatron.tokenizers import build_tokenizer
@@ -41,7 +52,7 @@ def letters(ids: list[int]) -> str:
 
 @pytest.fixture
 def tokens(tmp_path):
-    """The worked example of `token_statistics`: documents of several sequences, one of them empty."""
+    """Documents of several sequences, one of them empty."""
     with IndexedDatasetWriter(tmp_path / "tokens", np.uint16) as writer:
         for document in ([[5, 6], [7]], [[5, 5]], []):
             for sequence in document:
@@ -51,14 +62,12 @@ def tokens(tmp_path):
 
 
 def test_counts_of_the_worked_example(tokens):
-    counts = token_statistics(tokens, vocab_size=10)
-    assert counts.document_lengths.tolist() == [3, 2, 0]
-    assert counts.sequence_lengths.tolist() == [2, 1, 2] and counts.num_counted == 5
-    assert counts.frequencies.tolist() == [0, 0, 0, 0, 0, 3, 1, 1, 0, 0]
-    assert counts.most_frequent(2) == [(5, 3), (6, 1)] and counts.ids_in_use == 3
-    assert counts.rate(5) == 0.6 and counts.rate(-1) == 0.0
-    percentiles = length_percentiles(counts.document_lengths)
-    assert percentiles[50] == 2 and percentiles[100] == 3
+    lengths, sizes = document_lengths(tokens)
+    assert lengths.tolist() == [3, 2, 0] and sizes.tolist() == [2, 1, 0]
+    assert tokens.sequence_lengths.tolist() == [2, 1, 2]
+    assert token_frequencies(tokens, vocab_size=10).tolist() == [0, 0, 0, 0, 0, 3, 1, 1, 0, 0]
+    found = percentiles(lengths)
+    assert found["median"] == 2 and found["max"] == 3
 
 
 def test_percentiles_are_those_of_a_sorted_list(tmp_path):
@@ -67,14 +76,14 @@ def test_percentiles_are_those_of_a_sorted_list(tmp_path):
         for length in lengths:
             writer.add_sequence(np.ones(length, np.int64))
             writer.end_document()
-    found = length_percentiles(token_statistics(IndexedDataset(tmp_path / "tokens"), 2).document_lengths)
+    found = percentiles(document_lengths(IndexedDataset(tmp_path / "tokens"))[0])
     ordered = sorted(lengths.tolist())
-    assert found == {p: ordered[max(-(-len(ordered) * p // 100), 1) - 1] for p in found}
+    assert found == {name: ordered[max(-(-len(ordered) * p // 100), 1) - 1] for p, name in PERCENTILES.items()}
 
 
 def test_tokens_of_another_vocabulary_are_named(tokens):
     with pytest.raises(UserError, match="holds id 7, but the vocabulary has ids 0 to 6"):
-        token_statistics(tokens, vocab_size=7)
+        token_frequencies(tokens, vocab_size=7)
 
 
 def test_render_ids_worked_example():
@@ -132,7 +141,7 @@ def test_the_command_shows_the_first_samples_of_the_run(vocab, text, capsys):
     for row in dataset.batch(np.arange(3))["input_ids"]:
         assert f"{vocabulary.decode(row)} </s>" in printed
     assert "documents  40" in printed and f"tokens     {dataset.num_tokens:,}" in printed
-    assert re.search(rf"an epoch     {len(dataset):,} examples = {len(dataset) / 6:,.1f} steps of 6 ", printed)
+    assert re.search(rf"an epoch   {len(dataset):,} examples = {len(dataset) / 6:,.1f} steps of 6 ", printed)
     (picture,) = (text / "look").iterdir()
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -200,7 +209,7 @@ def test_the_first_documents_of_a_dataset_are_streamed(vocab, text, capsys, monk
             yield {"text": f"word{number} token{number % 7} number{number} " * 4}
 
     monkeypatch.setattr(hf_datasets, "load_streaming", lambda item: datasets.IterableDataset.from_generator(rows))
-    monkeypatch.setattr(command, "STREAMED_DOCUMENTS", 30)
+    monkeypatch.setattr(provider, "STREAMED_DOCUMENTS", 30)
     assert inspect(vocab, "--data_path", "some/dataset", "--input_seq_len", "16") == 0
     printed = capsys.readouterr().out
     assert "documents  30" in printed and "sample 2" in printed and "of all the data it is not known" in printed
@@ -252,7 +261,7 @@ def test_samples_and_padding_are_those_of_the_micro_batches_of_the_run(vocab, te
             cells[name][0] += int(used.sum())
             cells[name][1] += used.numel()
     inputs = 1 - cells["inputs"][0] / cells["inputs"][1]
-    assert f"padding      {inputs:.2%} of the inputs" in printed
+    assert f"padding    {inputs:.2%} of the inputs" in printed
     if task == "mlm":
         assert f"{cells['targets'][0] / cells['inputs'][0]:.2%} of the other tokens are to be predicted" in printed
         return
@@ -278,10 +287,10 @@ def test_the_epoch_of_all_the_data_worked_example(tmp_path):
         with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
             writer.add_sequence(np.ones(size, np.int64))
             writer.end_document()
-        sources.append(Source(name, IndexedDataset(tmp_path / name), share))
-    assert whole_epoch(30, sources, [1.0, 1.0]) == pytest.approx(120)
-    assert whole_epoch(30, sources, [2.0, 1.0]) == pytest.approx(30 * (2000 + 200) / (200 + 200))
-    assert whole_epoch(30, [Source("a", sources[0].tokens, None)], [1.0]) is None
+        sources.append(TokenSource(name, IndexedDataset(tmp_path / name), share))
+    assert estimated_epoch(30, sources, [1.0, 1.0]) == pytest.approx(120)
+    assert estimated_epoch(30, sources, [2.0, 1.0]) == pytest.approx(30 * (2000 + 200) / (200 + 200))
+    assert estimated_epoch(30, [TokenSource("a", sources[0].tokens, None)], [1.0]) is None
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +300,7 @@ def bert(tmp_path_factory):
 
 def inspect_bert(bert, *flags: str) -> int:
     data = ["--data_path", str(bert / "train"), "--vocab_file", str(bert / "vocab.txt"), "--input_seq_len", "32"]
-    return main(["inspect_bert", *data, *flags])
+    return main(["inspect", "pretrain-bert", *data, *flags])
 
 
 def flip_a_bit(path) -> None:
@@ -355,9 +364,9 @@ def test_bert_shows_the_first_samples_of_the_run(bert, tmp_path, monkeypatch, ca
         rf"min {lengths[0]} .*median {lengths[(len(lengths) - 1) // 2]} .*\(tokens of a sentence\)", printed
     )
     assert f"unknown {np.mean(tokens.tokens == tokenizer.unk):.4%}" in printed
-    assert re.search(rf"an epoch     {len(dataset):,} examples = {len(dataset) / 8:,.1f} steps of 8 ", printed)
+    assert re.search(rf"an epoch   {len(dataset):,} examples = {len(dataset) / 8:,.1f} steps of 8 ", printed)
     whole = dataset.batch(np.arange(64 * 4))
-    assert f"padding      {np.mean(whole['attention_mask'] == 0):.2%} of the inputs" in printed
+    assert f"padding    {np.mean(whole['attention_mask'] == 0):.2%} of the inputs" in printed
     wrong = {"swap": "B comes before A", "random": "B is from another document"}[nsp]
     for number in range(6):
         lines = printed.split(f"sample {number} (worker {number % 2})\n")[1].split("\n\nsample")[0]
@@ -382,7 +391,7 @@ def test_bert_reads_the_settings_of_a_run(bert, tmp_path, monkeypatch, capsys):
         f"data_path: {bert / 'train'}\nvocab_file: {bert / 'vocab.txt'}\nmodel_cfg: nowhere.json\nmodel_path: run\n"
         "lr: 1e-3\ninput_seq_len: 24\nuse_nsp: false\n"
     )
-    assert main(["inspect_bert", "--config", "run.yaml", "--documents", "5"]) == 0
+    assert main(["inspect", "pretrain-bert", "--config", "run.yaml", "--documents", "5"]) == 0
     printed = capsys.readouterr().out
     assert "single segments, of 24 tokens" in printed and "documents  5" in printed
     assert "next_sentence_label" not in printed and "estimated from these documents" in printed

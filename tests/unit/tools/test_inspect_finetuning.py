@@ -1,4 +1,4 @@
-"""lmtools inspect_finetuning: what a fine-tuning run reads, from its own flags."""
+"""lmtools inspect finetune: what a fine-tuning run reads, from its own flags."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def look(tmp_path, capsys, caplog, monkeypatch):
 
     def printed(*flags):
         caplog.set_level("INFO")
-        code = lmtools(["inspect_finetuning", "--tokenizer", "tokenizer", *flags])
+        code = lmtools(["inspect", "finetune", "--tokenizer", "tokenizer", *flags])
         out = capsys.readouterr()
         return code, out.out + caplog.text + out.err
 
@@ -31,7 +31,7 @@ def test_labels_lengths_and_examples_of_a_classification_are_shown(look, tmp_pat
     assert "3 labels: Pos 4 (33.3%), neg 4 (33.3%), pos 4 (33.3%)" in text
     assert "the labels 'Pos', 'pos' differ by case" in text
     assert "9 of 12 sources (75.0%) are longer than --input_seq_len 3" in text and "are <unk>, unknown" in text
-    assert "an epoch     12 examples = 3.0 steps of 4; --epochs 3 = 9 steps" in text
+    assert "an epoch   12 examples = 3.0 steps of 4; --epochs 3 = 9 steps" in text
     assert "tokens at 50 / 90 / 99 / 100 %: sources 3 / 3 / 3 / 3" in text
     assert "input_ids (3) 4 2 1" in text and "'w1 <unk> </s>'" in text  # of validation, the longest first
     assert not (tmp_path / "runs").exists() and text.count("sample 0") == 2
@@ -47,4 +47,4 @@ def test_the_examples_of_a_packed_row_are_shown_apart(look, tmp_path):
     shown = [line.strip() for line in text.splitlines() if line.strip().startswith("'w")]
     assert {f"'{row[side]} </s>'" for row in first for side in row} >= set(shown) and len(shown) >= 4
     code, text = look("--input_seq_len", "64")
-    assert code == 2 and "there is nothing to look at: give --data_path" in text
+    assert code == 2 and "there is nothing to inspect: give --data_path" in text

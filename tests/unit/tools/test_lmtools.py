@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -24,15 +25,16 @@ def test_from_documentation_to_tokens(tmp_path, capsys):
         command = ["tokenize", "--input", f"{out}/corpus/{split}.jsonl", "--vocab", f"{out}/v.model"]
         assert main([*command, "--output", f"{out}/{split}", "--workers", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4
-    for line, words in zip(lines, ["train.jsonl", "v.model", "train.bin", "valid.bin"], strict=True):
+    assert len(lines) == 5
+    for line, words in zip(lines, ["valid.jsonl", "train.jsonl", "v.model", "train.bin", "valid.bin"], strict=True):
         assert words in line and "MB" in line
     train = IndexedDataset(tmp_path / "train")
     texts = [json.loads(line)["text"] for line in (tmp_path / "corpus" / "train.jsonl").open(encoding="utf-8")]
     assert train.num_documents == len(texts)
     vocabulary = Vocabulary.load(tmp_path / "v.model")
     # character for character, except what the vocabulary has no piece for
-    assert vocabulary.decode(train[1]).replace(" ⁇ ", "?")[:200] == texts[1].replace("\n", " ")[:200]
+    decoded = re.escape(vocabulary.decode(train[1])[:200]).replace(re.escape(" ⁇ "), ".")
+    assert re.match(decoded, texts[1].replace("\n", " "))
     assert train.tokens.max() < 900 and IndexedDataset(tmp_path / "valid").num_tokens > 100
 
 

@@ -1,4 +1,4 @@
-"""Runs read back by `lmtools compare` and `lmtools watch`: real, damaged, old and unfinished ones."""
+"""Runs read back by `lmtools compare`: real, damaged and unfinished ones."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import pytest
 
 from lm_experiments_tools.files import dump_json
 from lm_experiments_tools.tools.main import main
-from lm_experiments_tools.tools.runs.records import differences, read_run
+from lm_experiments_tools.tools.run_records import differences, read_run
 from lm_experiments_tools.tracking.terminal import plot
 from run_t5_pretraining import main as pretrain
 from tests.helpers.runs import TINY, records, words
@@ -81,8 +81,8 @@ def test_seconds_are_those_of_steps_without_validation_and_pauses(copied):
 
 def test_what_is_damaged_is_a_sentence_and_the_rest_is_shown(copied, capsys):
     with (copied / "a" / "metrics.jsonl").open("a") as file:
-        older = '{"step": 9, "split": "train", "loss": 1.5, "metrics": ["loss"]}'
-        file.write(f'{{"step": 5, "split"\nnull\n{older}\n{{"torn')
+        whole = '{"step": 9, "split": "train", "samples": 9, "tokens": 9, "time": 9, "loss": 1.5, "metrics": ["loss"]}'
+        file.write(f'{{"step": 5, "split"\nnull\n{whole}\n{{"torn')
     (copied / "a" / "env.json").write_text("{")
     (copied / "b" / "config.json").write_text("{")
     (copied / "empty").mkdir()
@@ -90,7 +90,7 @@ def test_what_is_damaged_is_a_sentence_and_the_rest_is_shown(copied, capsys):
     printed = capsys.readouterr()
     assert "9/4" in printed.out and "settings that differ" not in printed.out
     for sentence in (
-        "a: 2 of ", "a is of an older version: 1 lines", "a: env.json is left out", "config.json is not valid JSON",
+        "a: 2 of ", "a: env.json is left out", "config.json is not valid JSON",
         "empty holds no metrics.jsonl", "none is no directory",
     ):  # fmt: skip
         assert sentence in printed.err
@@ -119,7 +119,16 @@ def test_older_settings_and_other_machines_are_told_apart(copied):
 
 def test_the_best_value_is_the_highest_of_what_rises(copied):
     lines = [
-        {"step": s, "split": "valid", "samples": s, "tokens": s, "bleu": b, "loss": s, "metrics": ["bleu", "loss"]}
+        {
+            "step": s,
+            "split": "valid",
+            "samples": s,
+            "tokens": s,
+            "time": s,
+            "bleu": b,
+            "loss": s,
+            "metrics": ["bleu", "loss"],
+        }
         for s, b in ((1, 3.0), (2, 5.0), (3, None), (4, 4.0))
     ]
     (copied / "a" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -141,7 +150,10 @@ def test_the_best_value_is_the_highest_of_what_rises(copied):
     ],
 )
 def test_the_best_value_is_the_lowest_of_what_falls(copied, name, best):
-    lines = [{"step": s, "split": "valid", "samples": s, "tokens": s, name: s, "metrics": [name]} for s in (1, 2, 3)]
+    lines = [
+        {"step": s, "split": "valid", "samples": s, "tokens": s, "time": s, name: s, "metrics": [name]}
+        for s in (1, 2, 3)
+    ]
     (copied / "a" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_run(copied / "a").best(name)["step"] == best
 

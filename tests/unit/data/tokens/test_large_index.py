@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, search_sorted
-from lm_experiments_tools.tools.statistics import token_statistics
+from lm_experiments_tools.tools.inspection.tokens import document_lengths, token_frequencies
 from megatron.bert_dataset import BertDataset
 from megatron.sample_mapping import MappingSettings, build_mapping, load_mapping
 
@@ -42,7 +42,7 @@ def large(tmp_path_factory):
 def small_blocks(monkeypatch):
     """Blocks as small beside this index as the usual ones are beside a large one."""
     monkeypatch.setattr("lm_experiments_tools.data.tokens.indexed._CHECK_BLOCK", 1 << 14)
-    monkeypatch.setattr("lm_experiments_tools.tools.statistics._BLOCK", 1 << 16)
+    monkeypatch.setattr("lm_experiments_tools.tools.inspection.tokens._BLOCK", 1 << 16)
     monkeypatch.setattr("megatron.sample_mapping._CHUNK", 1 << 13)
 
 
@@ -95,6 +95,7 @@ def test_the_mapping_goes_to_its_file_in_parts(large, small_blocks, tmp_path):
 
 def test_statistics_need_little_more_than_they_return(large, small_blocks):
     with most_memory(2 * 8 * DOCUMENTS + SPARE):
-        counts = token_statistics(large, VOCABULARY)
+        lengths, _ = document_lengths(large)
+        token_frequencies(large, VOCABULARY)
     ends = np.append(large.sequence_pointers // 2, large.num_tokens)
-    np.testing.assert_array_equal(counts.document_lengths, np.diff(ends[large.document_indices]))
+    np.testing.assert_array_equal(lengths, np.diff(ends[large.document_indices]))

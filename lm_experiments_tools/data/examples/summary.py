@@ -1,4 +1,4 @@
-"""A look at encoded examples, in lines of the log: what there is to learn, how long it is, how the model reads it."""
+"""Encoded examples in lines for the log: labels, lengths, the first example as tokens."""
 
 from __future__ import annotations
 
@@ -13,31 +13,35 @@ from lm_experiments_tools.data.examples.examples import Example
 from lm_experiments_tools.data.examples.ragged import Ragged
 
 _PERCENTILES = (50, 90, 99, 100)
-_LABELS = 12  # that are named with their counts
-_TOKENS = 48  # of an example
+_LABELS = 12  # most frequent labels, named with their counts
+_TOKENS = 48  # shown of an example
 
 
-def glance(
-    encoded: EncodedExamples, tokenizer: Any, label_names: Sequence[str] = (), counts: Mapping[int, int] | None = None
-) -> Iterator[str]:
-    """Lines about examples: labels with their counts (of a classification), lengths, the first example as tokens.
+def summary(
+    encoded: EncodedExamples, label_names: Sequence[str] = (), counts: Mapping[int, int] | None = None
+) -> list[str]:
+    """Lines about examples: labels with their counts (of a classification), and percentiles of lengths in tokens.
 
     Args:
         counts: examples of each label, by its number in `label_names`.
     """
-    if label_names:
-        yield _labels(label_names, counts or {})
     sides = {"sources": encoded.sources, "targets": encoded.targets}
     parts = [f"{side} {_lengths(ragged.lengths)}" for side, ragged in sides.items() if ragged is not None]
-    yield f"tokens at {' / '.join(map(str, _PERCENTILES))} %: {', '.join(parts)}"
-    target = (
-        _first(encoded.targets, tokenizer) if encoded.labels is None else label_text(encoded.labels[0], label_names)
-    )
-    yield f"the first example: {_first(encoded.sources, tokenizer)} -> {target}"
+    lengths = f"tokens at {' / '.join(map(str, _PERCENTILES))} %: {', '.join(parts)}"
+    return [_labels(label_names, counts or {}), lengths] if label_names else [lengths]
+
+
+def first_example(encoded: EncodedExamples, tokenizer: Any, label_names: Sequence[str] = ()) -> str:
+    """A line with the tokens of the first example and its target or label."""
+    if encoded.labels is None:
+        target = _first(encoded.targets, tokenizer)
+    else:
+        target = label_text(encoded.labels[0], label_names)
+    return f"the first example: {_first(encoded.sources, tokenizer)} -> {target}"
 
 
 def counted(examples: Iterable[Example], counts: dict[int, int]) -> Iterator[Example]:
-    """The examples, whose labels are counted on their way."""
+    """Yield the examples and add their labels to `counts`."""
     for example in examples:
         for label in example.label if isinstance(example.label, tuple) else (example.label,):
             counts[label] = counts.get(label, 0) + 1
@@ -45,14 +49,14 @@ def counted(examples: Iterable[Example], counts: dict[int, int]) -> Iterator[Exa
 
 
 def label_text(label: Any, names: Sequence[str]) -> str:
-    """A value of `EncodedExamples.labels` for people: the names of the labels that apply, or a number."""
+    """Names of the labels that apply in a value of `EncodedExamples.labels`, or its number."""
     if np.ndim(label):
         return ", ".join(names[number] for number in np.flatnonzero(label > 0)) or "none"
     return names[int(label)] if names else f"{label:g}"
 
 
 def alike(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Groups of labels that differ by nothing but case, white space and the encoding of equal characters (NFKC)."""
+    """Groups of labels that are equal up to case, white space and Unicode normalization (NFKC)."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(" ".join(normalize("NFKC", name).split()).casefold(), []).append(name)

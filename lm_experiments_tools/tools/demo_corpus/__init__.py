@@ -1,1 +1,0 @@
-"""A corpus made of the documentation of this Python installation; imports data."""

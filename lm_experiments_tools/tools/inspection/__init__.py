@@ -1,0 +1,1 @@
+"""Data of a run as `lmtools inspect` shows it: one module for each kind of data, and what they share."""

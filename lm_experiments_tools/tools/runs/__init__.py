@@ -1,1 +1,0 @@
-"""Run directories read back; imports files."""
