@@ -14,7 +14,6 @@ lmtools generate RUN "The <extra_id_0> of the file."
 lmtools export RUN --to FOLDER | --output DIR.onnx
 lmtools convert FILE --to FOLDER --model_cfg NAME
 lmtools compare RUNS
-lmtools launch --slurm --nodes 2 --gpus 8 -- run_t5_pretraining.py --config RUN.yaml
 lmtools doctor
 lmtools settings --output .
 lmtools pretrain-t5 | pretrain-bert | finetune: the scripts, with their flags
@@ -52,7 +51,6 @@ COMMANDS = {
     "export": "write a model for the Hugging Face Hub, or as ONNX, and check what is loaded from it",
     "convert": "make a folder for from_pretrained of weights of t5-experiments, nanoT5 or t5x",
     "compare": "a table of runs: progress, metrics, and the settings that differ",
-    "launch": "submit a script to Slurm, Ray, Kubeflow or machines by ssh as one job, its flags checked first",
     "doctor": "what works here: versions, backends tried by two workers, devices, compilers; what to install",
     "settings": "write the settings that accelerate launch takes, accelerate_configs/, to a folder",
 }
@@ -62,11 +60,6 @@ SCRIPTS = {
     "pretrain-bert": ("run_bert_pretraining.py", "pre-train a BERT with masked words and sentence pairs"),
     "finetune": ("run_finetuning.py", "fine-tune a pre-trained model"),
     "build-horovod": ("scripts/build_horovod.py", "build Horovod against the installed torch and check it"),
-}
-_ARGUMENTS = {
-    "pretrain-t5": "pretraining:T5PretrainingArgs",
-    "pretrain-bert": "bert:BertPretrainingArgs",
-    "finetune": "finetuning:FinetuningArgs",
 }
 
 
@@ -131,17 +124,6 @@ def _run_script(file: str, argv: list[str]) -> int:
     sys.argv = [str(path), *argv]
     runpy.run_path(str(path), run_name="__main__")
     return 0
-
-
-def script_path(name: str) -> Path:
-    """The file of one of `SCRIPTS`."""
-    return _find(SCRIPTS[name][0])
-
-
-def arguments_of(name: str) -> type | None:
-    """The dataclass of a script's flags; None for a name that is no script's, or one without any."""
-    module, _, cls = _ARGUMENTS.get(name, "").partition(":")
-    return getattr(importlib.import_module(f"lm_experiments_tools.config.{module}"), cls) if cls else None
 
 
 def _find(file: str) -> Path:
