@@ -86,7 +86,7 @@ def worker_on(machine):
     own = [
         p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] and p.info["cmdline"][0].endswith("python")
     ]
-    launchers = ("torchrun", "torch.distributed.run", "accelerate", "tools.main launch")
+    launchers = ("torchrun", "torch.distributed.run", "accelerate")
     lines = {p: " ".join(p.info["cmdline"]) for p in own if SCRIPT in p.info["cmdline"]}
     own = [p for p, line in lines.items() if not any(word in line for word in launchers)]
     return next(p for p in own if Path(f"/proc/{p.pid}/ns/uts").readlink() == name)

@@ -261,7 +261,7 @@ def test_flags_of_a_command_exist(page, command, tmp_path, monkeypatch):
     given = with_names(found[2], getattr(importlib.import_module(cls.__module__), "POSITIONAL", ()))
     files = [ROOT / given[place + 1] for place, word in enumerate(given) if word == "--config"]
     if "..." in command or not all(path.is_file() for path in files):  # the rest of the settings stands elsewhere
-        names = {field.name for field in dataclasses.fields(cls)} | {"config"}
+        names = {field.name for field in dataclasses.fields(cls)} | {"config", "print_config"}
         assert {word[2:].removeprefix("no_") for word in given if word.startswith("--")} <= names
     else:
         cli.parse(cls, given)

@@ -125,7 +125,7 @@ def test_help_names_the_command_and_keeps_its_examples(name, capsys, monkeypatch
     assert sum(line.startswith(f"    lmtools {name} ") for line in above.splitlines()) == examples
 
 
-@pytest.mark.parametrize("command", ["", "corpus", "vocab", "tokenize", "compare", "doctor", "plan", "launch"])
+@pytest.mark.parametrize("command", ["", "corpus", "vocab", "tokenize", "compare", "doctor", "plan"])
 def test_help_is_quick_and_imports_nothing_heavy(command):
     code = (
         "import sys, time; start = time.process_time()\n"
