@@ -268,12 +268,11 @@ def dense_bias(bias: DistanceBias, query_length: int, key_length: int, dtype: to
 
 
 def wants_gradient(bias: Bias | None) -> bool:
-    """True if a bias is trained in this call."""
+    """True if a bias requires a gradient in this call."""
     if bias is None or not torch.is_grad_enabled():
         return False
-    if isinstance(bias, Tensor):
-        return bias.requires_grad
-    return (bias.weight if isinstance(bias, T5Bias) else bias.table(1)).requires_grad
+    is_known = isinstance(bias, Tensor | T5Bias | AlibiBias | TableBias)
+    return (values_of(bias) if is_known else bias.table(1)).requires_grad
 
 
 def distance_tiles(table: Tensor, block: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 import modeling_bert
 import modeling_t5
-from lm_experiments_tools.attention import Layout, T5Bias, block_sparse_attention, huggingface
+from lm_experiments_tools.attention import AlibiBias, Layout, T5Bias, block_sparse_attention, huggingface
 from lm_experiments_tools.attention.kernels import compiled
 from lm_experiments_tools.attention.kernels.dispatch import select
 from lm_experiments_tools.attention.layouts import LocalSlidingWindowSparsityConfig
@@ -145,6 +145,15 @@ def test_a_compiled_model_has_one_graph_for_a_shape_and_two_for_all_lengths(name
         numbers.append(graphs.number)
     assert numbers == [1, 1, 2, 2, 2, 2]
     assert not counters["graph_break"] and counters["frames"]["total"] == counters["frames"]["ok"]
+
+
+def test_a_compiled_call_with_trained_slopes_is_the_uncompiled_one():
+    traced = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager")
+    (q,), (slopes,) = (tensors(*shape, count=1, dtype=torch.float32) for shape in ((1, 2, 300, 8), (2,)))
+    found, wanted = (f(q, q, q, None, AlibiBias(slopes)) for f in (traced, block_sparse_attention))
+    assert torch.equal(found, wanted)
+    both = [torch.autograd.grad(x.square().sum(), [q, slopes]) for x in (found, wanted)]
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
 
 
 def test_another_layout_is_another_graph():
