@@ -30,7 +30,7 @@ from lm_experiments_tools.attention import T5Bias
 from lm_experiments_tools.attention.kernels import triton as backend
 from lm_experiments_tools.attention.kernels import triton_kernels
 from lm_experiments_tools.attention.kernels.plan import AnyLayout
-from lm_experiments_tools.attention.kernels.request import Request, check
+from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec, validate
 
 KERNELS = [name for name in vars(triton_kernels) if name.endswith("_kernel")]
 _NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
@@ -87,12 +87,16 @@ def launches_of(
     q, k, v = (torch.randn(1, 1, length, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
     mask = torch.ones(1, length, dtype=torch.bool)
     mask[0, -1] = False
-    request = Request(
-        q, k, v, layout, T5Bias(torch.zeros(32, 1, requires_grad=True)) if bias else None, mask if padding else None,
-        torch.zeros(1, length, dtype=torch.int64) if segments else None, causal, None, dropout_p,
-    )  # fmt: skip
+    spec = AttentionSpec(
+        key_padding_mask=mask if padding else None,
+        segment_ids=torch.zeros(1, length, dtype=torch.int64) if segments else None,
+        bias=T5Bias(torch.zeros(32, 1, requires_grad=True)) if bias else None,
+        layout=layout,
+        causal=causal,
+        dropout_p=dropout_p,
+    )
     with recorded() as launches:
-        backend.attend(check(request), 0).sum().backward()
+        backend.attend(validate(AttentionInputs(q, k, v, spec)), 0).sum().backward()
     return launches
 
 

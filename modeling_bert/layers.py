@@ -6,30 +6,20 @@ Shapes: B sequences, L tokens, D features (`hidden_size`), H heads of d = D / H 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import GradientCheckpointingLayer, apply_chunking_to_forward
 from transformers.activations import ACT2FN
 
-from lm_experiments_tools.attention.attend import attend, shared_bias
 from lm_experiments_tools.attention.huggingface import configured_layout
-from lm_experiments_tools.attention.kernels.bias import Bias
+from lm_experiments_tools.attention.kernels.dispatch import attend, backend_of, shared_bias
+from lm_experiments_tools.attention.kernels.spec import AttentionSpec
 from lm_experiments_tools.attention.layouts import SparsityConfig
 from lm_experiments_tools.attention.positions import PositionScheme
-from lm_experiments_tools.modules.fast_step import dense_attention, dropped, joined, normed, stream_dtype
+from lm_experiments_tools.modules.fast_step import dropped, joined, normed, stream_dtype
 from modeling_bert.configuration_bert import BertConfig
 from modeling_bert.positions import content_position, shared_position
-
-
-class Allowed(NamedTuple):
-    """Which keys attention may look at; None where a mask would say "all"."""
-
-    key_padding_mask: Tensor | None = None  # bool [B, L], True for real tokens
-    mask: Tensor | None = None  # bool [B, 1 or H, L, L], True where allowed
-    segments: Tensor | None = None  # int [B, L], documents of packed rows: queries see keys of their own
-    offset: int | Tensor = 0  # int64 [B, 1, L], where the documents' positions begin, for schemes that rotate
 
 
 class CanBeFast(nn.Module):
@@ -94,35 +84,29 @@ class BertSelfAttention(CanBeFast):
     def forward(
         self,
         x: Tensor,
-        bias: Bias | None,
+        spec: AttentionSpec,
         position: PositionScheme,
-        allowed: Allowed,
+        offset: int | Tensor,
         output_attentions: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, L, D] -> [B, L, D] and, if asked for, the weights [B, H, L, L]."""
+        """[B, L, D] -> [B, L, D] and, on request, the weights [B, H, L, L]; `offset` is for `position.rotate`."""
         projections = self.query, self.key, self.value
         features = joined(x, *projections) if self.is_fast and self.training else (part(x) for part in projections)
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in features)  # [B, H, L, d]
-        q, k = position.rotate(q, k, allowed.offset)
+        q, k = position.rotate(q, k, offset)
+        bias = spec.bias
         if self.distance_embedding is not None:
             of_content = self.distance_embedding(q, k)
             bias = of_content if bias is None else of_content + bias
         dropout_p = self.config.attention_probs_dropout_prob if self.training else 0.0
-        is_dense = allowed.mask is None and implementation(self.config) == "sdpa"
-        if self.is_fast and q.is_cpu and is_dense and not output_attentions and q.dtype != torch.float16:
-            output = dense_attention(q * q.shape[-1] ** -0.5, k, v, allowed.key_padding_mask, dropout_p, bias)
-            return output.transpose(1, 2).flatten(2), None
+        backend = backend_for(self.config)
         output, weights = attend(
             q,
             k,
             v,
-            implementation=implementation(self.config),
-            layout=self.layout,
-            bias=bias,
-            key_padding_mask=allowed.key_padding_mask,
-            segment_ids=None if allowed.segments is None else (allowed.segments, allowed.segments),
-            mask=allowed.mask,
-            dropout_p=dropout_p,
+            spec._replace(bias=bias, layout=self.layout, dropout_p=dropout_p),
+            backend,
+            prefers_products=self.is_fast and backend == "sdpa",
             output_attentions=output_attentions,
         )
         return output.transpose(1, 2).flatten(2), weights
@@ -180,13 +164,13 @@ class BertLayer(CanBeFast, GradientCheckpointingLayer):
     def forward(
         self,
         x: Tensor,
-        bias: Bias | None,
+        spec: AttentionSpec,
         position: PositionScheme,
-        allowed: Allowed,
+        offset: int | Tensor,
         output_attentions: bool,
     ) -> Tensor:
         attended, _ = self.attention.self(
-            self.norm(self.pre_attention_ln, x), bias, position, allowed, output_attentions
+            self.norm(self.pre_attention_ln, x), spec, position, offset, output_attentions
         )
         x = self.attention.output(attended, x)
         return apply_chunking_to_forward(self.feed_forward, self.config.chunk_size_feed_forward, 1, x)
@@ -207,30 +191,27 @@ class BertEncoder(nn.Module):
         final_norm = config.pre_layer_norm and config.last_layer_norm
         self.last_layer_ln = _norm(config) if final_norm else nn.Identity()
 
-    def forward(self, x: Tensor, allowed: Allowed, output_attentions: bool) -> Tensor:
+    def forward(self, x: Tensor, spec: AttentionSpec, offset: int | Tensor, output_attentions: bool) -> Tensor:
         """[B, L, D] -> [B, L, D]"""
-        length = x.shape[1]
+        length, backend = x.shape[1], backend_for(self.config)
         bias = self.position.bias(length, length, device=x.device)
+        bias_backend = backend if spec.mask is None else "sdpa"  # under a mask of queries by keys all is dense
         is_dense = self.config.sparse_config_cls is None
-        bias = shared_bias(bias, length, length, implementation(self.config), x.device, is_dense, self.training)
-        if allowed.segments is not None:
-            bias, allowed = self.for_packed_rows(bias, allowed, x.dtype)
+        bias = shared_bias(bias, length, length, bias_backend, x.device, is_dense, self.training)
+        if spec.segment_ids is not None and backend != "auto":  # documents separated by the bias, for all layers
+            queries, keys = spec.segment_ids
+            same = queries[:, None, :, None] == keys[:, None, None, :]
+            mask = torch.zeros(same.shape, dtype=x.dtype, device=same.device).masked_fill(~same, -torch.inf)
+            bias, spec = mask if bias is None else bias + mask, spec._replace(segment_ids=None)
+        spec = spec._replace(bias=bias)
         for layer in self.layer:
-            x = layer(x, bias, self.position, allowed, output_attentions)
+            x = layer(x, spec, self.position, offset, output_attentions)
         return self.last_layer_ln(x)
 
-    def for_packed_rows(self, bias: Bias | None, allowed: Allowed, dtype: torch.dtype) -> tuple[Bias | None, Allowed]:
-        """Documents kept apart by the bias, once for all layers; block-sparse kernels are given their numbers."""
-        if implementation(self.config) == "block_sparse":
-            return bias, allowed
-        same = allowed.segments[:, None, :, None] == allowed.segments[:, None, None, :]
-        mask = torch.zeros(same.shape, dtype=dtype, device=same.device).masked_fill(~same, -torch.inf)
-        return mask if bias is None else bias + mask, allowed._replace(segments=None)
 
-
-def implementation(config: BertConfig) -> str:
-    """The attention that computes a layout where there is one, else the user's choice."""
-    return config._attn_implementation if config.sparse_config_cls is None else "block_sparse"
+def backend_for(config: BertConfig) -> str:
+    """The attention backend: "auto" where there is a layout, else that of attn_implementation."""
+    return "auto" if config.sparse_config_cls is not None else backend_of(config._attn_implementation)
 
 
 def _norm(config: BertConfig) -> nn.LayerNorm:

@@ -26,13 +26,14 @@ from transformers.processing_utils import Unpack
 from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
+from lm_experiments_tools.attention.kernels.spec import AttentionSpec
 from lm_experiments_tools.attention.positions import PositionScheme, RelativeBiasPosition
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.modules.user_classes import set_own_values
 from lm_experiments_tools.modules.variants import TakesBothConfigs
 from modeling_bert.configuration_bert import BertConfig
-from modeling_bert.layers import Allowed, BertEmbeddings, BertEncoder, BertLayer, BertSelfAttention, CanBeFast
-from modeling_bert.packing import allowed_in_packed_rows, of_documents, positions_of, starts_of
+from modeling_bert.layers import BertEmbeddings, BertEncoder, BertLayer, BertSelfAttention, CanBeFast
+from modeling_bert.packing import of_documents, positions_of, spec_of_packed_rows, starts_of
 from modeling_bert.positions import RelativeKeyPosition
 
 TIED = {
@@ -161,19 +162,19 @@ class BertModel(BertPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embeddings.word_embeddings(input_ids)
         self._check_positions(inputs_embeds.shape[1], position_ids)
-        allowed, starts = _allowed(attention_mask, *inputs_embeds.shape[:2]), None
+        spec, offset, starts = _spec_of(attention_mask, *inputs_embeds.shape[:2]), 0, None
         if segment_ids is not None:
-            allowed = allowed_in_packed_rows(segment_ids, allowed, self.config, self.encoder.position)
+            spec, offset = spec_of_packed_rows(segment_ids, spec, self.config, self.encoder.position)
             if position_ids is None and self.embeddings.position_embeddings is not None:
                 position_ids = positions_of(segment_ids)
             if self.pooler is not None:
                 starts = starts_of(segment_ids, num_segments or int(segment_ids.max()))
-        if self.is_fast and allowed.key_padding_mask is not None and _is_full(allowed.key_padding_mask):
-            allowed = Allowed()
+        if self.is_fast and spec.key_padding_mask is not None and _is_full(spec.key_padding_mask):
+            spec = AttentionSpec()
         if output_attentions is None:
             output_attentions = self.config.output_attentions
         x = self.embeddings(inputs_embeds, token_type_ids, position_ids)
-        x = self.encoder(x, allowed, output_attentions)
+        x = self.encoder(x, spec, offset, output_attentions)
         return BaseModelOutputWithPooling(
             last_hidden_state=x, pooler_output=None if self.pooler is None else self.pooler(x, starts)
         )
@@ -453,11 +454,11 @@ class BertForQuestionAnswering(BertPreTrainedModel):
         return QuestionAnsweringModelOutput(loss=loss, start_logits=start, end_logits=end, **_recorded(outputs))
 
 
-def _allowed(attention_mask: Tensor | None, batch: int, length: int) -> Allowed:
+def _spec_of(attention_mask: Tensor | None, batch: int, length: int) -> AttentionSpec:
     if attention_mask is None:
-        return Allowed()
+        return AttentionSpec()
     if attention_mask.shape == (batch, length):
-        return Allowed(attention_mask != 0)
+        return AttentionSpec(key_padding_mask=attention_mask != 0)
     shape = list(attention_mask.shape)
     fits = attention_mask.dim() in (3, 4) and shape[-2:] == [length, length] and shape[0] in (1, batch)
     if not fits or attention_mask.is_floating_point():
@@ -466,7 +467,7 @@ def _allowed(attention_mask: Tensor | None, batch: int, length: int) -> Allowed:
             f"[{batch}, {length}, {length}] or [{batch}, heads, {length}, {length}], not 0 where attention is allowed."
         )
     mask = attention_mask if attention_mask.dim() == 4 else attention_mask[:, None]
-    return Allowed(mask=mask != 0)
+    return AttentionSpec(mask=mask != 0)
 
 
 def _is_full(mask: Tensor) -> bool:

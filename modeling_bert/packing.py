@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lm_experiments_tools.attention.kernels.spec import AttentionSpec
 from lm_experiments_tools.attention.positions import PositionScheme, RotaryPosition
 from modeling_bert.configuration_bert import BertConfig
-from modeling_bert.layers import Allowed
 
 
 def positions_of(segment_ids: Tensor) -> Tensor:
@@ -34,10 +34,12 @@ def starts_of(segment_ids: Tensor, num_segments: int) -> Tensor:
     return (segment_ids[:, None] == numbers[:, None]).byte().argmax(-1)
 
 
-def allowed_in_packed_rows(
-    segment_ids: Tensor, allowed: Allowed, config: BertConfig, position: PositionScheme
-) -> Allowed:
-    """What tokens of packed rows may look at; those that are masked become padding, which only padding sees.
+def spec_of_packed_rows(
+    segment_ids: Tensor, spec: AttentionSpec, config: BertConfig, position: PositionScheme
+) -> tuple[AttentionSpec, int | Tensor]:
+    """The attention of packed rows, and the position offset of each token for schemes that rotate.
+
+    Masked tokens become padding, which only padding attends to.
 
     Raises:
         ValueError: a layout of blocks, or a mask of more than tokens.
@@ -47,14 +49,14 @@ def allowed_in_packed_rows(
             f"sparse_config_cls={config.sparse_config_cls!r} lays its blocks over the row, so what a document of a "
             "packed row (segment_ids) looks at would depend on its place."
         )
-    if allowed.mask is not None:
+    if spec.mask is not None:
         raise ValueError("segment_ids and an attention_mask of more than [batch, length]: give one of the two.")
     offset = 0
     if isinstance(position, RotaryPosition):
         offset = (positions_of(segment_ids) - torch.arange(segment_ids.shape[1], device=segment_ids.device))[:, None]
-    if allowed.key_padding_mask is not None:
-        segment_ids = segment_ids.masked_fill(~allowed.key_padding_mask, 0)
-    return Allowed(segments=segment_ids, offset=offset)
+    if spec.key_padding_mask is not None:
+        segment_ids = segment_ids.masked_fill(~spec.key_padding_mask, 0)
+    return AttentionSpec(segment_ids=(segment_ids, segment_ids)), offset
 
 
 def of_documents(segment_ids: Tensor | None, labels: Tensor | None) -> dict[str, Any]:

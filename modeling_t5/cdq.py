@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from lm_experiments_tools.attention.kernels.bias import Bias
+from lm_experiments_tools.attention.kernels.spec import AttentionSpec
 from modeling_t5.configuration_t5 import T5Config
-from modeling_t5.layers import ENCODER_SELF, Allowed, T5Attention, limit_float16
+from modeling_t5.layers import ENCODER_SELF, T5Attention, limit_float16
 
 
 class T5CDQAttention(T5Attention):
@@ -51,37 +52,37 @@ class T5CDQAttention(T5Attention):
     def forward(
         self,
         x: Tensor,
-        allowed: Allowed,
+        spec: AttentionSpec,
         bias: Bias | None = None,
         key_value_states: Tensor | None = None,
         past_key_values: Cache | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Bias | None, Tensor | None]:
         if not self.num_cdq_heads:
-            return super().forward(x, allowed, bias, output_attentions=output_attentions)
+            return super().forward(x, spec, bias, output_attentions=output_attentions)
         k, v = self.split_heads(self.k(x)), self.split_heads(self.v(x))
         bias = self.position_bias(bias, k.shape[2], k.shape[2], 0, x.device)
-        queries = [self.context_queries(x, allowed)]
+        queries = [self.context_queries(x, spec)]
         if self.q is not None:
             queries.insert(0, self.split_heads(self.q(x)))
         pairs = [self.position.rotate(q, k) for q in queries]
         outputs, weights = zip(
-            *[self.attend(q, turned, v, bias, allowed, output_attentions) for q, turned in pairs], strict=True
+            *[self.attend(q, turned, v, bias, spec, output_attentions) for q, turned in pairs], strict=True
         )
         weights = None if weights[0] is None else torch.cat(weights, dim=1)
         return self.join_heads(torch.cat(outputs, dim=1)), bias, weights
 
-    def context_queries(self, x: Tensor, allowed: Allowed) -> Tensor:
+    def context_queries(self, x: Tensor, spec: AttentionSpec) -> Tensor:
         """Queries [B, num_cdq_heads, L, d] of tokens x [B, L, D]."""
         scores = self.T(F.relu(limit_float16(self.W_t(x)))).transpose(1, 2)  # [B, heads, L]
-        seen = allowed.key_padding_mask
-        if allowed.mask is not None:  # a token counts if any other may look at it
-            seen = allowed.mask.any(dim=2).any(dim=1)
-        if allowed.added is not None:  # as much as for the one that heeds it most
-            scores = scores + allowed.added.to(scores.dtype).amax(dim=(1, 2))[:, None]
+        visible = spec.key_padding_mask
+        if spec.mask is not None:  # a token counts if any other may attend to it
+            visible = spec.mask.any(dim=2).any(dim=1)
+        if spec.bias is not None:  # as much as for the query that attends to it most
+            scores = scores + spec.bias.to(scores.dtype).amax(dim=(1, 2))[:, None]
         scores = limit_float16(scores)
-        if seen is not None:
-            scores = scores.masked_fill(~seen[:, None], torch.finfo(scores.dtype).min)
+        if visible is not None:
+            scores = scores.masked_fill(~visible[:, None], torch.finfo(scores.dtype).min)
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(x.dtype)
         pooled = F.dropout(weights, self.dropout, self.training) @ x  # [B, heads, D]
         # The pooled vector's part of a query is the same for all tokens, a token's for all heads: no [B, heads, L, D].

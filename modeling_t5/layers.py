@@ -10,7 +10,6 @@ cut to it (`limit_float16`, which does nothing to other dtypes); infinities woul
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,9 +17,11 @@ from torch import Tensor, nn
 from transformers import Cache, EncoderDecoderCache, GradientCheckpointingLayer
 from transformers.activations import ACT2FN
 
-from lm_experiments_tools.attention.attend import attend, limit_float16, shared_bias
 from lm_experiments_tools.attention.huggingface import configured_layout
 from lm_experiments_tools.attention.kernels.bias import Bias
+from lm_experiments_tools.attention.kernels.dispatch import attend, backend_of, shared_bias
+from lm_experiments_tools.attention.kernels.eager import limit_float16
+from lm_experiments_tools.attention.kernels.spec import AttentionSpec
 from lm_experiments_tools.attention.layouts import SparsityConfig
 from lm_experiments_tools.attention.positions import (
     AlibiPosition,
@@ -29,7 +30,7 @@ from lm_experiments_tools.attention.positions import (
     RelativeBiasPosition,
     RotaryPosition,
 )
-from lm_experiments_tools.modules.fast_step import Dropout, dense_attention, joined
+from lm_experiments_tools.modules.fast_step import Dropout, joined
 from lm_experiments_tools.names import resolve_configured
 from modeling_t5.configuration_t5 import T5Config
 from modeling_t5.fast_step import activate, norm
@@ -42,39 +43,28 @@ DECODER_CROSS = "decoder_cross_attention"
 _LAYOUTS: WeakValueDictionary[str, SparsityConfig] = WeakValueDictionary()  # by their settings
 
 
-class Allowed(NamedTuple):
-    """Which keys attention may look at; None where a mask would say "all"."""
+def spec_of(attention_mask: Tensor | Segments | None, causal: bool = False) -> AttentionSpec:
+    """The attention of a stack from a mask as in transformers, with T5's unscaled scores.
 
-    key_padding_mask: Tensor | None = None  # bool [B, K], True for real tokens
-    mask: Tensor | None = None  # bool [1 or B, 1 or H, Q, K], True where allowed
-    causal: bool = False  # query i sees keys 0..i
-    segments: Segments | None = None  # queries see keys of their own example
-    added: Tensor | None = None  # [1 or B, 1 or H, Q, K], added to scores: a user's mask of floats
-
-    @property
-    def has_matrix(self) -> bool:
-        """True if queries are not all alike."""
-        return not (self.mask is None and self.segments is None and self.added is None)
-
-
-def allowed_by(attention_mask: Tensor | Segments | None, causal: bool = False) -> Allowed:
-    """From a mask as in transformers: 1 and 0 [B, K] or, of bool or integers, [B, Q, K] or [B, 1 or heads, Q, K].
-
-    A mask of floats [B, 1 or heads, Q, K] is added to scores, and the lowest number of its type says "never".
+    Args:
+        attention_mask: 1 and 0 [B, K] or, of bool or integers, [B, Q, K] or [B, 1 or heads, Q, K]. A mask of floats
+            [B, 1 or heads, Q, K] becomes the bias, and the lowest number of its type forbids a key.
     """
     if isinstance(attention_mask, Segments):
-        return Allowed(segments=attention_mask, causal=causal)
+        return AttentionSpec(segment_ids=attention_mask, causal=causal, scale=1.0)
     if attention_mask is None or attention_mask.dim() == 2:
-        return Allowed(None if attention_mask is None else attention_mask != 0, causal=causal)
+        padding = None if attention_mask is None else attention_mask != 0
+        return AttentionSpec(key_padding_mask=padding, causal=causal, scale=1.0)
     if not attention_mask.is_floating_point():
-        return Allowed(mask=(attention_mask[:, None] if attention_mask.dim() == 3 else attention_mask) != 0)
+        mask = (attention_mask[:, None] if attention_mask.dim() == 3 else attention_mask) != 0
+        return AttentionSpec(mask=mask, scale=1.0)
     if attention_mask.dim() != 4:
         raise ValueError(
             f"attention_mask is {attention_mask.dtype} {list(attention_mask.shape)}: one that is added to scores has "
             "4 dimensions, [batch, heads or 1, queries, keys], and one of 0 and 1 must be bool or integer."
         )
     allowed = attention_mask > torch.finfo(attention_mask.dtype).min / 2
-    return Allowed(mask=allowed, added=attention_mask.masked_fill(~allowed, 0.0))
+    return AttentionSpec(mask=allowed, bias=attention_mask.masked_fill(~allowed, 0.0), scale=1.0)
 
 
 class T5LayerNorm(nn.Module):
@@ -244,20 +234,21 @@ class T5Attention(nn.Module):
         return self._modules[self.position_name]
 
     @property
-    def implementation(self) -> str:
-        return "block_sparse" if self.layout is not None else self.config._attn_implementation
+    def backend(self) -> str:
+        """The attention backend; "auto" is that of attn_implementation="block_sparse"."""
+        return "auto" if self.layout is not None else backend_of(self.config._attn_implementation)
 
     @property
     def takes_segments(self) -> bool:
         """True if packed rows need no mask here: kernels or the fast step know segments, and no variant of yours is in
         between."""
         is_plain = type(self).forward is T5Attention.forward and type(self).attend is T5Attention.attend
-        return is_plain and (self.is_fast or self.implementation == "block_sparse")
+        return is_plain and (self.is_fast or self.backend == "auto")
 
     def forward(
         self,
         x: Tensor,
-        allowed: Allowed,
+        spec: AttentionSpec,
         bias: Bias | None = None,
         key_value_states: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -267,7 +258,7 @@ class T5Attention(nn.Module):
 
         Args:
             x: normed hidden states [B, Q, D].
-            allowed: which keys may be looked at.
+            spec: the attention of the stack: masks, causality, scale.
             bias: what an earlier layer made and shares.
             key_value_states: the encoder's output [B, K, D] in cross-attention.
             past_key_values: cache of a decoder.
@@ -285,9 +276,9 @@ class T5Attention(nn.Module):
             q = self.split_heads(self.q(x))
             k, v, q = self.keys_and_values(q, states, past_key_values, offset)
         if self.kind == DECODER_SELF:
-            allowed = with_cache(allowed, q.shape[2], k.shape[2], offset, x.device)
+            spec = with_cache(spec, q.shape[2], k.shape[2], offset, x.device)
         bias = self.position_bias(bias, q.shape[2], k.shape[2], offset, x.device)
-        output, weights = self.attend(q, k, v, bias, allowed, output_attentions)
+        output, weights = self.attend(q, k, v, bias, spec, output_attentions)
         return self.join_heads(output), bias, weights
 
     def attend(
@@ -296,37 +287,23 @@ class T5Attention(nn.Module):
         k: Tensor,
         v: Tensor,
         bias: Bias | None,
-        allowed: Allowed,
+        spec: AttentionSpec,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, H, Q, d] from queries, keys and values of that form, and the weights or None."""
-        if self.is_fast and q.is_cpu and not output_attentions and self.implementation != "block_sparse":
-            knows_mask = allowed.segments is not None or not (allowed.causal or allowed.has_matrix)
-            if knows_mask and q.dtype != torch.float16:
-                dropout_p = self.dropout if self.training else 0.0
-                bias = shared_bias(bias, q.shape[2], k.shape[2], "eager")
-                if allowed.segments is not None:
-                    bias = allowed.segments.added_to(bias, allowed.causal)
-                return dense_attention(q, k, v, allowed.key_padding_mask, dropout_p, bias), None
-        if allowed.added is not None:
-            bias = shared_bias(bias, q.shape[2], k.shape[2], "eager")
-            added = limit_float16(allowed.added.to(q.dtype))
-            bias = added if bias is None else bias + added
-        return attend(
-            q,
-            k,
-            v,
-            implementation=self.implementation,
-            layout=self.layout,
-            bias=bias,
-            key_padding_mask=allowed.key_padding_mask,
-            segment_ids=allowed.segments,
-            mask=allowed.mask,
-            causal=allowed.causal,
-            scale=1.0,
-            dropout_p=self.dropout if self.training else 0.0,
-            output_attentions=output_attentions,
-        )
+        """[B, H, Q, d] from queries, keys and values of that shape, and the weights or None."""
+        lengths = q.shape[2], k.shape[2]
+        is_fast = self.is_fast and self.backend != "auto" and not output_attentions
+        if is_fast and spec.segment_ids is not None and q.is_cpu and q.dtype != torch.float16:
+            bias = spec.segment_ids.added_to(shared_bias(bias, *lengths, "eager"), spec.causal)
+            spec = spec._replace(segment_ids=None, causal=False)
+        if spec.bias is not None:  # a user's mask of floats
+            bias = shared_bias(bias, *lengths, "eager")
+            added = limit_float16(spec.bias.to(q.dtype))
+            bias = added.expand(-1, -1, *lengths) if bias is None else bias + added
+        if self.backend != "auto" or spec.mask is not None or output_attentions:
+            bias = shared_bias(bias, *lengths, "eager")
+        spec = spec._replace(bias=bias, layout=self.layout, dropout_p=self.dropout if self.training else 0.0)
+        return attend(q, k, v, spec, self.backend, prefers_products=is_fast, output_attentions=output_attentions)
 
     def projected(self, x: Tensor, states: Tensor) -> tuple[Tensor, ...]:
         """Queries of x, keys and values of the states, [B, L, H * d] each, in as few products as can be."""
@@ -380,21 +357,21 @@ class T5Attention(nn.Module):
         if bias is None:
             bias = self.position.bias(query_length, key_length, offset, device)
         is_dense = self.layout is None
-        return shared_bias(bias, query_length, key_length, self.implementation, device, is_dense, self.training)
+        return shared_bias(bias, query_length, key_length, self.backend, device, is_dense, self.training)
 
 
 def with_cache(
-    allowed: Allowed, query_length: int, key_length: int, offset: int | Tensor, device: torch.device
-) -> Allowed:
-    """Keys that a decoder's queries, `offset` tokens into a cache, may look at; unchanged where nothing is cached."""
-    if allowed.mask is not None or (isinstance(offset, int) and offset == 0 and query_length == key_length):
-        return allowed
+    spec: AttentionSpec, query_length: int, key_length: int, offset: int | Tensor, device: torch.device
+) -> AttentionSpec:
+    """The spec for a decoder's queries, `offset` tokens into a cache; unchanged where nothing is cached."""
+    if spec.mask is not None or (isinstance(offset, int) and offset == 0 and query_length == key_length):
+        return spec
     queries = torch.arange(query_length, device=device) + offset
     mask = (torch.arange(key_length, device=device) <= queries[:, None])[None, None]
-    padding = allowed.key_padding_mask
-    if padding is not None:  # places of a static cache that are not filled yet lie in the future
+    padding = spec.key_padding_mask
+    if padding is not None:  # positions of a static cache that are not filled yet are in the future
         mask = mask & nn.functional.pad(padding, (0, key_length - padding.shape[1]), value=True)[:, None, None]
-    return Allowed(mask=mask)
+    return AttentionSpec(mask=mask, scale=spec.scale)
 
 
 def make_attention(config: T5Config, kind: str, layer_idx: int) -> T5Attention:
@@ -417,13 +394,13 @@ class T5LayerSelfAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        allowed: Allowed,
+        spec: AttentionSpec,
         bias: Bias | None,
         past_key_values: Cache | None,
         output_attentions: bool,
     ) -> tuple[Tensor, Bias | None, Tensor | None]:
         output, bias, weights = self.SelfAttention(
-            self.layer_norm(x), allowed, bias, past_key_values=past_key_values, output_attentions=output_attentions
+            self.layer_norm(x), spec, bias, past_key_values=past_key_values, output_attentions=output_attentions
         )
         return limit_float16(x + self.dropout(output)), bias, weights
 
@@ -441,13 +418,13 @@ class T5LayerCrossAttention(nn.Module):
         self,
         x: Tensor,
         key_value_states: Tensor,
-        allowed: Allowed,
+        spec: AttentionSpec,
         past_key_values: Cache | None,
         output_attentions: bool,
     ) -> tuple[Tensor, Tensor | None]:
         output, _, weights = self.EncDecAttention(
             self.layer_norm(x),
-            allowed,
+            spec,
             key_value_states=key_value_states,
             past_key_values=past_key_values,
             output_attentions=output_attentions,
@@ -468,14 +445,14 @@ class T5Block(GradientCheckpointingLayer):
     def forward(
         self,
         x: Tensor,
-        allowed: Allowed,
+        spec: AttentionSpec,
         bias: Bias | None = None,
         encoder_hidden_states: Tensor | None = None,
-        encoder_allowed: Allowed | None = None,
+        encoder_spec: AttentionSpec | None = None,
         past_key_values: Cache | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Bias | None]:
-        x, bias, _ = self.layer[0](x, allowed, bias, past_key_values, output_attentions)
+        x, bias, _ = self.layer[0](x, spec, bias, past_key_values, output_attentions)
         if encoder_hidden_states is not None:
-            x, _ = self.layer[1](x, encoder_hidden_states, encoder_allowed, past_key_values, output_attentions)
+            x, _ = self.layer[1](x, encoder_hidden_states, encoder_spec, past_key_values, output_attentions)
         return self.layer[-1](x), bias

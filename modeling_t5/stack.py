@@ -14,14 +14,14 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from lm_experiments_tools.attention.attend import shared_bias
+from lm_experiments_tools.attention.kernels.dispatch import shared_bias
+from lm_experiments_tools.attention.kernels.spec import AttentionSpec, causal_mask
 from lm_experiments_tools.attention.positions import PositionScheme, RelativeBiasPosition
 from lm_experiments_tools.modules.fast_step import Dropout, is_whole, stream_dtype
 from lm_experiments_tools.modules.user_classes import set_own_values
 from lm_experiments_tools.modules.variants import TakesBothConfigs
 from modeling_t5.configuration_t5 import T5Config
 from modeling_t5.layers import (
-    Allowed,
     FeedForward,
     T5Attention,
     T5Block,
@@ -29,7 +29,7 @@ from modeling_t5.layers import (
     T5LayerCrossAttention,
     T5LayerNorm,
     T5LayerSelfAttention,
-    allowed_by,
+    spec_of,
 )
 from modeling_t5.losses import IGNORED
 from modeling_t5.packing import Segments, shift_right_in_segments
@@ -195,43 +195,43 @@ class T5Stack(T5PreTrainedModel):
         elif self.is_fast:
             x = x.to(stream_dtype(x))
         past_key_values = self._cache(past_key_values, use_cache)
-        allowed = allowed_by(attention_mask, causal=self.is_decoder)
-        encoder_allowed = allowed_by(encoder_attention_mask)
+        spec = spec_of(attention_mask, causal=self.is_decoder)
+        encoder_spec = spec_of(encoder_attention_mask)
         if output_attentions is None:
             output_attentions = self.config.output_attentions
         bias = None
         if self.is_fast and past_key_values is None:
-            bias, allowed = self.folded_bias(x, allowed)
+            bias, spec = self.folded_bias(x, spec)
         x = self.dropout(x)
         for block in self.block:
-            x, made = block(
-                x, allowed, bias, encoder_hidden_states, encoder_allowed, past_key_values, output_attentions
-            )
+            x, made = block(x, spec, bias, encoder_hidden_states, encoder_spec, past_key_values, output_attentions)
             bias = made if self.config.shares_position_bias else None
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=self.dropout(self.final_layer_norm(x)), past_key_values=past_key_values
         )
 
-    def folded_bias(self, x: Tensor, allowed: Allowed) -> tuple[Tensor | None, Allowed]:
-        """The position bias [1 or B, H, L, L] of all layers, -inf for what comes later or is another example, and what
-        is then left to mask.
+    def folded_bias(self, x: Tensor, spec: AttentionSpec) -> tuple[Tensor | None, AttentionSpec]:
+        """The position bias [1 or B, H, L, L] of all layers, with causality or segments as -inf where it can be, and
+        the spec that is left.
 
-        None where layers make, or want, another: so that the first layer is as the others, and one graph serves all.
+        None where layers make their own, or take tables: the first layer is like the others, and one graph serves all.
         """
         layers = [block.layer[0].SelfAttention for block in self.block]
         first = layers[0]
-        if not self.config.shares_position_bias or first.implementation == "block_sparse":
-            return None, allowed
+        if not self.config.shares_position_bias or first.backend == "auto":
+            return None, spec
         if not all(layer.is_fast for layer in layers) or not all(map(is_whole, first.position.parameters())):
-            return None, allowed
+            return None, spec
         length = x.shape[1]
         bias = shared_bias(first.position.bias(length, length, 0, x.device), length, length, "eager")
-        if bias is not None and allowed.segments is not None:
-            return allowed.segments.added_to(bias, allowed.causal), Allowed()
-        if bias is not None and allowed.causal and allowed.key_padding_mask is None and not allowed.has_matrix:
-            past = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-            return bias.masked_fill(~past, -torch.inf), Allowed()
-        return bias, allowed
+        if bias is not None and spec.segment_ids is not None:
+            return spec.segment_ids.added_to(bias, spec.causal), AttentionSpec(scale=spec.scale)
+        others = spec.mask, spec.key_padding_mask, spec.bias
+        if bias is not None and spec.causal and all(x is None for x in others):
+            return bias.masked_fill(~causal_mask(length, length, x.device), -torch.inf), AttentionSpec(
+                scale=spec.scale
+            )
+        return bias, spec
 
     def mask_of(self, segments: Segments, is_cross: bool = False) -> Tensor | Segments:
         """What layers are given of packed rows: the segments if all can do with them, else one mask for all."""

@@ -8,7 +8,9 @@ from lm_experiments_tools.names import lazy_names
 _HOMES = {
     "alibi_slopes": "lm_experiments_tools.attention.kernels.bias",
     "AlibiBias": "lm_experiments_tools.attention.kernels.bias",
+    "attend": "lm_experiments_tools.attention.kernels.dispatch",
     "attention_probabilities": "lm_experiments_tools.attention.kernels.reference",
+    "AttentionSpec": "lm_experiments_tools.attention.kernels.spec",
     "BigBirdSparsityConfig": "lm_experiments_tools.attention.layouts",
     "block_sparse_attention": "lm_experiments_tools.attention.kernels.dispatch",
     "BSLongformerSparsityConfig": "lm_experiments_tools.attention.layouts",

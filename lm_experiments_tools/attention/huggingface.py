@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from lm_experiments_tools.attention.attend import attend, shared_bias
-from lm_experiments_tools.attention.kernels.bias import Bias, T5Bias, dense_bias
+from lm_experiments_tools.attention.kernels.bias import Bias, T5Bias
 from lm_experiments_tools.attention.kernels.compiled import number_of_layout
-from lm_experiments_tools.attention.kernels.dispatch import block_sparse_attention
+from lm_experiments_tools.attention.kernels.dispatch import attend, block_sparse_attention, shared_bias
 from lm_experiments_tools.attention.kernels.reference import attention_probabilities
+from lm_experiments_tools.attention.kernels.spec import AttentionSpec
 from lm_experiments_tools.attention.layouts import (
     TYPE_KEY,
     DenseSparsityConfig,
@@ -219,11 +219,12 @@ def attention_forward(
     num_heads = query.shape[1]
     key, value = (_for_all_heads(x, num_heads) for x in (key, value))
     bias = _bias(module, position_bias)
+    layout = _layout(module, num_heads, as_number=torch.compiler.is_compiling())
     if attention_mask is not None and attention_mask.dim() == 4:
-        layout = _layout(module, num_heads)
-        output = _attend_with_mask(query, key, value, attention_mask, bias, layout, dropout, scaling)
+        lengths = query.shape[2], key.shape[2]
+        spec = _with_matrix(attention_mask.expand(-1, -1, *lengths), bias, layout)
+        output, _ = attend(query, key, value, spec._replace(scale=scaling, dropout_p=dropout))
     else:
-        layout = _layout(module, num_heads, as_number=torch.compiler.is_compiling())
         options = {"causal": _is_causal(module, is_causal, query, key), "scale": scaling, "dropout_p": dropout}
         output = block_sparse_attention(
             query, key, value, layout, bias=bias, key_padding_mask=attention_mask, **options
@@ -324,28 +325,14 @@ def _sparsity_config(name: str, settings: str, num_heads: int, layer_idx: int) -
     return config
 
 
-def _attend_with_mask(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    bias: Bias | None,
-    layout: SparsityConfig | None,
-    dropout: float,
-    scale: float | None,
-) -> Tensor:
-    """Attention under a mask of queries by keys: dense, which costs what the mask costs already.
-
-    Queries are the last ones of the keys, as in generation with a cache.
-    """
-    if bias is not None and not isinstance(bias, Tensor):
-        bias = dense_bias(bias, query.shape[2], key.shape[2], query.dtype)
-    if mask.dtype != torch.bool:  # added to scores
-        bias, mask = mask if bias is None else bias + mask, mask.new_ones(1, 1, 1, 1, dtype=torch.bool)
-    output, _ = attend(
-        query, key, value, implementation=NAME, layout=layout, bias=bias, mask=mask, scale=scale, dropout_p=dropout
-    )
-    return output
+def _with_matrix(mask: Tensor, bias: Bias | None, layout: SparsityConfig | int | None) -> AttentionSpec:
+    """The spec of a mask of queries by keys: True where allowed, or floats that are added to scores."""
+    if mask.dtype == torch.bool:
+        return AttentionSpec(mask=mask, bias=bias, layout=layout)
+    if bias is not None:
+        mask = mask + shared_bias(bias, mask.shape[2], mask.shape[3], "sdpa")
+    allowed = mask.new_ones(1, 1, 1, 1, dtype=torch.bool)  # dense, as under any other matrix
+    return AttentionSpec(mask=allowed, bias=mask, layout=layout)
 
 
 def _keep_biases_short(modeling: ModuleType) -> None:
@@ -378,7 +365,7 @@ def _short_bias(compute_bias: Any) -> Any:
         # gradients of all layers meet here whatever checkpoints activations.
         table = self.relative_attention_bias(torch.arange(self.relative_attention_num_buckets, device=device))
         is_dense = _layout(self, table.shape[1], as_number=torch.compiler.is_compiling()) is None
-        bias = shared_bias(_bias(self, table), query_length, key_length, NAME, table.device, is_dense, self.training)
+        bias = shared_bias(_bias(self, table), query_length, key_length, "auto", table.device, is_dense, self.training)
         return bias if isinstance(bias, Tensor) else table
 
     return short_bias

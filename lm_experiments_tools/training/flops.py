@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lm_experiments_tools.attention.kernels.dispatch import plain_kernels
+from lm_experiments_tools.attention.kernels.dispatch import force_backend
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import dump_json, read_json, write_atomic
 from lm_experiments_tools.training.generators import preserved_random_state
@@ -75,7 +75,7 @@ class TrainingFlops(TorchDispatchMode):
 def count_flops(backend: Backend, inputs: Mapping[str, Any]) -> float:
     """Operations of a training pass over `inputs`, counted in a forward pass that leaves no trace; collective."""
     buffers = [(buffer, buffer.clone()) for buffer in backend.model.buffers()]  # a norm's running mean may change
-    with preserved_random_state(), torch.no_grad(), torch.compiler.set_stance("force_eager"), plain_kernels():
+    with preserved_random_state(), torch.no_grad(), torch.compiler.set_stance("force_eager"), force_backend("gather"):
         with backend.autocast(), TrainingFlops() as flops:
             backend.model(**inputs)
         for buffer, value in buffers:

@@ -23,7 +23,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lm_experiments_tools.attention import block_sparse_attention
 from lm_experiments_tools.attention.kernels import dispatch as functional
 from lm_experiments_tools.backends import detect_backend, get_backend
 from lm_experiments_tools.backends.backend import Backend, LocalBackend
@@ -200,10 +199,9 @@ def scenario_sparse(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
 def scenario_sparse_own(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     """The same with T5 of our own, whose bias is a module's parameter too: with layers sharded one by one, it is gone
     when the second layer adds it."""
-    from lm_experiments_tools.attention import attend
     from modeling_t5 import T5Config, T5ForConditionalGeneration
 
-    attend.block_sparse_attention = partial(block_sparse_attention, backend="gather")
+    functional._forced = "gather"
     functional._SHORT = functional._SHORT_DENSE = 0
     model = tiny_t5(seed=backend.rank)
     layout = {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 2, "num_sliding_window_blocks": 1}}
@@ -235,7 +233,6 @@ def scenario_compiled(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
 
 def scenario_bert_bias(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     """BERT of our own, whose one T5 bias is the encoder's and is read in all of its layers, dense and sparse."""
-    from lm_experiments_tools.attention import attend
     from modeling_bert import BertConfig, BertForMaskedLM
 
     class Unmasked(BertForMaskedLM):
@@ -244,7 +241,7 @@ def scenario_bert_bias(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
         def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
             return super().forward(input_ids, attention_mask, labels=input_ids)
 
-    attend.block_sparse_attention = partial(block_sparse_attention, backend="gather")
+    functional._forced = "gather"
     layout = {"sparse_config_cls": "BigBird", "sparse_attention": {"block": 2, "num_sliding_window_blocks": 1}}
     result: dict[str, Any] = {"before": {}, "steps": {}}
     for name, settings in {"dense": {}, "sparse": layout}.items():

@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import nn
 
-from lm_experiments_tools.attention import get_sparsity_config
+from lm_experiments_tools.attention import AttentionSpec, get_sparsity_config
 from tests.helpers import ROOT
 
 GOLDEN = ROOT / "tests" / "golden" / "bert_relative_key.json"
@@ -198,7 +198,6 @@ def test_rotary_positions_are_roformers():
 def test_part_of_a_head_turns_by_the_base_that_is_set():
     """Pairs of features as complex numbers, turned by multiplication (Su et al. 2021, equation 12)."""
     from modeling_bert import BertConfig, BertModel
-    from modeling_bert.layers import Allowed
 
     settings = {**SIZES, "position_embedding_type": "rotary", "rotary_dim": 4, "rotary_base": 500}
     model = BertModel(BertConfig(**settings, attn_implementation="eager")).double().eval()
@@ -212,7 +211,7 @@ def test_part_of_a_head_turns_by_the_base_that_is_set():
         moved = as_complex * torch.polar(torch.ones_like(angles), angles)
         turned.append(torch.cat([moved.real, moved.imag, part[..., 4:]], dim=-1))
     expected = (turned[0] @ turned[1].transpose(-1, -2) / math.sqrt(8)).softmax(-1)
-    _, weights = layer(x, None, model.encoder.position, Allowed(None, None), True)
+    _, weights = layer(x, AttentionSpec(), model.encoder.position, 0, True)
     torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
 
 

@@ -7,7 +7,8 @@ import torch
 from transformers import T5Config as HFConfig
 from transformers import T5ForConditionalGeneration as HFT5
 
-from lm_experiments_tools.attention import attend, block_sparse_attention
+from lm_experiments_tools.attention.kernels import dispatch
+from lm_experiments_tools.attention.kernels.spec import AttentionInputs
 from modeling_t5 import T5Config, T5ForConditionalGeneration
 
 SIZES = dict(
@@ -56,11 +57,12 @@ def test_each_example_is_as_alone(packed, implementation, is_fast, monkeypatch):
     ours.train()
     segments = []
 
-    def attention(*arguments):
-        segments.append(arguments[6])
-        return block_sparse_attention(*arguments)
+    def select(inputs: AttentionInputs, backend: str) -> tuple:
+        segments.append(inputs.spec.segment_ids)
+        return original(inputs, backend)
 
-    monkeypatch.setattr(attend, "block_sparse_attention", attention)
+    original = dispatch.select
+    monkeypatch.setattr(dispatch, "select", select)
     outputs = ours(**rows)
     assert len(segments) == (6 if implementation == "block_sparse" else 0) and None not in segments
     outputs.loss.backward()

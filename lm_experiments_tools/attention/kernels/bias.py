@@ -9,7 +9,7 @@ differentiable, and each gradient is summed in one order: equal inputs give equa
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -168,6 +168,30 @@ class AlibiBias:
         return dense_bias(self, query_length, key_length)
 
 
+@dataclass(eq=False)
+class TableBias:
+    """A bias of distances -s..s by its values [heads, 2 * s + 1], the same for every length."""
+
+    values: Tensor
+
+    @property
+    def num_heads(self) -> int:
+        return self.values.shape[0]
+
+    def table(self, length: int) -> Tensor:
+        return self.values
+
+
+def values_of(bias: Bias | None) -> Tensor | None:
+    """The tensor that one of the biases here is trained by: the matrix itself, or the first field."""
+    return bias if bias is None or isinstance(bias, Tensor) else getattr(bias, fields(bias)[0].name)
+
+
+def with_values(bias: Bias | None, values: Tensor | None) -> Bias | None:
+    """The same bias with another tensor."""
+    return values if bias is None or isinstance(bias, Tensor) else replace(bias, **{fields(bias)[0].name: values})
+
+
 def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Tensor:
     """The slopes of the ALiBi paper: 2^(-8/n), 2^(-16/n), ... for n a power of two, interleaved from 2n otherwise."""
     if num_heads < 1:
@@ -182,9 +206,12 @@ class _Toeplitz(torch.autograd.Function):
     """[..., rows + columns - 1] -> [..., rows, columns], where element (r, c) is vector[c - r + rows - 1]."""
 
     @staticmethod
-    def forward(ctx, vector: Tensor, rows: int, columns: int) -> Tensor:
-        ctx.rows = rows
+    def forward(vector: Tensor, rows: int, columns: int) -> Tensor:
         return vector.unfold(-1, columns, 1).flip(-2)
+
+    @staticmethod
+    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
+        pass
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -241,12 +268,11 @@ def dense_bias(bias: DistanceBias, query_length: int, key_length: int, dtype: to
 
 
 def wants_gradient(bias: Bias | None) -> bool:
-    """True if a bias is trained in this call."""
+    """True if a bias requires a gradient in this call."""
     if bias is None or not torch.is_grad_enabled():
         return False
-    if isinstance(bias, Tensor):
-        return bias.requires_grad
-    return (bias.weight if isinstance(bias, T5Bias) else bias.table(1)).requires_grad
+    is_known = isinstance(bias, Tensor | T5Bias | AlibiBias | TableBias)
+    return (values_of(bias) if is_known else bias.table(1)).requires_grad
 
 
 def distance_tiles(table: Tensor, block: int) -> Tensor:

@@ -1,88 +1,97 @@
 """The attention call as one operator of torch.compile's graphs, which then have no break and serve any length.
 
-A graph holds the operator's tensors and a number; what that stands for (layout, kind of bias, backend and so on) is
-kept here as `Settings`. Checks and the choice of a backend are made when the operator runs: no graph depends on them.
+A graph holds the operator's tensors and a number, which stands for the non-tensor arguments (`Settings`). Validation
+and the choice of a backend happen when the operator runs: no graph depends on them.
 
-The operator computes gradients with autograd, which PyTorch switches off in operators: it is switched on by functions
-of torch that are not public. In a torch without them the call breaks the graph instead.
+PyTorch switches autograd off inside operators. Backends with kernels have a `backward` of their own; torch.func
+differentiates the dense ones.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lm_experiments_tools.attention.kernels.bias import AlibiBias, Bias, T5Bias, wants_gradient
+from lm_experiments_tools.attention.kernels.bias import (
+    AlibiBias,
+    Bias,
+    T5Bias,
+    TableBias,
+    values_of,
+    wants_gradient,
+    with_values,
+)
 from lm_experiments_tools.attention.kernels.plan import AnyLayout
-from lm_experiments_tools.attention.kernels.request import Kept, Request
+from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec
 from lm_experiments_tools.errors import UserError
 
-_NONE, _MATRIX, _TABLE, _T5, _ALIBI = range(5)  # kinds of bias, of which the operator is given the tensor
+_NONE, _MATRIX, _TABLE, _T5, _ALIBI = range(5)  # kinds of bias; the operator is given its tensor
 
-_LOCAL = "_dispatch_tls_local_include_set", "_dispatch_tls_local_exclude_set"
-_CAN_DIFFERENTIATE = all(hasattr(torch._C, name) for name in ("_ForceDispatchKeyGuard", "DispatchKey", *_LOCAL))
-
-Run = Callable[[Request, str, int | None, Kept], Tensor]  # of a request, a backend's name, dropout's seed
+Select = Callable[[AttentionInputs, str], tuple[AttentionInputs, ModuleType]]  # validated inputs, and their backend
 
 
 class Settings(NamedTuple):
-    """All of a call that is no tensor."""
+    """The non-tensor arguments of a call."""
 
-    run: Run
-    layout: Callable[[], AnyLayout]  # the object if it lives; None too where it is a tensor: the operator is given it
+    select: Select
+    layout: Callable[
+        [], AnyLayout
+    ]  # the object if it is alive; None where it is a tensor, which the operator is given
     backend: str
-    bias: tuple[int, bool, int, int]  # its kind; of T5's also bidirectional, num_buckets and max_distance
+    bias: tuple[int, bool, int, int]  # its kind; T5's has bidirectional, num_buckets and max_distance too
     causal: bool
     scale: float | None
     dropout_p: float
-    trained: tuple[bool, bool, bool, bool]  # which of q, k, v and bias want gradients
+    trained: tuple[bool, bool, bool, bool]  # which of q, k, v and bias require gradients
 
 
-# A graph is guarded by its layout's identity, and so runs only while that lives: settings may go with their layout.
-# But its backward pass may come later, and a layout that a graph makes for itself has no other owner.
+# A graph is guarded by its layout's identity, and so runs only while that is alive: settings are deleted with their
+# layout. But the backward pass may come later, and a layout made inside a graph has no other owner: recent ones are
+# held.
 _MAX_HELD = 256
 
-_layouts: list[AnyLayout] = []  # that are numbers in the graph already, of configurations: one for the same settings
+_layouts: list[AnyLayout] = []  # of configurations, by the number that the graph has for them
 _settings: dict[int, Settings] = {}
 _numbers: dict[tuple, int] = {}
-_held: dict[int, AnyLayout] = {}  # of the settings used last, which come last
+_held: dict[int, AnyLayout] = {}  # layouts by the number of their settings, most recently used last
 _next_number = itertools.count()
 
 
-def attend_in_graph(request: Request, backend: str, run: Run) -> Tensor:
-    """`run` of a request while torch.compile traces: as one operator, whose gradients are those of the call."""
-    if not _CAN_DIFFERENTIATE or backend == "flex":  # which is compiled already
-        return _attend_outside(request, backend, run)
-    q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p = request
+def attend_in_graph(inputs: AttentionInputs, backend: str, select: Select) -> Tensor:
+    """Attention while torch.compile traces: one operator, with the gradients of the uncompiled call."""
+    if backend == "flex":  # it is compiled already
+        return _attend_outside(inputs, backend, select)
+    q, k, v, (mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p) = inputs
     blocks, layout = (layout, None) if isinstance(layout, Tensor) else (None, layout)
     queries, keys = (segment_ids, segment_ids) if isinstance(segment_ids, Tensor | None) else segment_ids
     values, kind, shape = _tensor_of(bias, max(q.shape[2], k.shape[2]))
     trained = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
-    is_causal = True if causal else False  # a comparison of lengths becomes its value, which the graph then stands on
+    is_causal = True if causal else False  # a comparison of symbolic lengths becomes a constant of the graph
     number = _number_of(
-        run, layout, backend, kind, *shape, is_causal, scale, dropout_p, *trained, wants_gradient(bias)
+        select, layout, backend, kind, *shape, is_causal, scale, dropout_p, *trained, wants_gradient(bias)
     )
     seed = torch.randint(1 << 62, (), dtype=torch.int64, device="cpu") if dropout_p else None
     return torch.ops.lm_experiments_tools.block_sparse_attention(
-        q, k, v, values, key_padding_mask, queries, keys, blocks, seed, number
+        q, k, v, values, mask, key_padding_mask, queries, keys, blocks, seed, number
     )[0]
 
 
 @torch.compiler.disable
-def _attend_outside(request: Request, backend: str, run: Run) -> Tensor:
-    layout = request.layout
-    return run(request._replace(layout=_layouts[layout] if isinstance(layout, int) else layout), backend)
+def _attend_outside(inputs: AttentionInputs, backend: str, select: Select) -> Tensor:
+    inputs, module = select(inputs, backend)
+    return module.attend(inputs, 0)
 
 
 def number_of_layout(layout: AnyLayout) -> int:
-    """A number that `attend_in_graph` takes for the layout, where that comes of a function that is not traced."""
+    """A number that `attend_in_graph` takes for a layout that a function outside of the graph returned."""
     for number, known in enumerate(_layouts):
         if layout is known:
             return number
@@ -91,7 +100,7 @@ def number_of_layout(layout: AnyLayout) -> int:
 
 
 def _tensor_of(bias: Bias | None, length: int) -> tuple[Tensor | None, int, tuple[bool, int, int]]:
-    """The tensor of a bias, its kind, and what else a T5Bias is made of."""
+    """The tensor of a bias, its kind, and the other settings of a T5Bias."""
     if type(bias) is T5Bias:
         return bias.weight, _T5, (bias.bidirectional, bias.num_buckets, bias.max_distance)
     if type(bias) is AlibiBias:
@@ -101,16 +110,25 @@ def _tensor_of(bias: Bias | None, length: int) -> tuple[Tensor | None, int, tupl
     return bias.table(length), _TABLE, (False, 0, 0)
 
 
-@torch.compiler.assume_constant_result  # asked once a graph, which is guarded by the identity of the layout
-def _number_of(run: Run, layout: AnyLayout | int, backend: str, *others: bool | float | None) -> int:
-    """The number that stands for settings, as long as their layout lives."""
+def _bias_of(settings: Settings, values: Tensor | None) -> Bias | None:
+    kind, bidirectional, num_buckets, max_distance = settings.bias
+    if kind == _T5:
+        return T5Bias(values, bidirectional, num_buckets, max_distance)
+    if kind == _ALIBI:
+        return AlibiBias(values)
+    return TableBias(values) if kind == _TABLE else values
+
+
+@torch.compiler.assume_constant_result  # evaluated once a graph, which is guarded by the identity of the layout
+def _number_of(select: Select, layout: AnyLayout | int, backend: str, *others: bool | float | None) -> int:
+    """The number that stands for settings, as long as their layout is alive."""
     layout = _layouts[layout] if isinstance(layout, int) else layout
     kind, bidirectional, num_buckets, max_distance, causal, scale, dropout_p, *trained = others
     bias = kind, bidirectional, num_buckets, max_distance
-    key = id(run), id(layout), backend, *others
+    key = id(select), id(layout), backend, *others
     if key not in _numbers:
         number, reference = next(_next_number), (lambda: None) if layout is None else weakref.ref(layout)
-        _settings[number] = Settings(run, reference, backend, bias, causal, scale, dropout_p, tuple(trained))
+        _settings[number] = Settings(select, reference, backend, bias, causal, scale, dropout_p, tuple(trained))
         _numbers[key] = number
         if layout is not None:
             weakref.finalize(layout, _forget, key)
@@ -119,7 +137,7 @@ def _number_of(run: Run, layout: AnyLayout | int, backend: str, *others: bool | 
 
 
 def _hold(number: int, layout: AnyLayout) -> None:
-    """Keep the layout of settings for a while."""
+    """Keep the layout of settings alive until _MAX_HELD others have been used."""
     if layout is not None:
         _held.pop(number, None)
         _held[number] = layout
@@ -128,12 +146,12 @@ def _hold(number: int, layout: AnyLayout) -> None:
 
 
 def _forget(key: tuple) -> None:
-    """Settings whose layout is no more, so that another one may have its id."""
+    """Delete settings whose layout is gone; another layout may get its id."""
     del _settings[_numbers.pop(key)]
 
 
 def _settings_of(number: int) -> tuple[Settings, AnyLayout]:
-    """What a number in a graph stands for, and its layout."""
+    """The settings that a number in a graph stands for, and their layout."""
     settings = _settings.get(number)
     if settings is None:
         raise UserError(
@@ -145,73 +163,96 @@ def _settings_of(number: int) -> tuple[Settings, AnyLayout]:
     return settings, layout
 
 
-@dataclass(eq=False)
-class _Table:
-    """A bias of distances -s..s by its values [heads, 2 * s + 1]."""
+class _Call(NamedTuple):
+    """A call in the operator: validated inputs, which require gradients as in training, and their backend."""
 
-    values: Tensor
+    inputs: AttentionInputs
+    module: ModuleType
+    seed: int
 
-    @property
-    def num_heads(self) -> int:
-        return self.values.shape[0]
+    @contextmanager
+    def seeded(self) -> Iterator[None]:
+        """Reset a generator that the backend's dropout draws from, so that both passes draw the same numbers."""
+        device = self.inputs.q.device
+        if not (self.inputs.spec.dropout_p and getattr(self.module, "DRAWS_FROM_DEVICE", False)):
+            yield
+            return
+        is_cuda = device.type == "cuda"
+        with torch.random.fork_rng([device] if is_cuda else []):
+            generator = torch.cuda.default_generators[device.index] if is_cuda else torch.default_generator
+            generator.manual_seed(self.seed)
+            yield
 
-    def table(self, length: int) -> Tensor:
-        return self.values
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        """The output, and the backend's log-sum-exp of each row if it needs that for backward."""
+        if hasattr(self.module, "forward"):
+            return self.module.forward(self.inputs, self.seed)
+        # Outside of operators PyTorch does so by itself, because the mask requires gradients.
+        takes_math = self.inputs.trains_bias and self.inputs.q.is_cpu
+        with self.seeded(), sdpa_kernel(SDPBackend.MATH) if takes_math else nullcontext():
+            return self.module.attend(self.inputs, self.seed), None
+
+    def backward(self, output: Tensor, lse: Tensor, grad: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+        """Gradients of q, k, v and the bias values; None where none is wanted."""
+        if hasattr(self.module, "backward"):
+            found = self.module.backward(self.inputs, self.seed, output, lse, grad, wanted[3])
+            return [x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)]
+        spec = self.inputs.spec
+        leaves = [*self.inputs[:3], values_of(spec.bias)]
+
+        def attend(*chosen: Tensor) -> Tensor:
+            given = iter(chosen)
+            q, k, v, values = (next(given) if is_wanted else x for x, is_wanted in zip(leaves, wanted, strict=True))
+            inputs = AttentionInputs(q, k, v, spec._replace(bias=with_values(spec.bias, values)))
+            return self.module.attend(inputs, self.seed)
+
+        with self.seeded():
+            _, pull = torch.func.vjp(attend, *(x for x, is_wanted in zip(leaves, wanted, strict=True) if is_wanted))
+        found = iter(pull(grad))
+        return [next(found) if is_wanted else None for is_wanted in wanted]
 
 
-def _autograd() -> AbstractContextManager[None]:
-    """Autograd, which PyTorch switches off where it has come to an operator's own function."""
-    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
-        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
-    return torch._C._ForceDispatchKeyGuard(included, excluded)
-
-
-def _attend(
-    number: int, tensors: Sequence[Tensor | None], wanted: Sequence[bool] | None, kept: Kept
-) -> tuple[Tensor, list[Tensor]]:
-    """The output, and those of q, k, v and the bias of which gradients are wanted (None: as in training)."""
+def _call_of(number: int, tensors: Sequence[Tensor | None]) -> _Call:
     settings, layout = _settings_of(number)
-    *trainable, key_padding_mask, queries, keys, blocks, seed = tensors
+    *leaves, mask, key_padding_mask, queries, keys, blocks, seed = tensors
     trained = settings.trained  # as in the forward pass, so that the same backend is chosen
-    leaves = [x if x is None else x.detach().requires_grad_(y) for x, y in zip(trainable, trained, strict=True)]
-    q, k, v, values = leaves
-    kind, bidirectional, num_buckets, max_distance = settings.bias
-    bias = {
-        _TABLE: lambda: _Table(values),
-        _T5: lambda: T5Bias(values, bidirectional, num_buckets, max_distance),
-        _ALIBI: lambda: AlibiBias(values),
-    }.get(kind, lambda: values)()
-    layout = layout if blocks is None else blocks
+    leaves = [x if x is None else x.detach().requires_grad_(y) for x, y in zip(leaves, trained, strict=True)]
     segments = None if queries is None else (queries, keys)
-    request = Request(
-        q, k, v, layout, bias, key_padding_mask, segments, settings.causal, settings.scale, settings.dropout_p
+    spec = AttentionSpec(
+        mask,
+        key_padding_mask,
+        segments,
+        _bias_of(settings, leaves.pop()),
+        layout if blocks is None else blocks,
+        settings.causal,
+        settings.scale,
+        settings.dropout_p,
     )
-    with _autograd(), torch.set_grad_enabled(any(trained)):
-        output = settings.run(request, settings.backend, None if seed is None else int(seed), kept)
-    return output, [x for x, is_wanted in zip(leaves, wanted or trained, strict=True) if is_wanted]
+    with torch.set_grad_enabled(any(trained)):
+        inputs, module = settings.select(AttentionInputs(*leaves, spec), settings.backend)
+    return _Call(inputs, module, 0 if seed is None else int(seed))
 
 
 _INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? key_padding_mask, Tensor? query_segments, "
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? key_padding_mask, Tensor? query_segments, "
     "Tensor? key_segments, Tensor? blocks, Tensor? seed, SymInt number"
-)  # written out, as torch 2.6 reads fewer annotations than later ones
+)  # as a string, because torch 2.6 infers fewer annotations than later versions
 
 
 @torch.library.custom_op(
     "lm_experiments_tools::block_sparse_attention", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)"
 )
 def operator(q: Tensor, *others: Tensor | int | None) -> tuple[Tensor, Tensor]:
-    """The output [batch, heads, query_length, v's last dimension], and the logarithms of the sums of its rows."""
+    """The output [batch, heads, query_length, v's last dimension], and the log-sum-exp of its rows."""
     *tensors, number = q, *others
-    kept = Kept()
-    output, _ = _attend(number, tensors, None, kept)
-    lse = q.new_zeros(q.shape[:3], dtype=torch.float32) if kept.lse is None else kept.lse
+    with torch.set_grad_enabled(any(_settings_of(number)[0].trained)):
+        output, lse = _call_of(number, tensors).forward()
+    lse = q.new_zeros(q.shape[:3], dtype=torch.float32) if lse is None else lse
     return _by_token(output.detach()), lse
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """x [batch, heads, length, dim] with the heads of a token side by side in memory: as layers go on with it."""
+    """x [batch, heads, length, dim] with the heads of a token adjacent in memory, as the next layer reads it."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -231,13 +272,10 @@ def operator_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the bias; an empty tensor where none is wanted."""
     *tensors, number, wanted = inputs
-    q = tensors[0]
-    again, leaves = _attend(number, tensors, wanted, Kept(output, lse))
-    with _autograd():
-        found = iter(torch.autograd.grad(again, leaves, grad))
-    gradients = [next(found) if is_wanted else q.new_empty(0) for is_wanted in wanted]
-    d_q, d_k, d_v = (_by_token(x) if is_wanted else x for x, is_wanted in zip(gradients, wanted[:3], strict=False))
-    return d_q, d_k, d_v, gradients[3].contiguous()
+    with torch.no_grad():
+        found = _call_of(number, tensors).backward(output, lse, grad, wanted)
+    d_q, d_k, d_v, d_bias = (tensors[0].new_empty(0) if x is None else x for x in found)
+    return *(_by_token(x) if x.dim() == 4 else x for x in (d_q, d_k, d_v)), d_bias.contiguous()
 
 
 @operator_backward.register_fake
@@ -258,7 +296,7 @@ def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 def _backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     wanted = list(ctx.needs_input_grad[:4])
     found = operator_backward(grad, *ctx.saved_tensors, ctx.number, wanted)
-    return *(x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)), *([None] * 6)
+    return *(x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=True)), *([None] * 7)
 
 
 operator.register_autograd(_backward, setup_context=_setup_context)

@@ -15,22 +15,23 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from lm_experiments_tools.attention.kernels.plan import cached, num_blocks
-from lm_experiments_tools.attention.kernels.request import Request
+from lm_experiments_tools.attention.kernels.spec import AttentionInputs
 
 _BLOCK = 128  # of FlexAttention's mask, which its kernels' tiles have to divide
 
 
-def refusal(request: Request) -> str | None:
-    """Why this backend cannot serve a request; None if it can."""
-    block, head_dims = request.layout.block, (request.q.shape[3], request.v.shape[3])
-    if request.trains_bias:
+def refusal(inputs: AttentionInputs) -> str | None:
+    """Why this backend cannot compute these inputs; None if it can."""
+    block, head_dims = inputs.spec.layout.block, (inputs.q.shape[3], inputs.v.shape[3])
+    if inputs.spec.mask is not None:
+        return "the mask is a matrix"
+    if inputs.trains_bias:
         return "the bias is trained, which FlexAttention does by atomics"
-    if request.dropout_p:
+    if inputs.spec.dropout_p:
         return "FlexAttention has no dropout"
-    if request.q.dtype == torch.float64:
+    if inputs.q.dtype == torch.float64:
         return "it computes in float32, not in float64"
-    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (request.q, request.k, request.v))
-    if request.q.device.type != "cuda" and trains:
+    if inputs.q.device.type != "cuda" and inputs.trains:
         return "FlexAttention has a backward pass on GPUs only"
     if any(size < 16 or size & (size - 1) for size in head_dims):
         return f"head dimensions {head_dims} are not powers of two from 16 up"
@@ -39,17 +40,17 @@ def refusal(request: Request) -> str | None:
     return None
 
 
-def cost(request: Request) -> tuple[float, int]:
-    """(scores computed per score of the full matrix, bytes beside inputs, output and their gradients)."""
-    batch, num_heads, query_length, key_length = request.scores_shape
-    met, _ = _coarse(request)
+def cost(inputs: AttentionInputs) -> tuple[float, int]:
+    """(scores computed per score of the full matrix, bytes in addition to inputs, output and their gradients)."""
+    batch, num_heads, query_length, key_length = inputs.scores_shape
+    met, _ = _coarse(inputs)
     computed = met.float().mean().item() * met[0].numel() * _BLOCK**2 / (query_length * key_length)
     return computed, 8 * batch * num_heads * query_length + 4 * 4 * met.numel()
 
 
-def _coarse(request: Request) -> tuple[Tensor, Tensor]:
+def _coarse(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Blocks of the mask that hold anything, and those that hold everything: bool [layout heads, rows, columns]."""
-    layout, (query_length, key_length) = request.layout, request.scores_shape[2:]
+    layout, (query_length, key_length) = inputs.spec.layout, inputs.scores_shape[2:]
     part = min(layout.block, _BLOCK)
     repeat, merge = layout.block // part, _BLOCK // part
     parts = layout.blocks.repeat_interleave(repeat, 1).repeat_interleave(repeat, 2)
@@ -58,9 +59,9 @@ def _coarse(request: Request) -> tuple[Tensor, Tensor]:
     padding = (0, columns * merge - parts.shape[2], 0, rows * merge - parts.shape[1])
     parts = torch.nn.functional.pad(parts, padding).unflatten(2, (columns, merge)).unflatten(1, (rows, merge))
     met, full = parts.any(4).any(2), parts.all(4).all(2)
-    if request.causal:
+    if inputs.spec.causal:
         met, full = met.tril(), full.tril(-1)
-    if request.key_padding_mask is not None or request.segment_ids is not None:
+    if inputs.spec.key_padding_mask is not None or inputs.spec.segment_ids is not None:
         full = torch.zeros_like(full)
     return met, full
 
@@ -71,16 +72,16 @@ def _lists(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1, dtype=torch.int32)[None].to(device), which.int()[None].to(device)
 
 
-def _mask(request: Request) -> BlockMask:
-    device, layout, causal = request.q.device, request.layout, request.causal
-    padding, segments = request.key_padding_mask, request.segment_ids
+def _mask(inputs: AttentionInputs) -> BlockMask:
+    device, layout, causal = inputs.q.device, inputs.spec.layout, inputs.spec.causal
+    padding, segments = inputs.spec.key_padding_mask, inputs.spec.segment_ids
 
     def make() -> tuple[Tensor, ...]:
-        met, full = _coarse(request)
+        met, full = _coarse(inputs)
         return (*_lists(met & ~full, device), *_lists(full, device), layout.blocks.to(device))
 
     by_position = padding is None and segments is None
-    lengths = request.scores_shape[2:]
+    lengths = inputs.scores_shape[2:]
     *lists, blocks = cached(layout, ("flex", lengths, causal, by_position, device), make)
     heads, block = blocks.shape[0], layout.block
 
@@ -97,14 +98,14 @@ def _mask(request: Request) -> BlockMask:
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=_BLOCK, mask_mod=attends, seq_lengths=lengths)
 
 
-def _score_mod(request: Request) -> Callable[..., Tensor] | None:
-    if request.bias is None:
+def _score_mod(inputs: AttentionInputs) -> Callable[..., Tensor] | None:
+    if inputs.spec.bias is None:
         return None
-    if isinstance(request.bias, Tensor):
-        matrix = request.bias.detach()
+    if isinstance(inputs.spec.bias, Tensor):
+        matrix = inputs.spec.bias.detach()
         batch_size, heads = matrix.shape[:2]
         return lambda score, batch, head, query, key: score + matrix[batch % batch_size, head % heads, query, key]
-    table = request.bias.table(max(request.scores_shape[2:])).detach()
+    table = inputs.spec.bias.table(max(inputs.scores_shape[2:])).detach()
     saturation = table.shape[1] // 2
 
     def add(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -118,15 +119,15 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def attend(request: Request, seed: int) -> Tensor:
-    """`block_sparse_attention` of a checked request."""
-    call = _compiled() if request.q.device.type == "cuda" else flex_attention
-    with torch.autocast(request.q.device.type, enabled=False):
+def attend(inputs: AttentionInputs, seed: int) -> Tensor:
+    """Attention output."""
+    call = _compiled() if inputs.q.device.type == "cuda" else flex_attention
+    with torch.autocast(inputs.q.device.type, enabled=False):
         return call(
-            request.q,
-            request.k,
-            request.v,
-            score_mod=_score_mod(request),
-            block_mask=_mask(request),
-            scale=request.scale,
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            score_mod=_score_mod(inputs),
+            block_mask=_mask(inputs),
+            scale=inputs.spec.scale,
         )

@@ -2,8 +2,8 @@
 
 Query blocks that attend to equally many key blocks form one batched matrix product: their key blocks are gathered side
 by side, so a layout costs what it attends to and nothing for the rest. Query blocks with the same list of keys (in a
-window of `Fixed`, in a dense layout) share one copy of it. Only q, k and v are kept for the backward pass, which
-computes the probabilities again; both passes go through pieces small enough for the caches.
+window of `Fixed`, in a dense layout) share one copy of it. Only q, k and v are saved for the backward pass, which
+computes the probabilities again; both passes go through chunks small enough for the caches.
 
 Biases are tiles. One that depends on distance alone has a handful of tiles per head (`bias.distance_tiles`), gathered
 into the buffer that the product of queries and keys is then added to; their gradient is a sum of tiles of the scores'.
@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention.kernels.bias import Bias, distance_tiles
+from lm_experiments_tools.attention.kernels.bias import Bias, distance_tiles, values_of, with_values
 from lm_experiments_tools.attention.kernels.plan import Layout, cached, num_blocks
-from lm_experiments_tools.attention.kernels.request import Kept, Request
+from lm_experiments_tools.attention.kernels.spec import AttentionInputs
 
-_PIECE = 1 << 18  # scores computed at once: 1 MiB in float32
+_CHUNK_SCORES = 1 << 18  # scores computed at once: 1 MiB in float32
 _MAX_QUERIES = 256  # rows that share one gathered list of keys
 
 
@@ -36,7 +36,7 @@ class Group(NamedTuple):
 
 
 def groups_of(layout: Layout, num_heads: int, causal: bool, device: torch.device) -> list[Group]:
-    """The parts of a layout in groups, kept with the layout. Query blocks that attend to nothing are in none."""
+    """The parts of a layout in groups, cached with the layout. Query blocks that attend to nothing are in none."""
     return cached(layout, ("gather", num_heads, causal, device), lambda: _groups_of(layout, num_heads, causal, device))
 
 
@@ -52,7 +52,7 @@ def _groups_of(layout: Layout, num_heads: int, causal: bool, device: torch.devic
     for rows in np.split(order, np.flatnonzero(np.diff(which.ravel()[order])) + 1):
         keys = np.flatnonzero(lists[rows[0]])
         if keys.size:
-            fitting = _PIECE // (keys.size * layout.block**2)
+            fitting = _CHUNK_SCORES // (keys.size * layout.block**2)
             size = max(1, min(_MAX_QUERIES // layout.block, fitting))
             for begin in range(0, rows.size, size):
                 part = rows[begin : begin + size]
@@ -67,7 +67,7 @@ def _groups_of(layout: Layout, num_heads: int, causal: bool, device: torch.devic
     return groups
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where scores stand, int64, broadcastable to [parts, query blocks, key blocks]."""
 
     batch: Tensor
@@ -81,7 +81,7 @@ class BiasTiles:
     """A bias as [tiles, block, block] and the rule that says which tile belongs where."""
 
     tiles: Tensor
-    index: Callable[[Place], Tensor]
+    index: Callable[[Position], Tensor]
 
 
 def bias_tiles(
@@ -133,7 +133,7 @@ class Call:
     batch: int
     num_heads: int
     scale: float
-    tile_index: Callable[[Place], Tensor] | None
+    tile_index: Callable[[Position], Tensor] | None
     key_mask: Tensor | None  # bool [batch * key_blocks, block], True = attend
     segments: list[Tensor] | None  # of queries and keys, int [batch * query_blocks or key_blocks, block]
     dropout_p: float
@@ -149,40 +149,40 @@ class Call:
         return self.layout.blocks.shape[2]
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """Some parts of one group, as indices into tensors whose first dimension joins batch, head and block."""
 
-    number: int  # of the piece within the call
+    number: int  # of the chunk within the call
     rows: Tensor  # [parts, query blocks]: batch * heads * query_blocks + ...
     keys: Tensor  # [parts, key blocks]
-    place: Place
+    position: Position
 
 
-def pieces(call: Call) -> Iterator[Piece]:
+def chunks(call: Call) -> Iterator[Chunk]:
     """All parts of all batch rows, few enough at a time that their scores stay in the caches."""
     number = 0
     for group in call.groups:
         parts, size = group.rows.shape
         width = group.keys.shape[1]
-        step = max(1, _PIECE // (size * width * call.layout.block**2))
+        step = max(1, _CHUNK_SCORES // (size * width * call.layout.block**2))
         device = group.rows.device
         for begin in range(0, call.batch * parts, step):
             pair = torch.arange(begin, min(begin + step, call.batch * parts), device=device)
             batch, part = pair // parts, pair % parts
             rows, keys = group.rows[part], group.keys[part]
-            place = Place(
+            position = Position(
                 batch[:, None, None],
                 (keys[:, :1] // call.key_blocks)[:, :, None],
                 (rows % call.query_blocks)[:, :, None],
                 (keys % call.key_blocks)[:, None, :],
             )
             of_batch = (batch * call.num_heads)[:, None]
-            yield Piece(number, rows + of_batch * call.query_blocks, keys + of_batch * call.key_blocks, place)
+            yield Chunk(number, rows + of_batch * call.query_blocks, keys + of_batch * call.key_blocks, position)
             number += 1
 
 
 class Workspace:
-    """Memory for the intermediate results of a piece, used again by the next: fresh pages cost more than the sums."""
+    """Memory for the intermediate results of a chunk, used again by the next: fresh pages cost more than the sums."""
 
     def __init__(self, like: Tensor) -> None:
         self.like = like
@@ -215,24 +215,24 @@ def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
         total.index_put_((index,), rows, accumulate=True)
 
 
-def probabilities(call: Call, piece: Piece, q: Tensor, k: Tensor, tiles: Tensor | None, work: Workspace) -> Tensor:
-    """softmax of the scores of one piece, [parts, queries, keys]; rows that may attend to nothing are zero."""
-    (parts, size), width, block = piece.rows.shape, piece.keys.shape[1], call.layout.block
+def probabilities(call: Call, chunk: Chunk, q: Tensor, k: Tensor, tiles: Tensor | None, work: Workspace) -> Tensor:
+    """softmax of the scores of one chunk, [parts, queries, keys]; rows that may attend to nothing are zero."""
+    (parts, size), width, block = chunk.rows.shape, chunk.keys.shape[1], call.layout.block
     scores = work("scores", parts, size * block, width * block)
     if tiles is not None:
-        chosen = work.blocks("tiles", tiles, call.tile_index(piece.place).view(1, -1))
+        chosen = work.blocks("tiles", tiles, call.tile_index(chunk.position).view(1, -1))
         chosen = chosen.view(parts, size, width, block, block).transpose(2, 3)
         scores.view(parts, size, block, width, block).copy_(chosen)
     scores.baddbmm_(q, k.transpose(1, 2), beta=0.0 if tiles is None else 1.0, alpha=call.scale)
     masked = call.blocking_bias
-    column = (piece.place.batch * call.key_blocks + piece.place.column).flatten(1)
+    column = (chunk.position.batch * call.key_blocks + chunk.position.column).flatten(1)
     if call.key_mask is not None:
         keep = call.key_mask[column].flatten(1)
         if keep.device.type != "cpu" or not keep.all():
             scores.masked_fill_(~keep[:, None, :], -torch.inf)
             masked = True
     if call.segments is not None:
-        row = (piece.place.batch * call.query_blocks + piece.place.row).flatten(1)
+        row = (chunk.position.batch * call.query_blocks + chunk.position.row).flatten(1)
         queries, keys = call.segments[0][row].flatten(1), call.segments[1][column].flatten(1)
         scores.masked_fill_(queries[:, :, None] != keys[:, None, :], -torch.inf)
         masked = True
@@ -242,11 +242,11 @@ def probabilities(call: Call, piece: Piece, q: Tensor, k: Tensor, tiles: Tensor 
     return result
 
 
-def dropout_mask(call: Call, piece: Piece, like: Tensor) -> Tensor | None:
-    """Factors of the probabilities of a piece: 0 or 1 / (1 - p), the same in forward and backward."""
+def dropout_mask(call: Call, chunk: Chunk, like: Tensor) -> Tensor | None:
+    """Factors of the probabilities of a chunk: 0 or 1 / (1 - p), the same in forward and backward."""
     if call.dropout_p == 0.0:
         return None
-    generator = torch.Generator(like.device).manual_seed(call.seed + piece.number)
+    generator = torch.Generator(like.device).manual_seed(call.seed + chunk.number)
     # Four 16-bit numbers of each 64-bit word: drawing one float a score costs as much as three matrix products.
     words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
     words.random_(-(2**63), None, generator=generator)
@@ -256,145 +256,182 @@ def dropout_mask(call: Call, piece: Piece, like: Tensor) -> Tensor | None:
 
 
 class _GatherAttention(torch.autograd.Function):
-    """q, k, v [batch, heads, blocks * block, head_dim] and tiles [n, block, block] -> the output, padding included."""
+    """q, k, v [batch, heads, length, head_dim] and tiles [n, block, block] -> the output."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor | None, call: Call, is_known: bool) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor | None, call: Call) -> Tensor:
         ctx.save_for_backward(q, k, v, tiles)
         ctx.call = call
-        if is_known:  # the backward pass does not look at it
-            return v.new_empty(1).expand(*q.shape[:3], v.shape[3])
-        qs, ks, vs = (_as_blocks(x, call.layout.block) for x in (q, k, v))
-        out = vs.new_zeros(qs.shape[0], qs.shape[1], vs.shape[2])
-        work = Workspace(qs)
-        with torch.autocast(q.device.type, enabled=False):
-            for piece in pieces(call):
-                q_p, k_p = work.blocks("q", qs, piece.rows), work.blocks("k", ks, piece.keys)
-                p = probabilities(call, piece, q_p, k_p, tiles, work)
-                keep = dropout_mask(call, piece, p)
-                if keep is not None:
-                    p.mul_(keep)
-                result = work.matmul("out", p, work.blocks("v", vs, piece.keys))
-                out.index_copy_(0, piece.rows.flatten(), result.view(-1, *out.shape[1:]))
-        return out.view(*q.shape[:3], -1).to(q.dtype)
+        return _forward(call, q, k, v, tiles)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, tiles = ctx.saved_tensors
-        call, block = ctx.call, ctx.call.layout.block
-        qs, ks, vs, gs = (_as_blocks(x, block) for x in (q, k, v, grad))
-        dq, dk, dv = torch.zeros_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)
-        d_tiles = torch.zeros_like(tiles) if ctx.needs_input_grad[3] else None
-        work = Workspace(qs)
-        with torch.autocast(q.device.type, enabled=False):
-            for piece in pieces(call):
-                rows, keys = piece.rows.flatten(), piece.keys.flatten()
-                q_p, k_p = work.blocks("q", qs, piece.rows), work.blocks("k", ks, piece.keys)
-                v_p, g_p = work.blocks("v", vs, piece.keys), work.blocks("grad", gs, piece.rows)
-                p = probabilities(call, piece, q_p, k_p, tiles, work)
-                dp = work.matmul("dp", g_p, v_p.transpose(1, 2))
-                keep = dropout_mask(call, piece, p)
-                dropped = p if keep is None else p * keep
-                add_rows(dv, keys, work.matmul("dv", dropped.transpose(1, 2), g_p).view(-1, *dv.shape[1:]))
-                if keep is not None:
-                    dp.mul_(keep)
-                ds = work("scores", *p.shape)
-                torch.ops.aten._softmax_backward_data.out(dp, p, -1, p.dtype, grad_input=ds)
-                dq.index_copy_(0, rows, work.matmul("dq", ds, k_p).view(-1, *dq.shape[1:]))
-                add_rows(dk, keys, work.matmul("dk", ds.transpose(1, 2), q_p).view(-1, *dk.shape[1:]))
-                if d_tiles is not None:
-                    parts, size, width = *piece.rows.shape, piece.keys.shape[1]
-                    by_tile = work("tiles", parts, size, width, block, block)
-                    by_tile.copy_(ds.view(parts, size, block, width, block).transpose(2, 3))
-                    add_rows(d_tiles, call.tile_index(piece.place).flatten(), by_tile.view(-1, block, block))
-        dq, dk = dq.mul_(call.scale), dk.mul_(call.scale)
-        return (*(d.view(x.shape).to(x.dtype) for d, x in ((dq, q), (dk, k), (dv, v))), d_tiles, None, None)
+        return *_backward(ctx.call, *ctx.saved_tensors, grad, ctx.needs_input_grad[3]), None
 
 
-def _as_blocks(x: Tensor, block: int) -> Tensor:
-    """[batch, heads, blocks * block, d] -> [batch * heads * blocks, block, d], float32 unless float64."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.to(dtype).reshape(-1, block, x.shape[-1])
+def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor | None) -> Tensor:
+    qs, ks, vs = _as_blocks(call, q, call.query_blocks), *(_as_blocks(call, x, call.key_blocks) for x in (k, v))
+    out = vs.new_zeros(qs.shape[0], qs.shape[1], vs.shape[2])
+    work = Workspace(qs)
+    with torch.autocast(q.device.type, enabled=False):
+        for chunk in chunks(call):
+            q_c, k_c = work.blocks("q", qs, chunk.rows), work.blocks("k", ks, chunk.keys)
+            p = probabilities(call, chunk, q_c, k_c, tiles, work)
+            keep = dropout_mask(call, chunk, p)
+            if keep is not None:
+                p.mul_(keep)
+            result = work.matmul("out", p, work.blocks("v", vs, chunk.keys))
+            out.index_copy_(0, chunk.rows.flatten(), result.view(-1, *out.shape[1:]))
+    return _from_blocks(out, q).to(q.dtype)
 
 
-def refusal(request: Request) -> str | None:
-    """Why this backend cannot serve a request; None if it can."""
-    return None
+def _backward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor | None, grad: Tensor, trains_tiles: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and the tiles; the probabilities are computed again."""
+    block = call.layout.block
+    qs, gs = (_as_blocks(call, x, call.query_blocks) for x in (q, grad))
+    ks, vs = (_as_blocks(call, x, call.key_blocks) for x in (k, v))
+    dq, dk, dv = torch.zeros_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)
+    d_tiles = torch.zeros_like(tiles) if trains_tiles else None
+    work = Workspace(qs)
+    with torch.autocast(q.device.type, enabled=False):
+        for chunk in chunks(call):
+            rows, keys = chunk.rows.flatten(), chunk.keys.flatten()
+            q_c, k_c = work.blocks("q", qs, chunk.rows), work.blocks("k", ks, chunk.keys)
+            v_c, g_c = work.blocks("v", vs, chunk.keys), work.blocks("grad", gs, chunk.rows)
+            p = probabilities(call, chunk, q_c, k_c, tiles, work)
+            dp = work.matmul("dp", g_c, v_c.transpose(1, 2))
+            keep = dropout_mask(call, chunk, p)
+            dropped = p if keep is None else p * keep
+            add_rows(dv, keys, work.matmul("dv", dropped.transpose(1, 2), g_c).view(-1, *dv.shape[1:]))
+            if keep is not None:
+                dp.mul_(keep)
+            ds = work("scores", *p.shape)
+            torch.ops.aten._softmax_backward_data.out(dp, p, -1, p.dtype, grad_input=ds)
+            dq.index_copy_(0, rows, work.matmul("dq", ds, k_c).view(-1, *dq.shape[1:]))
+            add_rows(dk, keys, work.matmul("dk", ds.transpose(1, 2), q_c).view(-1, *dk.shape[1:]))
+            if d_tiles is not None:
+                parts, size, width = *chunk.rows.shape, chunk.keys.shape[1]
+                by_tile = work("tiles", parts, size, width, block, block)
+                by_tile.copy_(ds.view(parts, size, block, width, block).transpose(2, 3))
+                add_rows(d_tiles, call.tile_index(chunk.position).flatten(), by_tile.view(-1, block, block))
+    dq, dk = dq.mul_(call.scale), dk.mul_(call.scale)
+    return *(_from_blocks(d, x).to(x.dtype) for d, x in ((dq, q), (dk, k), (dv, v))), d_tiles
 
 
-def cost(request: Request) -> tuple[float, int]:
-    """(scores computed per score of the full matrix, bytes beside inputs, output and their gradients)."""
-    (batch, num_heads, query_length, key_length), block = request.scores_shape, request.layout.block
-    rows, columns = request.layout.blocks.shape[1:]
-    computed = request.density * rows * columns * block**2 / (query_length * key_length)
-    # Five buffers of a piece, of at least one query block and all its keys; sums of the gradients; tiles of the bias.
-    piece = max(_PIECE, columns * block**2)
-    sums = batch * num_heads * block * (rows + 2 * columns) * max(request.q.shape[3], request.v.shape[3])
-    if isinstance(request.bias, Tensor):
-        tiles = request.bias.numel()
+def _as_blocks(call: Call, x: Tensor, blocks: int) -> Tensor:
+    """[batch, heads, length, d] -> [batch * heads * blocks, block, d], float32 unless float64."""
+    dtype, block = torch.float64 if x.dtype == torch.float64 else torch.float32, call.layout.block
+    return _pad(x.to(dtype), blocks * block, dim=2).reshape(-1, block, x.shape[-1])
+
+
+def _from_blocks(blocks: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `_as_blocks`, for a tensor of the length of `like`."""
+    batch, heads, length, _ = like.shape
+    return blocks.view(batch, heads, -1, blocks.shape[-1])[:, :, :length]
+
+
+def refusal(inputs: AttentionInputs) -> str | None:
+    """Why this backend cannot compute these inputs; None if it can."""
+    return None if inputs.spec.mask is None else "the mask is a matrix"
+
+
+def cost(inputs: AttentionInputs) -> tuple[float, int]:
+    """(scores computed per score of the full matrix, bytes in addition to inputs, output and their gradients)."""
+    q, k, v, spec = inputs
+    (batch, num_heads, query_length, key_length), block = inputs.scores_shape, spec.layout.block
+    rows, columns = spec.layout.blocks.shape[1:]
+    computed = inputs.density * rows * columns * block**2 / (query_length * key_length)
+    # Five buffers of a chunk, of at least one query block and all its keys; sums of the gradients; tiles of the bias.
+    chunk = max(_CHUNK_SCORES, columns * block**2)
+    sums = batch * num_heads * block * (rows + 2 * columns) * max(q.shape[3], v.shape[3])
+    if isinstance(spec.bias, Tensor):
+        tiles = spec.bias.numel()
     else:
-        tiles = 0 if request.bias is None else request.bias.table(max(query_length, key_length)).numel() * block
+        tiles = 0 if spec.bias is None else spec.bias.table(max(query_length, key_length)).numel() * block
     copies = 0  # in float32, of q, k, v and the output's gradient
-    if request.q.dtype != request.compute_dtype:
-        copies = 2 * request.q.numel() + request.k.numel() + request.v.numel()
-    return computed, (5 * piece + sums + copies + 2 * tiles) * request.compute_dtype.itemsize
+    if q.dtype != inputs.compute_dtype:
+        copies = 2 * q.numel() + k.numel() + v.numel()
+    return computed, (5 * chunk + sums + copies + 2 * tiles) * inputs.compute_dtype.itemsize
 
 
-def attend(request: Request, seed: int) -> Tensor:
-    """`block_sparse_attention` of a checked request; scores and sums in float32, in float64 for float64 inputs."""
-    return attend_kept(request, seed, Kept())
+def attend(inputs: AttentionInputs, seed: int) -> Tensor:
+    """Attention output; scores and sums in float32, in float64 for float64 inputs."""
+    call, tiles = _prepare(inputs, seed)
+    return _GatherAttention.apply(*inputs[:3], tiles, call)
 
 
-def attend_kept(request: Request, seed: int, kept: Kept) -> Tensor:
-    """The same; an output that is known has the right gradients, but no values."""
-    (batch, num_heads, query_length, key_length), layout = request.scores_shape, request.layout
-    (rows, columns), block, device = layout.blocks.shape[1:], layout.block, request.q.device
-    like = torch.empty(0, dtype=request.compute_dtype, device=device)
-    tiles = bias_tiles(request.bias, block, query_length, key_length, request.causal, like)
-    key_mask = request.key_padding_mask
+def forward(inputs: AttentionInputs, seed: int) -> tuple[Tensor, None]:
+    """The output without autograd, and nothing that backward needs."""
+    call, tiles = _prepare(inputs, seed)
+    return _forward(call, *inputs[:3], tiles), None
+
+
+def backward(
+    inputs: AttentionInputs, seed: int, output: Tensor, lse: Tensor, grad: Tensor, trains_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and the bias values without autograd."""
+    call, tiles = _prepare(inputs, seed)
+    *gradients, d_tiles = _backward(call, *inputs[:3], tiles, grad, trains_bias)
+    if d_tiles is None:
+        return *gradients, None
+    bias = inputs.spec.bias
+    _, pull = torch.func.vjp(lambda values: _tiles(inputs, with_values(bias, values)).tiles, values_of(bias))
+    return *gradients, *pull(d_tiles)
+
+
+def _tiles(inputs: AttentionInputs, bias: Bias | None) -> BiasTiles | None:
+    like = torch.empty(0, dtype=inputs.compute_dtype, device=inputs.q.device)
+    return bias_tiles(bias, inputs.spec.layout.block, *inputs.scores_shape[2:], inputs.spec.causal, like)
+
+
+def _prepare(inputs: AttentionInputs, seed: int) -> tuple[Call, Tensor | None]:
+    """The settings of a call, and its tiles of the bias, which have a gradient."""
+    spec, layout, (batch, num_heads, _, key_length) = inputs.spec, inputs.spec.layout, inputs.scores_shape
+    (rows, columns), block, device = layout.blocks.shape[1:], layout.block, inputs.q.device
+    tiles = _tiles(inputs, spec.bias)
+    key_mask = spec.key_padding_mask
     if key_mask is None and key_length % block:
         key_mask = torch.ones(1, key_length, dtype=torch.bool, device=device).expand(batch, -1)
     lengths = rows * block, columns * block
     segments = None
-    if request.segment_ids is not None:
-        segments = [_kept(ids, n).view(-1, block) for ids, n in zip(request.segment_ids, lengths, strict=True)]
+    if spec.segment_ids is not None:
+        segments = [_padded_copy(ids, n).view(-1, block) for ids, n in zip(spec.segment_ids, lengths, strict=True)]
     call = Call(
         layout,
-        groups_of(layout, num_heads, request.causal, device),
+        groups_of(layout, num_heads, spec.causal, device),
         batch,
         num_heads,
-        request.scale,
+        spec.scale,
         tile_index=None if tiles is None else tiles.index,
-        key_mask=None if key_mask is None else _kept(key_mask, lengths[1]).view(-1, block),
+        key_mask=None if key_mask is None else _padded_copy(key_mask, lengths[1]).view(-1, block),
         segments=segments,
-        dropout_p=request.dropout_p,
+        dropout_p=spec.dropout_p,
         seed=seed,
-        blocking_bias=_may_block(request),
+        blocking_bias=_may_block(inputs),
     )
-    q = _pad(request.q, lengths[0], dim=2)
-    k, v = (_pad(x, lengths[1], dim=2) for x in (request.k, request.v))
-    tiles = None if tiles is None else tiles.tiles
-    return _GatherAttention.apply(q, k, v, tiles, call, kept.output is not None)[:, :, :query_length]
+    return call, None if tiles is None else tiles.tiles
 
 
-def _may_block(request: Request) -> bool:
-    """True if the bias has -inf anywhere; on a GPU, where looking would make it wait, if there is a bias."""
-    bias = request.bias
+def _may_block(inputs: AttentionInputs) -> bool:
+    """True if the bias has -inf anywhere; on a GPU, where looking would synchronize, if there is a bias."""
+    bias = inputs.spec.bias
     if bias is None:
         return False
-    if request.q.device.type != "cpu":
+    if inputs.q.device.type != "cpu":
         return True
-    values = bias if isinstance(bias, Tensor) else bias.table(max(request.scores_shape[2:]))
+    values = bias if isinstance(bias, Tensor) else bias.table(max(inputs.scores_shape[2:]))
     return bool(values.detach().amin() == -torch.inf)
 
 
-def _kept(x: Tensor, length: int) -> Tensor:
-    """x padded to `length`, and a copy: its owner may write the next batch into it before the backward pass."""
+def _padded_copy(x: Tensor, length: int) -> Tensor:
+    """x padded to `length`, copied: its owner may write the next batch into it before the backward pass."""
     return _pad(x, length).clone(memory_format=torch.contiguous_format)
 
 
 def _pad(x: Tensor, length: int, dim: int = 1) -> Tensor:
-    """Zeros (False) appended up to `length`."""
+    """x with zeros (False) appended up to `length`."""
     missing = length - x.shape[dim]
     return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x

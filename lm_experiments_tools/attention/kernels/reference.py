@@ -9,18 +9,23 @@ from torch import Tensor
 
 from lm_experiments_tools.attention.kernels.bias import Bias, DistanceBias
 from lm_experiments_tools.attention.kernels.plan import AnyLayout
-from lm_experiments_tools.attention.kernels.request import Request, Segments, check
+from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec, Segments, validate
 
 
-def allowed_keys(request: Request) -> Tensor:
-    """Keys that each query may attend to: bool, broadcastable to [batch, heads, query_length, key_length]."""
-    (_, _, query_length, key_length), device = request.scores_shape, request.q.device
-    mask = request.layout.tokens(device)[..., :query_length, :key_length]
-    if request.causal:
+def _allowed(inputs: AttentionInputs) -> Tensor:
+    """Keys that each query may attend to, by code of its own: other backends are compared with this one."""
+    (_, _, query_length, key_length), device, spec = inputs.scores_shape, inputs.q.device, inputs.spec
+    mask = spec.layout.tokens(device)[..., :query_length, :key_length]
+    if spec.mask is not None:
+        mask = mask & spec.mask
+    if spec.causal:
         mask = mask & torch.ones(query_length, key_length, dtype=torch.bool, device=device).tril()
-    if request.key_padding_mask is not None:
-        mask = mask & request.key_padding_mask[:, None, None, :]
-    return mask if request.segment_ids is None else mask & request.same_segments
+    if spec.key_padding_mask is not None:
+        mask = mask & spec.key_padding_mask[:, None, None, :]
+    if spec.segment_ids is not None:
+        queries, keys = spec.segment_ids
+        mask = mask & (queries[:, None, :, None] == keys[:, None, None, :])
+    return mask
 
 
 def attention_probabilities(
@@ -40,18 +45,19 @@ def attention_probabilities(
     Raises:
         UserError: arguments that do not fit each other.
     """
-    return _probabilities(check(Request(q, k, k, layout, bias, key_padding_mask, segment_ids, causal, scale)))
+    spec = AttentionSpec(None, key_padding_mask, segment_ids, bias, layout, causal, scale)
+    return _probabilities(validate(AttentionInputs(q, k, k, spec)))
 
 
-def _probabilities(request: Request) -> Tensor:
-    q, k, bias = request.q, request.k, request.bias
-    scores = torch.einsum("bhqd,bhkd->bhqk", q.double(), k.double()) * request.scale
+def _probabilities(inputs: AttentionInputs) -> Tensor:
+    q, k, bias = inputs.q, inputs.k, inputs.spec.bias
+    scores = torch.einsum("bhqd,bhkd->bhqk", q.double(), k.double()) * inputs.spec.scale
     if isinstance(bias, Tensor):
         scores = scores + bias.double()
     elif bias is not None:
-        scores = scores + _matrix(bias, *request.scores_shape[2:])
-    mask = allowed_keys(request) & ~scores.isneginf()
-    # Finite, so that a row of nothing else has finite gradients; those of masked places are zero either way.
+        scores = scores + _matrix(bias, *inputs.scores_shape[2:])
+    mask = _allowed(inputs) & ~scores.isneginf()
+    # Finite, so that a row of nothing else has finite gradients; those of masked positions are zero either way.
     probabilities = scores.masked_fill(~mask, torch.finfo(torch.float64).min / 2).softmax(-1)
     return probabilities.masked_fill(~mask, 0.0)
 
@@ -65,21 +71,21 @@ def _matrix(bias: DistanceBias, query_length: int, key_length: int) -> Tensor:
     return table[:, distances.clamp(-saturation, saturation) + saturation]
 
 
-def refusal(request: Request) -> str | None:
-    """Why this backend cannot serve a request; None if it can."""
+def refusal(inputs: AttentionInputs) -> str | None:
+    """Why this backend cannot compute these inputs; None if it can."""
     return None
 
 
-def cost(request: Request) -> tuple[float, int]:
-    """(fraction of the score matrix computed, bytes beside inputs, output and their gradients)."""
-    return 1.0, 4 * 8 * math.prod(request.scores_shape)
+def cost(inputs: AttentionInputs) -> tuple[float, int]:
+    """(fraction of the score matrix computed, bytes in addition to inputs, output and their gradients)."""
+    return 1.0, 4 * 8 * math.prod(inputs.scores_shape)
 
 
-def attend(request: Request, seed: int) -> Tensor:
-    """`block_sparse_attention` of a checked request, gradients by autograd."""
-    weights = _probabilities(request)
-    if request.dropout_p:
-        generator = torch.Generator(request.q.device).manual_seed(seed)
-        drawn = torch.rand(weights.shape, generator=generator, dtype=torch.float64, device=request.q.device)
-        weights = weights * ((drawn >= request.dropout_p) / (1 - request.dropout_p))
-    return torch.einsum("bhqk,bhkd->bhqd", weights, request.v.double()).to(request.q.dtype)
+def attend(inputs: AttentionInputs, seed: int) -> Tensor:
+    """Attention output, gradients by autograd."""
+    weights = _probabilities(inputs)
+    if inputs.spec.dropout_p:
+        generator = torch.Generator(inputs.q.device).manual_seed(seed)
+        drawn = torch.rand(weights.shape, generator=generator, dtype=torch.float64, device=inputs.q.device)
+        weights = weights * ((drawn >= inputs.spec.dropout_p) / (1 - inputs.spec.dropout_p))
+    return torch.einsum("bhqk,bhkd->bhqd", weights, inputs.v.double()).to(inputs.q.dtype)

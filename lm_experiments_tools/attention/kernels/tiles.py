@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lm_experiments_tools.attention.kernels.plan import num_blocks
-from lm_experiments_tools.attention.kernels.request import Request
+from lm_experiments_tools.attention.kernels.spec import AttentionInputs
 
 
 class Tile(NamedTuple):
@@ -149,22 +149,22 @@ class Cut:
     has_bits: bool  # True if any tile is attended to in part
 
 
-def cut(request: Request, tile: Tile, saturation: int | None) -> Cut:
-    """Tiles of a request's layout: a larger block gives several, smaller blocks share one.
+def cut(inputs: AttentionInputs, tile: Tile, saturation: int | None) -> Cut:
+    """Tiles of the inputs' layout: a larger block gives several, smaller blocks share one.
 
     Args:
         saturation: distance from which on nothing changes; tiles at smaller ones are near. None if no tile is.
     """
-    query_length, key_length = request.scores_shape[2:]
+    query_length, key_length = inputs.scores_shape[2:]
     rows, columns = num_blocks(query_length, tile.queries), num_blocks(key_length, tile.keys)
     sub_queries, sub_keys = tile.queries, tile.keys
-    if request.is_dense:
+    if inputs.is_dense:
         active = torch.ones(1, rows, columns, dtype=torch.bool)
         bits = active.int()
     else:
-        block = request.layout.block
+        block = inputs.spec.layout.block
         sub_queries, sub_keys = min(block, tile.queries), min(block, tile.keys)
-        parts = request.layout.blocks.repeat_interleave(block // sub_queries, 1)
+        parts = inputs.spec.layout.blocks.repeat_interleave(block // sub_queries, 1)
         parts = parts.repeat_interleave(block // sub_keys, 2)
         parts = parts[:, : num_blocks(query_length, sub_queries), : num_blocks(key_length, sub_keys)]
         active = _parts_of_tiles(parts, rows, columns, tile, sub_queries, sub_keys, outside=False).any(-1)
@@ -173,14 +173,14 @@ def cut(request: Request, tile: Tile, saturation: int | None) -> Cut:
         bits = (flags.int() << torch.arange(flags.shape[-1], dtype=torch.int32)).sum(-1, dtype=torch.int32)
     offset = torch.arange(columns)[None, :] * tile.keys - torch.arange(rows)[:, None] * tile.queries
     nearest, farthest = offset - (tile.queries - 1), offset + (tile.keys - 1)
-    if request.causal:
+    if inputs.spec.causal:
         active = active & (nearest <= 0)
     everything = torch.ones_like(offset, dtype=torch.bool)
     left = everything if saturation is None else farthest <= -saturation
     right = ~everything if saturation is None else nearest >= max(1, saturation)
     full = (1 << (tile.queries // sub_queries * (tile.keys // sub_keys))) - 1
     has_bits = bool((bits[active] != full).any())
-    return Cut(tile, active, bits, sub_queries, sub_keys, left, right, request.is_dense, has_bits)
+    return Cut(tile, active, bits, sub_queries, sub_keys, left, right, inputs.is_dense, has_bits)
 
 
 def _parts_of_tiles(

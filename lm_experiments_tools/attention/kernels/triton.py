@@ -17,9 +17,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention.kernels.bias import AlibiBias
+from lm_experiments_tools.attention.kernels.bias import AlibiBias, Bias, values_of, with_values
 from lm_experiments_tools.attention.kernels.plan import cached, num_blocks
-from lm_experiments_tools.attention.kernels.request import Kept, Request
+from lm_experiments_tools.attention.kernels.spec import AttentionInputs
 from lm_experiments_tools.attention.kernels.tiles import (
     KERNELS,
     SUM_ROWS,
@@ -46,7 +46,7 @@ _LARGEST = 128  # tokens of a tile, at most
 class Call:
     """Settings that the kernels of one call share, and their launches."""
 
-    request: Request  # with empty tensors: what the backward pass needs is for autograd to keep, or to drop
+    inputs: AttentionInputs  # with meta tensors: autograd decides what is saved for backward
     device: torch.device
     kernels: ModuleType
     bias: int
@@ -58,30 +58,30 @@ class Call:
     @property
     def near(self) -> int | None:
         """Distance below which tiles have to be looked at more closely."""
-        return self.saturation if self.bias == _T5 else 0 if self.request.causal else None
+        return self.saturation if self.bias == _T5 else 0 if self.inputs.spec.causal else None
 
-    def plan(self, kernel: str) -> tuple[Cut, TileLists]:
-        """The tiles of a kernel and its lists, kept with the layout."""
-        tile = _tile_for(self.request, kernel, self.device)
+    def tiles_of(self, kernel: str) -> tuple[Cut, TileLists]:
+        """The tiles of a kernel and its lists, cached with the layout."""
+        tile = _tile_for(self.inputs, kernel, self.device)
 
         def make() -> tuple[Cut, TileLists]:
-            parts = cut(self.request, tile, self.near)
+            parts = cut(self.inputs, tile, self.near)
             return parts, lists_of(parts, kernel == "key_gradient", self.device)
 
-        return cached(self.request.layout, ("triton", kernel, tile, *self._key), make)
+        return cached(self.inputs.spec.layout, ("triton", kernel, tile, *self._key), make)
 
     def diagonals(self) -> Diagonals:
-        """How the kernel of q's gradient sums that of a T5 bias, kept with the layout."""
-        (parts, lists), dtype = self.plan("query_gradient"), self.request.q.dtype
+        """How the kernel of q's gradient sums that of a T5 bias, cached with the layout."""
+        (parts, lists), dtype = self.tiles_of("query_gradient"), self.inputs.q.dtype
         return cached(
-            self.request.layout,
+            self.inputs.spec.layout,
             ("diagonals", parts.tile, self.saturation, dtype, *self._key),
             lambda: diagonals_of(parts, self.saturation, lists.ranges, dtype, self.device),
         )
 
     @property
     def _key(self) -> tuple:
-        return self.request.scores_shape[2:], self.request.causal, self.near, self.device
+        return self.inputs.scores_shape[2:], self.inputs.spec.causal, self.near, self.device
 
     def launch(self, kernel: str, tensors: Mapping[str, Tensor | None], **more: object) -> None:
         """Run a kernel that walks lists, one program for each tile of each sequence of each head.
@@ -89,8 +89,8 @@ class Call:
         Args:
             tensors, more: its own arguments, by name.
         """
-        parts, lists = self.plan(kernel)
-        batch, num_heads, num_tiles = *self.request.scores_shape[:2], lists.order.shape[1]
+        parts, lists = self.tiles_of(kernel)
+        batch, num_heads, num_tiles = *self.inputs.scores_shape[:2], lists.order.shape[1]
         self.run(
             kernel,
             num_tiles * batch * num_heads,
@@ -121,15 +121,15 @@ class Call:
             for name, x in zip("qkvo", (tensors["q"], tensors["k"], tensors["v"], output), strict=True)
             for dimension, stride in zip("bhn", x.stride()[:3], strict=True)
         }
-        _, num_heads, query_length, key_length = self.request.scores_shape
-        dropout_p, below = self.request.dropout_p, int(256 * self.request.dropout_p)
+        _, num_heads, query_length, key_length = self.inputs.scores_shape
+        dropout_p, below = self.inputs.spec.dropout_p, int(256 * self.inputs.spec.dropout_p)
         getattr(self.kernels, f"{kernel}_kernel")[(programs,)](
             **pointers,
             seed=self.seed,
             drop_below=below,
             drop_chance=int((256 * dropout_p - below) * (1 << 24)),
             grow=1 / (1 - dropout_p),
-            scale2=self.request.scale * _LOG2_E,
+            scale2=self.inputs.spec.scale * _LOG2_E,
             num_heads=num_heads,
             layout_heads=parts.active.shape[0],
             query_length=query_length,
@@ -144,12 +144,12 @@ class Call:
         """What is added to the scores of keys: -inf where masked or beyond the last; None if that is nowhere."""
         if self.key_mask is not None:
             return self.key_mask
-        length = self.request.scores_shape[3]
+        length = self.inputs.scores_shape[3]
         return None if length % parts.tile.keys == 0 else _beyond(length, self.device)
 
     def constants(self, parts: Cut) -> dict[str, object]:
         """Compile-time arguments that all kernels take."""
-        (_, _, query_length, key_length), q, v = self.request.scores_shape, self.request.q, self.request.v
+        (_, _, query_length, key_length), q, v = self.inputs.scores_shape, self.inputs.q, self.inputs.v
         return {
             "HEAD_DIM": q.shape[3],
             "BLOCK_D": power_of_two(q.shape[3]),
@@ -158,11 +158,11 @@ class Call:
             "BLOCK_M": parts.tile.queries,
             "SUB_M": parts.sub_queries,
             "WIDTH": _width(self.saturation),
-            "CAUSAL": self.request.causal,
+            "CAUSAL": self.inputs.spec.causal,
             "HAS_BITS": parts.has_bits,
             "HAS_PADDING": self.hidden(parts) is not None,
             "HAS_SEGMENTS": self.segments is not None,
-            "HAS_DROPOUT": self.request.dropout_p > 0,
+            "HAS_DROPOUT": self.inputs.spec.dropout_p > 0,
             "EVEN_M": query_length % parts.tile.queries == 0,
             "EVEN_N": key_length % parts.tile.keys == 0,
             "PRECISION": "tf32" if q.dtype == torch.float32 and not _is_ieee(q) else "ieee",
@@ -176,54 +176,67 @@ def _is_ieee(x: Tensor) -> bool:
     return x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
 
 
-def _tile_for(request: Request, kernel: str, device: torch.device | None = None) -> Tile:
-    return tile_of(kernel, *_sizes(request), card_of(device or request.q.device))
+def _tile_for(inputs: AttentionInputs, kernel: str, device: torch.device | None = None) -> Tile:
+    return tile_of(kernel, *_sizes(inputs), card_of(device or inputs.q.device))
 
 
-def _sizes(request: Request) -> tuple[int, int | None, int]:
+def _sizes(inputs: AttentionInputs) -> tuple[int, int | None, int]:
     """The larger head dimension, the layout's block (None: dense), bytes of a number."""
-    head_dim = max(request.q.shape[3], request.v.shape[3])
-    return head_dim, None if request.is_dense else request.layout.block, request.q.dtype.itemsize
+    head_dim = max(inputs.q.shape[3], inputs.v.shape[3])
+    return head_dim, None if inputs.is_dense else inputs.spec.layout.block, inputs.q.dtype.itemsize
 
 
 class _TritonAttention(torch.autograd.Function):
     """q, k, v and the bias table (base e, float32) or ALiBi's slopes -> output."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, call: Call, kept: Kept) -> Tensor:
-        o, lse = kept.output, kept.lse
-        if o is None:
-            # in q's strides, so that a layer which has viewed its projections by head can view the output likewise
-            o = torch.empty_like(q) if q.shape[3] == v.shape[3] else v.new_empty(*q.shape[:3], v.shape[3])
-            lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-            with torch.cuda.device_of(q):
-                call.launch("forward", {"q": q, "k": k, "v": v, "o": o, "lse": lse, "table": _base_two(table, call)})
-            kept.lse = lse
-        ctx.save_for_backward(q, k, v, o, lse, table)
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, call: Call) -> Tensor:
+        o, lse = _forward(call, q, k, v, table)
+        ctx.save_for_backward(q, k, v, table, o, lse)
         ctx.call = call
         return o
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse, table = ctx.saved_tensors
-        call, scale, train_bias = ctx.call, ctx.call.request.scale, ctx.needs_input_grad[3]
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        do = do if do.stride() == o.stride() else torch.empty_like(o).copy_(do)
-        given = {"q": q, "k": k, "v": v, "do": do, "table": _base_two(table, call)}
-        given["delta"] = torch.empty_like(lse)  # filled by the first kernel, as the next
-        given["less"] = lse.new_empty(*lse.shape[:2], 3 if call.bias == _T5 else 1, lse.shape[2])
-        with torch.cuda.device_of(q):
-            sums, constants = _sums_of_bias(call, lse) if train_bias else ({}, {})
-            written = {"o": o, "lse": lse, "dq": dq, **dict.fromkeys(_SUMS), **sums}
-            constants = {
-                **dict.fromkeys(("LEFTMOST", "WINDOW", "NUM_WINDOWS", "SUM_ROWS", "MICRO", "FOLD"), 1),
-                **constants,
-            }
-            call.launch("query_gradient", {**given, **written}, scale=scale, TRAIN_BIAS=train_bias, **constants)
-            call.launch("key_gradient", {**given, "dk": dk, "dv": dv}, scale=scale)
-            d_table = _bias_gradient(call, sums) if train_bias else None
-        return dq, dk, dv, d_table, None, None
+        return *_backward(ctx.call, *ctx.saved_tensors, do, ctx.needs_input_grad[3]), None
+
+
+def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The output, with q's strides if it can have them, so that a layer views it as it viewed q; and its lse."""
+    o = torch.empty_like(q) if q.shape[3] == v.shape[3] else v.new_empty(*q.shape[:3], v.shape[3])
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    with torch.cuda.device_of(q):
+        call.launch("forward", {"q": q, "k": k, "v": v, "o": o, "lse": lse, "table": _base_two(table, call)})
+    return o, lse
+
+
+def _backward(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    trains_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and the table."""
+    scale = call.inputs.spec.scale
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    do = do if do.stride() == o.stride() else torch.empty_like(o).copy_(do)
+    given = {"q": q, "k": k, "v": v, "do": do, "table": _base_two(table, call)}
+    given["delta"] = torch.empty_like(lse)  # filled by the first kernel, as the next
+    given["less"] = lse.new_empty(*lse.shape[:2], 3 if call.bias == _T5 else 1, lse.shape[2])
+    with torch.cuda.device_of(q):
+        sums, constants = _sums_of_bias(call, lse) if trains_bias else ({}, {})
+        written = {"o": o, "lse": lse, "dq": dq, **dict.fromkeys(_SUMS), **sums}
+        constants = {**dict.fromkeys(_SUM_CONSTANTS, 1), **constants}
+        call.launch("query_gradient", {**given, **written}, scale=scale, TRAIN_BIAS=trains_bias, **constants)
+        call.launch("key_gradient", {**given, "dk": dk, "dv": dv}, scale=scale)
+        d_table = _bias_gradient(call, sums) if trains_bias else None
+    return dq, dk, dv, d_table
 
 
 def _hidden(mask: Tensor) -> Tensor:
@@ -268,7 +281,7 @@ _SUM_CONSTANTS = "LEFTMOST", "WINDOW", "NUM_WINDOWS", "SUM_ROWS", "MICRO", "FOLD
 
 def _sums_of_bias(call: Call, lse: Tensor) -> tuple[dict[str, Tensor], dict[str, int]]:
     """What the kernel of q's gradient needs for that of a bias: tensors, those that it fills first, and constants."""
-    num_tiles = call.plan("query_gradient")[0].active.shape[1]
+    num_tiles = call.tiles_of("query_gradient")[0].active.shape[1]
     far_sums = lse.new_empty(*lse.shape[:2], num_tiles, 16)  # left and right of near tiles: columns 0 and 1
     if call.bias == _ALIBI:
         return {"far_sums": far_sums}, {}
@@ -278,7 +291,7 @@ def _sums_of_bias(call: Call, lse: Tensor) -> tuple[dict[str, Tensor], dict[str,
     tensors |= {"places": lists.places, "windows": lists.windows}
     constants = {"LEFTMOST": lists.leftmost, "WINDOW": lists.window, "NUM_WINDOWS": lists.num_windows}
     # TF32 has more digits than the 16-bit numbers that were summed, and as many as it has where those are its own
-    fold = "ieee" if torch.version.hip or _is_ieee(call.request.q) else "tf32"
+    fold = "ieee" if torch.version.hip or _is_ieee(call.inputs.q) else "tf32"
     return tensors, {**constants, "SUM_ROWS": SUM_ROWS, "MICRO": lists.micro, "FOLD": fold}
 
 
@@ -289,7 +302,7 @@ def _bias_gradient(call: Call, sums: Mapping[str, Tensor]) -> Tensor:
         return far_sums.sum(1)
     lists, near_sums = call.diagonals(), sums["near_sums"].sum((0, 2))[..., : 2 * call.diagonals().micro]
     micro, saturation, length = lists.micro, call.saturation, (SUM_ROWS + 1) * lists.micro
-    lowest = lists.leftmost - call.plan("query_gradient")[0].tile.queries + 1  # distance of the first sum
+    lowest = lists.leftmost - call.tiles_of("query_gradient")[0].tile.queries + 1  # distance of the first sum
     highest = lowest + (lists.num_windows - 1) * lists.window + length - 1
     middle = max(-lowest, highest, saturation)
     extended = near_sums.new_zeros(near_sums.shape[0], 2 * middle + 1)
@@ -308,24 +321,26 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def refusal(request: Request) -> str | None:
-    """Why this backend cannot serve a request; None if it can."""
-    block, widest = request.layout.block, max(request.q.shape[3], request.v.shape[3])
+def refusal(inputs: AttentionInputs) -> str | None:
+    """Why this backend cannot compute these inputs; None if it can."""
+    block, widest = inputs.spec.layout.block, max(inputs.q.shape[3], inputs.v.shape[3])
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
-    if request.q.device.type != "cuda" and not (_interpreted() and request.q.device.type == "cpu"):
-        return f"the tensors are on {request.q.device}, and its kernels run on a GPU (TRITON_INTERPRET=1 for tests)"
-    if request.q.dtype == torch.float64:
+    if inputs.q.device.type != "cuda" and not (_interpreted() and inputs.q.device.type == "cpu"):
+        return f"the tensors are on {inputs.q.device}, and its kernels run on a GPU (TRITON_INTERPRET=1 for tests)"
+    if inputs.q.dtype == torch.float64:
         return "it computes in float32, not in float64"
     if widest > 256:
         return f"head_dim {widest} is above 256"
-    if isinstance(request.bias, Tensor):
+    if inputs.spec.mask is not None:
+        return "the mask is a matrix"
+    if isinstance(inputs.spec.bias, Tensor):
         return "the bias is a matrix, not a T5Bias or AlibiBias"
-    if request.dropout_p > 255 / 256:
-        return f"dropout_p {request.dropout_p} is above 255/256"
-    if not request.is_dense and (block < 16 or block & (block - 1)):
+    if inputs.spec.dropout_p > 255 / 256:
+        return f"dropout_p {inputs.spec.dropout_p} is above 255/256"
+    if not inputs.is_dense and (block < 16 or block & (block - 1)):
         return f"the layout's block {block} is not a power of two from 16 up"
-    return refusal_of_device(request)
+    return refusal_of_device(inputs)
 
 
 @lru_cache(maxsize=64)
@@ -337,71 +352,89 @@ def card_of(device: torch.device) -> Card | None:
     return Card(properties.name, (properties.major, properties.minor), properties.shared_memory_per_block_optin)
 
 
-def refusal_of_device(request: Request) -> str | None:
-    """Why the GPU of a request cannot run these kernels; None if it can, or is none of NVIDIA's."""
-    card = card_of(request.q.device)
+def refusal_of_device(inputs: AttentionInputs) -> str | None:
+    """Why the GPU of a inputs cannot run these kernels; None if it can, or is none of NVIDIA's."""
+    card = card_of(inputs.q.device)
     if card is None:
         return None
     if card.capability < _OLDEST:
         found, oldest = (".".join(map(str, x)) for x in (card.capability, _OLDEST))
         return f"{card.name} has compute capability {found}, and Triton needs {oldest}"
-    trained = any(x.requires_grad for x in (request.q, request.k, request.v)) and torch.is_grad_enabled()
-    head_dim, _, itemsize = _sizes(request)
+    head_dim, _, itemsize = _sizes(inputs)
     needed, kernel = max(
-        (shared_memory(kernel, _tile_for(request, kernel), head_dim, itemsize), kernel)
-        for kernel in (KERNELS if trained or request.trains_bias else KERNELS[:1])
+        (shared_memory(kernel, _tile_for(inputs, kernel), head_dim, itemsize), kernel)
+        for kernel in (KERNELS if inputs.trains or inputs.trains_bias else KERNELS[:1])
     )
     if needed <= card.shared_memory:
         return None
     return (
         f"its kernel {kernel} takes up to {needed / 1024:.0f} KiB of shared memory at head_dim {head_dim} in "
-        f"{str(request.q.dtype).removeprefix('torch.')}, and {card.name} has {card.shared_memory / 1024:.0f}"
+        f"{str(inputs.q.dtype).removeprefix('torch.')}, and {card.name} has {card.shared_memory / 1024:.0f}"
     )
 
 
-def cost(request: Request) -> tuple[float, int]:
-    """(scores computed per score of the full matrix, bytes beside inputs, output and their gradients)."""
-    batch, num_heads, query_length, key_length = request.scores_shape
-    parts = cut(request, _tile_for(request, "forward"), None)
+def cost(inputs: AttentionInputs) -> tuple[float, int]:
+    """(scores computed per score of the full matrix, bytes in addition to inputs, output and their gradients)."""
+    batch, num_heads, query_length, key_length = inputs.scores_shape
+    parts = cut(inputs, _tile_for(inputs, "forward"), None)
     computed = parts.active.float().mean().item() * parts.active[0].numel() * parts.tile.queries * parts.tile.keys
     rows = 5 * batch * num_heads * query_length  # lse, delta, and what the kernel of keys adds to scores
     sums = 0
-    if request.trains_bias:
+    if inputs.trains_bias:
         sums = (
-            batch * num_heads * num_blocks(query_length, _tile_for(request, "query_gradient").queries) * SUM_ROWS * 16
+            batch * num_heads * num_blocks(query_length, _tile_for(inputs, "query_gradient").queries) * SUM_ROWS * 16
         )
     return computed / (query_length * key_length), 4 * (rows + sums)
 
 
-def attend(request: Request, seed: int) -> Tensor:
-    """`block_sparse_attention` of a checked request."""
-    return attend_kept(request, seed, Kept())
+def attend(inputs: AttentionInputs, seed: int) -> Tensor:
+    """Attention output."""
+    call, *tensors = _prepare(inputs, seed)
+    return _TritonAttention.apply(*tensors, call)
 
 
-def attend_kept(request: Request, seed: int, kept: Kept) -> Tensor:
-    """The same, computed unless it is known."""
-    kernels = importlib.import_module(f"{__package__}.triton_kernels")
-    table, kind, saturation = None, _NO_BIAS, 0
-    if type(request.bias) is AlibiBias:
-        table, kind = request.bias.slopes.float(), _ALIBI
-    elif request.bias is not None:
-        table, kind = request.bias.table(max(request.scores_shape[2:])).float(), _T5
-        saturation = table.shape[1] // 2
-    mask, segments = request.key_padding_mask, request.segment_ids
-    q, k, v = (_packed(x) for x in (request.q, request.k, request.v))
-    empty = {name: x.detach().to("meta") for name, x in (("q", q), ("k", k), ("v", v))}
+def forward(inputs: AttentionInputs, seed: int) -> tuple[Tensor, Tensor]:
+    """The output and its lse without autograd."""
+    return _forward(*_prepare(inputs, seed))
+
+
+def backward(
+    inputs: AttentionInputs, seed: int, output: Tensor, lse: Tensor, grad: Tensor, trains_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and the bias values without autograd."""
+    *gradients, d_table = _backward(*_prepare(inputs, seed), output, lse, grad, trains_bias)
+    if d_table is None:
+        return *gradients, None
+    bias = inputs.spec.bias
+    _, pull = torch.func.vjp(lambda values: _table(inputs, with_values(bias, values)), values_of(bias))
+    return *gradients, *pull(d_table)
+
+
+def _table(inputs: AttentionInputs, bias: Bias | None) -> Tensor | None:
+    """ALiBi's slopes or the table of any other bias, float32."""
+    if type(bias) is AlibiBias:
+        return bias.slopes.float()
+    return None if bias is None else bias.table(max(inputs.scores_shape[2:])).float()
+
+
+def _prepare(inputs: AttentionInputs, seed: int) -> tuple[Call, Tensor, Tensor, Tensor, Tensor | None]:
+    """The settings of a call, and the tensors that have gradients."""
+    spec, table, is_alibi = inputs.spec, _table(inputs, inputs.spec.bias), type(inputs.spec.bias) is AlibiBias
+    mask, segments = spec.key_padding_mask, spec.segment_ids
+    q, k, v = (_packed(x) for x in inputs[:3])
+    empty = (x.detach().to("meta") for x in (q, k, v))
     call = Call(
-        request._replace(**empty, bias=None, key_padding_mask=None, segment_ids=None),
+        AttentionInputs(*empty, spec._replace(bias=None, key_padding_mask=None, segment_ids=None)),
         q.device,
-        kernels,
-        kind,
-        saturation,
+        importlib.import_module(f"{__package__}.triton_kernels"),
+        _NO_BIAS if table is None else _ALIBI if is_alibi else _T5,
+        0 if table is None or is_alibi else table.shape[1] // 2,
         # copies, because the backward pass reads them after their owner may have written the next batch into them
         key_mask=None if mask is None else _hidden(mask),
         segments=None if segments is None else tuple(ids.to(torch.int64, copy=True).contiguous() for ids in segments),
         seed=seed,
     )
-    return _TritonAttention.apply(q, k, v, table, call, kept)
+    return call, q, k, v, table
 
 
 def _packed(x: Tensor) -> Tensor:

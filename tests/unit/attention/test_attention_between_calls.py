@@ -21,7 +21,7 @@ from tests.helpers.attention_cases import tensors
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
-    monkeypatch.setattr(functional, "_PLAIN", set())
+    monkeypatch.setattr(functional, "_sdpa_signatures", set())
 
 
 # the last is gather's, the others are SDPA's
@@ -138,7 +138,7 @@ def test_one_mask_serves_all_lengths_that_fill_the_same_blocks():
         dense = block_sparse_attention(q, k, v, layout, backend="reference")
         torch.testing.assert_close(block_sparse_attention(q, k, v, layout), dense, rtol=0, atol=1e-10)
     resolved = plan.resolve_layout(layout, 2, 112, 112)
-    assert len([key for key in plan._cache[id(resolved)] if key[0] == "allowed"]) == 1
+    assert len([key for key in plan._cache[id(resolved)] if key[0] == "mask"]) == 1
 
 
 class Scaled(T5Bias):

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lm_experiments_tools.attention import AlibiBias, Layout, T5Bias, block_sparse_attention, explain
 from lm_experiments_tools.attention.kernels import dispatch, plan, tiles, triton
-from lm_experiments_tools.attention.kernels.request import Request, check
+from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec, validate
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig, LocalSlidingWindowSparsityConfig
 from lm_experiments_tools.errors import UserError
 
@@ -36,12 +36,13 @@ def test_auto_takes_what_is_fast_and_says_why():
 def test_a_bias_given_as_a_matrix_is_dense_on_a_gpu_that_has_the_memory(monkeypatch):
     """Not gathered, which are thousands of calls a layer."""
     q = torch.empty(8, 12, 512, 64, dtype=torch.bfloat16)
-    request = check(Request(q, q, q, BigBirdSparsityConfig(12, block=64), torch.empty(1, 12, 512, 512)))
+    spec = AttentionSpec(layout=BigBirdSparsityConfig(12, block=64), bias=torch.empty(1, 12, 512, 512))
+    inputs = validate(AttentionInputs(q, q, q, spec))
     monkeypatch.setattr(dispatch, "_memory_of", lambda device: 80 << 30)
-    module, reason = dispatch._choose_on_gpu(request)
+    module, reason = dispatch._choose_on_gpu(inputs)
     assert module.__name__.endswith("sdpa") and "the bias is a matrix already" in reason
     monkeypatch.setattr(dispatch, "_memory_of", lambda device: 16 << 20)
-    assert dispatch._choose_on_gpu(request)[0].__name__.endswith("gather")
+    assert dispatch._choose_on_gpu(inputs)[0].__name__.endswith("gather")
 
 
 # Of kernels compiled for compute capability 8.6 with masks and dropout, by triton 3.9: bytes of shared memory.
@@ -96,21 +97,21 @@ def test_a_card_that_cannot_run_the_kernels_is_told_once_and_served(
     pytest.importorskip("triton")
     monkeypatch.setattr(triton, "card_of", lambda device: tiles.Card(card, *CARDS[card]))
     monkeypatch.setattr(dispatch, "_memory_of", lambda device: 16 << 30)
-    dispatch._say_once.cache_clear()
+    dispatch._warn_once.cache_clear()
     with FakeTensorMode():
         q = torch.empty(2, 4, 512, head_dim, dtype=dtype, device="cuda", requires_grad=True)
         weight = torch.empty(32, 4, device="cuda", requires_grad=True)
     layout = plan.resolve_layout(BigBirdSparsityConfig(4, block=64), 4, 512, 512)
-    request = Request(q, q, q, layout, T5Bias(weight), scale=1.0)
+    inputs = AttentionInputs(q, q, q, AttentionSpec(layout=layout, bias=T5Bias(weight), scale=1.0))
     for _ in range(2):
-        module, reason = dispatch._choose(request, "auto")
+        module, reason = dispatch._choose(inputs, "auto")
     if sentence is None:
         assert module is triton and not caplog.records
         return
     assert module is dispatch.sdpa and sentence in reason and len(caplog.records) == 1
     assert sentence in caplog.text
     with pytest.raises(UserError, match=f'backend "triton" cannot do this: .*{sentence}'):
-        dispatch._choose(request, "triton")
+        dispatch._choose(inputs, "triton")
 
 
 def test_memory_that_explain_estimates_grows_linearly_with_the_length():

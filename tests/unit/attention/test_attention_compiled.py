@@ -12,9 +12,9 @@ from torch._dynamo.utils import counters
 
 import modeling_bert
 import modeling_t5
-from lm_experiments_tools.attention import Layout, T5Bias, block_sparse_attention, huggingface
+from lm_experiments_tools.attention import AlibiBias, Layout, T5Bias, block_sparse_attention, huggingface
 from lm_experiments_tools.attention.kernels import compiled
-from lm_experiments_tools.attention.kernels.dispatch import _attend
+from lm_experiments_tools.attention.kernels.dispatch import select
 from lm_experiments_tools.attention.layouts import LocalSlidingWindowSparsityConfig
 from lm_experiments_tools.errors import UserError
 from tests.helpers.attention_cases import Case, errors, tensors
@@ -45,8 +45,8 @@ def test_the_operator_is_what_it_tells_pytorch():
     q, k, v = tensors(2, 2, 20, 8, dtype=torch.float32)
     (weight,) = tensors(32, 2, count=1, dtype=torch.float32)
     bias = compiled._T5, True, 32, 128
-    number = compiled._number_of(_attend, None, "gather", *bias, False, None, 0.0, True, True, True, True)
-    torch.library.opcheck(compiled.operator, (q, k, v, weight, None, None, None, None, None, number))
+    number = compiled._number_of(select, None, "gather", *bias, False, None, 0.0, True, True, True, True)
+    torch.library.opcheck(compiled.operator, (q, k, v, weight, None, None, None, None, None, None, number))
 
 
 def test_a_compiled_call_lays_out_its_output_as_layers_go_on_with_it():
@@ -147,6 +147,15 @@ def test_a_compiled_model_has_one_graph_for_a_shape_and_two_for_all_lengths(name
     assert not counters["graph_break"] and counters["frames"]["total"] == counters["frames"]["ok"]
 
 
+def test_a_compiled_call_with_trained_slopes_is_the_uncompiled_one():
+    traced = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager")
+    (q,), (slopes,) = (tensors(*shape, count=1, dtype=torch.float32) for shape in ((1, 2, 300, 8), (2,)))
+    found, wanted = (f(q, q, q, None, AlibiBias(slopes)) for f in (traced, block_sparse_attention))
+    assert torch.equal(found, wanted)
+    both = [torch.autograd.grad(x.square().sum(), [q, slopes]) for x in (found, wanted)]
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+
+
 def test_another_layout_is_another_graph():
     graphs = Graphs()
     traced = torch.compile(block_sparse_attention, backend=graphs)
@@ -175,7 +184,7 @@ def test_settings_of_a_compiled_call_go_with_its_layout():
     before = len(compiled._settings)
     for number in range(2 * compiled._MAX_HELD):
         layout = Layout(torch.eye(4).roll(number, 1)[None], 16)
-        key = compiled._number_of(_attend, layout, "gather", 0, False, 0, 0, False, None, 0.0, True, True, True, False)
+        key = compiled._number_of(select, layout, "gather", 0, False, 0, 0, False, None, 0.0, True, True, True, False)
         assert compiled._settings_of(key)[1] is layout
         if number % compiled._MAX_HELD == 0:
             call = torch.compile(lambda q, of=layout: block_sparse_attention(q, q, q, of), backend="eager")
@@ -186,17 +195,3 @@ def test_settings_of_a_compiled_call_go_with_its_layout():
     assert len(compiled._settings) <= before + compiled._MAX_HELD
     with pytest.raises(UserError, match="keep the object"):
         compiled._settings_of(-1)
-
-
-def test_without_torchs_private_functions_the_call_breaks_the_graph(monkeypatch):
-    monkeypatch.setattr(compiled, "_CAN_DIFFERENTIATE", False)
-    model, labels = MODELS["transformers' bert, sparse"](), torch.randint(2, 64, (2, 70))
-    found = []
-    for _ in range(2):
-        model.zero_grad()
-        loss = model(input_ids=labels, labels=labels).loss
-        loss.backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
-        model.compile(backend="eager")
-    assert counters["graph_break"]
-    torch.testing.assert_close(found[1], found[0])

@@ -11,8 +11,10 @@ from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.llama import modeling_llama
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from lm_experiments_tools.attention.attend import attend, limit_float16, shared_bias
+from lm_experiments_tools.attention import AttentionSpec, attend
 from lm_experiments_tools.attention.kernels.bias import AlibiBias, T5Bias
+from lm_experiments_tools.attention.kernels.dispatch import backend_of, shared_bias
+from lm_experiments_tools.attention.kernels.eager import limit_float16
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
 from lm_experiments_tools.attention.positions import (
     AlibiPosition,
@@ -100,8 +102,8 @@ def test_no_position_and_the_base_change_nothing():
         (lambda: RotaryPosition(8, rotary_dim=10), "rotary_dim=10"),
         (lambda: RotaryPosition(8, base=0.5), "rotary_base=0.5"),
         (lambda: RelativeBiasPosition(2, 128, 4, bidirectional=True), "num_buckets"),
-        (lambda: attend(*[draw(1, 1, 2, 4)] * 3, implementation="flash"), "'flash' is none of eager"),
-        (lambda: attend(*[draw(1, 1, 2, 4)] * 3, layout=BigBirdSparsityConfig(1)), "needs attn_implementation"),
+        (lambda: backend_of("flash"), "'flash' is none of eager"),
+        (lambda: attend(*[draw(1, 1, 2, 4)] * 3, AttentionSpec(), "flash"), "backend is 'flash'"),
     ],
 )
 def test_what_cannot_be_is_a_sentence(make, said):
@@ -130,7 +132,7 @@ def test_attention_is_that_of_its_definition_and_empty_rows_are_zero(implementat
     padding = torch.tensor([[True] * 4 + [False] * 2, [False] * 6])
     allowed = padding[:, None, None, :] & torch.ones(6, 6, dtype=torch.bool).tril()
     masks = {"key_padding_mask": padding, "causal": True} if form == "padding" else {"mask": allowed}
-    out, weights = attend(q, k, v, implementation=implementation, bias=bias, scale=1.0, **masks)
+    out, weights = attend(q, k, v, AttentionSpec(bias=bias, scale=1.0, **masks), backend_of(implementation))
     expected = by_hand(q.detach(), k, v, bias.dense(6, 6).detach(), allowed.expand(2, 2, 6, 6), 1.0)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     assert not out[1].any() and weights is None
@@ -143,21 +145,22 @@ def test_causal_without_anything_else_is_causal():
     allowed = torch.ones(1, 2, 5, 5, dtype=torch.bool).tril()
     expected = by_hand(q, k, v, torch.zeros(1, 2, 5, 5), allowed, 0.5)
     for implementation in ("eager", "sdpa", "block_sparse"):
-        out, _ = attend(q, k, v, implementation=implementation, causal=True)
+        out, _ = attend(q, k, v, AttentionSpec(causal=True), backend_of(implementation))
         torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_weights_and_masks_of_a_layout_are_those_of_the_sparse_output():
     q, k, v = (draw(1, 2, 64, 4, seed=seed) for seed in range(3))
     layout = BigBirdSparsityConfig(2, block=8, different_layout_per_head=True, num_sliding_window_blocks=1)
-    sparse, _ = attend(q, k, v, implementation="block_sparse", layout=layout)
-    out, weights = attend(q, k, v, implementation="block_sparse", layout=layout, output_attentions=True)
+    spec = AttentionSpec(layout=layout)
+    sparse, _ = attend(q, k, v, spec)
+    out, weights = attend(q, k, v, spec, output_attentions=True)
     torch.testing.assert_close(out, sparse, rtol=1e-10, atol=1e-10)
     assert torch.equal(weights[0] > 0, layout.make_layout(64).repeat_interleave(8, 1).repeat_interleave(8, 2) > 0)
     whole = torch.ones(1, 1, 64, 64, dtype=torch.bool)
-    masked, _ = attend(q, k, v, implementation="block_sparse", layout=layout, mask=whole)
+    masked, _ = attend(q, k, v, spec._replace(mask=whole))
     torch.testing.assert_close(masked, sparse, rtol=1e-10, atol=1e-10)
-    last, _ = attend(q[:, :, -3:], k, v, implementation="block_sparse", layout=layout, mask=whole[:, :, -3:])
+    last, _ = attend(q[:, :, -3:], k, v, spec._replace(mask=whole[:, :, -3:]))
     torch.testing.assert_close(last, sparse[:, :, -3:], rtol=1e-10, atol=1e-10)
 
 
@@ -165,7 +168,7 @@ def test_returned_weights_are_those_of_the_output_and_have_its_gradient():
     q, k, v = torch.randn(3, 2, 2, 5, 4, requires_grad=True)
     mask = torch.ones(2, 1, 5, 5, dtype=torch.bool)
     mask[0, :, 2], mask[1, ..., 3:] = False, False
-    output, weights = attend(q, k, v, implementation="eager", mask=mask, output_attentions=True)
+    output, weights = attend(q, k, v, AttentionSpec(mask=mask), "eager", output_attentions=True)
     upstream = torch.randn_like(output)
     (got,) = torch.autograd.grad(output, weights, upstream, retain_graph=True)
     torch.testing.assert_close(got, upstream @ v.transpose(-1, -2))
@@ -177,13 +180,13 @@ def test_scores_beyond_float16_do_not_become_nan():
     q = torch.full((1, 1, 3, 64), 200.0, dtype=torch.float16)
     k = torch.stack([torch.full((64,), 200.0), torch.full((64,), -200.0), torch.full((64,), 100.0)])[None, None].half()
     assert (q @ k.mT).isinf().any()
-    out, _ = attend(q, k, k, implementation="eager", scale=1.0)
+    out, _ = attend(q, k, k, AttentionSpec(scale=1.0), "eager")
     assert out.isfinite().all()
     assert limit_float16(torch.tensor(torch.inf)).isinf()
 
 
 def test_layers_share_one_matrix_or_the_table():
     bias = T5Bias(nn.Parameter(torch.randn(32, 2)))
-    assert shared_bias(bias, 5, 5, "block_sparse") is bias
+    assert shared_bias(bias, 5, 5, "auto") is bias
     assert torch.equal(shared_bias(bias, 5, 5, "sdpa"), bias.dense(5, 5))
     assert shared_bias(None, 5, 5, "eager") is None

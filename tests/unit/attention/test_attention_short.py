@@ -10,7 +10,7 @@ import torch
 from lm_experiments_tools.attention import T5Bias, block_sparse_attention, explain
 from lm_experiments_tools.attention.kernels import dispatch as functional
 from lm_experiments_tools.attention.kernels import sdpa
-from lm_experiments_tools.attention.kernels.request import Request, check
+from lm_experiments_tools.attention.kernels.spec import AttentionInputs, AttentionSpec, validate
 from lm_experiments_tools.attention.layouts import BigBirdSparsityConfig
 from lm_experiments_tools.errors import UserError
 from tests.helpers.attention_cases import Case, errors, tensors
@@ -32,10 +32,10 @@ PLAIN = [
 def test_repeated_short_calls_skip_the_checks_and_stay_exact(chosen, dtype, monkeypatch):
     """Queries without any key among them."""
     case = Case("dense", 16, 24, 24, batch=3, **{"bias": "none", **chosen})
-    monkeypatch.setattr(functional, "_PLAIN", set())
+    monkeypatch.setattr(functional, "_sdpa_signatures", set())
     band = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
     checked: list[int] = []
-    monkeypatch.setattr(functional, "check", lambda request: checked.append(1) or check(request))
+    monkeypatch.setattr(functional, "validate", lambda inputs: checked.append(1) or validate(inputs))
     for _ in range(3):
         assert max(errors(case, "auto", dtype).values()) < band
     assert len(checked) == 1
@@ -71,10 +71,10 @@ def test_a_mask_that_hid_nothing_decides_for_none_that_does(monkeypatch):
     q, k, v = tensors(4, 2, 40, 8)
     bias = tensors(1, 2, 40, 40, count=1)[0].detach()
     mask = torch.ones(4, 40, dtype=torch.bool)
-    monkeypatch.setattr(functional, "_PLAIN", set())
+    monkeypatch.setattr(functional, "_sdpa_signatures", set())
     monkeypatch.setattr(functional, "_MATRIX_BYTES", 2 * 2 * 40 * 40 * 8)
     block_sparse_attention(q, k, v, None, bias, mask)
-    assert explain(q, k, v, None, bias, mask).backend == "sdpa" and not functional._PLAIN
+    assert explain(q, k, v, None, bias, mask).backend == "sdpa" and not functional._sdpa_signatures
     mask[0, 3] = False
     assert explain(q, k, v, None, bias, mask).backend == "gather"
 
@@ -87,7 +87,7 @@ def test_rows_opened_for_gpus_are_what_the_cpu_gives():
     results = []
     for call in (
         lambda: sdpa.masked(q, k, v, bias, mask[:, None, None], 0.3, 0.0),
-        lambda: sdpa.attend_dense(Request(q, k, v, bias=bias, key_padding_mask=mask, scale=0.3)),
+        lambda: sdpa.attend(AttentionInputs(q, k, v, AttentionSpec(bias=bias, key_padding_mask=mask, scale=0.3))),
     ):
         output = call()
         results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])

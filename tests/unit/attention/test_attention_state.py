@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lm_experiments_tools.attention import positions
-from lm_experiments_tools.attention.attend import attend
+from lm_experiments_tools.attention import AttentionSpec, attend, positions
 from lm_experiments_tools.attention.kernels import bias as bias_module
 from lm_experiments_tools.attention.positions import AlibiPosition, RelativeBiasPosition
 
@@ -84,8 +83,8 @@ def test_a_mask_costs_eager_attention_no_matrix_for_the_backward_pass(output_att
                 q,
                 k,
                 v,
-                implementation="eager",
-                key_padding_mask=key_padding_mask,
+                AttentionSpec(key_padding_mask=key_padding_mask),
+                "eager",
                 output_attentions=output_attentions,
             )
         kept[key_padding_mask is None] = len(matrices)

@@ -1,6 +1,5 @@
 """Our BERT with unusual input: the right result, or one sentence."""
 
-import functools
 import importlib
 import json
 
@@ -9,7 +8,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
-from lm_experiments_tools.attention import attend, block_sparse_attention
+from lm_experiments_tools.attention.kernels.dispatch import force_backend
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import load_model_config
 from modeling_bert import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel
@@ -24,10 +23,10 @@ WAYS = [{"attn_implementation": "eager"}, {"attn_implementation": "sdpa"}, SPARS
 
 
 @pytest.fixture(autouse=True)
-def sparse_is_sparse(monkeypatch):
+def sparse_is_sparse():
     """Inputs as short as here take SDPA by themselves, which is not what serves long ones."""
-    gather = functools.partial(block_sparse_attention, backend="gather")
-    monkeypatch.setattr(attend, "block_sparse_attention", gather)
+    with force_backend("gather"):
+        yield
 
 
 def model(cls=BertModel, **settings):

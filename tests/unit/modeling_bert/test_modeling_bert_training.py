@@ -1,6 +1,5 @@
 """BERT of our own is trained, stopped, saved, checkpointed, adapted and compiled like any model of transformers."""
 
-import functools
 import json
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 import transformers
 
 import modeling_bert
-from lm_experiments_tools.attention import attend, block_sparse_attention
+from lm_experiments_tools.attention.kernels.dispatch import force_backend
 from modeling_bert import BertConfig
 from run_bert_pretraining import main
 from tests.helpers.bert_toys import TINY, make_bert_data
@@ -31,10 +30,10 @@ SIZES = {
 
 
 @pytest.fixture(autouse=True)
-def sparse_is_sparse(monkeypatch):
+def sparse_is_sparse():
     """Inputs as short as here take SDPA by themselves, which is not what serves long ones."""
-    gather = functools.partial(block_sparse_attention, backend="gather")
-    monkeypatch.setattr(attend, "block_sparse_attention", gather)
+    with force_backend("gather"):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,14 @@
 """The variants of modeling_t5: each is what its definition says, is the base model when off, trains, and is kept."""
 
-import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lm_experiments_tools.attention import T5Bias, attend, block_sparse_attention
+from lm_experiments_tools.attention import AttentionSpec, T5Bias
+from lm_experiments_tools.attention.kernels.dispatch import force_backend
 from lm_experiments_tools.attention.layouts import get_sparsity_config
 from lm_experiments_tools.attention.positions import PositionScheme
 from modeling_t5 import (
@@ -17,7 +18,6 @@ from modeling_t5 import (
     T5ForConditionalGeneration,
     T5ForSequenceClassification,
 )
-from modeling_t5.layers import Allowed
 
 SIZES = {
     "vocab_size": 50, "d_model": 16, "d_kv": 4, "d_ff": 20, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
@@ -48,11 +48,10 @@ variants = pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
 
 
 @pytest.fixture(autouse=True)
-def sparse_is_sparse(request, monkeypatch):
+def sparse_is_sparse(request):
     """Inputs as short as here take SDPA by themselves, which is not what serves long ones."""
-    if not request.node.get_closest_marker("gpu"):
-        gather = functools.partial(block_sparse_attention, backend="gather")
-        monkeypatch.setattr(attend, "block_sparse_attention", gather)
+    with nullcontext() if request.node.get_closest_marker("gpu") else force_backend("gather"):
+        yield
 
 
 def make(cls=T5ForConditionalGeneration, seed=0, **settings):
@@ -200,7 +199,7 @@ def test_cdq_is_its_definition(num_cdq_heads):
     wanted = layer.o(torch.cat(heads, dim=1).transpose(1, 2).flatten(2))
     for implementation in ("eager", "sdpa", "block_sparse"):
         model.set_attn_implementation(implementation)
-        got = layer(x, Allowed(real))[0]
+        got = layer(x, AttentionSpec(key_padding_mask=real, scale=1.0))[0]
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
 

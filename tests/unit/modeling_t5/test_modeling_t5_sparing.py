@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lm_experiments_tools.attention import AttentionSpec
 from modeling_t5 import T5Config, T5EncoderModel
-from modeling_t5.layers import Allowed
 
 SIZES = {
     "vocab_size": 50, "d_model": 16, "d_kv": 4, "d_ff": 20, "num_layers": 3, "num_heads": 4, "dropout_rate": 0.0,
@@ -34,7 +34,7 @@ def test_queries_of_cdq_equal_those_of_the_split_matrix_and_need_no_wide_tensor(
     wanted = layer.cd_q(mixed)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved.shape) or saved, lambda x: x):
-        got = layer.context_queries(x, Allowed(real))
+        got = layer.context_queries(x, AttentionSpec(key_padding_mask=real))
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     assert kept and not any(shape[-1:] == (16,) and shape.numel() == mixed.numel() for shape in kept)
     parameters = [layer.cd_w.weight, layer.cd_q.weight, layer.T.weight, layer.W_t.weight]

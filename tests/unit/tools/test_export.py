@@ -48,8 +48,8 @@ from modeling_t5 import T5Attention, T5Config, T5ForConditionalGeneration
 
 
 class Halved(T5Attention):
-    def attend(self, q, k, v, bias, allowed, output_attentions=False):
-        return super().attend(q, k, v / 2, bias, allowed, output_attentions)
+    def attend(self, q, k, v, bias, spec, output_attentions=False):
+        return super().attend(q, k, v / 2, bias, spec, output_attentions)
 
 
 class HalvedConfig(T5Config):

@@ -1,9 +1,10 @@
-"""One attention call: its arguments, checked once, which every backend is given."""
+"""Attention specified once: masks, bias, layout and settings, validated before a backend runs."""
 
 from __future__ import annotations
 
+import functools
+import operator
 import sys
-from dataclasses import dataclass
 from numbers import Real
 from typing import NamedTuple
 
@@ -17,25 +18,44 @@ from lm_experiments_tools.errors import UserError
 Segments = Tensor | tuple[Tensor, Tensor]
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_CACHED_BYTES = 1 << 22  # largest layout or causal mask that is cached for the next layer
 
 
-class Request(NamedTuple):
-    """Arguments of `block_sparse_attention`, as given or checked.
+class AttentionSpec(NamedTuple):
+    """What attention computes, apart from its queries, keys and values. A stack builds one spec for all its layers.
 
-    `check` makes the one of the other: its `layout` holds the blocks for these lengths and heads, its segments are a
-    pair, its scale is a number. The properties below `scores_shape` are those of a checked one.
+    Args:
+        mask: bool [1 or batch, 1 or heads, query_length, key_length], True where allowed; dense backends only.
+        key_padding_mask: bool [batch, key_length], True where keys are attended to.
+        segment_ids: of queries and keys, integers [batch, length]: attention stays within equal ones.
+        bias: a distance bias, or a matrix [1 or batch, 1 or heads, query_length, key_length]. Added after scaling.
+        layout: the blocks of self-attention; None for all.
+        causal: query i attends to keys 0..i. With a cache `mask` says it instead.
+        scale: head_dim ** -0.5 if None; T5 takes 1.0.
+        dropout_p: probability of dropping an attention weight; 0 outside training.
+    """
+
+    mask: Tensor | None = None
+    key_padding_mask: Tensor | None = None
+    segment_ids: Segments | None = None
+    bias: Bias | None = None
+    layout: AnyLayout = None
+    causal: bool = False
+    scale: float | None = None
+    dropout_p: float = 0.0
+
+
+class AttentionInputs(NamedTuple):
+    """The arguments that every backend is given.
+
+    `validate` resolves a spec: its layout then holds the blocks for these lengths and heads, its segments are a pair,
+    its scale is a number. `density` and `is_dense` need a resolved spec.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    layout: AnyLayout = None
-    bias: Bias | None = None
-    key_padding_mask: Tensor | None = None
-    segment_ids: Segments | None = None
-    causal: bool = False
-    scale: float | None = None
-    dropout_p: float = 0.0
+    spec: AttentionSpec
 
     @property
     def scores_shape(self) -> tuple[int, int, int, int]:
@@ -44,49 +64,80 @@ class Request(NamedTuple):
 
     @property
     def density(self) -> float:
-        """Fraction of blocks that the layout keeps and causality leaves."""
-        return cached(self.layout, ("density", self.causal), self._density)
+        """Fraction of blocks that layout and causality leave."""
+        return cached(self.spec.layout, ("density", self.spec.causal), self._density)
 
     def _density(self) -> float:
-        blocks = self.layout.blocks.tril() if self.causal else self.layout.blocks
+        blocks = self.spec.layout.blocks.tril() if self.spec.causal else self.spec.layout.blocks
         return blocks.count_nonzero().item() / blocks.numel()
 
     @property
     def is_dense(self) -> bool:
-        """True if the layout keeps every block (causality may still leave some out)."""
-        return cached(self.layout, ("dense",), lambda: bool(self.layout.blocks.all()))
+        """True if the layout keeps every block (causality may still exclude some)."""
+        layout = self.spec.layout
+        return layout is None or cached(layout, ("dense",), lambda: bool(layout.blocks.all()))
 
     @property
     def trains_bias(self) -> bool:
-        """True if the bias wants a gradient."""
-        return wants_gradient(self.bias)
+        """True if the bias requires a gradient."""
+        return wants_gradient(self.spec.bias)
 
     @property
-    def same_segments(self) -> Tensor:
-        """Keys of a query's own segment, bool [batch, 1, query_length, key_length]."""
-        queries, keys = self.segment_ids
-        return queries[:, None, :, None] == keys[:, None, None, :]
+    def trains(self) -> bool:
+        """True if q, k or v requires a gradient."""
+        return torch.is_grad_enabled() and any(x.requires_grad for x in (self.q, self.k, self.v))
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """Of scores and sums: float32, or float64 for float64 inputs."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
+    def allowed(self) -> Tensor | None:
+        """The attention mask, bool broadcastable to [batch, heads, query_length, key_length]; None allows all keys."""
+        spec, device = self.spec, self.q.device
+        masks = [] if spec.mask is None else [spec.mask]
+        if spec.key_padding_mask is not None:
+            masks.append(spec.key_padding_mask.view(self.q.shape[0], 1, 1, -1))  # a third of the time of None indices
+        if spec.causal:
+            masks.append(causal_mask(self.q.shape[2], self.k.shape[2], device))
+        if not self.is_dense:
+            masks.append(self._layout_mask())
+        if spec.segment_ids is not None:
+            queries, keys = spec.segment_ids
+            masks.append(queries[:, None, :, None] == keys[:, None, None, :])
+        return functools.reduce(operator.and_, masks) if masks else None
 
-@dataclass
-class Kept:
-    """What the forward pass of a call found and its backward pass needs, where autograd does not bring it there.
+    def _layout_mask(self) -> Tensor:
+        """Keys that the layout allows, bool [1, 1 or heads, query_length, key_length]."""
 
-    A backend fills in what is None. What is not None it returns without computing it again, for its gradients alone.
-    """
+        @torch.inference_mode(False)  # cached for training too, whoever comes first
+        def make() -> Tensor:
+            return layout.tokens(self.q.device)  # one mask for all lengths that fill the blocks
 
-    output: Tensor | None = None
-    lse: Tensor | None = None  # logarithms of the rows' sums, float32 [batch, heads, query_length]
+        layout, (query_length, key_length) = self.spec.layout, self.scores_shape[2:]
+        is_small = layout.blocks.numel() * layout.block**2 <= _CACHED_BYTES
+        mask = cached(layout, ("mask", self.q.device), make) if is_small else make()
+        return mask[..., :query_length, :key_length]
 
 
-def check(request: Request) -> Request:
-    """The request as backends take it, or a UserError that names the argument at fault."""
-    q, k, v, layout, bias, key_padding_mask, segment_ids, causal, scale, dropout_p = request
+def causal_mask(query_length: int, key_length: int, device: torch.device) -> Tensor:
+    """Keys 0..i of query i, bool [query_length, key_length]."""
+    is_cached = not torch.compiler.is_compiling() and query_length * key_length <= _CACHED_BYTES
+    make = _cached_causal_mask if is_cached else _make_causal_mask
+    return make(query_length, key_length, device)
+
+
+def _make_causal_mask(query_length: int, key_length: int, device: torch.device) -> Tensor:
+    return torch.ones(query_length, key_length, dtype=torch.bool, device=device).tril()
+
+
+_cached_causal_mask = functools.lru_cache(maxsize=8)(torch.inference_mode(False)(_make_causal_mask))
+
+
+def validate(inputs: AttentionInputs) -> AttentionInputs:
+    """The inputs with a resolved spec, or a UserError that names the argument at fault."""
+    q, k, v, spec = inputs
+    mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p = spec
     _check_tensors(q, k, v)
     batch, num_heads, query_length, head_dim = q.shape
     key_length = k.shape[2]
@@ -104,15 +155,25 @@ def check(request: Request) -> Request:
                 "key_length), True where keys are attended to."
             )
         _check_device("key_padding_mask", key_padding_mask, q)
-        if key_padding_mask.device.type == "cpu" and key_padding_mask.all():  # looking would make a GPU wait
+        if key_padding_mask.device.type == "cpu" and key_padding_mask.all():  # on a GPU this would synchronize
             key_padding_mask = None
-    return request._replace(
-        layout=resolve_layout(layout, num_heads, query_length, key_length),
-        key_padding_mask=key_padding_mask,
-        segment_ids=_check_segments(segment_ids, q, key_length),
-        causal=bool(causal),
-        scale=head_dim**-0.5 if scale is None else float(scale),
-        dropout_p=float(dropout_p),
+    if mask is not None and layout is not None:  # with a cache the queries are the last of the keys
+        blocks = resolve_layout(layout, num_heads, key_length, key_length).tokens(q.device)
+        mask, layout = mask & blocks[..., key_length - query_length : key_length, :key_length], None
+    return AttentionInputs(
+        q,
+        k,
+        v,
+        AttentionSpec(
+            mask,
+            key_padding_mask,
+            _check_segments(segment_ids, q, key_length),
+            bias,
+            resolve_layout(layout, num_heads, query_length, key_length),
+            bool(causal),
+            head_dim**-0.5 if scale is None else float(scale),
+            float(dropout_p),
+        ),
     )
 
 

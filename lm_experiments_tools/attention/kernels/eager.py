@@ -1,0 +1,66 @@
+"""Attention by plain matrix products with softmax in float32; the one backend that returns attention weights."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lm_experiments_tools.attention.kernels.bias import dense_bias
+from lm_experiments_tools.attention.kernels.spec import AttentionInputs
+
+
+def limit_float16(x: Tensor) -> Tensor:
+    """`x` with float16 infinities clamped to its range, so that no sum or softmax turns them into NaN.
+
+    T5's activations exceed float16; other dtypes are returned unchanged. Clamped values have zero gradient.
+    """
+    if x.dtype != torch.float16:
+        return x
+    limit = torch.finfo(torch.float16).max - 1000  # the margin that transformers' T5 leaves
+    return x.clamp(-limit, limit)
+
+
+DRAWS_FROM_DEVICE = True  # dropout ignores the seed
+
+
+def refusal(inputs: AttentionInputs) -> str | None:
+    """Why this backend cannot compute these inputs; None if it can."""
+    return None
+
+
+def cost(inputs: AttentionInputs) -> tuple[float, int]:
+    """(fraction of the score matrix computed, bytes in addition to inputs, output and their gradients)."""
+    return 1.0, 4 * inputs.compute_dtype.itemsize * math.prod(inputs.scores_shape)
+
+
+def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:
+    """Attention output; dropout draws from the device's generator, not from `seed`."""
+    weights, empty = _weights(inputs)
+    output = weights @ inputs.v
+    return output if empty is None else output.masked_fill(empty, 0.0)
+
+
+def attend_with_weights(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Attention output and the weights it was computed from, [batch, heads, query_length, key_length]."""
+    weights, empty = _weights(inputs)
+    weights = weights if empty is None else weights.masked_fill(empty, 0.0)
+    return weights @ inputs.v, weights
+
+
+def _weights(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
+    """Weights after dropout, and the rows without any key, which have uniform weights here."""
+    q, k, _, spec = inputs
+    bias, allowed = spec.bias, inputs.allowed()
+    scale = q.shape[-1] ** -0.5 if spec.scale is None else spec.scale
+    scores = limit_float16(q @ k.transpose(-1, -2) * scale)
+    if bias is not None:
+        matrix = bias if isinstance(bias, Tensor) else dense_bias(bias, q.shape[2], k.shape[2])
+        scores = limit_float16(scores + matrix)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+    weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)
+    weights = F.dropout(weights, spec.dropout_p)
+    return weights, None if allowed is None else ~allowed.any(-1, keepdim=True)

@@ -1,0 +1,49 @@
+"""Attention by matrix products for training on a CPU, where it is faster than PyTorch's fused kernels."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lm_experiments_tools.attention.kernels.bias import dense_bias
+from lm_experiments_tools.attention.kernels.dropout import dropped
+from lm_experiments_tools.attention.kernels.spec import AttentionInputs
+
+DRAWS_FROM_DEVICE = True  # dropout ignores the seed
+
+
+def refusal(inputs: AttentionInputs) -> str | None:
+    """Why this backend cannot compute these inputs; None if it can."""
+    q, _, _, spec = inputs
+    if not q.is_cpu or q.dtype == torch.float16:
+        return "it is for CPUs, and not for float16"
+    if spec.mask is not None or spec.segment_ids is not None or spec.causal or not inputs.is_dense:
+        return "its only masks are key_padding_mask and the bias"
+    return None
+
+
+def cost(inputs: AttentionInputs) -> tuple[float, int]:
+    """(fraction of the score matrix computed, bytes in addition to inputs, output and their gradients)."""
+    return 1.0, 3 * inputs.q.element_size() * math.prod(inputs.scores_shape)
+
+
+def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:
+    """Attention output; dropout draws from the default generator, not from `seed`.
+
+    Softmax reads and writes the dtype of q, and computes in float32. A row without any key gives zeros.
+    """
+    q, k, v, spec = inputs
+    scale = q.shape[-1] ** -0.5 if spec.scale is None else spec.scale
+    scores = (q if scale == 1.0 else q * scale) @ k.transpose(-1, -2)
+    bias, mask = spec.bias, spec.key_padding_mask
+    if bias is not None:
+        matrix = bias if isinstance(bias, Tensor) else dense_bias(bias, q.shape[2], k.shape[2])
+        scores = scores + matrix.to(scores.dtype)
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None, None], torch.finfo(scores.dtype).min)
+    out = dropped(scores.softmax(-1), spec.dropout_p) @ v
+    if mask is not None:
+        out = out.masked_fill(~mask.any(-1)[:, None, None, None], 0.0)
+    return out
