@@ -119,7 +119,7 @@ LOADERS = {
 }
 
 
-def run(path, make_loader, iters, transform=None, hooks=()):
+def run(path, make_loader, iters, transform=None, callbacks=()):
     """The first column of all batches that a run saw, and its last weights."""
     seen = []
 
@@ -132,7 +132,7 @@ def run(path, make_loader, iters, transform=None, hooks=()):
     args = TrainerArgs(batch_size=4, iters=iters, log_interval=50, model_path=str(path))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = make_loader(RaggedPairs(ROWS))
-    loop = TrainingLoop(args, LocalBackend(), model, optimizer, loader, batch_transform_fn=note, hooks=hooks)
+    loop = TrainingLoop(args, LocalBackend(), model, optimizer, loader, batch_transform_fn=note, callbacks=callbacks)
     loop.train()
     return seen, weights_of(model)
 
@@ -159,7 +159,7 @@ def test_a_signal_stops_before_the_forward_pass_and_its_batch_is_read_again(tmp_
     class Kill:
         every, passes = 1, []
 
-        def __call__(self, loop, info):
+        def on_step_end(self, loop, info):
             if info.step == at:
                 os.kill(os.getpid(), signal.SIGTERM)
                 loop.backend.model.register_forward_pre_hook(lambda *_: self.passes.append(1))

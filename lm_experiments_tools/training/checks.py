@@ -1,4 +1,4 @@
-"""Checks of a user's loader by its first batches: workers read rows of their own, and a batch is a whole step's."""
+"""Checks of a user's model, optimizer and loaders: that they belong together, and that workers read different rows."""
 
 from __future__ import annotations
 
@@ -6,40 +6,94 @@ import hashlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lm_experiments_tools.config.flags import is_given
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.training.micro_batches import BatchStream
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.training import TrainerArgs
+    from lm_experiments_tools.training.batches import BatchStream
 
 logger = logging.getLogger(__name__)
 
+OF_VALIDATION = ("save_best", "early_stopping_patience", "use_lr_drop")
 _SURE_BITS = 20.0  # equal rows are by accident in less than one of 2^20 runs
 
 
-def checked(
-    timed: Iterator[tuple[Any, float]], stream: BatchStream, backend: Backend, args: TrainerArgs
-) -> Iterator[tuple[Any, float]]:
-    """Batches with their times, of which the first are looked at; loaders with `seek` know their worker.
+def check_parts(args: TrainerArgs, model: nn.Module, optimizer: Optimizer | None, train: Any, valid: Any) -> None:
+    """Raise UserError where model, optimizer and data loaders cannot train as `args` say."""
+    if hasattr(model, "_orig_mod"):
+        raise UserError(
+            "the model was compiled by torch.compile, which renames its weights: give the trainer the model itself, "
+            "and TrainerArgs compile=True"
+        )
+    if optimizer is not None:
+        _check_optimizer(model, optimizer)
+    unread = [name for name in OF_VALIDATION if is_given(args, name)]
+    if unread and train is not None and valid is None and not args.validate_only:
+        raise UserError(f"no validation data for {', '.join(unread)}: give valid_dataloader, or leave them out")
 
-    Raises:
-        UserError: two workers read the same rows.
-    """
-    seen, epoch, looking = _Rows(), stream.epoch, not hasattr(stream.loader, "seek")
-    for number, (batch, seconds) in enumerate(timed):
-        if looking and number == 0:
-            _check_size(batch, backend, args)
-        if looking and backend.world_size > 1:
-            seen.add(batch)
-            looking = _may_be_equal(backend, seen, ended=stream.epoch != epoch)
-        yield batch, seconds
+
+def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if trained.isdisjoint(id(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        raise UserError(
+            f"the optimizer has none of the {len(trained)} trained parameters of the model, so nothing would be "
+            "trained: make it with this model's parameters(), after any change of the model"
+        )
+    sparse = (nn.Embedding, nn.EmbeddingBag)
+    for name, module in model.named_modules():
+        if isinstance(module, sparse) and module.sparse and module.weight.requires_grad:
+            raise UserError(
+                f"{name} has sparse gradients, whose norm cannot be computed: make the {type(module).__name__} with "
+                "sparse=False"
+            )
+
+
+def check_trainable(stream: Any, optimizer: Optimizer | None) -> None:
+    """Raise UserError where a trainer was made for evaluation only."""
+    missing = [name for name, part in {"train_dataloader": stream, "optimizer": optimizer}.items() if part is None]
+    if missing:
+        raise UserError(f"the trainer was made without {' and '.join(missing)}, so it can only validate")
+
+
+def check_elastic_loader(args: TrainerArgs, loader: Any) -> None:
+    """Raise UserError where an elastic run's loader cannot find its position for any number of workers."""
+    if args.reproducible == "elastic" and loader is not None and not hasattr(loader, "seek"):
+        raise UserError(
+            "--reproducible elastic needs a training data loader with seek(), as data.loader.TrainLoader has, whose "
+            f"rows are the same for any number of workers; {type(loader).__name__} has none."
+        )
+
+
+class LoaderCheck:
+    """Checks the first batches of a loader; those with `seek` know their worker and are not checked."""
+
+    def __init__(self, stream: BatchStream, backend: Backend, args: TrainerArgs) -> None:
+        self._stream, self._backend, self._args = stream, backend, args
+        self._rows, self._epoch = _Rows(), stream.epoch
+        self._is_first = self._compares = not hasattr(stream.loader, "seek")
+
+    def __call__(self, batch: Any) -> None:
+        """Check the next batch; collective for the first ones.
+
+        Raises:
+            UserError: two workers read the same rows.
+        """
+        if self._is_first:
+            self._is_first = False
+            self._compares = self._backend.world_size > 1
+            _check_size(batch, self._backend, self._args)
+        if self._compares:
+            self._rows.add(batch)
+            self._compares = _may_be_equal(self._backend, self._rows, ended=self._stream.epoch != self._epoch)
 
 
 def _check_size(batch: Any, backend: Backend, args: TrainerArgs) -> None:
