@@ -115,7 +115,7 @@ class BatchStream:
         return self._random_state or random_state()
 
     def restore_random_state(self, state: dict[str, Any]) -> None:
-        """Set random states as soon as the next batch is asked for."""
+        """Set random states when the next batch is fetched."""
         self._random_state = state
 
     def put_back(self) -> None:
@@ -137,7 +137,7 @@ class BatchStream:
                     self._end_epoch()
                     batches = self._start_epoch()
             if not self._seeks:
-                if self.rows_in_epoch == 0:  # some samplers make their generator when they are first asked
+                if self.rows_in_epoch == 0:  # some samplers make their generator at their first row
                     self._generators = Generators(self.loader)
                 self.rows_in_epoch += _num_rows(batch)
             yield batch, time.perf_counter() - started
@@ -167,7 +167,7 @@ class BatchStream:
             batches = self._replay(restart)
             self._generators = Generators(self.loader)
             lost = self._generators.restore(restart.get("generators", {}))
-            if lost and ("generators" in restart or self._generators.held):  # counters alone: an older checkpoint
+            if lost and ("generators" in restart or self._generators.held):  # a checkpoint of counters only is older
                 logger.warning(
                     "the checkpoint and the training data loader do not hold the same random states (%s): the rest of "
                     "epoch %d may repeat rows and leave others out", ", ".join(sorted(lost)), self.epoch,

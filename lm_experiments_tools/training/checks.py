@@ -112,11 +112,11 @@ def _may_be_equal(backend: Backend, seen: _Rows, ended: bool) -> bool:
     Rows that are equal in all of the data, as in a toy, tell nothing; neither does an epoch smaller than the workers'
     number, to which samplers add rows.
     """
-    told = backend.gather((seen.digest() if seen.count else None, seen.bits(), ended))
-    if any(ended for _, _, ended in told):
+    reports = backend.gather((seen.digest() if seen.count else None, seen.bits(), ended))
+    if any(ended for _, _, ended in reports):
         return False
     first: dict[str, int] = {}
-    rows = [(rank, digest, bits) for rank, (digest, bits, _) in enumerate(told) if digest is not None]
+    rows = [(rank, digest, bits) for rank, (digest, bits, _) in enumerate(reports) if digest is not None]
     repeated = [(first[d], rank, bits) for rank, d, bits in rows if first.setdefault(d, rank) != rank]
     for one, other, bits in repeated:
         if bits >= _SURE_BITS:
@@ -168,7 +168,7 @@ def _rows(batch: Any) -> list[bytes]:
 
 
 def same_on_all(fingerprint: str | None, backend: Backend) -> str | None:
-    """The training data's fingerprint. Raises UserError where workers read copies of their own that differ."""
+    """The training data's fingerprint. Raises UserError where workers read different data."""
     fingerprints = backend.gather(fingerprint)
     if len(set(fingerprints)) > 1:
         other = next(rank for rank, f in enumerate(fingerprints) if f != fingerprints[0])

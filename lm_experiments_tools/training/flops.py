@@ -87,7 +87,7 @@ class FlopMeter:
     """Rank 0's training operations since the last log line, as a share of its device's peak.
 
     The share is called `mfu` if the peak is known: that of `--peak_tflops` or of the data sheet. Otherwise it is
-    `mfu_measured`, the share of the highest rate seen on this device, which is kept in the run directory.
+    `mfu_measured`, the share of the highest rate seen on this device, which is stored in the run directory.
 
     Args:
         interval: sums of a resumed run; this process has not counted the operations of its seconds.
@@ -141,7 +141,7 @@ class FlopMeter:
             return None
         try:
             return read_json(self._file).get(self._device)
-        except UserError:  # it is measured once more
+        except UserError:  # damaged: measured again
             return None
 
     def _store(self, peak: float) -> None:

@@ -77,7 +77,7 @@ def seed_all(*key: int) -> None:
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Keep training's random numbers as they were, whatever draws inside (a validation, an extra loader)."""
+    """Restore the random states at the end, so that a validation draws nothing from training's."""
     state = random_state()
     try:
         yield

@@ -131,14 +131,14 @@ class Collector(Protocol):
 
 
 class AccumulatedOutputs:
-    """Outputs that `keep_for_metrics_fn` selects of each micro-batch, for metrics of a whole split (`metrics_fn`)."""
+    """Outputs that `keep_for_metrics_fn` selects of each micro-batch, for metrics of a full split (`metrics_fn`)."""
 
     def __init__(self, select: Callable | None, metrics: Callable | None) -> None:
         self.select, self.metrics = (select, metrics) if select and metrics else (None, None)
         self.data: dict[str, list[Any]] = {}
 
     def copy(self) -> dict[str, list[Any]]:
-        """The data so far; adding to this object leaves it alone."""
+        """The data so far, which `add` does not change."""
         return {name: list(values) for name, values in self.data.items()}
 
     def add(self, batch: Mapping[str, Any], outputs: Any) -> None:

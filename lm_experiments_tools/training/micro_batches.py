@@ -174,12 +174,12 @@ def split_batch(
     trim_to: int | None = None,
     targets: Targets = _ALL_LABELS,
 ) -> StepBatch:
-    """Cut a worker's batch into micro-batches of at most `batch_size` rows and count what it weighs.
+    """Cut a worker's batch into micro-batches of at most `batch_size` rows, and count tokens and valid labels.
 
     Args:
-        batch: tensors with equal first dimension (rows); anything else is handed on whole.
+        batch: tensors with equal first dimension (rows); anything else is passed on unchanged.
         names: the model's forward arguments; other entries reach only the metrics functions.
-        has_decoder: labels are a sequence of their own and count as tokens beside the inputs.
+        has_decoder: labels are a second sequence, whose tokens count too.
         label_names: entries whose valid labels are counted.
         trim_to: cut columns that are padding in every row of a micro-batch, down to a multiple of this.
         targets: how valid entries of `labels` are counted.
@@ -240,7 +240,7 @@ def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) ->
     decoder's labels as these.
 
     Args:
-        rows: entries [rows, columns, ...]; those of other widths are left alone.
+        rows: entries [rows, columns, ...]; those of other widths stay as they are.
         multiple: widths are rounded up to it, but not beyond what there is.
 
     Returns:

@@ -41,10 +41,10 @@ def monitoring_callbacks(args: TrainerArgs, trainer: TrainingLoop) -> list[Callb
 
 
 def part_of(name: str) -> str:
-    """The part of the model that a parameter is counted in, by its name.
+    """The part of the model that a parameter belongs to, by its name.
 
-    Of `encoder.block.0.layer.0.SelfAttention.q.weight` it is `encoder.block.0`, the first numbered module; of others
-    `embeddings`, `head`, or the module.
+    The first numbered module (`encoder.block.0` for `encoder.block.0.layer.0.SelfAttention.q.weight`), `embeddings`,
+    `head`, or the module.
     """
     path = [piece for piece in name.split(".") if piece not in ("_orig_mod", "module")]
     for depth, piece in enumerate(path):
@@ -78,11 +78,11 @@ class NormsCallback:
                 self._parts.setdefault(part_of(name), []).append(parameter)
         self._before: dict[str, list[Tensor]] = {}
         self._gradients: list[Tensor] = []
-        backend.before_update = self._look
+        backend.before_update = self._before_update
 
-    def _look(self) -> None:
-        """Before an update that will be logged: the norms of its gradient, and a copy of the weights."""
-        self._before.clear()  # of an update that was skipped
+    def _before_update(self) -> None:
+        """Compute norms of the gradient and copy the weights, if the step will be logged."""
+        self._before.clear()  # of a step that was skipped
         if (self._trainer.state.step + 1) % self.every:
             return
         gradients = {part: [p.grad for p in of if p.grad is not None] for part, of in self._parts.items()}
@@ -101,8 +101,8 @@ class NormsCallback:
         read = read_later(torch.stack([*self._gradients, *weights, *updates]))
         numbers, count = read(), len(self._parts)
         values = {}
-        for place, part in enumerate(self._parts):
-            gradient, weight, update = numbers[place::count]
+        for index, part in enumerate(self._parts):
+            gradient, weight, update = numbers[index::count]
             values |= {f"norm/gradient/{part}": gradient, f"norm/weight/{part}": weight}
             values |= {f"norm/update/{part}": update}
             values |= {f"norm/update_over_weight/{part}": update / weight} if weight else {}
@@ -110,16 +110,16 @@ class NormsCallback:
 
 
 def _norm(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Their common L2 norm, float32; collective for slices of FSDP2."""
+    """L2 norm over all of them, float32; collective for DTensors of FSDP2."""
     return (total_norm(tensors) if tensors else torch.zeros(())).to(device, torch.float32)
 
 
 class MaximaCallback:
-    """Largest magnitude of what the modules of each part put out, and a bound of its attention logits.
+    """Largest magnitude of the outputs of each part's modules, and a bound of its attention logits.
 
-    Both are of one more forward pass, without dropout, of the first micro-batch of each worker, with the weights after
-    the update. The bound is scale * max |q| * max |k| over a head's queries and keys (Cauchy-Schwarz): no logit is
-    larger, before a position bias or mask is added.
+    Both are measured in an additional forward pass, without dropout, over the first micro-batch of each worker, with
+    the weights after the step. The bound is scale * max |q| * max |k| over a head's queries and keys (Cauchy-Schwarz):
+    no logit is larger, before a position bias or mask is added.
     """
 
     def __init__(self, every: int | None, trainer: TrainingLoop) -> None:
@@ -128,7 +128,7 @@ class MaximaCallback:
     @torch.no_grad()
     def on_step_end(self, trainer: TrainingLoop, info: StepInfo) -> None:
         backend, maxima = trainer.backend, _Maxima(trainer.backend.unwrap())
-        backend.model.eval()  # the loop puts it back
+        backend.model.eval()  # the trainer switches back
         with preserved_random_state(), torch.compiler.set_stance("force_eager"), maxima.hooked(), backend.autocast():
             backend.model(**trainer.micro_batches[0].inputs, **trainer.forward_kwargs)
         names = list(maxima.of)
@@ -145,7 +145,7 @@ def _largest(values: list[float]) -> float:
 
 
 class _Maxima:
-    """The largest magnitudes of a pass, scalars on their devices, by name."""
+    """Largest magnitudes of a forward pass by name, scalars on their devices."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.of = model, {}

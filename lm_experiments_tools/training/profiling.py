@@ -212,7 +212,7 @@ class Interval(NamedTuple):
 
 
 def _last_first(intervals: Iterable[Interval]) -> list[Interval]:
-    """In the order of painting in which, of several at once, the one that began first is seen."""
+    """Order of painting for overlapping intervals: the one that began first is painted last, and so is seen."""
     return sorted(intervals, reverse=True)
 
 

@@ -188,15 +188,15 @@ def _record_facts(trainer: TrainingLoop, facts: dict[str, Any]) -> None:
 
 
 def _data_identity(loader: Any) -> str | None:
-    """The loader's fingerprint; of other loaders the number of rows, if they know it."""
-    if loader is None or (fingerprint := getattr(loader, "fingerprint", None)) is not None:
-        return None if loader is None else fingerprint
+    """The loader's fingerprint; for loaders without one the number of rows, if it is known."""
+    if (fingerprint := getattr(loader, "fingerprint", None)) is not None:
+        return fingerprint
     dataset = getattr(loader, "dataset", None)
     return f"{len(dataset)} rows" if isinstance(dataset, Sized) else None
 
 
 def _model_facts(model: nn.Module) -> dict[str, Any]:
-    """The configuration; of a model without one, the hyperparameters that its modules print."""
+    """The configuration; for a model without one, the hyperparameters that its modules print."""
     base = getattr(model, "base_fingerprint", None)
     facts = {} if base is None else {"weights of the base model": base}
     if not hasattr(getattr(model, "config", None), "to_dict"):
@@ -220,7 +220,7 @@ def _named(values: Iterable[Any]) -> list[Any]:
 def _sources(objects: Iterable[Any]) -> Mapping[str, str]:
     """Hashes of the source of the user's classes and functions, base classes included.
 
-    Comments and layout do not count. Installed packages are told apart by their versions (env.json).
+    Comments and layout do not count. Installed packages are compared by version (env.json).
     """
     found = {}
     for cls in dict.fromkeys(base for item in objects for base in getattr(item, "__mro__", (item,))):

@@ -285,7 +285,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {factory.__name__: factory for f
 class PlateauDrop:
     """torch's ReduceLROnPlateau as a multiplier of `base_lr`, with a state that is JSON.
 
-    The rule is torch's own: its scheduler drives an optimizer that holds nothing but a learning rate.
+    torch's scheduler drives an optimizer that holds only a learning rate.
 
     Args:
         base_lr: the learning rate being multiplied; `min_lr` and `eps` are absolute rates and are compared with it.
@@ -370,9 +370,9 @@ class LearningRate:
         )
 
     def keep_length(self, state: TrainState) -> str | None:
-        """Keep the schedule's length of a checkpoint, whatever --iters is now, unless --num_training_steps is given.
+        """Keep the schedule's length of a checkpoint when --iters changes, unless --num_training_steps is given.
 
-        Past its end the kept curve is constant: transformers' cosine would rise again.
+        Past its end the curve is constant: transformers' cosine would rise again.
 
         Returns:
             The log line on both curves, if they differ.

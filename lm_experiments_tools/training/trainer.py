@@ -105,7 +105,7 @@ class TrainingLoop:
         forward_kwargs, generate_kwargs: passed to every forward pass, and to `generate` on validation.
         callbacks: more things to do every n steps.
         tokenizer_dir: folder whose tokenizer files are put into every checkpoint.
-        loss: the terms of the loss, each with labels of its own.
+        loss: the terms of the loss, each with its labels.
 
     Raises:
         UserError: arguments, data or a checkpoint that cannot work.

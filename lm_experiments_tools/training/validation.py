@@ -1,6 +1,7 @@
-"""Validation: every row counts once, whatever a sampler repeats; and text generation for metrics.
+"""Validation, in which every row counts once, and text generation for metrics.
 
-Samplers repeat rows to give every worker equally many. Those rows are computed, as collectives want, and not counted.
+Samplers repeat rows to give every worker equally many. Repeated rows are computed, as collectives need it, and not
+counted.
 """
 
 from __future__ import annotations
