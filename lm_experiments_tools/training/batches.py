@@ -1,9 +1,10 @@
 """Epochs of any loader, at a position that survives a restart.
 
 Three kinds of loaders are read. One that knows its position (`seek(consumed_samples)`, as `data.loader.TrainLoader`)
-is sought in O(1). One with `state_dict` and `load_state_dict` (torchdata's `StatefulDataLoader`) restores its own
-position. Any other iterable, such as a torch `DataLoader`, is replayed: its epoch is started again with the random
-states it was first started with, also of generators that it holds, and the batches already used are passed over.
+is sought in O(1); its batches depend on the position alone, not on the process's random states. One with `state_dict`
+and `load_state_dict` (torchdata's `StatefulDataLoader`) restores its own position. Any other iterable, such as a torch
+`DataLoader`, is replayed: its epoch is started again with the random states it was first started with, also of
+generators that it holds, and the batches already used are passed over.
 """
 
 from __future__ import annotations
@@ -41,18 +42,20 @@ class BatchStream:
     Args:
         loader: yields dicts of tensors with equal first dimension.
         sampler: optional; its `set_epoch` is called at the start of each epoch.
+        transforms: batches are then changed by a function that may draw random numbers.
 
     Raises:
         UserError: the loader draws from generators that no checkpoint can hold.
     """
 
-    def __init__(self, loader: Iterable[Mapping[str, Any]], sampler: Any = None) -> None:
+    def __init__(self, loader: Iterable[Mapping[str, Any]], sampler: Any = None, *, transforms: bool = False) -> None:
         self.loader, self.sampler = loader, sampler
         self.epoch = self.rows_in_epoch = 0
         self._epoch_start: dict[str, Any] = dict.fromkeys(_EPOCH_START)
         self._restart: Mapping[str, Any] | None = None  # `state_dict` to restore before the next batch
         self._random_state: dict[str, Any] | None = None  # the same of the process's random states
         self._seeks = hasattr(loader, "seek")
+        self._draws = transforms or not self._seeks
         inner = getattr(loader, "base_dataloader", loader)  # Accelerate's wrapper has these methods for any loader
         self._knows_position = not self._seeks and hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict")
         self._generators = Generators(None if self._seeks else loader)
@@ -120,7 +123,8 @@ class BatchStream:
 
     def put_back(self) -> None:
         """Return to the position and the random states before the last batch."""
-        self._random_state, self._restart = self._previous
+        if self._draws:
+            self._random_state, self._restart = self._previous
 
     def __iter__(self) -> Iterator[tuple[Mapping[str, Any], float]]:
         """Batches without end. Raises RunError where a loader with `seek` ends."""
@@ -130,7 +134,8 @@ class BatchStream:
             if self._random_state is not None:
                 set_random_state(self._random_state)
                 self._random_state = None
-            self._previous = random_state(), self.state_dict()  # a signal may come while the batch is fetched
+            if self._draws:  # else nothing changes before the first forward pass, where a signal may stop the run
+                self._previous = random_state(), self.state_dict()
             with torch.profiler.record_function(DATA_WAIT):
                 batches = self._start_epoch() if batches is None else batches
                 while (batch := next(batches, None)) is None:

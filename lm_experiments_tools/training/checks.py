@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,7 +78,8 @@ class LoaderCheck:
 
     def __init__(self, stream: BatchStream, backend: Backend, args: TrainerArgs) -> None:
         self._stream, self._backend, self._args = stream, backend, args
-        self._rows, self._epoch = _Rows(), stream.epoch
+        self._seen: list[bytes] = []
+        self._first_epoch = stream.epoch
         self._is_first = self._compares = not hasattr(stream.loader, "seek")
 
     def __call__(self, batch: Any) -> None:
@@ -92,8 +93,8 @@ class LoaderCheck:
             self._compares = self._backend.world_size > 1
             _check_size(batch, self._backend, self._args)
         if self._compares:
-            self._rows.add(batch)
-            self._compares = _may_be_equal(self._backend, self._rows, ended=self._stream.epoch != self._epoch)
+            self._seen += _rows(batch)
+            self._compares = _may_be_equal(self._backend, self._seen, ended=self._stream.epoch != self._first_epoch)
 
 
 def _check_size(batch: Any, backend: Backend, args: TrainerArgs) -> None:
@@ -106,13 +107,13 @@ def _check_size(batch: Any, backend: Backend, args: TrainerArgs) -> None:
         )  # fmt: skip
 
 
-def _may_be_equal(backend: Backend, seen: _Rows, ended: bool) -> bool:
-    """True if two workers have read equal rows that are too few to tell; one small collective.
+def _may_be_equal(backend: Backend, seen: Sequence[bytes], ended: bool) -> bool:
+    """True if two workers have read equal rows that are too few to be sure; one small collective.
 
-    Rows that are equal in all of the data, as in a toy, tell nothing; neither does an epoch smaller than the workers'
-    number, to which samplers add rows.
+    Rows of a toy data set that are all equal prove nothing; neither does an epoch with fewer rows than workers, to
+    which samplers add rows.
     """
-    reports = backend.gather((seen.digest() if seen.count else None, seen.bits(), ended))
+    reports = backend.gather((_digest(seen) if seen else None, _bits(seen), ended))
     if any(ended for _, _, ended in reports):
         return False
     first: dict[str, int] = {}
@@ -128,33 +129,20 @@ def _may_be_equal(backend: Backend, seen: _Rows, ended: bool) -> bool:
     return bool(repeated)
 
 
-class _Rows:
-    """Hashes of the rows that a worker has read."""
+def _bits(rows: Sequence[bytes]) -> float:
+    """Minus the log2 of the chance that as many rows, drawn from these, are the same in the same order."""
+    if not rows:
+        return 0.0
+    return -len(rows) * math.log2(sum((number / len(rows)) ** 2 for number in Counter(rows).values()))
 
-    def __init__(self) -> None:
-        self._all, self._counts, self.count = hashlib.blake2b(digest_size=16), Counter(), 0
 
-    def add(self, batch: Any) -> None:
-        for row in _rows(batch):
-            self._all.update(row)
-            self._counts[row] += 1
-            self.count += 1
-
-    def digest(self) -> str:
-        return self._all.hexdigest()
-
-    def bits(self) -> float:
-        """Minus the log2 of the chance that as many rows, drawn from those seen, are the same in the same order."""
-        if not self.count:
-            return 0.0
-        return -self.count * math.log2(sum((n / self.count) ** 2 for n in self._counts.values()))
+def _digest(rows: Sequence[bytes]) -> str:
+    return hashlib.blake2b(b"".join(rows), digest_size=16).hexdigest()
 
 
 def rows_digest(batch: Any) -> str:
     """A hash of all rows of a batch."""
-    rows = _Rows()
-    rows.add(batch)
-    return rows.digest()
+    return _digest(_rows(batch))
 
 
 def _rows(batch: Any) -> list[bytes]:

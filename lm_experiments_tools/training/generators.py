@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import random
 from collections.abc import Iterator, Mapping
@@ -19,41 +18,21 @@ from lm_experiments_tools.files import to_jsonable
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _COUNTERS = ("epoch", "iteration", "initial_seed")  # what torch's, Accelerate's and most samplers derive an order from
 _NOT_ENTERED = (str, bytes, bytearray, type, ModuleType, torch.Tensor, torch.nn.Module, np.ndarray)
-_MT19937_BYTES = 625 * 4  # 624 words and a position
 _MOST_OBJECTS, _MOST_ITEMS = 2000, 64  # rows of a dataset are no place for generators
 
 
 def random_state() -> dict[str, Any]:
     """State of every generator a training step may draw from: Python, numpy, torch, this worker's GPU."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()
     version, internal, gauss_next = random.getstate()
     state = {
         "python": [version, list(internal), gauss_next],
-        "numpy": _numpy_state(),
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
-
-
-_numpy_seen: tuple[bytes, list[Any]] = b"", []
-
-
-def _numpy_state() -> list[Any]:
-    """`np.random.get_state()` in a form that checkpoints hold.
-
-    numpy takes some 60 us to copy its state, more than all other generators of a step. So the last copy is returned
-    again where the generator has drawn nothing since, and holds no second normal value that it could have given away.
-    """
-    global _numpy_seen
-    bits = np.random.get_bit_generator()
-    is_default = isinstance(bits, np.random.MT19937)
-    raw = ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES) if is_default else b""
-    if raw and raw == _numpy_seen[0] and not _numpy_seen[1][3]:
-        return _numpy_seen[1]
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    _numpy_seen = raw, [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached]
-    return _numpy_seen[1]
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -153,24 +153,21 @@ class _Maxima:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        handles = []
-        for name, module in self.model.named_modules():
-            if name:
-                handles.append(module.register_forward_hook(partial(self._output, part_of(f"{name}.weight"))))
-            pair = next((p for p in _PROJECTIONS if all(hasattr(module, projection) for projection in p)), None)
-            places = (module, getattr(module, "config", None))
-            heads = next((getattr(p, width) for p in places for width in _WIDTHS if hasattr(p, width)), None)
-            if pair is None or heads is None:
-                continue
-            for projection in pair:
-                note = partial(self._project, f"{name}.{projection}")
-                handles.append(getattr(module, projection).register_forward_hook(note))
-            handles.append(module.register_forward_hook(partial(self._attention, name, pair, heads)))
-        try:
+        with ExitStack() as hooks:
+            for name, module in self.model.named_modules():
+                if name:
+                    hook = partial(self._output, part_of(f"{name}.weight"))
+                    hooks.enter_context(module.register_forward_hook(hook))
+                pair = next((p for p in _PROJECTIONS if all(hasattr(module, projection) for projection in p)), None)
+                owners = (module, getattr(module, "config", None))
+                heads = next((getattr(o, width) for o in owners for width in _WIDTHS if hasattr(o, width)), None)
+                if pair is None or heads is None:
+                    continue
+                for projection in pair:
+                    hook = partial(self._project, f"{name}.{projection}")
+                    hooks.enter_context(getattr(module, projection).register_forward_hook(hook))
+                hooks.enter_context(module.register_forward_hook(partial(self._attention, name, pair, heads)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _output(self, part: str, module: nn.Module, args: tuple, output: Any) -> None:
         first = output[0] if isinstance(output, (tuple, list)) and output else output

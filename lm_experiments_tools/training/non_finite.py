@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -144,18 +144,15 @@ class _Trace:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        handles = []
-        for name, module in self.model.named_modules():
-            handles.append(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
-            handles.append(module.register_forward_hook(partial(self._after, name)))
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                handles.append(parameter.register_hook(partial(self.parameter_gradient, name)))
-        try:
+        with ExitStack() as hooks:
+            for name, module in self.model.named_modules():
+                before = partial(self._before, name)
+                hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(partial(self._after, name)))
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    hooks.enter_context(parameter.register_hook(partial(self.parameter_gradient, name)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _before(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         for tensor in (*args, *kwargs.values()):

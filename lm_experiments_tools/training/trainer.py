@@ -94,7 +94,8 @@ class TrainingLoop:
             entries of `labels`, or over rows where a batch has no labels.
         optimizer: made for this model's parameters.
         train_dataloader: yields this worker's part of a global step, `args.rows_per_worker()` rows (fewer at an
-            epoch's end); a loader with `seek(consumed_samples)` resumes in O(1), any other is replayed.
+            epoch's end); a loader with `seek(consumed_samples)`, whose batches depend on nothing else, resumes in
+            O(1), any other is replayed.
         valid_dataloader: this worker's part of the validation set; parts may differ in length.
         train_sampler: its `set_epoch` is called before each epoch.
         batch_transform_fn: f(batch) -> batch with the model's argument names.
@@ -134,7 +135,9 @@ class TrainingLoop:
     ) -> None:
         check_parts(args, model, optimizer, train_dataloader, valid_dataloader)
         self.args, self.backend, self.tokenizer_dir, self.loss = args, backend, tokenizer_dir, loss
-        self.stream = BatchStream(train_dataloader, train_sampler) if train_dataloader is not None else None
+        self.stream = None
+        if train_dataloader is not None:
+            self.stream = BatchStream(train_dataloader, train_sampler, transforms=batch_transform_fn is not None)
         backend.reproduce(args)
         check_elastic_loader(args, train_dataloader)
         self.valid_dataloader, self.batch_metrics_fn = valid_dataloader, batch_metrics_fn
