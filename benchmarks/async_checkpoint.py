@@ -138,7 +138,7 @@ def main() -> None:
     optimizer = get_optimizer(options.optimizer)(model.parameters(), lr=1e-3, **fixed)
     saves, rows = Saves(options.period), Rows(options.rows, model.config.vocab_size)
     try:
-        TrainingLoop(args, backend, model, optimizer, rows, hooks=[saves]).train()
+        TrainingLoop(args, backend, model, optimizer, rows, callbacks=[saves]).train()
         if backend.is_main:
             size = sum(file.stat().st_size for file in (Path(run) / "last").resolve().rglob("*"))
             what = f"{options.optimizer} | {backend.world_size} | {torch.get_num_threads()} | {human_bytes(size)}"

@@ -80,7 +80,7 @@ class Clock:
         self.steps: list[tuple[int, float, float, bool]] = []  # (step, its seconds, of CPU, beside a writing)
         self.cpu = 0.0
 
-    def __call__(self, loop, info) -> None:
+    def on_step_end(self, loop, info) -> None:
         writing = loop.saver._writing is not None and not loop.saver._writing.done()
         now = time.thread_time()
         self.steps.append((info.step, info.seconds, now - self.cpu, writing))
@@ -91,12 +91,12 @@ def folder_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())
 
 
-def make_loop(folder: str, settings: argparse.Namespace, hooks=(), **options) -> TrainingLoop:
+def make_loop(folder: str, settings: argparse.Namespace, callbacks=(), **options) -> TrainingLoop:
     args = TrainerArgs(batch_size=settings.rows, log_interval=10**6, model_path=folder, **options)
     backend = get_backend(args)
     model = Wide(settings.layers, settings.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    return TrainingLoop(args, backend, model, optimizer, Rows(settings.rows, settings.width), hooks=hooks)
+    return TrainingLoop(args, backend, model, optimizer, Rows(settings.rows, settings.width), callbacks=callbacks)
 
 
 def measure_stop(settings: argparse.Namespace) -> None:
@@ -116,7 +116,7 @@ def stop_once(folder: str, settings: argparse.Namespace, in_background: bool) ->
     class Once:
         every = first
 
-        def __call__(self, loop, info) -> None:
+        def on_step_end(self, loop, info) -> None:
             if info.step == first:
                 loop.save()
 

@@ -234,7 +234,7 @@ def run_ours(setting: Setting, variant: Variant) -> dict[str, Any]:
     seed_worker(args.seed, backend.rank)
     loop = finetuning_loop(args, backend, model, optimizer, data, tokenizer)
 
-    loop.hooks.insert(0, meter)
+    loop.callbacks.insert(0, meter)
     meter.start(backend.unwrap())
     loop.train()
     return meter.result(setting.warm_up)

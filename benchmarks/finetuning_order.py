@@ -32,7 +32,7 @@ def curve(folder: Path, seed: int, **flags: Any) -> list[tuple[int, float, float
     """(step, CPU seconds of training, validation loss) at each validation of a run."""
     from benchmarks.finetuning_task import TLDR
     from lm_experiments_tools import FineTuner
-    from lm_experiments_tools.training.loop import TrainingLoop
+    from lm_experiments_tools.training.trainer import TrainingLoop
 
     points: list[tuple[int, float, float]] = []
     spent, begin, validate = 0.0, time.process_time(), TrainingLoop.validate

@@ -50,7 +50,7 @@ def step(model: torch.nn.Module, part: MicroBatch) -> tuple[float, float, int]:
 def measure(model: torch.nn.Module, rows: int, length: int, turns: int) -> str:
     """A line of the table."""
     part = micro_batch(rows, length, model.config.vocab_size)
-    ways = part, part.with_labels_alone(part.weights["labels"])
+    ways = part, part.with_valid_labels_only(part.weights["labels"])
     for way in ways:
         step(model, way)
     taken = [[step(model, way) for way in ways] for _ in range(turns)]

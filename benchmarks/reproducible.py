@@ -52,7 +52,7 @@ def step(backend: Backend, batch: dict[str, torch.Tensor], accumulate: int) -> f
                 loss = backend.model(**batch, use_cache=False)["loss"]
             backend.backward(loss / accumulate)
     assert not backend.must_repeat()
-    backend.update(1.0)
+    backend.clip_and_step(1.0)
     return time.process_time() - started
 
 

@@ -2,7 +2,6 @@
 
 from lm_experiments_tools.ancestor.arguments import TrainerArgs
 from lm_experiments_tools.ancestor.trainer import Trainer, TrainerAccelerate
-from lm_experiments_tools.training.attempt import TrainingDiverged
-from lm_experiments_tools.training.loop import TrainingLoop
+from lm_experiments_tools.training.trainer import TrainingDiverged, TrainingLoop
 
 __all__ = ["Trainer", "TrainerAccelerate", "TrainerArgs", "TrainingDiverged", "TrainingLoop"]

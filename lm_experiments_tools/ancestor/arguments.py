@@ -15,7 +15,7 @@ from typing import Any
 from lm_experiments_tools.ancestor.notice import notice
 from lm_experiments_tools.config import training as today
 from lm_experiments_tools.config.launchers import launcher_rank
-from lm_experiments_tools.training.parts import OF_VALIDATION
+from lm_experiments_tools.training.checks import OF_VALIDATION
 
 logger = logging.getLogger(__name__)
 

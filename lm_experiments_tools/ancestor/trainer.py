@@ -27,7 +27,7 @@ from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tracking.run_directory import RunDirectory
 from lm_experiments_tools.tracking.tracker import Tracker
 from lm_experiments_tools.training import trainer as trainers
-from lm_experiments_tools.training.loop import TrainingLoop
+from lm_experiments_tools.training.trainer import TrainingLoop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

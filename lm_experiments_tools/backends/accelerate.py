@@ -10,7 +10,6 @@ import atexit
 import math
 import os
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from lm_experiments_tools.backends import deepspeed_config, fsdp, launch
 from lm_experiments_tools.backends.backend import (
     STALL_SECONDS,
     DataParallelBackend,
+    PendingStep,
     check_keys,
     check_not_trained_again,
     check_unprepared,
@@ -134,13 +134,13 @@ class AccelerateBackend(DataParallelBackend):
         self._sync = sync
         return nullcontext() if sync or self._sync_always else self.model.no_sync()
 
-    def begin_update(self, *clip: float | None) -> Callable[[], tuple[float, bool]] | None:
-        return super().begin_update(*clip) if self._unused_checked else None
-
-    def update(self, max_norm: float | None = None, max_value: float | None = None) -> tuple[float, bool]:
+    def clip_and_step(
+        self, max_norm: float | None = None, max_value: float | None = None, *, wait: bool = True
+    ) -> PendingStep:
         if not self._unused_checked:
             self._check_unused()
-        return super().update(max_norm, max_value)
+            wait = True
+        return super().clip_and_step(max_norm, max_value, wait=wait)
 
     def _check_unused(self) -> None:
         """At the first step, refuse what DDP would only report at the second, after an update without reduction."""
@@ -352,7 +352,9 @@ class DeepSpeedBackend(AccelerateBackend):
     def backward(self, loss: Tensor) -> None:
         self.model.backward(loss, scale_wrt_gas=False)  # the loss is a share of the step's already
 
-    def update(self, max_norm: float | None = None, max_value: float | None = None) -> tuple[float, bool]:
+    def clip_and_step(
+        self, max_norm: float | None = None, max_value: float | None = None, *, wait: bool = True
+    ) -> PendingStep:
         if max_value:
             raise UserError(CLIPS_BY_NORM)
         self.optimizer.clip_grad = max_norm or 0.0
@@ -361,7 +363,7 @@ class DeepSpeedBackend(AccelerateBackend):
         scale = min(max(self.optimizer.loss_scale, self.scales[0]), self.scales[1])
         if self.model.fp16_enabled() and scale != self.optimizer.loss_scale:
             self.optimizer.loss_scale = scale
-        return float(self.model.get_global_grad_norm()), applied
+        return PendingStep.done(float(self.model.get_global_grad_norm()), applied)
 
     # ---- state
     @property

@@ -1,8 +1,8 @@
-"""The verbs the training loop speaks, and the backend for one process.
+"""The methods that the trainer calls, and the backend for one process.
 
 A backend owns everything that depends on how many workers there are and how they talk: the wrapped model, the
-reduction of gradients, mixed precision, and the few collectives the loop needs. The loop (`training/loop.py`) never
-names a backend; a new one overrides the verbs that differ from those of one process.
+reduction of gradients, mixed precision, and the few collectives the trainer needs. The trainer (`training/trainer.py`)
+never names a backend; a new one overrides the methods that differ from those of one process.
 
 Order of calls in one training step of M micro-batches::
 
@@ -11,7 +11,7 @@ Order of calls in one training step of M micro-batches::
             with backend.autocast():
                 loss = backend.model(**micro_batch)["loss"]
             backend.backward(loss)
-    grad_norm, applied = backend.update(max_norm)
+    grad_norm, applied = backend.clip_and_step(max_norm).result()
 
 Gradients are averaged over workers, so a loss that is to be summed over workers is multiplied by `averaged_over` first
 (the loop does that).
@@ -24,6 +24,7 @@ import resource
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +46,23 @@ if TYPE_CHECKING:
 STALL_SECONDS = 1800  # --stall_timeout: rank 0 may tokenize, save or measure while the others wait
 
 
+@dataclass(frozen=True)
+class PendingStep:
+    """An optimizer step whose result the host may not know yet.
+
+    Attributes:
+        result: returns the global L2 norm of the reduced gradient before clipping, and True if the step was applied.
+        is_done: `result` does not wait for the device.
+    """
+
+    result: Callable[[], tuple[float, bool]]
+    is_done: bool
+
+    @classmethod
+    def done(cls, grad_norm: float, applied: bool) -> PendingStep:
+        return cls(lambda: (grad_norm, applied), is_done=True)
+
+
 class Backend:
     """The verbs of the loop, for one process on one device; the base of every backend. Ranks are global.
 
@@ -61,8 +79,8 @@ class Backend:
         shares: virtual ranks that this worker computes, 1 but for `--reproducible elastic`: it reads the rows of all.
         reproducible: [--reproducible, virtual ranks], which a run keeps.
         exact: what gradients are summed by, with `--reproducible`, once set up for training.
-        before_update: called by `update` when gradients are reduced, neither clipped nor applied.
-        runs_ahead: the device works through a queue, and idles while the host waits for it (see `begin_update`).
+        before_update: called by `clip_and_step` when gradients are reduced, neither clipped nor applied.
+        runs_ahead: the device works through a queue, so that steps may be asynchronous (see `clip_and_step`).
     """
 
     name: str
@@ -148,12 +166,21 @@ class Backend:
         """True, on all workers, if the micro-batches of this step have to be computed once more; see `ExactSum`."""
         return self.exact is not None and self.exact.must_repeat()
 
-    def update(self, max_norm: float | None = None, max_value: float | None = None) -> tuple[float, bool]:
+    def clip_and_step(
+        self, max_norm: float | None = None, max_value: float | None = None, *, wait: bool = True
+    ) -> PendingStep:
         """Clip, step the optimizer and clear the gradients.
 
-        Returns the global L2 norm of the reduced gradient before clipping, and whether the step was applied. It is not
-        applied when the gradient is not finite; then all workers alike leave weights and optimizer untouched.
+        The step is skipped on all workers where the gradient is not finite: weights and optimizer stay untouched.
+
+        Args:
+            wait: read the result before returning. False: a GPU decides by itself whether to skip the step, and the
+                host reads the result later. This needs an optimizer that, like torch's fused ones, has
+                `_step_supports_amp_scaling` and leaves weights and state alone where its attribute `found_inf`, a
+                scalar on the device, is 1; any other is waited for.
         """
+        if not wait and self._can_skip_on_device():
+            return self._launch_step(max_norm, max_value)
         if self.before_update is not None:
             self.before_update()
         parameters = self.precision.parameters(self.optimizer)
@@ -168,25 +195,17 @@ class Backend:
                 torch.nn.utils.clip_grad_value_(parameters, max_value)
         applied = self.precision.step(self.optimizer, finite, self._step_optimizer)
         self.optimizer.zero_grad(set_to_none=True)
-        return grad_norm, applied
+        return PendingStep.done(grad_norm, applied)
 
-    def begin_update(
-        self, max_norm: float | None = None, max_value: float | None = None
-    ) -> Callable[[], tuple[float, bool]] | None:
-        """Queue what `update` does, and leave to the device whether it is applied, so that nobody has to wait for it.
+    def _can_skip_on_device(self) -> bool:
+        if not (self.runs_ahead and self.precision.skips_on_device):
+            return False
+        if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            return False
+        return all(p.device.type == self.device.type for p in self.precision.parameters(self.optimizer))
 
-        Returns:
-            What waits for the device and gives what `update` returns; None, with nothing done, where `update` is to be
-            called: the device has no queue, or precision or optimizer have to be told whether to skip. An optimizer
-            that has not does as torch's fused ones: it says so by `_step_supports_amp_scaling`, and leaves its weights
-            and state alone where its attribute `found_inf`, a scalar on the device, is 1.
-        """
-        decides = self.runs_ahead and self.precision.skips_on_device
-        if not decides or not getattr(self.optimizer, "_step_supports_amp_scaling", False):
-            return None
+    def _launch_step(self, max_norm: float | None, max_value: float | None) -> PendingStep:
         parameters = self.precision.parameters(self.optimizer)
-        if any(p.device.type != self.device.type for p in parameters):  # then part of it has no queue
-            return None
         norm = global_gradient_norm(parameters)
         if max_norm:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -199,7 +218,7 @@ class Backend:
             del self.optimizer.found_inf, self.optimizer.grad_scale
         self.optimizer.zero_grad(set_to_none=True)
         read = read_later(norm)
-        return lambda: (read(), math.isfinite(read()))
+        return PendingStep(lambda: (read(), math.isfinite(read())), is_done=False)
 
     def _reduce_gradients(self) -> None:
         """Average gradients over workers; nothing to do for one process."""

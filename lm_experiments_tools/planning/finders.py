@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
+from lm_experiments_tools.backends.backend import PendingStep
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.planning.fit import USABLE, fit, memory_of
 from lm_experiments_tools.planning.trial import is_out_of_memory
@@ -29,7 +30,7 @@ from lm_experiments_tools.recipes.finders import find_lr, only_steps, write_foun
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.recipes.common import RunData
-    from lm_experiments_tools.training.loop import TrainingLoop
+    from lm_experiments_tools.training.trainer import TrainingLoop
 
 _LOOKED_AT = 4  # steps, of which the one with the most numbers is tried
 _TIMED = 3  # steps of each size, by turns
@@ -173,11 +174,8 @@ class _Alone:
     def accumulate(self, sync: bool) -> AbstractContextManager[None]:
         return self._backend.accumulate(False)
 
-    def begin_update(self, *clip: float | None) -> None:
-        return None
-
-    def update(self, *clip: float | None) -> tuple[float, bool]:
-        return 0.0, True
+    def clip_and_step(self, *clip: float | None, wait: bool = True) -> PendingStep:
+        return PendingStep.done(0.0, True)
 
 
 def find_micro_batch(trainer: TrainingLoop, origins: Mapping[str, str], folder: str | None) -> int:
@@ -288,7 +286,7 @@ def _refusing_in_time(backend: Backend, memory: float) -> Iterator[None]:
 
 def _widest(trainer: TrainingLoop) -> Mapping[str, Any]:
     """Of the first steps' batches the one with the most numbers."""
-    batches = [batch for batch, _ in itertools.islice(trainer.stream.timed(), _LOOKED_AT)]
+    batches = [batch for batch, _ in itertools.islice(trainer.stream, _LOOKED_AT)]
     return max(batches, key=lambda batch: sum(v.numel() for v in batch.values() if isinstance(v, torch.Tensor)))
 
 

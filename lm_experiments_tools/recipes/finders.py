@@ -22,13 +22,13 @@ from lm_experiments_tools.checkpoint.train_state import failures_located
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import dump_json, write_atomic
 from lm_experiments_tools.tracking.terminal import plot
-from lm_experiments_tools.training.attempt import TrainingDiverged
-from lm_experiments_tools.training.first_batches import checked
-from lm_experiments_tools.training.hooks import VerbHook
-from lm_experiments_tools.training.metrics import KeptOutputs, Window
+from lm_experiments_tools.training.callbacks import Every
+from lm_experiments_tools.training.checks import LoaderCheck
+from lm_experiments_tools.training.metrics import AccumulatedOutputs, LoggingInterval
+from lm_experiments_tools.training.trainer import TrainingDiverged
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.training.loop import TrainingLoop
+    from lm_experiments_tools.training.trainer import TrainingLoop
 
 _FAR = 4.0  # times the lowest smoothed loss: the test stops
 _NOISE = 3  # times the median step between two losses: a fall of less is none
@@ -81,8 +81,8 @@ def find_lr(trainer: TrainingLoop, folder: str | Path | None) -> RangeTest:
 @contextmanager
 def only_steps(trainer: TrainingLoop) -> Iterator[None]:
     """The loop's own steps with nothing beside them: no log, validation or checkpoint; each is waited for."""
-    trainer.hooks = [VerbHook(1, lambda loop: None)]
-    trainer.kept = KeptOutputs(None, None)
+    trainer.callbacks = [Every(1, lambda trainer: None)]
+    trainer.outputs = AccumulatedOutputs(None, None)
     with trainer.signals, failures_located(trainer.state, trainer.backend):
         trainer.backend.model.train()
         yield
@@ -111,19 +111,21 @@ def _losses(trainer: TrainingLoop, rates: Sequence[float]) -> list[float]:
     losses: list[float] = []
     wanted, made = rates[0], 0
     with only_steps(trainer):
-        batches = checked(trainer.stream.timed(), trainer.stream, trainer.backend, trainer.args)
+        batches, check = iter(trainer.stream), LoaderCheck(trainer.stream, trainer.backend, trainer.args)
         while made <= len(rates):
             wanted = rates[min(made, len(rates) - 1)]
-            trainer.window = Window()
+            trainer.interval = LoggingInterval()
+            batch, _ = next(batches)
+            check(batch)
             try:
-                info = trainer.train_step(*next(batches))
+                info = trainer.train_step(batch)
             except TrainingDiverged:
                 break
             if info is None or not (info.applied or trainer.args.fp16):
                 break
             if not info.applied:  # a loss scale that is coming down
                 continue
-            loss = trainer.loss.with_total(trainer.window.sums.reduce(trainer.backend))["loss"]
+            loss = trainer.loss.with_total(trainer.interval.sums.reduce(trainer.backend))["loss"]
             if not math.isfinite(loss):
                 break
             if made:

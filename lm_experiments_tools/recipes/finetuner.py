@@ -66,8 +66,8 @@ from lm_experiments_tools.recipes.finetuning import (
     write_task,
 )
 from lm_experiments_tools.recipes.finetuning_data import example_dataset, finetuning_data, text_encoder
-from lm_experiments_tools.training.generation import generate
 from lm_experiments_tools.training.micro_batches import MicroBatch
+from lm_experiments_tools.training.validation import generate
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend

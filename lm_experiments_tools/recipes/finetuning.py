@@ -26,8 +26,8 @@ from lm_experiments_tools.models.freezing import summary
 from lm_experiments_tools.modules.inspection import forward_names
 from lm_experiments_tools.recipes import common
 from lm_experiments_tools.tracking.examples import show_examples
+from lm_experiments_tools.training.generators import preserved_random_state
 from lm_experiments_tools.training.losses import LANGUAGE_MODEL_LOSS, MODEL_LOSS
-from lm_experiments_tools.training.micro_batches import preserved_random_state
 from lm_experiments_tools.training.trainer import TrainingLoop
 
 if TYPE_CHECKING:

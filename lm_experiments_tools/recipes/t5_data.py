@@ -18,10 +18,10 @@ from lm_experiments_tools.data.objectives.registry import (
     objective_dataset,
 )
 from lm_experiments_tools.data.tokens.cold import read_at_random
+from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.modules.labelled_head import spread_labels
 from lm_experiments_tools.recipes.common import labels_alone, save_tokenizer
 from lm_experiments_tools.training.losses import MODEL_LOSS, Loss
-from lm_experiments_tools.training.micro_batches import IGNORED_LABEL
 
 if TYPE_CHECKING:
     from torch import nn

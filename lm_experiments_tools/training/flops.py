@@ -27,7 +27,7 @@ from lm_experiments_tools.training.peaks import compute_dtype, data_sheet_peak, 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.training import TrainerArgs
-    from lm_experiments_tools.training.metrics import Window
+    from lm_experiments_tools.training.metrics import LoggingInterval
     from lm_experiments_tools.training.micro_batches import MicroBatch
 
 _ATTENTION = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]
@@ -87,15 +87,17 @@ class FlopMeter:
     """Rank 0's training operations since the last log line, as a share of its device's peak.
 
     The share is called `mfu` if the peak is known: that of `--peak_tflops` or of the data sheet. Otherwise it is
-    `mfu_measured`, the share of the highest rate seen on this device, which is kept in the run directory.
+    `mfu_measured`, the share of the highest rate seen on this device, which is stored in the run directory.
 
     Args:
-        window: sums of a resumed run; this process has not counted the operations of its seconds.
-        say: logs what the peak is.
+        interval: sums of a resumed run; this process has not counted the operations of its seconds.
+        say: logs the peak.
     """
 
-    def __init__(self, args: TrainerArgs, backend: Backend, window: Window, say: Callable[[str], None]) -> None:
-        self.flops, self._uncounted, self._per_token = 0.0, window.seconds, None
+    def __init__(
+        self, args: TrainerArgs, backend: Backend, interval: LoggingInterval, say: Callable[[str], None]
+    ) -> None:
+        self.flops, self._uncounted, self._per_token = 0.0, interval.seconds, None
         self._backend, self._file, self.name = backend, None, "mfu"
         if not backend.is_main:
             return
@@ -121,9 +123,9 @@ class FlopMeter:
         self.flops += self._per_token * sum(_num_tokens(micro_batch.inputs) for micro_batch in micro_batches)
         return time.perf_counter() - started
 
-    def share(self, window: Window) -> dict[str, float]:
-        """The share of the peak in the seconds of `window`, by its name; restarts the count."""
-        seconds, flops = window.seconds - self._uncounted, self.flops
+    def utilization(self, interval: LoggingInterval) -> dict[str, float]:
+        """The share of the peak in the seconds of `interval`, by its name; restarts the count."""
+        seconds, flops = interval.seconds - self._uncounted, self.flops
         self.flops = self._uncounted = 0.0
         if not self._backend.is_main or not flops or seconds <= 0:
             return {}
@@ -139,7 +141,7 @@ class FlopMeter:
             return None
         try:
             return read_json(self._file).get(self._device)
-        except UserError:  # it is measured once more
+        except UserError:  # damaged: measured again
             return None
 
     def _store(self, peak: float) -> None:

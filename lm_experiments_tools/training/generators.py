@@ -1,4 +1,4 @@
-"""Random states that noise and batches come from, out and in: those of the process, and those that a loader holds."""
+"""Random states of the process and of the generators that a loader holds: captured, restored, seeded."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def seed_all(*key: int) -> None:
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Keep training's random numbers as they were, whatever draws inside (a validation, an extra loader)."""
+    """Restore the random states at the end, so that a validation draws nothing from training's."""
     state = random_state()
     try:
         yield
@@ -65,13 +65,10 @@ def preserved_random_state() -> Iterator[None]:
 
 
 class Generators:
-    """Generators and epoch counters that an object holds, itself or in its parts, each by the path to it.
+    """Generators and epoch counters in the attributes of an object, by path: `batch_sampler.sampler.generator`.
 
-    Of a `DataLoader` these are its own `generator`, and those of its sampler, batch sampler, dataset and collate
-    function, however deep: `batch_sampler.sampler.generator`. Counters are the `epoch`, `iteration` and `initial_seed`
-    that samplers derive an order from.
-
-    Globals of modules, closures, `__slots__` and containers of more than 64 entries are not searched.
+    Counters are the `epoch`, `iteration` and `initial_seed` that samplers derive an order from. Globals of modules,
+    closures, `__slots__` and containers of more than 64 entries are not searched.
 
     Raises:
         UserError: a generator has no state that could be saved.
@@ -104,7 +101,7 @@ class Generators:
         return {**{path: _state_of(generator) for path, generator in self.held.items()}, **counts}
 
     def restore(self, state: Mapping[str, Any]) -> set[str]:
-        """The inverse of `state`. Returns the paths that are only here or only there: a part may be made later."""
+        """The inverse of `state`. Returns the paths that only one of the two has: a part may be made later."""
         for path in state.keys() & self.held.keys():
             _set_state(self.held[path], state[path])
         for path in state.keys() & self.counting.keys():

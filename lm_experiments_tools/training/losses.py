@@ -1,10 +1,10 @@
-"""The loss of a step: a sum of terms, each a mean over the valid entries of its own labels.
+"""The loss of a step: a sum of terms, each a mean over the valid entries of its labels.
 
-T5 has one term, over target tokens. BERT has two, over masked tokens and over pairs of sentences, and the number of
-masked tokens differs from row to row; so the loss of a micro-batch, which is the sum of two means, cannot be weighted
-right by any one number. The loop weights each term by its own count over the whole global step::
+T5 has one term, over target tokens. BERT has two, over masked tokens and over sentence pairs. The number of masked
+tokens differs from row to row, so no single weight of a micro-batch is right for both terms. The trainer weights each
+term by its count over the global step::
 
-    loss = sum over terms of (sum of the term over its valid labels / their number), whatever the split
+    loss = sum over terms of (sum of the term over its valid labels / their number), for any split into micro-batches
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Loss:
     Attributes:
         labels: name of each term -> entry of the batch whose valid entries (not -100) it is a mean over.
         means: f(the model's inputs, its outputs) -> {term: its mean over the micro-batch}.
-        most_labels: f(rows) -> `labels` that a micro-batch has at most, for a model that is to score these alone
+        most_labels: f(rows) -> maximum number of `labels` of a micro-batch, for a model that scores only these
             (modules/labelled_head.py); None for all.
     """
 
@@ -40,7 +40,7 @@ class Loss:
         return tuple(self.labels.values())
 
     def part(self, means: Mapping[str, Tensor], weights: Mapping[str, int], totals: Mapping[str, int]) -> Tensor:
-        """The share of a micro-batch in the loss of the step.
+        """A micro-batch's summand of the loss of the step.
 
         Args:
             means: of the micro-batch, by term.
@@ -49,14 +49,15 @@ class Loss:
         return sum(means[term] * (weights[name] / max(totals[name], 1)) for term, name in self.labels.items())
 
     def with_total(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a split, with the `loss` that its terms add up to in front; a term without labels has none."""
-        whole = metrics.keys() >= self.labels.keys()
-        return {"loss": sum(metrics[term] for term in self.labels), **metrics} if whole else dict(metrics)
+        """Metrics of a split, with their `loss` in front: the sum of its terms, if all of them had labels."""
+        if not metrics.keys() >= self.labels.keys():
+            return dict(metrics)
+        return {"loss": sum(metrics[term] for term in self.labels), **metrics}
 
 
 @dataclass(frozen=True)
 class LanguageModelLoss(Loss):
-    """A loss that is a mean over tokens in nats, with the perplexity it stands for."""
+    """A mean over tokens in nats, with its perplexity."""
 
     def with_total(self, metrics: Mapping[str, float]) -> dict[str, float]:
         values = super().with_total(metrics)
@@ -80,26 +81,25 @@ LANGUAGE_MODEL_LOSS = LanguageModelLoss(MODEL_LOSS.labels, MODEL_LOSS.means)
 
 
 def bert_loss(use_nsp: bool, most_labels: Callable[[int], int] | None = None) -> Loss:
-    """BERT's loss: the mean over masked tokens, plus the mean over sentence pairs where these are judged.
+    """BERT's loss: the mean over masked tokens, plus, with `use_nsp`, the mean over sentence pairs.
 
-    Read from what the model returns, in this order: `loss_mlm` (or `mlm_loss`) and `loss_nsp` (`nsp_loss`) apart; the
-    summed `loss` of transformers' ...ForPreTraining classes, from which the pairs' part is taken off again, exactly,
-    by means of `seq_relationship_logits`; `prediction_logits`, where that class was asked for masked tokens alone and
-    then gives no loss at all.
+    Read from the first of these outputs: `loss_mlm` (or `mlm_loss`) and `loss_nsp` (or `nsp_loss`); the summed `loss`
+    of transformers' ...ForPreTraining classes, from which the loss of pairs is subtracted, computed from
+    `seq_relationship_logits`; `prediction_logits` of these classes without pairs, which return no loss.
     """
     labels = {"loss_mlm": "labels", "loss_nsp": "next_sentence_label"}
     if not use_nsp:
-        return Loss({"loss_mlm": "labels"}, _masked_tokens_alone, most_labels)
+        return Loss({"loss_mlm": "labels"}, _masked_tokens, most_labels)
     return Loss(labels, _BothTasks(), most_labels)
 
 
-def _masked_tokens_alone(inputs: Mapping[str, Any], outputs: Any) -> dict[str, Tensor]:
+def _masked_tokens(inputs: Mapping[str, Any], outputs: Any) -> dict[str, Tensor]:
     mlm = _first(outputs, "loss_mlm", "mlm_loss", "loss")
     if mlm is None and "prediction_logits" in outputs:
         mlm = cross_entropy(outputs["prediction_logits"].float().flatten(0, -2), inputs["labels"].flatten())
     if mlm is None:
         mlm = loss_of(outputs)
-    if "seq_relationship_logits" in outputs:  # so that the head nobody asks has a gradient, of zeros: DDP waits for it
+    if "seq_relationship_logits" in outputs:  # zero gradients for the unused head: DDP waits for them
         mlm = mlm + 0.0 * outputs["seq_relationship_logits"].float().sum()
     return {"loss_mlm": mlm}
 
@@ -128,7 +128,7 @@ class _BothTasks:
         return {"loss_mlm": total - nsp if mlm is None else mlm, "loss_nsp": nsp}
 
     def _check_sum(self, outputs: Any, total: Tensor) -> None:
-        """Once: a part of the model's loss that is neither of the two would be left out in silence."""
+        """Refuse, at the first batch, a loss with another term, which would be left out silently."""
         if self._checked or outputs.get("loss") is None:
             return
         whole, total = outputs["loss"].item(), total.item()

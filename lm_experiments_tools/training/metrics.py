@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,10 +19,29 @@ from lm_experiments_tools.files import to_jsonable
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
-    from lm_experiments_tools.training.step import StepInfo
 
 _GRID = 2.0**20
-Value = "Tensor | float | tuple[Tensor | float, Tensor | float]"
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """The result of one step, the same numbers on every worker but the times.
+
+    Attributes:
+        step: optimizer steps applied, this one included if it was.
+        applied: False where the gradient was not finite.
+        grad_norm: global L2 norm of the reduced gradient before clipping.
+        samples, tokens: of the global step (input tokens that are not padding, plus target tokens of a decoder).
+        seconds, data_seconds: of the step, and of the wait for its batch before it.
+    """
+
+    step: int
+    applied: bool
+    grad_norm: float
+    samples: int
+    tokens: int
+    seconds: float
+    data_seconds: float
 
 
 class MetricSums:
@@ -110,33 +130,37 @@ class Collector(Protocol):
         """The metrics over the data of all workers, on all workers; collective, called once at the end."""
 
 
-class KeptOutputs:
-    """Outputs that `keep_for_metrics_fn` keeps of each micro-batch, for metrics that need the whole split at once."""
+class AccumulatedOutputs:
+    """Outputs that `keep_for_metrics_fn` selects of each micro-batch, for metrics of a full split (`metrics_fn`)."""
 
-    def __init__(self, keep: Callable | None, metrics: Callable | None) -> None:
-        self.keep, self.metrics = (keep, metrics) if keep and metrics else (None, None)
+    def __init__(self, select: Callable | None, metrics: Callable | None) -> None:
+        self.select, self.metrics = (select, metrics) if select and metrics else (None, None)
         self.data: dict[str, list[Any]] = {}
 
+    def copy(self) -> dict[str, list[Any]]:
+        """The data so far, which `add` does not change."""
+        return {name: list(values) for name, values in self.data.items()}
+
     def add(self, batch: Mapping[str, Any], outputs: Any) -> None:
-        if self.keep is None:
+        if self.select is None:
             return
-        for name, value in self.keep(batch, outputs).items():
+        for name, value in self.select(batch, outputs).items():
             value = value.detach().to("cpu", non_blocking=value.is_cuda) if isinstance(value, Tensor) else value
             self.data.setdefault(name, []).append(value)
 
-    def whole_data(self, backend: Backend) -> dict[str, list[Any]]:
-        """What all workers keep, on rank 0, and nothing on the others; collective."""
+    def full_data(self, backend: Backend) -> dict[str, list[Any]]:
+        """The data of all workers on rank 0, and nothing on the others; collective."""
         if self.metrics is None:
             return {}
         every = backend.gather(self.data)
         return _joined(every) if backend.is_main else {}
 
     def reduce(self, backend: Backend) -> dict[str, float]:
-        """`metrics_fn` of the data of all workers, computed on rank 0 and told to the others; clears the data."""
+        """`metrics_fn` of the data of all workers, computed on rank 0 and broadcast; clears the data."""
         if self.metrics is None:
             return {}
         if backend.device.type == "cuda":
-            torch.cuda.synchronize(backend.device)  # `add` did not wait for what it kept
+            torch.cuda.synchronize(backend.device)  # `add` copies asynchronously
         gathered = backend.gather(self.data)
         self.data = {}
         values = None
@@ -164,7 +188,7 @@ def _join(pieces: list[Any]) -> Any:
     return list(chain.from_iterable(p.tolist() for p in pieces))
 
 
-class Window:
+class LoggingInterval:
     """Sums since the last log line."""
 
     def __init__(self) -> None:
@@ -181,19 +205,29 @@ class Window:
             self.grad_norm_sum += info.grad_norm
             self.steps += 1
 
+    def means(self) -> dict[str, float]:
+        """Values of the log line that are the same on all workers, but for the times."""
+        steps, seconds = max(self.steps, 1), max(self.seconds, 1e-9)
+        return {
+            "gradients_global_norm": self.grad_norm_sum / steps,
+            "seconds_per_step": seconds / steps,
+            "tokens_per_second": self.tokens / seconds,
+            "data_wait_fraction": self.data_seconds / seconds,
+        }
+
     def state_dict(self) -> dict[str, Any]:
         return {**vars(self), "sums": self.sums.state_dict()}
 
-    def whole_state(self, backend: Backend) -> dict[str, Any]:
+    def full_state(self, backend: Backend) -> dict[str, Any]:
         """As `state_dict`, with the sums of all workers on rank 0 and none on the others; collective."""
-        whole = MetricSums()
-        for sums in backend.gather(self.sums.state_dict()) if backend.world_size > 1 else [self.sums.state_dict()]:
+        total = MetricSums()
+        for sums in backend.gather(self.sums.state_dict()):
             if backend.is_main:
-                whole.merge(MetricSums.from_state(sums))
-        return {**vars(self), "sums": whole.state_dict()}
+                total.merge(MetricSums.from_state(sums))
+        return {**vars(self), "sums": total.state_dict()}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Window:
-        window = cls()
-        vars(window).update(state, sums=MetricSums.from_state(state["sums"]))
-        return window
+    def from_state(cls, state: Mapping[str, Any]) -> LoggingInterval:
+        interval = cls()
+        vars(interval).update(state, sums=MetricSums.from_state(state["sums"]))
+        return interval

@@ -1,216 +1,53 @@
-"""Batches for the loop: an endless stream from any loader, at a position that survives a restart, in micro-batches.
-
-Three kinds of loaders are read. One that knows its place (`seek(consumed_samples)`, as `data.loader.TrainLoader`) is
-sought in O(1). One with `state_dict` and `load_state_dict` (torchdata's `StatefulDataLoader`) is trusted with its own
-place. Any other iterable, such as a torch `DataLoader`, is replayed: its epoch is started again with the random states
-it was first started with, also of generators that it holds, and the batches already used are passed over.
-"""
+"""Batches of a loader to micro-batches on the device, with counts of their valid labels and tokens."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.modules.alignment import aligned
+from lm_experiments_tools.modules.inspection import forward_names
 from lm_experiments_tools.modules.labelled_head import LABEL_POSITIONS
-from lm_experiments_tools.training.generators import (
-    Generators,
-    preserved_random_state,
-    random_state,
-    set_random_state,
-)
-from lm_experiments_tools.training.profile_table import DATA_WAIT
-from lm_experiments_tools.training.targets import LABELS_MASK, Targets
+from lm_experiments_tools.training.generators import preserved_random_state
+from lm_experiments_tools.training.targets import LABELS_MASK, Targets, find_targets
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.checkpoint.train_state import TrainState
+    from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.config.training import TrainerArgs
+    from lm_experiments_tools.training.losses import Loss
 
 logger = logging.getLogger(__name__)
 
 _IDS = {"input_ids", "labels", "decoder_input_ids", "attention_mask", "decoder_attention_mask", "token_type_ids"}
+_READ_ELSEWHERE = {"example", "prompt_ids", "prompt_mask", "input_ids_generate", "attention_mask_generate"}
 _ALL_LABELS = Targets()
-_EPOCH_START = {"epoch_random_state", "epoch_generators"}
 
 
-class BatchStream:
-    """This worker's batches, epoch after epoch.
+class GlobalCounts(NamedTuple):
+    """Sums over all workers for one step.
 
-    Args:
-        loader: yields dicts of tensors with equal first dimension.
-        sampler: optional; its `set_epoch` is called at the start of each epoch.
-
-    Raises:
-        UserError: the loader draws from what no checkpoint can hold.
+    Attributes:
+        weights: valid entries of each label.
+        num_micro_batches: of the worker that has the most.
     """
 
-    def __init__(self, loader: Iterable[Mapping[str, Any]], sampler: Any = None) -> None:
-        self.loader, self.sampler = loader, sampler
-        self.epoch = self.rows_in_epoch = 0
-        self._epoch_start: dict[str, Any] = dict.fromkeys(_EPOCH_START)
-        self._restart: Mapping[str, Any] | None = None  # the `state_dict` that the next batch is fetched from
-        self._seeks = hasattr(loader, "seek")
-        inner = getattr(loader, "base_dataloader", loader)  # what Accelerate's wrapper, which has both, calls them of
-        self._knows_place = not self._seeks and hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict")
-        self._generators = self._find_generators()
-        self._workers_stay = bool(getattr(inner, "persistent_workers", False))
-        held = [
-            path for path in self._generators.held if path.startswith(("dataset", "collate_fn", "base_dataloader.d"))
-        ]
-        if self._workers_stay and held and not self._knows_place:
-            raise UserError(
-                f"the training data loader's workers draw from copies of {held[0]}, which live on from epoch to epoch "
-                "out of a checkpoint's reach: set persistent_workers=False"
-            )
-
-    @property
-    def fingerprint(self) -> str | None:
-        """Of the training data and its order; None for loaders that have none."""
-        return getattr(self.loader, "fingerprint", None)
-
-    @property
-    def order(self) -> str | None:
-        """Of the order of rows alone, which objectives on rows of one length share; None where unknown."""
-        return getattr(getattr(self.loader, "dataset", None), "order", None)
-
-    def seek(self, run: TrainState, state: Mapping[str, Any] | None, order: str | None = None) -> None:
-        """Go to where a checkpoint was taken.
-
-        Args:
-            run: samples consumed over all workers, and the data's fingerprint.
-            state: this worker's `state_dict`; None where another number of workers saved it.
-            order: of the checkpoint's rows, for another run that skips them (`--skip_used_data`).
-
-        Raises:
-            UserError: the data is not the checkpoint's, or the position cannot be found without `state`.
-        """
-        fingerprint, same_rows = run.data_fingerprint, order is not None and order == self.order
-        if not same_rows and fingerprint not in (self.fingerprint, *getattr(self.loader, "earlier_fingerprints", ())):
-            raise UserError(position_lost(fingerprint, self.fingerprint))
-        if state is None and fingerprint is None:
-            raise UserError(
-                "the checkpoint was saved by another number of workers, and this data loader has no seek() to find "
-                "the position for the new number; continue with the same number of workers"
-            )
-        if self._seeks:
-            self.loader.seek(run.consumed_samples)
-            return
-        self.epoch, self.rows_in_epoch = state["epoch"], state["rows_in_epoch"]
-        self._restart = state
-
-    def state_dict(self) -> dict[str, Any]:
-        """This worker's place: of the next batch to be fetched."""
-        if self._restart is not None:
-            return dict(self._restart)
-        state = {"epoch": self.epoch, "rows_in_epoch": self.rows_in_epoch, **self._epoch_start}
-        if self._knows_place:
-            state["loader"] = self.loader.state_dict()
-        return {**state, "generators": self._generators.state()}
-
-    def timed(self) -> Iterator[tuple[Mapping[str, Any], float]]:
-        """Batches, each with the seconds it was waited for. Raises RunError where they end."""
-        batches = iter(self)
-        while True:
-            started = time.perf_counter()
-            self._before = random_state(), self.state_dict()
-            with torch.profiler.record_function(DATA_WAIT):
-                batch = next(batches, None)
-            if batch is None:
-                raise RunError("the training data loader has come to an end, but one with seek() must go on for ever")
-            yield batch, time.perf_counter() - started
-
-    def put_back(self) -> dict[str, Any]:
-        """Take back the batch that was fetched last. Returns the process's random state before it."""
-        before, self._restart = self._before
-        return before
-
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        if self._seeks:
-            yield from self.loader
-            return
-        while True:
-            yield from self._epoch()
-            self.epoch, self.rows_in_epoch = self.epoch + 1, 0
-
-    def _epoch(self) -> Iterator[Mapping[str, Any]]:
-        if self.sampler is not None:
-            self.sampler.set_epoch(self.epoch)
-        batches = self._start_epoch()
-        empty = self.rows_in_epoch == 0
-        for batch in batches:
-            self.rows_in_epoch += _num_rows(batch)
-            if empty:  # some samplers make their generator when they are first asked
-                self._generators = self._find_generators()
-            empty = False
-            yield batch
-        if empty:
-            raise UserError(
-                f"the training data gave no batch in epoch {self.epoch}: the dataset is empty, or smaller than one "
-                "batch with drop_last=True"
-            )
-
-    def _find_generators(self) -> Generators:
-        return Generators(None if self._seeks else self.loader)
-
-    def _start_epoch(self) -> Iterator[Mapping[str, Any]]:
-        """The epoch's iterator, past the batches already used; training's random numbers stay where they are."""
-        restart, self._restart = self._restart, None
-        if restart is None or restart["epoch_random_state"] is None:
-            self._epoch_start = {"epoch_random_state": random_state(), "epoch_generators": self._generators.state()}
-            return iter(self.loader)
-        self._epoch_start = {"epoch_generators": {}, **{name: restart[name] for name in _EPOCH_START & restart.keys()}}
-        with preserved_random_state():
-            batches = self._replay(restart)
-            self._generators = self._find_generators()
-            lost = self._generators.restore(restart.get("generators", {}))
-            if lost and ("generators" in restart or self._generators.held):  # counters alone: an older checkpoint
-                logger.warning(
-                    "the checkpoint and the training data loader do not hold the same random states (%s): the rest of "
-                    "epoch %d may repeat rows and leave others out", ", ".join(sorted(lost)), self.epoch,
-                )  # fmt: skip
-        return batches
-
-    def _replay(self, restart: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        """The epoch of `restart` from its beginning, past the batches used then."""
-        if self._workers_stay:
-            logger.warning(
-                "the training data loader has persistent_workers, whose random numbers no checkpoint holds: a dataset "
-                "that draws any draws others after this restart; it is exact with persistent_workers=False"
-            )
-            if self.epoch:  # they were made in an earlier epoch, and the one to be replayed did not draw their seed
-                iter(getattr(self.loader, "base_dataloader", self.loader))
-        set_random_state(restart["epoch_random_state"])
-        self._generators.restore(restart.get("epoch_generators") or {})
-        if self._knows_place and "loader" in restart:
-            self.loader.load_state_dict(restart["loader"])
-            return iter(self.loader)
-        batches, used = iter(self.loader), 0
-        while used < self.rows_in_epoch:
-            if (batch := next(batches, None)) is None:
-                raise UserError(
-                    f"the checkpoint had used {self.rows_in_epoch} rows of epoch {self.epoch}, but the training data "
-                    f"now gives only {used}: it is not the data the run was started with"
-                )
-            used += (rows := _num_rows(batch))
-        if used == self.rows_in_epoch:
-            return batches
-        unused = slice(rows - (used - self.rows_in_epoch), None)  # batches of another size than before
-        rest = {name: value[unused] if _has_rows(value, rows) else value for name, value in batch.items()}
-        return chain([rest], batches)
+    weights: dict[str, int]
+    samples: int
+    tokens: int
+    num_micro_batches: int
 
 
 @dataclass
 class MicroBatch:
-    """The input of one forward pass, and how much it weighs.
+    """The input of one forward pass, and its weight.
 
     Attributes:
         inputs: arguments of the model's forward, first dimension at most `batch_size`.
@@ -227,18 +64,18 @@ class MicroBatch:
         """Valid entries of the first labels, for metrics that are a mean over them."""
         return next(iter(self.weights.values()))
 
-    def counts(self) -> bool:
-        """False if it only fills up: nothing in it is learned, measured or (`example`) predicted."""
+    def is_padding(self) -> bool:
+        """True if nothing in it is learned, measured or (`example`) predicted."""
         numbers = self.batch.get("example")
-        return any(self.weights.values()) or (isinstance(numbers, Tensor) and bool((numbers >= 0).any()))
+        return not any(self.weights.values()) and not (isinstance(numbers, Tensor) and bool((numbers >= 0).any()))
 
-    def without_weight(self) -> MicroBatch:
-        """The same shapes, to be multiplied by zero."""
+    def as_padding(self) -> MicroBatch:
+        """The same shapes with weight 0."""
         batch = {name: value for name, value in self.batch.items() if name != "example"}
-        return MicroBatch(self.inputs, batch, dict.fromkeys(self.weights, 0)).computable()
+        return MicroBatch(self.inputs, batch, dict.fromkeys(self.weights, 0)).with_a_label()
 
-    def computable(self) -> MicroBatch:
-        """Set one label, to be multiplied by zero, where none is valid: a mean over no label would be NaN."""
+    def with_a_label(self) -> MicroBatch:
+        """One label set, to be multiplied by zero, where none is valid: a mean over no label would be NaN."""
         inputs = dict(self.inputs)
         for name in (name for name, weight in self.weights.items() if weight == 0 and name in inputs):
             inputs[name] = inputs[name].clone()
@@ -248,9 +85,11 @@ class MicroBatch:
                 inputs[LABELS_MASK][-1] = 1
         return MicroBatch(inputs, self.batch, self.weights)
 
-    def with_labels_alone(self, most: int) -> MicroBatch:
-        """`labels` [1, most], the valid ones in their order and then others, with their places as `label_positions`;
-        all as they are where these would be too few, or no fewer."""
+    def with_valid_labels_only(self, most: int) -> MicroBatch:
+        """`labels` [1, most]: the valid ones in their order, then others, with their indices as `label_positions`.
+
+        Unchanged where `most` is less than the valid ones or not less than all.
+        """
         labels = self.inputs["labels"].flatten()
         if not self.weights["labels"] <= most < len(labels):
             return self
@@ -262,55 +101,67 @@ class MicroBatch:
 
 @dataclass
 class StepBatch:
-    """One worker's part of a global step."""
+    """One worker's micro-batches of a global step, with its rows, valid labels by name and tokens."""
 
     micro_batches: list[MicroBatch]
     rows: int
     weights: dict[str, int]
     tokens: int
 
-    def with_labels_alone(self, most: Callable[[int], int]) -> StepBatch:
-        """Micro-batches with as many labels as their rows have at most."""
-        micro_batches = [m.with_labels_alone(most(len(m.inputs["labels"]))) for m in self.micro_batches]
+    def with_valid_labels_only(self, most: Callable[[int], int]) -> StepBatch:
+        """The same step on `most(rows)` labels of each micro-batch."""
+        micro_batches = [m.with_valid_labels_only(most(len(m.inputs["labels"]))) for m in self.micro_batches]
         return replace(self, micro_batches=micro_batches)
 
-    def without_weight(self) -> StepBatch:
-        """The same passes, of which nothing is counted."""
-        micro_batches = [m.without_weight() for m in self.micro_batches]
+    def as_padding(self) -> StepBatch:
+        """The same micro-batches with weight 0."""
+        micro_batches = [m.as_padding() for m in self.micro_batches]
         return StepBatch(micro_batches, 0, dict.fromkeys(self.weights, 0), 0)
 
     @classmethod
-    def nothing(cls, label_names: Sequence[str]) -> StepBatch:
+    def empty(cls, label_names: Sequence[str]) -> StepBatch:
         """The part of a worker that has no more batches."""
         return cls([], 0, dict.fromkeys(label_names, 0), 0)
 
+    def padded(self, number: int, last: MicroBatch | None = None) -> list[MicroBatch]:
+        """`number` micro-batches: sharded models need equally many forward passes on every worker.
 
-def in_shares(batch: Mapping[str, Any], shares: int, split: Callable[[Mapping[str, Any]], StepBatch]) -> StepBatch:
-    """A worker's batch cut by `split` for each of its virtual ranks: row i is one of the (i % `shares`)-th.
+        Args:
+            last: padding repeats its shapes; default the last one of these.
+        """
+        found = [micro_batch.with_a_label() for micro_batch in self.micro_batches]
+        missing = number - len(found)
+        return found + [(last or self.micro_batches[-1]).as_padding()] * missing if missing else found
+
+
+def split_over_virtual_ranks(
+    batch: Mapping[str, Any], number: int, split: Callable[[Mapping[str, Any]], StepBatch]
+) -> StepBatch:
+    """A worker's batch cut by `split` for each of its virtual ranks: row i belongs to number i % `number`.
 
     At the end of an evaluation the last ones may have none.
     """
     rows = next((len(value) for value in batch.values() if isinstance(value, Tensor)), 0)
-    if shares == 1 or rows == 0:
+    if number == 1 or rows == 0:
         return split(batch)
 
-    def of(share: int) -> dict[str, Any]:
-        taken = _rows_of(batch, rows, slice(share, None, shares))
+    def rows_of(virtual: int) -> dict[str, Any]:
+        taken = _select_rows(batch, rows, slice(virtual, None, number))
         return {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in taken.items()}
 
-    parts = [split(of(share)) for share in range(min(shares, rows))]
+    parts = [split(rows_of(virtual)) for virtual in range(min(number, rows))]
     weights = {name: sum(part.weights[name] for part in parts) for name in parts[0].weights}
     micro_batches = [micro_batch for part in parts for micro_batch in part.micro_batches]
     return StepBatch(micro_batches, rows, weights, sum(part.tokens for part in parts))
 
 
-def first_rows(batch: Mapping[str, Any], rows: int, number: int) -> Mapping[str, Any]:
-    """The first `number` rows of a batch of `rows`."""
-    return batch if number >= rows else _rows_of(batch, rows, slice(number))
+def has_rows(value: Any, num_rows: int) -> bool:
+    """True for an entry of a batch with one item for each of its rows."""
+    return isinstance(value, (Tensor, list, tuple, np.ndarray)) and len(value) == num_rows
 
 
-def _rows_of(batch: Mapping[str, Any], rows: int, taken: slice) -> dict[str, Any]:
-    return {name: value[taken] if _has_rows(value, rows) else value for name, value in batch.items()}
+def _select_rows(batch: Mapping[str, Any], rows: int, selected: slice) -> dict[str, Any]:
+    return {name: value[selected] if has_rows(value, rows) else value for name, value in batch.items()}
 
 
 def split_batch(
@@ -323,12 +174,12 @@ def split_batch(
     trim_to: int | None = None,
     targets: Targets = _ALL_LABELS,
 ) -> StepBatch:
-    """Cut a worker's batch into micro-batches of at most `batch_size` rows and count what it weighs.
+    """Cut a worker's batch into micro-batches of at most `batch_size` rows, and count tokens and valid labels.
 
     Args:
-        batch: tensors with equal first dimension (rows); anything else is handed on whole.
+        batch: tensors with equal first dimension (rows); anything else is passed on unchanged.
         names: the model's forward arguments; other entries reach only the metrics functions.
-        has_decoder: labels are a sequence of their own and count as tokens beside the inputs.
+        has_decoder: labels are a second sequence, whose tokens count too.
         label_names: entries whose valid labels are counted.
         trim_to: cut columns that are padding in every row of a micro-batch, down to a multiple of this.
         targets: how valid entries of `labels` are counted.
@@ -347,8 +198,8 @@ def split_batch(
         raise UserError(f"the entries of a batch must have the same, positive number of rows, but they have {rows}")
     attended, ids = batch.get("attention_mask"), batch.get("input_ids")
     tokens = int(attended.sum()) if attended is not None else (ids.numel() if ids is not None else 0)
-    cut = {k for k, v in batch.items() if _has_rows(v, num_rows)}
-    loaded = {k: batch[k] for k in rows}  # not on the device: looking at it is no wait
+    cut = {k for k, v in batch.items() if has_rows(v, num_rows)}
+    loaded = {k: batch[k] for k in rows}  # on the host: reading it never waits for the device
     labels = {name: batch.get(name) for name in label_names}
     mask = loaded.get(LABELS_MASK)
     batch = {k: to_device(v, device, is_ids=k in _IDS) if k in rows else v for k, v in batch.items()}
@@ -389,7 +240,7 @@ def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) ->
     decoder's labels as these.
 
     Args:
-        rows: entries [rows, columns, ...]; those of other widths are left alone.
+        rows: entries [rows, columns, ...]; those of other widths stay as they are.
         multiple: widths are rounded up to it, but not beyond what there is.
 
     Returns:
@@ -416,47 +267,108 @@ def used_widths(rows: Mapping[str, Tensor], multiple: int, has_decoder: bool) ->
     return widths
 
 
-def position_lost(then: str | None, now: str | None) -> str:
-    """A sentence on why a checkpoint's position in its data has no meaning in other data.
+class BatchSplitter:
+    """Splits the batches of one trainer into micro-batches.
 
     Args:
-        then, now: their fingerprints, which may end in /bucket_rows=N or /mix_rows=N (see data/buckets.py).
+        transform: f(batch) -> batch with the model's argument names.
+        forward_kwargs: passed to every forward pass.
+
+    Attributes:
+        names: arguments of the model's forward.
+        targets: how valid targets are counted; None until the first batch has shown it.
     """
-    data, flag, rows = _arrangement(then)
-    data_now, flag_now, rows_now = _arrangement(now)
-    if rows and rows_now and data == data_now:
-        kinds = {"bucket_rows": "buckets", "mix_rows": "mixed steps"}
-        return (
-            f"the checkpoint's data stood in {kinds[flag]} of {rows} rows and this run's stands in {kinds[flag_now]} "
-            f"of {rows_now}, so its position has no meaning; give --{flag} {rows} to continue"
+
+    def __init__(
+        self, args: TrainerArgs, backend: Backend, model: nn.Module, loss: Loss, transform: Callable | None,
+        forward_kwargs: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self.args, self.backend, self.loss, self.transform = args, backend, loss, transform
+        self.names, self.forward_kwargs, self.model_name = forward_names(model), forward_kwargs, type(model).__name__
+        self.has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        is_known = self.has_decoder or tuple(loss.labels) != ("loss",)
+        self.targets: Targets | None = Targets() if is_known else None
+        self._warned: set[str] = set()
+
+    def __call__(self, batch: Any, batch_size: int, num_counted: Callable[[int], int] | None = None) -> StepBatch:
+        """Micro-batches of this worker's batch; collective until `targets` are known.
+
+        Args:
+            batch: None where this worker has no more.
+            batch_size: rows of a micro-batch at most.
+            num_counted: f(rows) -> first rows that count; the others repeat rows of another worker.
+        """
+        batch = batch if batch is None else self._named(batch)
+        if self.targets is None:
+            self._find_targets(batch, batch_size)
+        if batch is None:
+            return StepBatch.empty(self.loss.label_names())
+        if num_counted is not None:
+            rows = next((len(v) for k, v in batch.items() if k in self.names and isinstance(v, Tensor)), 0)
+            counted = num_counted(rows)
+            if rows and counted == 0:
+                return self._split(batch, batch_size).as_padding()
+            batch = batch if counted >= rows else _select_rows(batch, rows, slice(counted))
+        return self._split(batch, batch_size)
+
+    def _split(self, batch: Mapping[str, Any], batch_size: int) -> StepBatch:
+        how = (batch_size, self.names, self.backend.device, self.has_decoder, self.loss.label_names())
+        trim_to, targets = self.args.trim_to(), self.targets or Targets()
+        part = split_over_virtual_ranks(
+            batch, self.backend.shares, lambda rows: split_batch(rows, *how, trim_to, targets)
         )
-    return (
-        "the training data, its vocabulary, sequence lengths or --seed are not those of the checkpoint, so its "
-        "position in the data has no meaning; restore them, or start a new --model_path by --init_checkpoint "
-        "without --skip_used_data"
+        return part if self.loss.most_labels is None else part.with_valid_labels_only(self.loss.most_labels)
+
+    def _named(self, batch: Any) -> Mapping[str, Any]:
+        batch = self.transform(batch) if self.transform else batch
+        if not isinstance(batch, Mapping):
+            raise UserError(
+                f"a batch is a {type(batch).__name__}, but must be a dict of the arguments of the model's forward: "
+                "return one from the data loader's collate_fn, or from batch_transform_fn"
+            )
+        unread = {k for k, v in batch.items() if isinstance(v, Tensor)} - self.names - _READ_ELSEWHERE - self._warned
+        if unread and self.names & batch.keys():
+            self._warned |= unread
+            if self.backend.is_main:
+                logger.warning(
+                    "batch entries that %s.forward does not take, and that only metrics functions see: %s",
+                    self.model_name, ", ".join(sorted(unread)),
+                )  # fmt: skip
+        return batch
+
+    def _find_targets(self, batch: Mapping[str, Any] | None, batch_size: int) -> None:
+        """Evaluate rank 0's first micro-batch on all workers: forward passes of a sharded model are collective."""
+        inputs = self._split(batch, batch_size).micro_batches[0].inputs if batch is not None else None
+        if self.backend.world_size > 1:
+            sent = inputs and {k: v.cpu() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+            inputs = self.backend.broadcast(sent if self.backend.is_main else None)
+        if inputs is None:
+            return
+        device, labels = self.backend.device, inputs.get("labels")
+        inputs = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in inputs.items()}
+        if labels is None or labels.dim() != 2 or labels.is_floating_point() or not _are_of_tokens(labels, inputs):
+            self.targets = Targets()
+        elif labels.shape[1] > 1:
+            self.targets = self._find_by_trying(inputs)
+
+    def _find_by_trying(self, inputs: Mapping[str, Any]) -> Targets:
+        model = self.backend.model
+        was_training = model.training
+        model.eval()
+
+        def loss_of(inputs: Mapping[str, Any]) -> float:
+            with self.backend.autocast():
+                outputs = model(**inputs, **self.forward_kwargs)
+            return float(self.loss.means(inputs, outputs)["loss"])
+
+        with torch.no_grad(), preserved_random_state(), torch.compiler.set_stance("force_eager"):
+            targets = find_targets(loss_of, inputs)
+        model.train(was_training)
+        return targets
+
+
+def _are_of_tokens(labels: Tensor, inputs: Mapping[str, Any]) -> bool:
+    """True if there is a label for each input token."""
+    return any(
+        name != "labels" and isinstance(v, Tensor) and v.shape[:2] == labels.shape for name, v in inputs.items()
     )
-
-
-def _arrangement(fingerprint: str | None) -> tuple[str, str, str]:
-    """Of a fingerprint that ends in /FLAG=N what stands before it, FLAG and N; else no N."""
-    data, _, arrangement = (fingerprint or "").rpartition("/")
-    flag, _, rows = arrangement.partition("=")
-    return (data, flag, rows) if flag in ("bucket_rows", "mix_rows") else ("", "", "")
-
-
-def _num_rows(batch: Any) -> int:
-    """Rows of a batch: the length of its first tensor; 1 where there is none."""
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
-    return next((len(value) for value in values if isinstance(value, Tensor) and value.dim()), 1)
-
-
-def _has_rows(value: Any, num_rows: int) -> bool:
-    return isinstance(value, (Tensor, list, tuple, np.ndarray)) and len(value) == num_rows
-
-
-def padded(micro_batches: list[MicroBatch], number: int) -> Iterator[MicroBatch]:
-    """`number` micro-batches: every worker makes equally many passes (sharding needs that), spare ones weigh 0."""
-    for micro_batch in micro_batches:
-        yield micro_batch.computable()
-    for _ in range(number - len(micro_batches)):
-        yield micro_batches[-1].without_weight()

@@ -1,7 +1,7 @@
-"""The run directory of a job: one folder that all machines share, or a folder of each machine's own.
+"""The run directory of a job: one folder shared by all machines, or one folder on each machine.
 
-Rank 0 writes all that a run leaves behind but the log files of the others, and decides what it goes on from. So
-folders of their own serve too, as long as rank 0 stays where its folder is.
+Rank 0 writes everything but the log files of the other ranks, and chooses the checkpoint to resume from. So a folder
+on each machine is enough, as long as rank 0 stays on the machine of its folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def claim_for_all(args: TrainerArgs, backend: Backend, *, once_more: bool = False) -> RunDirectory | None:
-    """The run directory, kept for rank 0 (`claim_run`); None on other ranks. Every worker calls it.
+    """The run directory, locked by rank 0 (`claim_run`); None on other ranks. Every worker calls it.
 
     Raises:
         UserError: the directory holds a run with other settings, or one that has not ended; or it is not one folder
@@ -84,13 +84,13 @@ def _marked(folder: Path, backend: Backend) -> Iterator[Path]:
 
 
 def newest_step(folder: Path) -> int:
-    """The newest step of which a run directory has a checkpoint, whole or not; -1 without one."""
+    """Step of the newest checkpoint of a run directory, complete or not; -1 without one."""
     root = folder / "checkpoints"
     steps = [parse_step(entry.name) for entry in root.iterdir()] if root.is_dir() else []
     return max((step for step in steps if step is not None), default=-1)
 
 
-@cache  # a script claims its folder before its loop does
+@cache  # a script claims its folder before its trainer does
 def _warn_once(folder: Path, main: str, hosts: str) -> None:
     logger.warning(
         "%s is not one folder for all machines: checkpoints, metrics and settings are on %s alone, where rank 0 has "

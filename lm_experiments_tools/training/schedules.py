@@ -1,9 +1,8 @@
 """Learning-rate schedules as pure functions: a multiplier of `lr`, given the number of updates already applied.
 
-No scheduler is stepped and nothing is saved: the step is the state. Where transformers has a schedule, the function is
-its own; `t5_inverse_sqrt` is the T5 paper's, `legacy` and `cosine_with_floor` are nanoT5's. Other schedules of
-transformers work by their names there, a user's function as `module:function`, either as a multiplier or as
-transformers writes schedules::
+No scheduler is stepped and nothing is saved: the step is the state. Schedules of transformers that depend on the step
+alone are found by their names. `t5_inverse_sqrt` is the T5 paper's, `legacy` and `cosine_with_floor` are nanoT5's.
+A user's function is `module:function`, either a multiplier or written like transformers' schedules::
 
     f(step, num_warmup_steps, num_training_steps) -> float          any of these arguments, min_lr_ratio or base_lr
     get_x_schedule(optimizer, num_warmup_steps, num_training_steps) -> LambdaLR
@@ -13,10 +12,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import logging
 import math
-from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from inspect import Parameter
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
 
     from lm_experiments_tools.checkpoint.train_state import TrainState
     from lm_experiments_tools.config.training import TrainerArgs
-
-logger = logging.getLogger(__name__)
 
 Schedule = Callable[[int], float]
 # Arguments of schedules that flags give.
@@ -52,14 +48,13 @@ def get_schedule(
     """A function step -> multiplier of `base_lr`, where step is the number of optimizer updates already applied.
 
     Args:
-        name: one of `SCHEDULES`, another of transformers, or `module:function`.
+        name: one of `SCHEDULES`, one of transformers, or `module:function`.
         num_warmup_steps: length of the warm-up in updates. None: 0, or t5_inverse_sqrt's 10,000; schedules that are
             named after their warm-up need it.
         num_training_steps: length of the run in updates; the schedules that end somewhere need it.
         min_lr_ratio: floor as a fraction of `base_lr`, for the schedules that have one.
         base_lr: the learning rate being multiplied; `polynomial` and `legacy` need it, being stated in absolute rates.
-        options: what only this schedule takes (see its function below), e.g. `num_cycles`, `power`, `decay_type`
-            (`--lr_scheduler_options`).
+        options: arguments that only this schedule takes (`--lr_scheduler_options`), e.g. `num_cycles`, `power`.
 
     Returns:
         A pure function of an int >= 0.
@@ -94,7 +89,7 @@ def _is_required(parameter: Parameter | None) -> bool:
 
 
 def _find(name: str) -> tuple[Callable[..., Schedule], Mapping[str, Parameter]]:
-    """The maker of the schedule of this name, and the arguments that it takes."""
+    """The function that builds the schedule of this name, and the arguments that it takes."""
     if name in SCHEDULES:
         return SCHEDULES[name], parameters_of(SCHEDULES[name])
     if name in _BY_RESULTS:
@@ -102,7 +97,7 @@ def _find(name: str) -> tuple[Callable[..., Schedule], Mapping[str, Parameter]]:
     if ":" in name:
         function = resolve_name(name, said=f"--lr_scheduler {name}")
     elif (function := _transformers_schedules().get(name)) is None:
-        known = [*SCHEDULES, *(key for key in _transformers_schedules() if key not in SCHEDULES)]
+        known = list(dict.fromkeys([*SCHEDULES, *_transformers_schedules()]))
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"--lr_scheduler {name} is unknown: {hint}Known: {', '.join(known)}; or module:function.")
@@ -111,9 +106,16 @@ def _find(name: str) -> tuple[Callable[..., Schedule], Mapping[str, Parameter]]:
     first, *others = parameters.values()
     if first.name != "optimizer":
         return partial(partial, function), {p.name: p for p in others}
+    return partial(_multiplier, name, function), _arguments_of(others)
+
+
+def _arguments_of(others: Sequence[Parameter]) -> dict[str, Parameter]:
+    """Arguments after the optimizer of a schedule written like transformers', by our names."""
     accepted = {p.name.replace("min_lr_rate", "min_lr_ratio"): p for p in others if p.name != "last_epoch"}
+    if "min_lr_ratio" in accepted:
+        accepted.pop("min_lr", None)  # the same as an absolute rate
     accepted["base_lr"] = Parameter("base_lr", Parameter.KEYWORD_ONLY, default=None)
-    return partial(_multiplier, name, function), accepted
+    return accepted
 
 
 def _transformers_schedules() -> dict[str, Callable]:
@@ -125,7 +127,7 @@ def _transformers_schedules() -> dict[str, Callable]:
 
 
 def _multiplier(name: str, function: Callable, base_lr: float | None = None, **arguments: Any) -> Schedule:
-    """The function of the step in the LambdaLR that `function` makes of an optimizer with nothing but `base_lr`."""
+    """The function of the step in the LambdaLR that `function` makes of an optimizer with only a learning rate."""
     import torch
 
     if "min_lr_rate" in inspect.signature(function).parameters:  # transformers' name of min_lr_ratio
@@ -140,24 +142,6 @@ def _multiplier(name: str, function: Callable, base_lr: float | None = None, **a
             "on the step alone can be used."
         )
     return scheduler.lr_lambdas[0]
-
-
-def _as_in_transformers(described: Callable[..., Any]) -> Callable[..., Schedule]:
-    """The schedule of transformers that has the name of `described`, whose signature is known without importing it.
-
-    Args:
-        described: its body checks the arguments and returns those that transformers is given other values of, if any.
-    """
-    signature = inspect.signature(described)
-
-    @wraps(described)
-    def factory(*args: Any, **kwargs: Any) -> Schedule:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        arguments = bound.arguments | (described(*args, **kwargs) or {})
-        return _multiplier(described.__name__, _transformers_schedules()[described.__name__], **arguments)
-
-    return factory
 
 
 def _check_numbers(name: str, accepted: Mapping[str, Parameter], general: Mapping[str, Any]) -> None:
@@ -176,12 +160,9 @@ def _check_numbers(name: str, accepted: Mapping[str, Parameter], general: Mappin
     if not 0.0 <= general["min_lr_ratio"] <= 1.0:
         raise UserError(f"--lr_min_ratio is {general['min_lr_ratio']}: it is a fraction of --lr, from 0 to 1.")
     if general["min_lr_ratio"] and "min_lr_ratio" not in accepted:
-        floored = [
-            key for key, factory in SCHEDULES.items() if "min_lr_ratio" in inspect.signature(factory).parameters
-        ]
-        raise UserError(
-            f"--lr_scheduler {name} has no floor (--lr_min_ratio): those that have are {', '.join(floored)}."
-        )
+        known = dict.fromkeys([*SCHEDULES, *_transformers_schedules()])
+        floored = ", ".join(key for key in known if "min_lr_ratio" in _find(key)[1])
+        raise UserError(f"--lr_scheduler {name} has no floor (--lr_min_ratio): those that have are {floored}.")
     if general["base_lr"] is not None and general["base_lr"] <= 0 and "base_lr" in accepted:
         raise UserError(f"--lr_scheduler {name} needs a positive --lr, not {general['base_lr']}.")
 
@@ -191,65 +172,29 @@ def constant() -> Schedule:
     return lambda step: 1.0
 
 
-@_as_in_transformers
-def constant_with_warmup(num_warmup_steps: int) -> None:
-    """Linear warm-up from 0, then lr."""
-
-
-@_as_in_transformers
-def linear(num_warmup_steps: int, num_training_steps: int) -> None:
-    """Linear warm-up from 0, then linear to 0 at num_training_steps."""
-
-
-@_as_in_transformers
-def cosine(num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5) -> None:
-    """Linear warm-up from 0, then a cosine of num_cycles periods; to 0 at the end with the default half period."""
-
-
-@_as_in_transformers
-def cosine_with_restarts(num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1) -> None:
-    """Linear warm-up from 0, then num_cycles half cosines from 1 to 0, jumping back to 1 between them."""
-
-
-@_as_in_transformers
 def polynomial(
     num_warmup_steps: int, num_training_steps: int, base_lr: float, lr_end: float = 1e-7, power: float = 1.0
-) -> dict[str, int]:
+) -> Schedule:
     """Linear warm-up from 0, then lr_end + (lr - lr_end) * remaining ** power; lr_end is an absolute rate."""
     if not base_lr > lr_end:
         raise UserError(f"--lr_scheduler polynomial ends at lr_end={lr_end}, so --lr {base_lr} must be larger.")
     no_decay = num_warmup_steps == num_training_steps  # whose length transformers would divide by
-    return {"num_training_steps": num_training_steps - int(no_decay)}
+    length = num_training_steps - int(no_decay)
+    return _of_transformers(
+        "polynomial", base_lr, num_warmup_steps, num_training_steps=length, lr_end=lr_end, power=power
+    )
 
 
-@_as_in_transformers
-def inverse_sqrt(num_warmup_steps: int, timescale: int | None = None) -> None:
-    """Linear warm-up from 0, then sqrt(timescale / (step - warmup + timescale)); timescale defaults to the warm-up,
-    or 10,000 without one."""
+def inverse_sqrt(num_warmup_steps: int, timescale: int | None = None) -> Schedule:
+    """Linear warm-up from 0, then sqrt(timescale / (step - warmup + timescale)).
+
+    timescale defaults to the warm-up, or 10,000 without one.
+    """
     if timescale is not None and timescale <= 0:
         raise UserError(f"--lr_scheduler inverse_sqrt needs a positive timescale, not {timescale}.")
+    return _of_transformers("inverse_sqrt", None, num_warmup_steps, timescale=timescale)
 
 
-@_as_in_transformers
-def cosine_with_min_lr(
-    num_warmup_steps: int, num_training_steps: int, min_lr_ratio: float = 0.0, num_cycles: float = 0.5
-) -> None:
-    """`cosine` squeezed between min_lr_ratio and 1 after the warm-up from 0."""
-
-
-@_as_in_transformers
-def cosine_warmup_with_min_lr(
-    num_warmup_steps: int,
-    num_training_steps: int,
-    min_lr_ratio: float = 0.0,
-    num_cycles: float = 0.5,
-    warmup_lr_rate: float | None = None,
-) -> None:
-    """As `cosine_with_min_lr`, but the first update already moves: the warm-up starts at 1 / num_warmup_steps, or at
-    warmup_lr_rate, and the cosine is one update ahead."""
-
-
-@_as_in_transformers
 def warmup_stable_decay(
     num_warmup_steps: int,
     num_training_steps: int,
@@ -259,7 +204,7 @@ def warmup_stable_decay(
     warmup_type: str = "linear",
     decay_type: str = "cosine",
     num_cycles: float = 0.5,
-) -> dict[str, int | None]:
+) -> Schedule:
     """Warm-up from min_lr_ratio, a plateau at 1, then a decay to min_lr_ratio.
 
     num_decay_steps defaults to a tenth of the run (rounded up), as MiniCPM (arXiv 2404.06395) recommends, and
@@ -272,7 +217,16 @@ def warmup_stable_decay(
             f"--lr_scheduler warmup_stable_decay: {num_warmup_steps} warm-up and {decay} decay updates do "
             f"not fit into {num_training_steps}."
         )
-    return {"num_training_steps": None, "num_stable_steps": stable, "num_decay_steps": decay}
+    shape = {"warmup_type": warmup_type, "decay_type": decay_type, "num_cycles": num_cycles}
+    lengths = {"num_decay_steps": decay, "num_stable_steps": stable}
+    return _of_transformers(
+        "warmup_stable_decay", None, num_warmup_steps, **lengths, min_lr_ratio=min_lr_ratio, **shape
+    )
+
+
+def _of_transformers(name: str, base_lr: float | None, num_warmup_steps: int, **arguments: Any) -> Schedule:
+    schedule = _transformers_schedules()[name]
+    return _multiplier(name, schedule, base_lr, num_warmup_steps=num_warmup_steps, **arguments)
 
 
 def t5_inverse_sqrt(num_warmup_steps: int = 10_000) -> Schedule:
@@ -324,30 +278,14 @@ def cosine_with_floor(
     return multiplier
 
 
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    factory.__name__: factory
-    for factory in (
-        constant,
-        constant_with_warmup,
-        linear,
-        cosine,
-        cosine_with_restarts,
-        polynomial,
-        inverse_sqrt,
-        cosine_with_min_lr,
-        cosine_warmup_with_min_lr,
-        warmup_stable_decay,
-        t5_inverse_sqrt,
-        legacy,
-        cosine_with_floor,
-    )
-}
+_OURS = constant, polynomial, inverse_sqrt, warmup_stable_decay, t5_inverse_sqrt, legacy, cosine_with_floor
+SCHEDULES: dict[str, Callable[..., Schedule]] = {factory.__name__: factory for factory in _OURS}
 
 
 class PlateauDrop:
     """torch's ReduceLROnPlateau as a multiplier of `base_lr`, with a state that is JSON.
 
-    The rule is torch's own: its scheduler drives an optimizer that holds nothing but a learning rate.
+    torch's scheduler drives an optimizer that holds only a learning rate.
 
     Args:
         base_lr: the learning rate being multiplied; `min_lr` and `eps` are absolute rates and are compared with it.
@@ -392,13 +330,7 @@ class PlateauDrop:
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from `state_dict()`; the settings stay those of the constructor, `base_lr` among them."""
-        then = state.get("base_lr", self._base_lr)
-        if "base_lr" not in state and state["lr"] != self._base_lr:
-            logger.warning(
-                "the checkpoint, of an earlier version, does not say from which --lr --use_lr_drop came to %g: going "
-                "on with that; --reset_lr starts at --lr again", state["lr"],
-            )  # fmt: skip
-        self._optimizer.param_groups[0]["lr"] = state["lr"] * (self._base_lr / then)
+        self._optimizer.param_groups[0]["lr"] = state["lr"] * (self._base_lr / state["base_lr"])
         self._scheduler.best = self._scheduler.mode_worse if state["best"] is None else state["best"]
         for name in self._COUNTERS:
             setattr(self._scheduler, name, state[name])
@@ -438,9 +370,9 @@ class LearningRate:
         )
 
     def keep_length(self, state: TrainState) -> str | None:
-        """Keep the schedule's length of a checkpoint, whatever --iters is now, unless --num_training_steps is given.
+        """Keep the schedule's length of a checkpoint when --iters changes, unless --num_training_steps is given.
 
-        Past its end the kept curve is constant: transformers' cosine would rise again.
+        Past its end the curve is constant: transformers' cosine would rise again.
 
         Returns:
             The log line on both curves, if they differ.

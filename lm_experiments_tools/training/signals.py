@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C or a launcher's death: a request that all workers learn of at the same step, to save together."""
+"""SIGTERM, Ctrl-C or a launcher's death: all workers learn of it at the same step, and save together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WATCHED = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignals:
-    """While entered, the first SIGTERM or SIGINT is noted; a second SIGINT interrupts at once.
+    """While entered, the first SIGTERM or SIGINT is noted; a second SIGINT interrupts immediately.
 
     A launcher that was killed cannot send one: a worker of torchrun (or of accelerate launch, which is torchrun) whose
     parent is no longer that of its start takes it for a SIGTERM.
@@ -41,7 +41,7 @@ class StopSignals:
             return [0, 0]
         if self._launcher is not None and os.getppid() != self._launcher:
             logger.warning(
-                "the launcher of this worker (process %d) has ended without a word: saving a checkpoint and stopping",
+                "the launcher of this worker (process %d) ended without a signal: saving a checkpoint and stopping",
                 self._launcher,
             )
             self._launcher = None

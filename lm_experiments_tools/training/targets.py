@@ -36,7 +36,7 @@ class Targets:
 
         Args:
             labels: [rows], [rows, columns], or [rows, columns, classes], one target a token under a mask.
-            mask: `labels_mask`, nonzero where a label is scored; of another shape it is not looked at.
+            mask: `labels_mask`, nonzero where a label is scored; ignored if it has another shape.
         """
         valid = labels != IGNORED_LABEL
         if mask is not None and mask.shape == valid.shape[: mask.dim()]:

@@ -1,30 +1,471 @@
-"""The training loop on a backend of its own: `Trainer` on Horovod, `TrainerAccelerate` on an Accelerator."""
+"""The trainer: one optimizer step, and the loop that repeats it, for every backend.
+
+It speaks to the workers only through the methods of `backends/backend.py`. A step is::
+
+    global step = sum over workers of `gradient_accumulation_steps` micro-batches of `batch_size` rows
+    loss        = sum of losses of its valid target tokens / number of its valid target tokens (see losses.py)
+
+so any split of the same rows into micro-batches, accumulation steps and workers has the same gradient.
+"""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lm_experiments_tools.backends import guard
 from lm_experiments_tools.backends.collective import on_all
+from lm_experiments_tools.checkpoint.train_state import TrainState, failures_located
+from lm_experiments_tools.config.flags import telling_settings
+from lm_experiments_tools.errors import RunError
 from lm_experiments_tools.tracking.run_directory import setup_logging
-from lm_experiments_tools.training.attempt import TrainingDiverged
-from lm_experiments_tools.training.loop import TrainingLoop
+from lm_experiments_tools.tracking.tracker import Tracker, save_metrics
+from lm_experiments_tools.training.batches import BatchStream
+from lm_experiments_tools.training.callbacks import Callback, Every, ValidateCallback, is_due
+from lm_experiments_tools.training.checks import (
+    LoaderCheck,
+    check_elastic_loader,
+    check_parts,
+    check_trainable,
+    same_on_all,
+)
+from lm_experiments_tools.training.flops import FlopMeter
+from lm_experiments_tools.training.generators import seed_all
+from lm_experiments_tools.training.losses import MODEL_LOSS, Loss
+from lm_experiments_tools.training.metrics import (
+    AccumulatedOutputs,
+    Collector,
+    LoggingInterval,
+    MetricSums,
+    StepInfo,
+    storable,
+)
+from lm_experiments_tools.training.micro_batches import BatchSplitter, GlobalCounts, MicroBatch, StepBatch
+from lm_experiments_tools.training.monitoring import monitoring_callbacks
+from lm_experiments_tools.training.non_finite import StepInputs, trace_non_finite
+from lm_experiments_tools.training.profiling import with_profile
+from lm_experiments_tools.training.resume import load_weights, set_up
+from lm_experiments_tools.training.schedules import LearningRate
+from lm_experiments_tools.training.signals import StopSignals
+from lm_experiments_tools.training.validation import validate
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.backends.backend import Backend, PendingStep
     from lm_experiments_tools.config.training import TrainerArgs
 
 __all__ = ["Trainer", "TrainerAccelerate", "TrainingDiverged", "TrainingLoop"]
 
+logger = logging.getLogger(__name__)
+
+
+class TrainingDiverged(RunError):
+    """Too many optimizer steps in a row had a gradient that was not finite."""
+
+
+@dataclass(frozen=True)
+class InFlightStep:
+    """A step in flight: its result is not yet part of the run's state and metrics."""
+
+    pending: PendingStep
+    metrics: MetricSums
+    inputs: StepInputs
+    counts: GlobalCounts
+    seconds: float
+    data_seconds: float
+
+
+class TrainingLoop:
+    """Trains `model` for `args.iters` optimizer steps.
+
+    Args:
+        args: `TrainerArgs`; read, never changed.
+        backend: the workers; not yet set up (the trainer does that, after any checkpoint has been loaded).
+        model: called as `model(**batch, **forward_kwargs)`; its output has a `loss` that is a mean over the valid
+            entries of `labels`, or over rows where a batch has no labels.
+        optimizer: made for this model's parameters.
+        train_dataloader: yields this worker's part of a global step, `args.rows_per_worker()` rows (fewer at an
+            epoch's end); a loader with `seek(consumed_samples)`, whose batches depend on nothing else, resumes in
+            O(1), any other is replayed.
+        valid_dataloader: this worker's part of the validation set; parts may differ in length.
+        train_sampler: its `set_epoch` is called before each epoch.
+        batch_transform_fn: f(batch) -> batch with the model's argument names.
+        batch_metrics_fn: f(batch, outputs) -> {name: mean over the micro-batch, or (sum, count)}, besides the loss.
+        keep_for_metrics_fn, metrics_fn: f(batch, outputs) -> {name: tensor or list} to accumulate, and f(all that was
+            accumulated, on all workers) -> {name: value}.
+        collect: f(split) -> what an evaluation of that split adds its outputs to, instead of `keep_for_metrics_fn`.
+        forward_kwargs, generate_kwargs: passed to every forward pass, and to `generate` on validation.
+        callbacks: more things to do every n steps.
+        tokenizer_dir: folder whose tokenizer files are put into every checkpoint.
+        loss: the terms of the loss, each with its labels.
+
+    Raises:
+        UserError: arguments, data or a checkpoint that cannot work.
+    """
+
+    def __init__(
+        self,
+        args: TrainerArgs,
+        backend: Backend,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        train_dataloader: Iterable | None,
+        valid_dataloader: Iterable | None = None,
+        train_sampler: Any = None,
+        batch_transform_fn: Callable | None = None,
+        batch_metrics_fn: Callable = lambda batch, outputs: {},
+        keep_for_metrics_fn: Callable | None = None,
+        metrics_fn: Callable | None = None,
+        forward_kwargs: Mapping[str, Any] | None = None,
+        generate_kwargs: Mapping[str, Any] | None = None,
+        *,
+        callbacks: Sequence[Callback] = (),
+        tokenizer_dir: Path | None = None,
+        loss: Loss = MODEL_LOSS,
+        collect: Callable[[str], Collector] | None = None,
+    ) -> None:
+        check_parts(args, model, optimizer, train_dataloader, valid_dataloader)
+        self.args, self.backend, self.tokenizer_dir, self.loss = args, backend, tokenizer_dir, loss
+        self.stream = None
+        if train_dataloader is not None:
+            self.stream = BatchStream(train_dataloader, train_sampler, transforms=batch_transform_fn is not None)
+        backend.reproduce(args)
+        check_elastic_loader(args, train_dataloader)
+        self.valid_dataloader, self.batch_metrics_fn = valid_dataloader, batch_metrics_fn
+        self.forward_kwargs, self.generate_kwargs = dict(forward_kwargs or {}), dict(generate_kwargs or {})
+        self.split = BatchSplitter(args, backend, model, loss, batch_transform_fn, self.forward_kwargs)
+        if "use_cache" in self.split.names:  # else keys and values of every layer live to the step's end, unused
+            self.forward_kwargs.setdefault("use_cache", False)
+        self.has_decoder, self.compared_splits = self.split.has_decoder, set()
+
+        self.state, self.interval = TrainState(), LoggingInterval()
+        self.outputs = AccumulatedOutputs(keep_for_metrics_fn, metrics_fn)
+        self.collect = collect or (lambda split: AccumulatedOutputs(keep_for_metrics_fn, metrics_fn))
+        self.learning_rate = LearningRate(args, optimizer)
+        self.signals, self.tracker = StopSignals(), None
+        self._in_flight: InFlightStep | None = None
+        self.saved_at: tuple[int, int] | None = None  # step and samples of the last checkpoint
+        self._set_up_model(model, optimizer)
+        self.meter = None if args.validate_only else FlopMeter(args, backend, self.interval, self.say)
+        self.validate_callback = ValidateCallback(args, has_data=valid_dataloader is not None)
+        self.callbacks: list[Callback] = [
+            Every(args.log_interval, lambda trainer: trainer.log_train()),
+            *monitoring_callbacks(args, self),
+            self.validate_callback,
+            Every(args.save_interval, lambda trainer: trainer.save(unless_last=True)),
+            *callbacks,
+        ]
+        self.callbacks = with_profile(self.callbacks, args, self.state.step, self.say)
+
+    def _set_up_model(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        set_up(self, model, optimizer)
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+    def train(self) -> None:
+        """Make steps until `args.iters` have been applied, patience has run out, or a signal asks to stop.
+
+        Raises:
+            TrainingDiverged: `args.max_skipped_updates` steps in a row were not finite.
+            SystemExit: with 128 + signal number, after everything has been saved (143 for SIGTERM).
+        """
+        check_trainable(self.stream, self.backend.optimizer)
+        self.state.data_fingerprint = same_on_all(self.stream.fingerprint, self.backend)
+        if self.state.step >= self.args.iters:
+            self.say(f"all {self.args.iters} updates have been made; raise --iters (or --epochs) to go on")
+        # signals outermost: a launcher's SIGTERM must not end this worker while it looks for the one that is lost
+        with self.signals, failures_located(self.state, self.backend), self.tracking(), self.saver.alongside():
+            self._validate_at_start()
+            self.backend.model.train()
+            batches, check = iter(self.stream), LoaderCheck(self.stream, self.backend, self.args)
+            while not self.signals.agreed and not self._is_over():
+                batch, data_seconds = next(batches)
+                check(batch)
+                info = self.train_step(batch, data_seconds)
+                if info is not None and info.applied:
+                    self._run_callbacks(info)
+            self._finish()
+        self.tracker = None
+        if self.signals.agreed:
+            raise SystemExit(128 + self.signals.agreed)
+
+    def _is_over(self) -> bool:
+        return self.state.step >= self.args.iters or 0 < self.args.early_stopping_patience <= self.state.patience
+
+    def _validate_at_start(self) -> None:
+        """Validate the untrained model (`--valid_at_start`), or make up for a validation that a signal cut short."""
+        state = self.state
+        if state.step == 0 and self.args.valid_at_start and "start" not in state.metrics:
+            if (values := self.validate(self.valid_dataloader)) is not None:  # else a restart does it
+                state.metrics["start"] = storable(values)
+        elif is_due(self.validate_callback, state.step) and state.last_validated_step < state.step and self.saved_at:
+            self.validate_callback.run(self)
+
+    def _run_callbacks(self, info: StepInfo) -> None:
+        for callback in self.callbacks:
+            if is_due(callback, info.step):
+                callback.on_step_end(self, info)
+                self.backend.model.train()  # the callback may have evaluated
+
+    def _finish(self) -> None:
+        """End a run with the log line of the last interval, a validation and a checkpoint."""
+        if not self.signals.agreed:
+            step, patience = self.state.step, self.state.patience
+            if 0 < self.args.early_stopping_patience <= patience:
+                self.say(f"early stopping at step {step}: no better validation for {patience} evaluations")
+            if self.interval.steps:
+                self.log_train()
+                self.saved_at = None  # a checkpoint of this step would lack the log line
+            if self.validate_callback.every and self.state.last_validated_step < self.state.step:
+                self.validate_callback.run(self)
+                self.saved_at = None
+        self.save()
+        self.saver.wait()
+        self.tracker.hparams(telling_settings(self.args))
+
+    # ---- one step ---------------------------------------------------------------------------------------------------
+    def train_step(self, batch: Mapping[str, Any], data_seconds: float = 0.0) -> StepInfo | None:
+        """Forward and backward over the micro-batches of `batch`, and one optimizer step.
+
+        On a GPU the optimizer step is launched asynchronously. Its result is read in the next step, after the backward
+        pass has been launched, so that the GPU never waits for the host. Steps after which a callback is due wait.
+
+        `train` has put the model into training mode; that walks over all modules, so it is not done every step.
+
+        Returns:
+            The result; None where the step is still in flight, or was left out because a signal asks to stop.
+        """
+        started, args = time.perf_counter(), self.args
+        part = self.split(batch, args.batch_size)
+        counts = self.global_counts(part)
+        if self.signals.agreed:  # a launcher kills a few seconds after its signal
+            self._finalize_step()
+            self.stream.put_back()
+            return None
+        micro_batches = self.micro_batches = part.padded(counts.num_micro_batches)
+        started += self.meter.add(micro_batches, self.forward_kwargs)
+        inputs = StepInputs.of(self, micro_batches, counts.weights)
+        metrics = self._forward_backward(micro_batches, counts.weights)
+        self._finalize_step()  # the step before: the learning rate depends on whether it was applied
+        self._set_lr()
+        wait = self._is_waited_for(self.state.step + 1)
+        pending = self.backend.clip_and_step(args.clip_grad_norm, args.clip_grad_value, wait=wait)
+        seconds = time.perf_counter() - started
+        self._in_flight = InFlightStep(pending, metrics, inputs, counts, seconds, data_seconds)
+        return self._finalize_step() if pending.is_done else None
+
+    def global_counts(self, part: StepBatch) -> GlobalCounts:
+        """Add up counts and signals over all workers; the only collective of a step besides the gradients'."""
+        backend = self.backend
+        passes = [len(part.micro_batches) * (rank == backend.rank) for rank in range(backend.world_size)]
+        events = [*self.signals.pending, int(self.saver.failed)]
+        counts = [part.rows, part.tokens, *events, *part.weights.values(), *passes]
+        totals = backend.sum(torch.tensor(counts)).tolist()
+        self.signals.agree(totals[2:4])
+        if totals[4]:  # with a checkpoint that could not be written
+            self.saver.wait()
+        weights = dict(zip(part.weights, totals[5 : -len(passes)], strict=True))
+        return GlobalCounts(weights, totals[0], totals[1], max(totals[-len(passes) :]))
+
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], weights: Mapping[str, int]) -> MetricSums:
+        """Leave the gradient of the step's loss in the parameters, summed over all workers' micro-batches.
+
+        Args:
+            weights: valid entries of the global step, by label name.
+
+        Returns:
+            Losses and metrics of this worker's micro-batches.
+        """
+        backend, loss, before = self.backend, self.loss, self.outputs.copy()
+        metrics = MetricSums(exact=backend.exact is not None)
+        for i, micro_batch in enumerate(micro_batches):
+            self.seed_noise(self.state.consumed_samples, i)
+            with backend.accumulate(sync=i == len(micro_batches) - 1):
+                with backend.autocast():
+                    outputs = backend.model(**micro_batch.inputs, **self.forward_kwargs)
+                means = loss.means(micro_batch.inputs, outputs)
+                self.add_metrics(micro_batch, means, outputs, metrics, self.outputs)
+                scaled = loss.part(means, micro_batch.weights, weights) * backend.averaged_over
+                del outputs, means  # logits would otherwise live on through the backward pass and the update
+                backend.backward(scaled)
+        if backend.must_repeat():  # an exact sum of gradients had too few bits
+            self.outputs.data = before
+            return self._forward_backward(micro_batches, weights)
+        return metrics
+
+    def add_metrics(
+        self, part: MicroBatch, means: Mapping[str, Tensor], outputs: Any, sums: MetricSums, collector: Collector
+    ) -> None:
+        """Add a micro-batch's losses and metrics to `sums`, and its outputs to `collector`, unless it is padding."""
+        if part.is_padding():
+            return
+        values = self.batch_metrics_fn(part.batch, outputs)
+        for term in self.loss.labels.keys() - values.keys():
+            sums.add({term: means[term]}, part.weights[self.loss.labels[term]])
+        sums.add(values, part.weight)
+        collector.add(part.batch, outputs)
+
+    def seed_noise(self, position: int, i: int) -> None:
+        """With `--reproducible`, key the random numbers of this worker's i-th micro-batch by its place in the data.
+
+        Args:
+            position: samples consumed over all workers before the step.
+        """
+        if self.backend.exact is None:
+            return
+        # the virtual ranks of a worker are `rank`, `rank` + workers, ...; each has `accumulated` micro-batches
+        accumulated = self.args.gradient_accumulation_steps
+        virtual, k = divmod(i, accumulated)
+        number = (virtual * self.backend.world_size + self.backend.rank) * accumulated + k
+        seed_all(self.args.seed, position, number)
+
+    def _is_waited_for(self, step: int) -> bool:
+        return step >= self.args.iters or any(is_due(callback, step) for callback in self.callbacks)
+
+    def _set_lr(self) -> None:
+        self.learning_rate.set(self.backend.optimizer, self.state.step - self.state.schedule_start)
+
+    def _finalize_step(self) -> StepInfo | None:
+        """Add the last step, applied or skipped, to the state and metrics, unless that has been done.
+
+        Raises:
+            TrainingDiverged: it is the last of `args.max_skipped_updates` in a row that were skipped.
+        """
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return None
+        grad_norm, applied = step.pending.result()
+        state, counts = self.state, step.counts
+        state.step += int(applied)
+        state.consumed_samples += counts.samples
+        state.consumed_tokens += counts.tokens
+        info = StepInfo(
+            state.step, applied, grad_norm, counts.samples, counts.tokens, step.seconds, step.data_seconds
+        )  # fmt: skip
+        self.interval.add(step.metrics, info)
+        if applied:
+            state.skipped_in_a_row = 0
+            if self.tracker is not None:
+                self.tracker.advance(info.step)
+        else:
+            self._count_skipped(info, step.inputs)
+        return info
+
+    def _count_skipped(self, info: StepInfo, inputs: StepInputs) -> None:
+        state = self.state
+        state.skipped_updates += 1
+        state.skipped_in_a_row += 1
+        first = state.consumed_samples - info.samples
+        logger.warning(
+            "gradient norm %s after step %d: update skipped on all workers (samples %d to %d; %d skipped so far)",
+            info.grad_norm, info.step, first, state.consumed_samples - 1, state.skipped_updates,
+        )  # fmt: skip
+        trace_non_finite(self, inputs)
+        if state.skipped_in_a_row >= self.args.max_skipped_updates:
+            raise TrainingDiverged(
+                f"{state.skipped_in_a_row} updates in a row had a non-finite gradient (--max_skipped_updates); the "
+                "weights are those of the last applied one; lower --lr, set --clip_grad_norm, or use --bf16 not --fp16"
+            )
+
+    # ---- validation, logs, checkpoints ------------------------------------------------------------------------------
+    def validate(self, dataloader: Iterable, split: str = "valid", write_tb: bool = True) -> dict[str, float] | None:
+        """Metrics over all of `dataloader` on all workers, each example once; training's random numbers are untouched.
+
+        Returns:
+            {metric: value} (no loss without labels), or None when a signal cut it short.
+        """
+        values = validate(self, dataloader, split)
+        if values is not None:
+            self.state.metrics[split] = storable(values)
+            self.log(split, values, write_tb=write_tb)
+        return values
+
+    def say(self, message: str) -> None:
+        """Log an event of the run once (on rank 0)."""
+        if self.backend.is_main:
+            logger.info(message)
+
+    def tracking(self) -> Tracker:
+        """A context in which measurements are also written to the run directory."""
+        path, resumed = None if self.args.validate_only else self.args.model_path or None, self.saved_at is not None
+        start = self.state.step if resumed else -1  # nothing logged here before is of this run
+        unlogged = {"train": self.interval.steps > 0, "valid": self.state.last_validated_step < self.state.step}
+        again = [split for split, lacks in unlogged.items() if resumed and lacks]  # by a start that was then killed
+        rank, total = self.backend.rank, self.args.iters
+        self.tracker = Tracker(path, rank=rank, start_step=start, again=again, total_steps=total)
+        return self.tracker
+
+    def log_train(self) -> None:
+        """Reduce and write the metrics since the last log line; every worker calls it."""
+        backend, (interval, self.interval) = self.backend, (self.interval, LoggingInterval())
+        values = self.loss.with_total({**interval.sums.reduce(backend), **self.outputs.reduce(backend)})
+        self.state.metrics["train"] = storable(values)
+        groups = backend.optimizer.param_groups
+        rates = [{k: float(group[k]) for k in ("lr", "scaled_lr") if group.get(k) is not None} for group in groups]
+        self.log(
+            "train",
+            values,
+            **interval.means(),
+            weights_global_norm=backend.weights_norm(),
+            **self.meter.utilization(interval),
+            **backend.memory(),
+            skipped_updates=self.state.skipped_updates,
+            param_groups=rates,
+        )
+
+    def log(self, split: str, values: dict[str, float], *, write_tb: bool = True, **extra: Any) -> None:
+        """Write metrics of a split to the run directory, or to the console where there is none."""
+        if self.tracker is not None and write_tb:
+            state = self.state
+            self.tracker.log(split, state.step, state.consumed_samples, state.consumed_tokens, values, extra=extra)
+        elif values:
+            self.say(f"{split}: " + ", ".join(f"{k} {v:.4f}" for k, v in values.items() if isinstance(v, float)))
+
+    def save(self, is_best: bool = False, *, unless_last: bool = False) -> None:
+        """Begin a checkpoint of this very moment, unless there is one, or (`unless_last`) the run ends with one here.
+
+        Every worker calls it. Within `train` it is written while training goes on.
+        """
+        position = (self.state.step, self.state.consumed_samples)
+        if is_best:
+            self.saved_at = None  # a checkpoint of this step does not know that it is
+        if self.saver.writer is None or self.saved_at == position or (unless_last and self._is_over()):
+            return
+        if self.learning_rate.plateau is not None:
+            self.state.plateau = self.learning_rate.plateau.state_dict()
+        is_best = is_best or (self.args.save_best and self.state.best_step == self.state.step)
+        per_rank = {
+            "random_state": self.stream.random_state(),
+            "stream": self.stream.state_dict(),
+            "window": self.interval.state_dict(),
+            "kept": self.outputs.data,
+        }
+        if self.backend.exact is not None:  # the same for any number of workers
+            sums, outputs = self.interval.full_state(self.backend), self.outputs.full_data(self.backend)
+            per_rank |= {"window": sums, "kept": outputs}
+        self.saver.save(self.state, per_rank, is_best=is_best)
+        self.saved_at = position
+
+    def load(self, source: str | Path) -> None:
+        """Put the weights of a checkpoint into the model, for example the best one before a last evaluation."""
+        load_weights(self, Path(source))
+
+    def save_metrics(self, save_path: str | Path | None) -> None:
+        """Write the last metrics of every split, and the memory, to `save_path`/metrics.json."""
+        if save_path is not None and self.backend.is_main:
+            save_metrics(Path(save_path) / "metrics.json", self.state.metrics)
+
 
 class Trainer(TrainingLoop):
-    """The loop on Horovod: `Trainer(args, model, optimizer, train_dataloader, valid_dataloader, ...)`."""
+    """The trainer on Horovod: `Trainer(args, model, optimizer, train_dataloader, valid_dataloader, ...)`."""
 
     def __init__(
         self, args: TrainerArgs, model: nn.Module, optimizer: Optimizer | None, *others: Any, **options: Any
@@ -38,17 +479,12 @@ class Trainer(TrainingLoop):
 
 
 class TrainerAccelerate(TrainingLoop):
-    """The loop on an `accelerate.Accelerator`: `TrainerAccelerate(args, accelerator, model, optimizer, ...)`."""
+    """The trainer on an `accelerate.Accelerator`: `TrainerAccelerate(args, accelerator, model, optimizer, ...)`."""
 
     def __init__(
-        self,
-        args: TrainerArgs,
-        accelerator: Accelerator,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        *others: Any,
-        **options: Any,
-    ) -> None:
+        self, args: TrainerArgs, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer | None,
+        *others: Any, **options: Any,
+    ) -> None:  # fmt: skip
         from lm_experiments_tools.backends.accelerate import AccelerateBackend
 
         guard.watch(args)

@@ -28,7 +28,7 @@ class Trouble:
     def __init__(self, mode):
         self.mode = mode
 
-    def __call__(self, loop, info):
+    def on_step_end(self, loop, info):
         if info.step != 3 or loop.backend.rank != 1:
             return
         if self.mode == "crash":
@@ -61,7 +61,7 @@ def main():
     model = TinyLabeller()
     loader = SeekableBatches(RaggedPairs(24), 4, backend.rank, backend.world_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    hooks = [Trouble(mode)]
+    callbacks = [Trouble(mode)]
     if mode == "sigterm_to_launcher":
         model.register_forward_pre_hook(end_the_job)
     if mode == "full_disk" and backend.is_main:
@@ -71,7 +71,7 @@ def main():
             raise OSError(28, "No space left on device")
 
         checkpoint.CheckpointWriter.commit = no_space
-    TrainingLoop(args, backend, model, optimizer, loader, hooks=hooks).train()
+    TrainingLoop(args, backend, model, optimizer, loader, callbacks=callbacks).train()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from lm_experiments_tools.config.training import ExperimentArgs
 from lm_experiments_tools.planning.finders import find_micro_batch
 from lm_experiments_tools.recipes.finders import find_lr
 from lm_experiments_tools.tracking.run_directory import setup_logging
-from lm_experiments_tools.training.loop import TrainingLoop
+from lm_experiments_tools.training.trainer import TrainingLoop
 from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller
 
 ROWS = 24  # of an update

@@ -34,7 +34,7 @@ class Trouble:
     def __init__(self, kind, moment, folder, rank):
         self.kind, self.moment, self.folder, self.rank, self.step = kind, moment, Path(folder), rank, 0
 
-    def __call__(self, loop, info):
+    def on_step_end(self, loop, info):
         self.step = info.step
         self.at("training")
 
@@ -120,7 +120,7 @@ def main():
     loader.trouble = trouble
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(100 + backend.rank)
-    TrainingLoop(args, backend, model, optimizer, loader, Validation(trouble), hooks=[trouble]).train()
+    TrainingLoop(args, backend, model, optimizer, loader, Validation(trouble), callbacks=[trouble]).train()
     state = backend.model_state()
     if backend.is_main:
         (Path(folder) / "digest").write_text(digest(state))

@@ -50,7 +50,7 @@ class Diary:
             with self.starts.open("a") as file:
                 file.write(f"{backend.world_size}\n")
 
-    def __call__(self, loop, info):
+    def on_step_end(self, loop, info):
         self.start = self.start or self.starts.read_text().count("\n")  # rank 0 has been there: a step is made
         line = {
             "step": info.step, "start": self.start, "rank": self.backend.rank, "size": self.backend.world_size,
@@ -73,7 +73,7 @@ class Events:
         self.marks, self.backend = folder / "events", backend
         self.marks.mkdir(exist_ok=True)
 
-    def __call__(self, loop, info):
+    def on_step_end(self, loop, info):
         self.after(info.step)
 
     def after(self, step):
@@ -126,9 +126,9 @@ def main():
     loader = Noted(RaggedPairs(24), 4 * backend.shares, backend.rank, backend.world_size)
     events = Events(folder, backend)
     events.after(0)
-    hooks = [Diary(folder, backend, loader), events]
+    callbacks = [Diary(folder, backend, loader), events]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loop = TrainingLoop(args, backend, model, optimizer, loader, hooks=hooks)
+    loop = TrainingLoop(args, backend, model, optimizer, loader, callbacks=callbacks)
     loop.train()
     if backend.is_main:
         (folder / "digest").write_text(digest(loop))

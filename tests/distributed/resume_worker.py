@@ -39,11 +39,11 @@ def train(folder, backend=None, resume="auto"):
     class Note:
         every = 1
 
-        def __call__(self, loop, info):
+        def on_step_end(self, loop, info):
             norms.append(info.grad_norm)
 
     torch.manual_seed(100 + backend.rank)
-    loop = TrainingLoop(args, backend, model, optimizer, loader, hooks=[Note()])
+    loop = TrainingLoop(args, backend, model, optimizer, loader, callbacks=[Note()])
     loop.train()
     state = backend.model_state()
     return {

@@ -180,7 +180,7 @@ def test_a_lone_worker_of_an_elastic_horovod_job_keeps_no_gradients():
         "for _ in range(3):\n"
         "    with backend.accumulate(sync=True):\n"
         "        backend.backward(model(torch.ones(1, 8)).mean())\n"
-        "    backend.update()\n"
+        "    backend.clip_and_step()\n"
         "print('in flight', len(mpi_ops._handle_map))\n"
     )
     job = run([sys.executable], "-c", source)

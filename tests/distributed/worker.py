@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lm_experiments_tools.attention.kernels import dispatch as functional
 from lm_experiments_tools.backends import detect_backend, get_backend
-from lm_experiments_tools.backends.backend import Backend, LocalBackend
+from lm_experiments_tools.backends.backend import Backend, LocalBackend, PendingStep
 from lm_experiments_tools.backends.precision import get_precision
 from lm_experiments_tools.backends.roll_call import host_group
 from lm_experiments_tools.checkpoint.tree import load_tree, save_tree
@@ -63,7 +63,7 @@ def train_step(backend: Backend, step: int, *, broken: bool = False, **clip: flo
             total += loss.detach().double().cpu() * counts
             scale = float("inf") if broken and piece == 1 else 1.0
             backend.backward(loss * backend.world_size * scale * counts)
-    norm, applied = backend.update(**clip)
+    norm, applied = backend.clip_and_step(**clip).result()
     return {"loss": backend.sum(total).item(), "norm": norm, "applied": applied}
 
 
@@ -269,7 +269,7 @@ def scenario_partial(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
                 names = ["used", "sometimes"] if piece == 1 else ["used"]
                 loss = sum(model[name](torch.full((2, 3), piece + 1.0)).sum() for name in names) / SLICES
                 backend.backward(loss * backend.world_size)
-        backend.update()
+        backend.clip_and_step()
     save_weights(backend, out, "partial")
     return {}
 
@@ -289,7 +289,7 @@ def scenario_unused(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     backend.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with backend.accumulate(sync=True):
         backend.backward(backend.model(torch.ones(2, 3)))
-    return {"error": refusal(backend.update)}
+    return {"error": refusal(backend.clip_and_step)}
 
 
 def scenario_evaluated(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
@@ -330,24 +330,24 @@ def reductions_begun(backend: Backend) -> list[bool]:
 
 def scenario_ahead(backend: Backend, out: Path, _: Path) -> dict[str, Any]:
     """Steps whose updates are asked about at once, and again with a device that is trusted to skip the broken one."""
-    update, result = backend.update, {"host_group": backend.name == "accelerate"}
+    clip_and_step, result = backend.clip_and_step, {"host_group": backend.name == "accelerate"}
     if result["host_group"]:  # as beside NCCL
         backend._host_group = host_group(backend.world_size, torch.device("cuda"), 60.0)
     for name in ("at_once", "late"):
         backend.runs_ahead, queued = name == "late", []
 
-        def ahead(max_norm: float, queued: list[bool] = queued) -> tuple[float, bool]:
-            outcome = backend.begin_update(max_norm)
-            queued.append(outcome is not None)
-            return outcome() if outcome is not None else update(max_norm)
+        def ahead(max_norm: float, queued: list[bool] = queued) -> PendingStep:
+            step = clip_and_step(max_norm, wait=False)
+            queued.append(not step.is_done)
+            return step
 
         setup(backend, fused=True)
-        backend.update, sent = ahead, reductions_begun(backend)
+        backend.clip_and_step, sent = ahead, reductions_begun(backend)
         steps = [train_step(backend, step, broken=step == 2, max_norm=0.5) for step in range(5)]
         state = bits([backend.model_state(), backend.optimizer_state()])
         result["sent"] = sent
         result[name] = {"steps": json.loads(json.dumps(steps)), "state": state, "queued": queued}
-        backend.update = update
+        backend.clip_and_step = clip_and_step
     return result
 
 
@@ -446,7 +446,7 @@ def scenario_zero_refusals(backend: Backend, out: Path, _: Path) -> dict[str, An
     setup(backend)
     model = tiny_t5()
     attempts = {
-        "value": lambda: backend.update(max_value=0.1),
+        "value": lambda: backend.clip_and_step(max_value=0.1),
         "adafactor": lambda: backend.setup(model, torch.optim.Adafactor(model.parameters(), lr=0.1)),
         "keys": lambda: backend.load_model_state({"nonsense": torch.zeros(2)}) if backend.is_main else None,
     }

@@ -21,7 +21,7 @@ from tests.helpers.toys import RaggedPairs, SeekableBatches, tiny_t5
 
 
 def make_run(
-    path: Path | None, hooks: Sequence[Any] = (), model: nn.Module | None = None, **args: Any
+    path: Path | None, callbacks: Sequence[Any] = (), model: nn.Module | None = None, **args: Any
 ) -> TrainingLoop:
     """A loop of 6 steps over `RaggedPairs`, with dropout, that saves every second one; continues what is in `path`."""
     settings = {"batch_size": 4, "iters": 6, "log_interval": 1, "save_interval": 2, "keep_checkpoints": None, **args}
@@ -31,11 +31,11 @@ def make_run(
     valid = DataLoader(RaggedPairs(4), batch_size=4) if "save_best" in args else None
     loader = SeekableBatches(RaggedPairs(24), 4)
     arguments = TrainerArgs(model_path=None if path is None else str(path), **settings)
-    return TrainingLoop(arguments, LocalBackend(), model, optimizer, loader, valid, hooks=hooks)
+    return TrainingLoop(arguments, LocalBackend(), model, optimizer, loader, valid, callbacks=callbacks)
 
 
-def train(path: Path, hooks: Sequence[Any] = (), model: nn.Module | None = None, **args: Any) -> TrainingLoop:
-    loop = make_run(path, hooks, model, **args)
+def train(path: Path, callbacks: Sequence[Any] = (), model: nn.Module | None = None, **args: Any) -> TrainingLoop:
+    loop = make_run(path, callbacks, model, **args)
     loop.train()
     return loop
 

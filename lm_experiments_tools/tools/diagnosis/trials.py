@@ -39,7 +39,7 @@ with backend.accumulate(sync=True):
     with backend.autocast():
         loss = backend.model(torch.ones(2, 8, device=backend.device)).square().sum()
     backend.backward(loss)
-assert backend.update()[1]
+assert backend.clip_and_step().result()[1]
 facts = {{"device": str(backend.device), "cuda": torch.version.cuda, "threads": torch.get_num_threads()}}
 facts["cpu capability"] = torch.backends.cpu.get_cpu_capability()
 if backend.device.type == "cuda":

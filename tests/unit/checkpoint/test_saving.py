@@ -26,7 +26,7 @@ class At:
     def __init__(self, step, action):
         self.step, self.action = step, action
 
-    def __call__(self, loop, info):
+    def on_step_end(self, loop, info):
         if info.step == self.step:
             self.action()
 
@@ -136,7 +136,7 @@ def test_a_full_disk_in_the_background_ends_the_run_at_the_next_step(tmp_path, m
     class Note:
         every = 1
 
-        def __call__(self, loop, info):
+        def on_step_end(self, loop, info):
             waited[:] = [loop.saver]
             wait(loop, info)
 

@@ -61,7 +61,7 @@ def trained(model, batch, steps, lr):
     for _ in range(steps):
         loss = backend.model(**batch).loss
         backend.backward(loss)
-        backend.update()
+        backend.clip_and_step()
         losses.append(loss.item())
     model.eval()
     assert {p for group in optimizer.param_groups for p in group["params"]} == {

@@ -8,7 +8,7 @@ import modeling_t5
 from lm_experiments_tools.config.finetuning import FinetuningArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.recipes.finetuning import check_packing
-from lm_experiments_tools.training.micro_batches import random_state
+from lm_experiments_tools.training.generators import random_state
 from tests.helpers.pretrained_toys import t5_config
 
 SIZES = dict(vocab_size=90, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0)

@@ -37,7 +37,7 @@ def test_learns_by_the_stated_amount_saves_its_adapter_alone_and_generates_the_s
     for _ in range(steps):
         loss = backend.model(**batch, use_cache=False).loss
         backend.backward(loss)
-        backend.update()
+        backend.clip_and_step()
         losses.append(loss.item())
     assert losses[-1] < share * losses[0]
     after = dict(model.named_parameters())

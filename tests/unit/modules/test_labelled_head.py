@@ -64,7 +64,7 @@ def micro_batch(numbers=(2, 0, 4)):
     for row, number in enumerate(numbers):
         labels[row, 3 : 3 + number] = ids[row, :number]
     inputs = {"input_ids": ids, "labels": labels}
-    return MicroBatch(inputs, dict(inputs), {"labels": sum(numbers)}).computable()
+    return MicroBatch(inputs, dict(inputs), {"labels": sum(numbers)}).with_a_label()
 
 
 CLASSES = [
@@ -92,7 +92,7 @@ def test_loss_and_gradients_are_those_of_all_positions(model_cls, changed):
     for way in ("all", "labels"):
         if way == "labels":
             assert pick_labelled(model, LENGTH) is None and model.training
-            part = part.with_labels_alone(MOST)
+            part = part.with_valid_labels_only(MOST)
         outputs = model(**part.inputs)
         logits = outputs.get("prediction_logits", outputs.get("logits"))
         model.zero_grad()
@@ -133,13 +133,13 @@ def test_a_model_that_picks_labels_by_itself_is_left_alone():
 
 def test_more_labels_than_there_is_room_for_are_all_kept():
     part = micro_batch((6, 5, 0))
-    assert part.with_labels_alone(10) is part  # 11 labels
-    assert part.with_labels_alone(ROWS * LENGTH) is part
-    picked = part.with_labels_alone(11)
+    assert part.with_valid_labels_only(10) is part  # 11 labels
+    assert part.with_valid_labels_only(ROWS * LENGTH) is part
+    picked = part.with_valid_labels_only(11)
     labels = part.inputs["labels"].flatten()
     assert picked.inputs["labels"].tolist() == [labels[labels != -100].tolist()]
     assert picked.batch["labels"] is picked.inputs["labels"]
-    none = micro_batch((0, 0, 0)).with_labels_alone(4)
+    none = micro_batch((0, 0, 0)).with_valid_labels_only(4)
     assert (none.inputs["labels"] != -100).sum() == 1 and none.inputs[LABEL_POSITIONS].shape == (4,)
     assert 614 < spread_labels(8 * 512, 0.15) < 614 + 6 * 24
 
@@ -149,6 +149,6 @@ def test_one_compiled_graph_serves_any_number_of_labels():
     model.compile(backend=counter, dynamic=False)
     assert pick_labelled(model, LENGTH) is None
     for numbers in ((2, 0, 4), (1, 1, 1), (0, 0, 0), (3, 2, 3)):
-        outputs = model(**micro_batch(numbers).with_labels_alone(MOST).inputs)
+        outputs = model(**micro_batch(numbers).with_valid_labels_only(MOST).inputs)
         assert outputs.prediction_logits.shape == (1, MOST, 97)
     assert counter.frame_count == 1

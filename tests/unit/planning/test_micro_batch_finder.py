@@ -12,7 +12,7 @@ from lm_experiments_tools.config.training import ExperimentArgs
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.planning import finders
 from lm_experiments_tools.planning.finders import find_micro_batch, is_out_of_memory
-from lm_experiments_tools.training.loop import TrainingLoop
+from lm_experiments_tools.training.trainer import TrainingLoop
 
 
 class Hungry(nn.Module):

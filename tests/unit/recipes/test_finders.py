@@ -12,7 +12,7 @@ from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.config.training import ExperimentArgs
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.recipes.finders import find_lr, read_range_test
-from lm_experiments_tools.training.loop import TrainingLoop
+from lm_experiments_tools.training.trainer import TrainingLoop
 from run_t5_pretraining import main
 from tests.helpers.runs import TINY, losses, words
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary

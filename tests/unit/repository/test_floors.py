@@ -1,9 +1,11 @@
 """The rooms of the package stand on floors: imports run down, never up and never in a circle.
 
-Imports under TYPE_CHECKING and inside functions count like any other. docs/architecture.md draws the same picture.
+Imports under TYPE_CHECKING and inside functions count like any other, except that files of one room may name each
+other's classes in annotations. docs/architecture.md draws the same picture.
 """
 
 import ast
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from tests.helpers import ROOT
 
 PACKAGE = "lm_experiments_tools"
+TYPE_CHECKING = re.compile(r"^if TYPE_CHECKING:\n(?:(?: .*)?\n)+", flags=re.MULTILINE)
 # From the ground up. A room imports from its own files and from floors below its own.
 FLOORS = (
     ("errors", "labels"),
@@ -82,6 +85,13 @@ def upward(graph: Mapping[str, set[str]], room: Mapping[str, str]) -> list[str]:
     return sorted(f"{a} imports {b}" for a, b in pairs if FLOOR_OF[room[a]] <= FLOOR_OF[room[b]])
 
 
+def without_annotations(files: Mapping[str, Path], graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """The arrows less those within a room that are for annotations alone."""
+    sources = {module: re.sub(TYPE_CHECKING, "", file.read_text(encoding="utf-8")) for module, file in files.items()}
+    running, room = arrows(sources), {module: room_of(module, file) for module, file in files.items()}
+    return {a: {b for b in graph[a] if b in running[a] or room[a] != room[b]} for a in graph}
+
+
 def circle(graph: Mapping[str, set[str]]) -> list[str]:
     """Modules on a circle of imports, or between two circles; empty where there is none."""
     left = set(graph)
@@ -111,7 +121,7 @@ def test_no_import_runs_up(house):
 
 
 def test_no_imports_run_in_a_circle(house):
-    assert circle(house[0]) == []
+    assert circle(without_annotations(modules(), house[0])) == []
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from lm_experiments_tools.models.build import build_model
 from lm_experiments_tools.models.speed import compile_blocks
 from lm_experiments_tools.training import flops
 from lm_experiments_tools.training.flops import count_flops
-from lm_experiments_tools.training.metrics import Window
+from lm_experiments_tools.training.metrics import LoggingInterval
 from tests.unit.training.test_trainer import make_loop
 
 T5 = {
@@ -224,7 +224,7 @@ def test_a_rate_above_the_measured_peak_is_the_peak_from_then_on(tmp_path, monke
 
 
 def test_operations_before_a_restart_are_left_out():
-    meter, window = flops.FlopMeter.__new__(flops.FlopMeter), Window()
+    meter, interval = flops.FlopMeter.__new__(flops.FlopMeter), LoggingInterval()
     meter._backend, meter.name = LocalBackend(device=torch.device("cpu")), "mfu"
-    meter.flops, meter._uncounted, meter.peak, window.seconds = 6.0, 10.0, 4.0, 13.0
-    assert meter.share(window) == {"mfu": 0.5} and meter.share(window) == {}
+    meter.flops, meter._uncounted, meter.peak, interval.seconds = 6.0, 10.0, 4.0, 13.0
+    assert meter.utilization(interval) == {"mfu": 0.5} and meter.utilization(interval) == {}

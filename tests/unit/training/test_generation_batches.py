@@ -6,8 +6,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lm_experiments_tools import FineTuner
 from lm_experiments_tools.recipes.finetuning import with_new_tokens
-from lm_experiments_tools.training.generation import generate
 from lm_experiments_tools.training.micro_batches import MicroBatch
+from lm_experiments_tools.training.validation import generate
 from tests.helpers.pretrained_toys import ROWS, save_toy
 
 TEXTS = ["w1 w2 w3 w4 w5 w6 w7 w8", "w9", "w4 w70 w3"]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.training import loop as loop_module
+from lm_experiments_tools.training import resume
 from lm_experiments_tools.training.schedules import get_schedule
 from lm_experiments_tools.training.trainer import TrainingLoop
 from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller, tiny_t5, weights_of
@@ -146,7 +146,7 @@ def test_the_state_is_taken_by_a_model_that_recomputes_activations_and_back(tmp_
 
 def test_a_start_from_the_last_of_a_run_that_goes_on_reads_one_step(tmp_path, monkeypatch):
     make_loop(model_path=str(tmp_path), save_interval=2).train()
-    last, load = tmp_path / "last", loop_module.load_weights_for_all
+    last, load = tmp_path / "last", resume.load_weights_for_all
     last.unlink()
     last.symlink_to("checkpoints/step_000002")
 
@@ -156,5 +156,5 @@ def test_a_start_from_the_last_of_a_run_that_goes_on_reads_one_step(tmp_path, mo
         last.symlink_to("checkpoints/step_000004")
         return report
 
-    monkeypatch.setattr(loop_module, "load_weights_for_all", load_and_go_on)
+    monkeypatch.setattr(resume, "load_weights_for_all", load_and_go_on)
     assert make_loop(init_checkpoint=str(last), iters=6).state.step == 2

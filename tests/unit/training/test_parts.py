@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.training.generation import generate
 from lm_experiments_tools.training.micro_batches import split_batch
 from lm_experiments_tools.training.trainer import TrainingLoop
+from lm_experiments_tools.training.validation import generate
 from tests.helpers.toys import VOCABULARY_SIZE, RaggedPairs, TinyLabeller, tiny_t5
 
 

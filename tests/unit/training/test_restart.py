@@ -19,7 +19,7 @@ from lm_experiments_tools.data.examples import packing
 from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.objectives.mlm import MaskedLMDataset
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.training.micro_batches import BatchStream
+from lm_experiments_tools.training.batches import BatchStream
 from lm_experiments_tools.training.trainer import TrainingLoop
 from tests.helpers.toys import RaggedPairs, TinyLabeller, tiny_t5
 
@@ -162,13 +162,13 @@ def test_fewer_or_more_iters_of_a_run_cut_short_leave_its_curve(tmp_path):
     class Stop:
         every = 1
 
-        def __call__(self, loop, info):
+        def on_step_end(self, loop, info):
             if info.step == 2:
                 loop.signals.agreed = 15
 
     flags = {"lr_scheduler": "cosine", "num_warmup_steps": 0}
     loop = start(tmp_path, iters=6, **flags)[0]
-    loop.hooks = [*loop.hooks, Stop()]
+    loop.callbacks = [*loop.callbacks, Stop()]
     with pytest.raises(SystemExit):
         loop.train()
     expected = [1e-2 * (1 + math.cos(math.pi * n / 6)) / 2 for n in (2, 4, 6)]

@@ -14,8 +14,10 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, default_co
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.training import batches
+from lm_experiments_tools.training.generators import random_state
 from lm_experiments_tools.training.trainer import TrainingLoop
-from tests.helpers.toys import RaggedPairs, tiny_t5, weights_of
+from tests.helpers.toys import RaggedPairs, SeekableBatches, tiny_t5, weights_of
 
 ROWS, STEPS = 13, 10  # of 4 rows: two and a half epochs
 
@@ -119,7 +121,7 @@ LOADERS = {
 }
 
 
-def run(path, make_loader, iters, transform=None, hooks=()):
+def run(path, make_loader, iters, transform=None, callbacks=()):
     """The first column of all batches that a run saw, and its last weights."""
     seen = []
 
@@ -132,7 +134,7 @@ def run(path, make_loader, iters, transform=None, hooks=()):
     args = TrainerArgs(batch_size=4, iters=iters, log_interval=50, model_path=str(path))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = make_loader(RaggedPairs(ROWS))
-    loop = TrainingLoop(args, LocalBackend(), model, optimizer, loader, batch_transform_fn=note, hooks=hooks)
+    loop = TrainingLoop(args, LocalBackend(), model, optimizer, loader, batch_transform_fn=note, callbacks=callbacks)
     loop.train()
     return seen, weights_of(model)
 
@@ -159,7 +161,7 @@ def test_a_signal_stops_before_the_forward_pass_and_its_batch_is_read_again(tmp_
     class Kill:
         every, passes = 1, []
 
-        def __call__(self, loop, info):
+        def on_step_end(self, loop, info):
             if info.step == at:
                 os.kill(os.getpid(), signal.SIGTERM)
                 loop.backend.model.register_forward_pre_hook(lambda *_: self.passes.append(1))
@@ -201,3 +203,21 @@ def test_a_loaders_state_that_no_checkpoint_can_hold_is_named_at_the_first_save(
         UserError, match=r"\['stream'\]\['loader'\]\['lock'\] is a builtins.object, which a checkpoint"
     ):
         run(tmp_path, Odd, 2)
+
+
+@pytest.mark.parametrize(
+    ("loader", "transform", "captures"), [("seeks", None, 0), ("seeks", dict, 5), ("a generator", None, 5)]
+)
+def test_random_states_are_captured_at_each_batch_only_where_fetching_it_may_draw(
+    monkeypatch, loader, transform, captures
+):
+    made = []
+    monkeypatch.setattr(batches, "random_state", lambda: made.append(1) or random_state())
+    data = RaggedPairs(20)
+    loader = SeekableBatches(data, 4) if loader == "seeks" else LOADERS[loader](data)
+    model = tiny_t5()
+    args = TrainerArgs(batch_size=4, iters=5, log_interval=50)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loop = TrainingLoop(args, LocalBackend(), model, optimizer, loader, batch_transform_fn=transform)
+    loop.train()
+    assert len(made) == captures + (not hasattr(loader, "seek"))  # and at the epoch's start

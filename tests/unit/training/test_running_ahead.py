@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.backends.backend import LocalBackend, PendingStep
 from lm_experiments_tools.backends.precision import LossScaledFp16
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.optimizers import Adafactor, AdamWScale, adafactor, adamw_scale, sharding, state
@@ -135,11 +135,13 @@ class Reads(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def make_loop(args: dict, model: nn.Module, *, backend: LocalBackend | None = None, hooks: tuple = (), **options: Any):
+def make_loop(
+    args: dict, model: nn.Module, *, backend: LocalBackend | None = None, callbacks: tuple = (), **options: Any
+):
     args = TrainerArgs(**{"batch_size": 2, "gradient_accumulation_steps": 2, "clip_grad_norm": 0.5, **args})
     optimizer = options.pop("optimizer", None) or torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     loader = options.pop("loader", None) or SeekableBatches(RaggedPairs(24), args.rows_per_worker())
-    return TrainingLoop(args, backend or AheadBackend(), model, optimizer, loader, hooks=hooks, **options)
+    return TrainingLoop(args, backend or AheadBackend(), model, optimizer, loader, callbacks=callbacks, **options)
 
 
 @contextmanager
@@ -283,7 +285,7 @@ def test_a_batch_reaches_the_gpu_as_it_is(dtype):
 
 def test_an_update_is_asked_about_only_after_the_next_sum_of_counts_and_backward_pass():
     events, model, backend = [], TinyLabeller(), AheadBackend()
-    backward, begin = backend.backward, backend.begin_update
+    backward, clip_and_step = backend.backward, backend.clip_and_step
 
     def noted_sum(values: Tensor) -> Tensor:
         events.append("sum")
@@ -293,12 +295,14 @@ def test_an_update_is_asked_about_only_after_the_next_sum_of_counts_and_backward
         backward(loss)
         events.append("backward")
 
-    def noted_begin(*clip: float | None) -> Any:
-        outcome, number = begin(*clip), events.count("backward") // 2
+    def noted_step(*clip: float | None, wait: bool) -> PendingStep:
+        step, number = clip_and_step(*clip, wait=wait), events.count("backward") // 2
+        if step.is_done:
+            return step
         events.append(f"update {number}")
-        return lambda: events.append(f"ask {number}") or outcome()
+        return PendingStep(lambda: events.append(f"ask {number}") or step.result(), is_done=False)
 
-    backend.backward, backend.begin_update, backend.sum = noted_backward, noted_begin, noted_sum
+    backend.backward, backend.clip_and_step, backend.sum = noted_backward, noted_step, noted_sum
     make_loop({"iters": 4, "log_interval": 4}, model, backend=backend).train()
     step = ["sum", "backward", "backward"]
     expected = [*step, "update 1"]
@@ -429,8 +433,7 @@ def test_a_fused_optimizer_goes_on_from_one_that_was_not():
     def train(backend):
         batch = RaggedPairs(4).batch([0, 1, 2, 3])
         backend.backward(backend.model(batch["input_ids"], batch["labels"])["loss"])
-        update = backend.begin_update(1.0)
-        return update() if update else backend.update(1.0)
+        return backend.clip_and_step(1.0, wait=False).result()
 
     model, plain = backend_of()
     train(plain)
@@ -443,7 +446,7 @@ def test_a_fused_optimizer_goes_on_from_one_that_was_not():
 
 
 def test_what_cannot_skip_on_the_device_is_waited_for():
-    model = TinyLabeller()
+    model, batch = TinyLabeller(), RaggedPairs(4).batch([0, 1, 2, 3])
     for optimizer, precision in [
         (torch.optim.AdamW(model.parameters(), foreach=True), None),
         (torch.optim.AdamW(model.parameters(), fused=True), LossScaledFp16()),
@@ -451,7 +454,8 @@ def test_what_cannot_skip_on_the_device_is_waited_for():
         backend = AheadBackend()
         backend.precision = precision or backend.precision
         backend.setup(model, optimizer)
-        assert backend.begin_update(1.0) is None
+        backend.backward(backend.model(batch["input_ids"], batch["labels"])["loss"])
+        assert backend.clip_and_step(1.0, wait=False).is_done
     backend = AheadBackend()
     poison(model, backend, {2})
     stepped = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, ReduceLROnPlateau, SequentialLR
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.training.schedules import SCHEDULES, PlateauDrop, get_schedule
+from lm_experiments_tools.training.schedules import PlateauDrop, get_schedule
 
 BASE_LR = 0.0173
 
@@ -73,7 +73,13 @@ def test_every_pure_schedule_of_transformers_has_its_namesake():
     from transformers.trainer_utils import SchedulerType
 
     depends_on_metrics = {"reduce_lr_on_plateau", "greedy"}
-    assert {kind.value for kind in SchedulerType} - depends_on_metrics <= set(SCHEDULES)
+    assert {kind.value for kind in SchedulerType} - depends_on_metrics <= set(known_schedules())
+
+
+def known_schedules():
+    with pytest.raises(UserError) as refused:
+        get_schedule("nothing_like_it")
+    return str(refused.value).partition("Known: ")[2].partition(";")[0].split(", ")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -127,10 +133,7 @@ def test_without_num_warmup_steps_there_is_no_warm_up_as_in_transformers_trainer
 
 
 def test_each_schedule_that_the_refusal_lists_is_taken():
-    with pytest.raises(UserError) as refused:
-        get_schedule("nothing_like_it")
-    listed = str(refused.value).partition("Known: ")[2].partition(";")[0].split(", ")
-    for name in listed:
+    for name in known_schedules():
         assert (
             0.0
             <= get_schedule(

@@ -27,7 +27,7 @@ class AfterStep:
     def __init__(self, number, does):
         self.number, self.does = number, does
 
-    def __call__(self, loop, info):
+    def on_step_end(self, loop, info):
         if info.step == self.number:
             self.does()
 
@@ -36,7 +36,7 @@ def make_loop(hook, valid=None, **args):
     args = TrainerArgs(batch_size=4, iters=6, log_interval=2, **args)
     model, loader = tiny_t5(dropout=0.3), SeekableBatches(RaggedPairs(24), args.rows_per_worker())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return TrainingLoop(args, LocalBackend(), model, optimizer, loader, valid, hooks=[hook] if hook else [])
+    return TrainingLoop(args, LocalBackend(), model, optimizer, loader, valid, callbacks=[hook] if hook else [])
 
 
 class Interrupted:

@@ -20,12 +20,12 @@ from lm_experiments_tools.training.trainer import TrainingDiverged, TrainingLoop
 from tests.helpers.toys import RaggedPairs, SeekableBatches, TinyLabeller, gradients_at_steps, tiny_t5, weights_of
 
 
-def make_loop(args=None, *, model=None, loader=None, valid=None, optimizer=None, hooks=(), **options):
+def make_loop(args=None, *, model=None, loader=None, valid=None, optimizer=None, callbacks=(), **options):
     args = TrainerArgs(**{"batch_size": 4, "iters": 5, "log_interval": 2, **(args or {})})
     model = model if model is not None else tiny_t5()
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = loader if loader is not None else SeekableBatches(RaggedPairs(24), args.rows_per_worker())
-    return TrainingLoop(args, LocalBackend(), model, optimizer, loader, valid, hooks=hooks, **options)
+    return TrainingLoop(args, LocalBackend(), model, optimizer, loader, valid, callbacks=callbacks, **options)
 
 
 class Recorder:
@@ -36,7 +36,7 @@ class Recorder:
     def __init__(self, look):
         self.look, self.seen = look, []
 
-    def __call__(self, loop, info):
+    def on_step_end(self, loop, info):
         self.seen.append(self.look(loop, info))
 
 
@@ -53,7 +53,7 @@ def test_a_run_makes_exactly_iters_updates():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_post_hook(lambda *_: steps.append(1))
     recorder = Recorder(lambda loop, info: info.step)
-    loop = make_loop({"iters": 7}, model=model, optimizer=optimizer, hooks=[recorder])
+    loop = make_loop({"iters": 7}, model=model, optimizer=optimizer, callbacks=[recorder])
     loop.train()
     assert len(steps) == 7
     assert recorder.seen == [1, 2, 3, 4, 5, 6, 7]
@@ -105,7 +105,7 @@ def test_the_whole_model_trains_in_training_mode_and_validates_in_evaluation_mod
 @pytest.mark.parametrize("name", ["linear", "cosine", "constant_with_warmup", "polynomial", "inverse_sqrt"])
 def test_learning_rates_of_a_run_are_those_of_the_reference_scheduler(name):
     recorder = Recorder(lambda loop, info: loop.backend.optimizer.param_groups[0]["lr"])
-    loop = make_loop({"iters": 12, "lr_scheduler": name, "num_warmup_steps": 4}, hooks=[recorder])
+    loop = make_loop({"iters": 12, "lr_scheduler": name, "num_warmup_steps": 4}, callbacks=[recorder])
     loop.train()
     model = tiny_t5()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -127,7 +127,7 @@ def uninterrupted_and_resumed(tmp_path, make_loader, stop_at, iters=9, **args):
         model = tiny_t5(dropout=0.3)
         losses = Recorder(lambda loop, info: (info.step, info.grad_norm))
         loop = make_loop(
-            {**common, "iters": iters, "model_path": str(path)}, model=model, loader=make_loader(), hooks=[losses]
+            {**common, "iters": iters, "model_path": str(path)}, model=model, loader=make_loader(), callbacks=[losses]
         )
         loop.train()
         return weights_of(model), losses.seen, loop
@@ -244,7 +244,7 @@ def test_lr_drops_when_validation_stops_improving():
     }  # fmt: skip
     model = tiny_t5()
     loop = make_loop(
-        args, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), hooks=[recorder],
+        args, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), callbacks=[recorder],
         valid=DataLoader(RaggedPairs(4), batch_size=4),
         batch_metrics_fn=lambda batch, outputs: {"loss": outputs["loss"], "flat": 1.0},
     )  # fmt: skip

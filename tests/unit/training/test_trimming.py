@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lm_experiments_tools.training.micro_batches import position_lost, split_batch, used_widths
+from lm_experiments_tools.training.batches import position_lost
+from lm_experiments_tools.training.micro_batches import split_batch, used_widths
 from tests.helpers.toys import VOCABULARY_SIZE, tiny_t5
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.training.trainer import TrainingLoop
-from lm_experiments_tools.training.validation_rows import counted
+from lm_experiments_tools.training.validation import counted
 from tests.helpers.thread_workers import Workers
 
 CASES = list(itertools.product([1, 2, 5, 7, 9, 12], [1, 2, 3, 4], [1, 2, 3]))  # rows, workers, batch size

@@ -31,7 +31,7 @@ from lm_experiments_tools.data.text.sentencepiece_vocabulary import SentencePiec
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import RunError, UserError
-from lm_experiments_tools.training.micro_batches import BatchStream
+from lm_experiments_tools.training.batches import BatchStream
 from tests.helpers.token_toys import make_texts, write_jsonl, write_tokens
 
 TEXTS = make_texts(4000)

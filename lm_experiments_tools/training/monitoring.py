@@ -1,12 +1,12 @@
-"""Norms and largest magnitudes by part of the model, in the steps that are due (`--log_norms`, `--log_maxima`)."""
+"""`--log_norms` and `--log_maxima`: norms and largest magnitudes by part of the model, every n steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +15,36 @@ from lm_experiments_tools.backends.backend import total_norm
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.modules.reading import read_later
 from lm_experiments_tools.training.generators import preserved_random_state
-from lm_experiments_tools.training.step import Loop, StepInfo
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.config.training import TrainerArgs
+    from lm_experiments_tools.training.callbacks import Callback
+    from lm_experiments_tools.training.metrics import StepInfo
+    from lm_experiments_tools.training.trainer import TrainingLoop
 
 _HEADS = {"lm_head", "cls", "classifier", "head", "score", "qa_outputs"}
 _WIDTHS = "n_heads", "num_heads", "num_attention_heads"
 _PROJECTIONS = ("q", "k"), ("query", "key")
 
 
-def part_of(name: str) -> str:
-    """The part of the model that a parameter is counted in, by its name.
+def monitoring_callbacks(args: TrainerArgs, trainer: TrainingLoop) -> list[Callback]:
+    """Callbacks of `--log_norms` and `--log_maxima`; none with `--validate_only`.
 
-    Of `encoder.block.0.layer.0.SelfAttention.q.weight` it is `encoder.block.0`, the first numbered module; of others
-    `embeddings`, `head`, or the module.
+    Raises:
+        UserError: the backend does not allow it.
+    """
+    trainer.backend.before_update = None  # of an earlier training
+    if args.validate_only:
+        return []
+    requested = (args.log_norms, NormsCallback), (args.log_maxima, MaximaCallback)
+    return [callback(every, trainer) for every, callback in requested if every is not None]
+
+
+def part_of(name: str) -> str:
+    """The part of the model that a parameter belongs to, by its name.
+
+    The first numbered module (`encoder.block.0` for `encoder.block.0.layer.0.SelfAttention.q.weight`), `embeddings`,
+    `head`, or the module.
     """
     path = [piece for piece in name.split(".") if piece not in ("_orig_mod", "module")]
     for depth, piece in enumerate(path):
@@ -37,15 +55,15 @@ def part_of(name: str) -> str:
     return "head" if _HEADS & set(path) else ".".join(path[:-1]) or "model"
 
 
-class NormsHook:
+class NormsCallback:
     """L2 norms of gradient (reduced, not clipped), weights and update of each part, and update over weights.
 
     Raises:
         UserError: gradients or weights cannot be seen one by one.
     """
 
-    def __init__(self, every: int | None, loop: Loop) -> None:
-        backend = loop.backend
+    def __init__(self, every: int | None, trainer: TrainingLoop) -> None:
+        backend = trainer.backend
         if backend.shards_optimizer:
             raise UserError(
                 "--log_norms does not work with DeepSpeed, which keeps gradients in buffers of its own: use FSDP, DDP "
@@ -53,27 +71,27 @@ class NormsHook:
             )
         if hasattr(backend.precision, "opt_level"):
             raise UserError("--log_norms does not work with --apex_opt_lvl, which trains copies of the weights")
-        self.every, self._loop = every, loop
+        self.every, self._trainer = every, trainer
         self._parts: dict[str, list[nn.Parameter]] = {}
         for name, parameter in backend.unwrap().named_parameters():
             if parameter.requires_grad:
                 self._parts.setdefault(part_of(name), []).append(parameter)
         self._before: dict[str, list[Tensor]] = {}
         self._gradients: list[Tensor] = []
-        backend.before_update = self._look
+        backend.before_update = self._before_update
 
-    def _look(self) -> None:
-        """Before an update that will be logged: the norms of its gradient, and a copy of the weights."""
-        self._before.clear()  # of an update that was skipped
-        if (self._loop.state.step + 1) % self.every:
+    def _before_update(self) -> None:
+        """Compute norms of the gradient and copy the weights, if the step will be logged."""
+        self._before.clear()  # of a step that was skipped
+        if (self._trainer.state.step + 1) % self.every:
             return
         gradients = {part: [p.grad for p in of if p.grad is not None] for part, of in self._parts.items()}
-        self._gradients = [_norm(of_part, self._loop.backend.device) for of_part in gradients.values()]
+        self._gradients = [_norm(of_part, self._trainer.backend.device) for of_part in gradients.values()]
         self._before = {part: [p.detach().clone() for p in of] for part, of in self._parts.items()}
 
     @torch.no_grad()
-    def __call__(self, loop: Loop, info: StepInfo) -> None:
-        device = loop.backend.device
+    def on_step_end(self, trainer: TrainingLoop, info: StepInfo) -> None:
+        device = trainer.backend.device
         weights = [_norm([p.detach() for p in of], device) for of in self._parts.values()]
         updates = []
         for part, before in self._before.items():
@@ -83,43 +101,43 @@ class NormsHook:
         read = read_later(torch.stack([*self._gradients, *weights, *updates]))
         numbers, count = read(), len(self._parts)
         values = {}
-        for place, part in enumerate(self._parts):
-            gradient, weight, update = numbers[place::count]
+        for index, part in enumerate(self._parts):
+            gradient, weight, update = numbers[index::count]
             values |= {f"norm/gradient/{part}": gradient, f"norm/weight/{part}": weight}
             values |= {f"norm/update/{part}": update}
             values |= {f"norm/update_over_weight/{part}": update / weight} if weight else {}
-        _record(loop, values)
+        _record(trainer, values)
 
 
 def _norm(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Their common L2 norm, float32; collective for slices of FSDP2."""
+    """L2 norm over all of them, float32; collective for DTensors of FSDP2."""
     return (total_norm(tensors) if tensors else torch.zeros(())).to(device, torch.float32)
 
 
-class MaximaHook:
-    """Largest magnitude of what the modules of each part put out, and a bound of its attention logits.
+class MaximaCallback:
+    """Largest magnitude of the outputs of each part's modules, and a bound of its attention logits.
 
-    Both are of one more forward pass, without dropout, of the first micro-batch of each worker, with the weights after
-    the update. The bound is scale * max |q| * max |k| over a head's queries and keys (Cauchy-Schwarz): no logit is
-    larger, before a position bias or mask is added.
+    Both are measured in an additional forward pass, without dropout, over the first micro-batch of each worker, with
+    the weights after the step. The bound is scale * max |q| * max |k| over a head's queries and keys (Cauchy-Schwarz):
+    no logit is larger, before a position bias or mask is added.
     """
 
-    def __init__(self, every: int | None, loop: Loop) -> None:
+    def __init__(self, every: int | None, trainer: TrainingLoop) -> None:
         self.every = every
 
     @torch.no_grad()
-    def __call__(self, loop: Loop, info: StepInfo) -> None:
-        backend, maxima = loop.backend, _Maxima(loop.backend.unwrap())
-        backend.model.eval()  # the loop puts it back
+    def on_step_end(self, trainer: TrainingLoop, info: StepInfo) -> None:
+        backend, maxima = trainer.backend, _Maxima(trainer.backend.unwrap())
+        backend.model.eval()  # the trainer switches back
         with preserved_random_state(), torch.compiler.set_stance("force_eager"), maxima.hooked(), backend.autocast():
-            backend.model(**loop.micro_batches[0].inputs, **loop.forward_kwargs)
+            backend.model(**trainer.micro_batches[0].inputs, **trainer.forward_kwargs)
         names = list(maxima.of)
         values = {}
         if names:
             read = read_later(torch.stack([maxima.of[name].to(backend.device, torch.float32) for name in names]))
             values = dict(zip(names, read(), strict=True))
         every = backend.gather(values)
-        _record(loop, {name: _largest([own[name] for own in every if name in own]) for name in values})
+        _record(trainer, {name: _largest([own[name] for own in every if name in own]) for name in values})
 
 
 def _largest(values: list[float]) -> float:
@@ -127,7 +145,7 @@ def _largest(values: list[float]) -> float:
 
 
 class _Maxima:
-    """The largest magnitudes of a pass, scalars on their devices, by name."""
+    """Largest magnitudes of a forward pass by name, scalars on their devices."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.of = model, {}
@@ -135,24 +153,21 @@ class _Maxima:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        handles = []
-        for name, module in self.model.named_modules():
-            if name:
-                handles.append(module.register_forward_hook(partial(self._output, part_of(f"{name}.weight"))))
-            pair = next((p for p in _PROJECTIONS if all(hasattr(module, projection) for projection in p)), None)
-            places = (module, getattr(module, "config", None))
-            heads = next((getattr(p, width) for p in places for width in _WIDTHS if hasattr(p, width)), None)
-            if pair is None or heads is None:
-                continue
-            for projection in pair:
-                note = partial(self._project, f"{name}.{projection}")
-                handles.append(getattr(module, projection).register_forward_hook(note))
-            handles.append(module.register_forward_hook(partial(self._attention, name, pair, heads)))
-        try:
+        with ExitStack() as hooks:
+            for name, module in self.model.named_modules():
+                if name:
+                    hook = partial(self._output, part_of(f"{name}.weight"))
+                    hooks.enter_context(module.register_forward_hook(hook))
+                pair = next((p for p in _PROJECTIONS if all(hasattr(module, projection) for projection in p)), None)
+                owners = (module, getattr(module, "config", None))
+                heads = next((getattr(o, width) for o in owners for width in _WIDTHS if hasattr(o, width)), None)
+                if pair is None or heads is None:
+                    continue
+                for projection in pair:
+                    hook = partial(self._project, f"{name}.{projection}")
+                    hooks.enter_context(getattr(module, projection).register_forward_hook(hook))
+                hooks.enter_context(module.register_forward_hook(partial(self._attention, name, pair, heads)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _output(self, part: str, module: nn.Module, args: tuple, output: Any) -> None:
         first = output[0] if isinstance(output, (tuple, list)) and output else output
@@ -177,8 +192,8 @@ class _Maxima:
         self.of[name] = value if name not in self.of else torch.maximum(self.of[name], value.to(self.of[name]))
 
 
-def _record(loop: Loop, values: dict[str, float]) -> None:
+def _record(trainer: TrainingLoop, values: dict[str, float]) -> None:
     """Write them to TensorBoard and metrics.jsonl, without a line on the console."""
-    if loop.tracker is not None:
-        state = loop.state
-        loop.tracker.log("train", state.step, state.consumed_samples, state.consumed_tokens, {}, extra=values)
+    if trainer.tracker is not None:
+        state = trainer.state
+        trainer.tracker.log("train", state.step, state.consumed_samples, state.consumed_tokens, {}, extra=values)

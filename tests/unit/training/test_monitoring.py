@@ -10,7 +10,7 @@ import modeling_t5
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import build_model
-from lm_experiments_tools.training.watch_values import MaximaHook, NormsHook, part_of
+from lm_experiments_tools.training.monitoring import MaximaCallback, NormsCallback, part_of
 from tests.helpers.toys import RaggedPairs, SeekableBatches, gradients_at_steps, tiny_t5, weights_of
 from tests.unit.training.test_running_ahead import make_loop
 
@@ -155,5 +155,5 @@ def test_what_cannot_be_watched_is_refused():
     loop = make_loop({"iters": 1}, tiny_t5(), backend=cpu())
     loop.backend.shards_optimizer = True
     with pytest.raises(UserError, match="--log_norms does not work with DeepSpeed"):
-        NormsHook(1, loop)
-    assert MaximaHook(1, loop).every == 1
+        NormsCallback(1, loop)
+    assert MaximaCallback(1, loop).every == 1

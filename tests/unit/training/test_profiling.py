@@ -8,9 +8,8 @@ import torch
 
 from lm_experiments_tools.config.training import TrainerArgs
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.training import hooks
-from lm_experiments_tools.training.hooks import with_profile
-from lm_experiments_tools.training.profile_table import LINES, STEPS, Event, events_of, table, time_by_line
+from lm_experiments_tools.training import profiling
+from lm_experiments_tools.training.profiling import LINES, STEPS, Event, events_of, table, time_by_line, with_profile
 from tests.helpers.toys import TinyLabeller, tiny_t5
 from tests.unit.training.test_trainer import make_loop
 
@@ -203,7 +202,7 @@ def test_what_cannot_be_traced_is_refused(tmp_path, flags, said):
 def test_waits_of_workers_are_named():
     loop = make_loop({}, model=TinyLabeller())
     profile = with_profile([], dataclasses.replace(loop.args, profile=1, model_path="runs"), 0, loop.say)[-1]
-    assert isinstance(profile, hooks.ProfileHook)
+    assert isinstance(profile, profiling.ProfileCallback)
     assert profile._remarks(loop, [2.0, 0.5, 7.25]) == [
         "  data wait of workers: 0.50 ms (rank 1) to 7.25 ms (rank 2) a step"
     ]

@@ -8,7 +8,7 @@ from torch import nn
 
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.config.training import TrainerArgs
-from lm_experiments_tools.training import first_bad
+from lm_experiments_tools.training import non_finite
 from lm_experiments_tools.training.trainer import TrainingDiverged
 from tests.helpers.toys import VOCABULARY_SIZE, RaggedPairs, SeekableBatches, tiny_t5, weights_of
 from tests.unit.training.test_running_ahead import make_loop
@@ -79,7 +79,7 @@ def cpu() -> LocalBackend:
 
 
 def traced(caplog) -> list[str]:
-    return [record.message for record in caplog.records if record.name == first_bad.__name__]
+    return [record.message for record in caplog.records if record.name == non_finite.__name__]
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
@@ -106,7 +106,7 @@ def test_a_module_that_turns_a_finite_gradient_into_an_infinite_one_is_named():
             return InfiniteGradient.apply(x)
 
     model = nn.Sequential(nn.Linear(4, 4), Leaf(), nn.Linear(4, 4))
-    trace = first_bad._Trace(model)
+    trace = non_finite._Trace(model)
     with trace.hooked():
         loss = model(torch.ones(2, 4)).square().sum()
         torch.autograd.grad(loss, list(model.parameters()))
@@ -117,7 +117,7 @@ def test_a_module_that_turns_a_finite_gradient_into_an_infinite_one_is_named():
 def test_a_run_that_was_traced_has_the_bits_of_one_that_was_not(is_ahead, monkeypatch):
     found = []
     for traces in (0, 3):
-        monkeypatch.setattr(first_bad, "MOST_TRACES", traces)
+        monkeypatch.setattr(non_finite, "MOST_TRACES", traces)
         loop = loop_of("gradient", backend=None if is_ahead else cpu())
         loop.train()
         assert loop.state.skipped_updates == 1
@@ -135,7 +135,7 @@ def test_infinite_weights_of_a_t5_are_named_before_the_run_gives_up(caplog):
     with caplog.at_level(logging.INFO), pytest.raises(TrainingDiverged):
         loop.train()
     lines = traced(caplog)
-    assert len(lines) == first_bad.MOST_TRACES
+    assert len(lines) == non_finite.MOST_TRACES
     assert "encoder.block.1.layer.1.DenseReluDense.wi (Linear): its weights (weight), float32 [32, 16], " in lines[0]
     assert "0 nan and 1 inf of 512, largest finite magnitude 0." in lines[0]
 

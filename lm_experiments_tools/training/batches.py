@@ -1,0 +1,242 @@
+"""Epochs of any loader, at a position that survives a restart.
+
+Three kinds of loaders are read. One that knows its position (`seek(consumed_samples)`, as `data.loader.TrainLoader`)
+is sought in O(1); its batches depend on the position alone, not on the process's random states. One with `state_dict`
+and `load_state_dict` (torchdata's `StatefulDataLoader`) restores its own position. Any other iterable, such as a torch
+`DataLoader`, is replayed: its epoch is started again with the random states it was first started with, also of
+generators that it holds, and the batches already used are passed over.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lm_experiments_tools.errors import RunError, UserError
+from lm_experiments_tools.training.generators import (
+    Generators,
+    preserved_random_state,
+    random_state,
+    set_random_state,
+)
+from lm_experiments_tools.training.micro_batches import has_rows
+from lm_experiments_tools.training.profiling import DATA_WAIT
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.checkpoint.train_state import TrainState
+
+logger = logging.getLogger(__name__)
+
+_EPOCH_START = {"epoch_random_state", "epoch_generators"}
+
+
+class BatchStream:
+    """This worker's batches, epoch after epoch, each with the seconds that it was waited for.
+
+    Args:
+        loader: yields dicts of tensors with equal first dimension.
+        sampler: optional; its `set_epoch` is called at the start of each epoch.
+        transforms: batches are then changed by a function that may draw random numbers.
+
+    Raises:
+        UserError: the loader draws from generators that no checkpoint can hold.
+    """
+
+    def __init__(self, loader: Iterable[Mapping[str, Any]], sampler: Any = None, *, transforms: bool = False) -> None:
+        self.loader, self.sampler = loader, sampler
+        self.epoch = self.rows_in_epoch = 0
+        self._epoch_start: dict[str, Any] = dict.fromkeys(_EPOCH_START)
+        self._restart: Mapping[str, Any] | None = None  # `state_dict` to restore before the next batch
+        self._random_state: dict[str, Any] | None = None  # the same of the process's random states
+        self._seeks = hasattr(loader, "seek")
+        self._draws = transforms or not self._seeks
+        inner = getattr(loader, "base_dataloader", loader)  # Accelerate's wrapper has these methods for any loader
+        self._knows_position = not self._seeks and hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict")
+        self._generators = Generators(None if self._seeks else loader)
+        self._workers_stay = bool(getattr(inner, "persistent_workers", False))
+        held = [
+            path for path in self._generators.held if path.startswith(("dataset", "collate_fn", "base_dataloader.d"))
+        ]
+        if self._workers_stay and held and not self._knows_position:
+            raise UserError(
+                f"the training data loader's workers draw from copies of {held[0]}, which live on from epoch to epoch "
+                "out of a checkpoint's reach: set persistent_workers=False"
+            )
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Fingerprint of the training data and its order; None for loaders that have none."""
+        return getattr(self.loader, "fingerprint", None)
+
+    @property
+    def order(self) -> str | None:
+        """Fingerprint of the order of rows, which objectives on rows of one length share; None where unknown."""
+        return getattr(getattr(self.loader, "dataset", None), "order", None)
+
+    def seek(self, run: TrainState, state: Mapping[str, Any] | None, order: str | None = None) -> None:
+        """Go to the position of a checkpoint.
+
+        Args:
+            run: samples consumed over all workers, and the data's fingerprint.
+            state: this worker's `state_dict`; None where another number of workers saved it.
+            order: of the checkpoint's rows, for another run that skips them (`--skip_used_data`).
+
+        Raises:
+            UserError: the data is not the checkpoint's, or the position cannot be found without `state`.
+        """
+        fingerprint, same_rows = run.data_fingerprint, order is not None and order == self.order
+        if not same_rows and fingerprint not in (self.fingerprint, *getattr(self.loader, "earlier_fingerprints", ())):
+            raise UserError(position_lost(fingerprint, self.fingerprint))
+        if state is None and fingerprint is None:
+            raise UserError(
+                "the checkpoint was saved by another number of workers, and this data loader has no seek() to find "
+                "the position for the new number; continue with the same number of workers"
+            )
+        if self._seeks:
+            self.loader.seek(run.consumed_samples)
+            return
+        self.epoch, self.rows_in_epoch = state["epoch"], state["rows_in_epoch"]
+        self._restart = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's position: that of the next batch."""
+        if self._restart is not None:
+            return dict(self._restart)
+        state = {"epoch": self.epoch, "rows_in_epoch": self.rows_in_epoch, **self._epoch_start}
+        if self._knows_position:
+            state["loader"] = self.loader.state_dict()
+        return {**state, "generators": self._generators.state()}
+
+    def random_state(self) -> dict[str, Any]:
+        """Random states of the process before the next batch."""
+        return self._random_state or random_state()
+
+    def restore_random_state(self, state: dict[str, Any]) -> None:
+        """Set random states when the next batch is fetched."""
+        self._random_state = state
+
+    def put_back(self) -> None:
+        """Return to the position and the random states before the last batch."""
+        if self._draws:
+            self._random_state, self._restart = self._previous
+
+    def __iter__(self) -> Iterator[tuple[Mapping[str, Any], float]]:
+        """Batches without end. Raises RunError where a loader with `seek` ends."""
+        batches = None
+        while True:
+            started = time.perf_counter()
+            if self._random_state is not None:
+                set_random_state(self._random_state)
+                self._random_state = None
+            if self._draws:  # else nothing changes before the first forward pass, where a signal may stop the run
+                self._previous = random_state(), self.state_dict()
+            with torch.profiler.record_function(DATA_WAIT):
+                batches = self._start_epoch() if batches is None else batches
+                while (batch := next(batches, None)) is None:
+                    self._end_epoch()
+                    batches = self._start_epoch()
+            if not self._seeks:
+                if self.rows_in_epoch == 0:  # some samplers make their generator at their first row
+                    self._generators = Generators(self.loader)
+                self.rows_in_epoch += _num_rows(batch)
+            yield batch, time.perf_counter() - started
+
+    def _end_epoch(self) -> None:
+        if self._seeks:
+            raise RunError("the training data loader has come to an end, but one with seek() must go on for ever")
+        if self.rows_in_epoch == 0:
+            raise UserError(
+                f"the training data gave no batch in epoch {self.epoch}: the dataset is empty, or smaller than one "
+                "batch with drop_last=True"
+            )
+        self.epoch, self.rows_in_epoch = self.epoch + 1, 0
+
+    def _start_epoch(self) -> Iterator[Mapping[str, Any]]:
+        """The epoch's iterator, past the batches already used; a replay leaves training's random states alone."""
+        restart, self._restart = self._restart, None
+        if self._seeks:
+            return iter(self.loader)
+        if self.sampler is not None:
+            self.sampler.set_epoch(self.epoch)
+        if restart is None or restart["epoch_random_state"] is None:
+            self._epoch_start = {"epoch_random_state": random_state(), "epoch_generators": self._generators.state()}
+            return iter(self.loader)
+        self._epoch_start = {"epoch_generators": {}, **{name: restart[name] for name in _EPOCH_START & restart.keys()}}
+        with preserved_random_state():
+            batches = self._replay(restart)
+            self._generators = Generators(self.loader)
+            lost = self._generators.restore(restart.get("generators", {}))
+            if lost and ("generators" in restart or self._generators.held):  # a checkpoint of counters only is older
+                logger.warning(
+                    "the checkpoint and the training data loader do not hold the same random states (%s): the rest of "
+                    "epoch %d may repeat rows and leave others out", ", ".join(sorted(lost)), self.epoch,
+                )  # fmt: skip
+        return batches
+
+    def _replay(self, restart: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """The epoch of `restart` from its beginning, past the batches used before the checkpoint."""
+        if self._workers_stay:
+            logger.warning(
+                "the training data loader has persistent_workers, whose random numbers no checkpoint holds: a dataset "
+                "that draws any draws others after this restart; it is exact with persistent_workers=False"
+            )
+            if self.epoch:  # they were made in an earlier epoch, and the one to be replayed did not draw their seed
+                iter(getattr(self.loader, "base_dataloader", self.loader))
+        set_random_state(restart["epoch_random_state"])
+        self._generators.restore(restart.get("epoch_generators") or {})
+        if self._knows_position and "loader" in restart:
+            self.loader.load_state_dict(restart["loader"])
+            return iter(self.loader)
+        batches, used = iter(self.loader), 0
+        while used < self.rows_in_epoch:
+            if (batch := next(batches, None)) is None:
+                raise UserError(
+                    f"the checkpoint had used {self.rows_in_epoch} rows of epoch {self.epoch}, but the training data "
+                    f"now gives only {used}: it is not the data the run was started with"
+                )
+            used += (rows := _num_rows(batch))
+        if used == self.rows_in_epoch:
+            return batches
+        unused = slice(rows - (used - self.rows_in_epoch), None)  # batches of another size than before
+        rest = {name: value[unused] if has_rows(value, rows) else value for name, value in batch.items()}
+        return chain([rest], batches)
+
+
+def position_lost(then: str | None, now: str | None) -> str:
+    """Error message for a checkpoint whose position has no meaning in this run's data.
+
+    Args:
+        then, now: their fingerprints, which may end in /bucket_rows=N or /mix_rows=N (see data/buckets.py).
+    """
+    data, flag, rows = _arrangement(then)
+    data_now, flag_now, rows_now = _arrangement(now)
+    if rows and rows_now and data == data_now:
+        kinds = {"bucket_rows": "buckets", "mix_rows": "mixed steps"}
+        return (
+            f"the checkpoint's data is in {kinds[flag]} of {rows} rows and this run's in {kinds[flag_now]} of "
+            f"{rows_now}, so its position has no meaning; give --{flag} {rows} to continue"
+        )
+    return (
+        "the training data, its vocabulary, sequence lengths or --seed are not those of the checkpoint, so its "
+        "position in the data has no meaning; restore them, or start a new --model_path by --init_checkpoint "
+        "without --skip_used_data"
+    )
+
+
+def _arrangement(fingerprint: str | None) -> tuple[str, str, str]:
+    """(what is before /FLAG=N, FLAG, N) of a fingerprint that ends so, otherwise empty strings."""
+    data, _, arrangement = (fingerprint or "").rpartition("/")
+    flag, _, rows = arrangement.partition("=")
+    return (data, flag, rows) if flag in ("bucket_rows", "mix_rows") else ("", "", "")
+
+
+def _num_rows(batch: Any) -> int:
+    """Rows of a batch: the length of its first tensor; 1 where there is none."""
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
+    return next((len(value) for value in values if isinstance(value, Tensor) and value.dim()), 1)

@@ -1,0 +1,92 @@
+"""Callbacks that run every n steps. "After step k": k optimizer steps have been applied; none runs at step 0."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lm_experiments_tools.errors import UserError
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.config.training import TrainerArgs
+    from lm_experiments_tools.training.metrics import StepInfo
+    from lm_experiments_tools.training.trainer import TrainingLoop
+
+
+class Callback(Protocol):
+    """`on_step_end` is called on every worker after each applied step that `every` divides; with None, never."""
+
+    every: int | None
+
+    def on_step_end(self, trainer: TrainingLoop, info: StepInfo) -> None: ...
+
+
+def is_due(callback: Callback, step: int) -> bool:
+    return bool(callback.every) and step > 0 and step % callback.every == 0
+
+
+@dataclass
+class Every:
+    """Calls `function(trainer)` every n steps."""
+
+    every: int | None
+    function: Callable[[TrainingLoop], None]
+
+    def on_step_end(self, trainer: TrainingLoop, info: StepInfo) -> None:
+        self.function(trainer)
+
+
+class ValidateCallback:
+    """Validation, the best metric, patience, lr drops and the best checkpoint."""
+
+    def __init__(self, args: TrainerArgs, *, has_data: bool) -> None:
+        self.every = args.effective_valid_interval() if has_data else None
+        self.metric, self.mode, self.save_best = args.optimize_metric, args.optimize_mode, args.save_best
+
+    def on_step_end(self, trainer: TrainingLoop, info: StepInfo) -> None:
+        self.run(trainer)
+
+    def run(self, trainer: TrainingLoop) -> None:
+        """Validate now; every worker calls it."""
+        values = trainer.validate(trainer.valid_dataloader)
+        if values is None:  # cut short by a signal; the restarted run makes up for it
+            return
+        if self.metric not in values:
+            trainer.save()  # a mistyped name must not cost the updates made so far
+            raise UserError(
+                f"--optimize_metric {self.metric} is not produced by validation, which gives "
+                f"{', '.join(sorted(values))}; choose one of these "
+                "(metrics of generated text need --use_generate_on_valid)"
+            )
+        value, state = self._number(trainer, values[self.metric]), trainer.state
+        state.last_validated_step = state.step
+        improved = self._improves(state.best_metric, value)
+        if improved:
+            state.best_metric, state.best_step, state.patience = value, state.step, 0
+            trainer.say(f"step {state.step}: best {self.metric} on validation so far: {value:.4f}")
+        else:
+            state.patience += 1
+        trainer.log("valid", {}, patience=state.patience)
+        if trainer.learning_rate.plateau is not None:
+            trainer.learning_rate.plateau.update(value)
+        if improved and self.save_best:
+            trainer.save(is_best=True, unless_last=True)
+
+    def _number(self, trainer: TrainingLoop, value: Any) -> float:
+        if isinstance(value, (int, float)):
+            return value
+        try:
+            return float(value)
+        except (TypeError, ValueError) as error:
+            trainer.save()
+            raise UserError(
+                f"--optimize_metric {self.metric} is a {type(value).__name__} ({value!s:.40}), of which none is "
+                "better: name a metric that is a number"
+            ) from error
+
+    def _improves(self, best: float | None, value: float) -> bool:
+        if math.isnan(value):
+            return False
+        return best is None or (value < best if self.mode == "min" else value > best)

@@ -1,0 +1,167 @@
+"""Checks of a user's model, optimizer and loaders: that they belong together, and that workers read different rows."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lm_experiments_tools.config.flags import is_given
+from lm_experiments_tools.errors import UserError
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.config.training import TrainerArgs
+    from lm_experiments_tools.training.batches import BatchStream
+
+logger = logging.getLogger(__name__)
+
+OF_VALIDATION = ("save_best", "early_stopping_patience", "use_lr_drop")
+_SURE_BITS = 20.0  # equal rows are by accident in less than one of 2^20 runs
+
+
+def check_parts(args: TrainerArgs, model: nn.Module, optimizer: Optimizer | None, train: Any, valid: Any) -> None:
+    """Raise UserError where model, optimizer and data loaders cannot train as `args` say."""
+    if hasattr(model, "_orig_mod"):
+        raise UserError(
+            "the model was compiled by torch.compile, which renames its weights: give the trainer the model itself, "
+            "and TrainerArgs compile=True"
+        )
+    if optimizer is not None:
+        _check_optimizer(model, optimizer)
+    unread = [name for name in OF_VALIDATION if is_given(args, name)]
+    if unread and train is not None and valid is None and not args.validate_only:
+        raise UserError(f"no validation data for {', '.join(unread)}: give valid_dataloader, or leave them out")
+
+
+def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if trained.isdisjoint(id(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        raise UserError(
+            f"the optimizer has none of the {len(trained)} trained parameters of the model, so nothing would be "
+            "trained: make it with this model's parameters(), after any change of the model"
+        )
+    sparse = (nn.Embedding, nn.EmbeddingBag)
+    for name, module in model.named_modules():
+        if isinstance(module, sparse) and module.sparse and module.weight.requires_grad:
+            raise UserError(
+                f"{name} has sparse gradients, whose norm cannot be computed: make the {type(module).__name__} with "
+                "sparse=False"
+            )
+
+
+def check_trainable(stream: Any, optimizer: Optimizer | None) -> None:
+    """Raise UserError where a trainer was made for evaluation only."""
+    missing = [name for name, part in {"train_dataloader": stream, "optimizer": optimizer}.items() if part is None]
+    if missing:
+        raise UserError(f"the trainer was made without {' and '.join(missing)}, so it can only validate")
+
+
+def check_elastic_loader(args: TrainerArgs, loader: Any) -> None:
+    """Raise UserError where an elastic run's loader cannot find its position for any number of workers."""
+    if args.reproducible == "elastic" and loader is not None and not hasattr(loader, "seek"):
+        raise UserError(
+            "--reproducible elastic needs a training data loader with seek(), as data.loader.TrainLoader has, whose "
+            f"rows are the same for any number of workers; {type(loader).__name__} has none."
+        )
+
+
+class LoaderCheck:
+    """Checks the first batches of a loader; those with `seek` know their worker and are not checked."""
+
+    def __init__(self, stream: BatchStream, backend: Backend, args: TrainerArgs) -> None:
+        self._stream, self._backend, self._args = stream, backend, args
+        self._seen: list[bytes] = []
+        self._first_epoch = stream.epoch
+        self._is_first = self._compares = not hasattr(stream.loader, "seek")
+
+    def __call__(self, batch: Any) -> None:
+        """Check the next batch; collective for the first ones.
+
+        Raises:
+            UserError: two workers read the same rows.
+        """
+        if self._is_first:
+            self._is_first = False
+            self._compares = self._backend.world_size > 1
+            _check_size(batch, self._backend, self._args)
+        if self._compares:
+            self._seen += _rows(batch)
+            self._compares = _may_be_equal(self._backend, self._seen, ended=self._stream.epoch != self._first_epoch)
+
+
+def _check_size(batch: Any, backend: Backend, args: TrainerArgs) -> None:
+    rows, wanted = len(_rows(batch)), args.rows_per_worker()
+    if backend.is_main and rows != wanted:
+        logger.warning(
+            "the training data gives %d rows a batch, but a step takes one batch of batch_size %d x "
+            "gradient_accumulation_steps %d = %d rows: make the loader with batch_size=args.rows_per_worker()",
+            rows, args.batch_size, args.gradient_accumulation_steps, wanted,
+        )  # fmt: skip
+
+
+def _may_be_equal(backend: Backend, seen: Sequence[bytes], ended: bool) -> bool:
+    """True if two workers have read equal rows that are too few to be sure; one small collective.
+
+    Rows of a toy data set that are all equal prove nothing; neither does an epoch with fewer rows than workers, to
+    which samplers add rows.
+    """
+    reports = backend.gather((_digest(seen) if seen else None, _bits(seen), ended))
+    if any(ended for _, _, ended in reports):
+        return False
+    first: dict[str, int] = {}
+    rows = [(rank, digest, bits) for rank, (digest, bits, _) in enumerate(reports) if digest is not None]
+    repeated = [(first[d], rank, bits) for rank, d, bits in rows if first.setdefault(d, rank) != rank]
+    for one, other, bits in repeated:
+        if bits >= _SURE_BITS:
+            raise UserError(
+                f"workers {one} and {other} train on the same rows: give the DataLoader a "
+                "torch.utils.data.DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True, "
+                "seed=seed), and the trainer the same as train_sampler"
+            )
+    return bool(repeated)
+
+
+def _bits(rows: Sequence[bytes]) -> float:
+    """Minus the log2 of the chance that as many rows, drawn from these, are the same in the same order."""
+    if not rows:
+        return 0.0
+    return -len(rows) * math.log2(sum((number / len(rows)) ** 2 for number in Counter(rows).values()))
+
+
+def _digest(rows: Sequence[bytes]) -> str:
+    return hashlib.blake2b(b"".join(rows), digest_size=16).hexdigest()
+
+
+def rows_digest(batch: Any) -> str:
+    """A hash of all rows of a batch."""
+    return _digest(_rows(batch))
+
+
+def _rows(batch: Any) -> list[bytes]:
+    """A hash of each row of a batch: of its tensors that have as many rows as the first one."""
+    values = [batch[name] for name in sorted(batch)] if isinstance(batch, Mapping) else batch
+    values = values if isinstance(values, (list, tuple)) else [values]
+    tensors = [v.detach().cpu().contiguous() for v in values if isinstance(v, Tensor) and v.dim() and v.numel()]
+    count = len(tensors[0]) if tensors else 0
+    columns = [t.view(count, -1).view(torch.uint8).numpy() for t in tensors if len(t) == count]
+    return [hashlib.blake2b(b"".join(c[i].tobytes() for c in columns), digest_size=8).digest() for i in range(count)]
+
+
+def same_on_all(fingerprint: str | None, backend: Backend) -> str | None:
+    """The training data's fingerprint. Raises UserError where workers read different data."""
+    fingerprints = backend.gather(fingerprint)
+    if len(set(fingerprints)) > 1:
+        other = next(rank for rank, f in enumerate(fingerprints) if f != fingerprints[0])
+        raise UserError(
+            f"worker {other} reads other training data than worker 0: copy the same files to every machine, or "
+            "train from a shared folder"
+        )
+    return fingerprint

@@ -1,0 +1,242 @@
+"""Start of a run: from random weights, a checkpoint of the run, or one of another run.
+
+Every checkpoint records facts about its run (settings, model, source of user classes), which a restart compares.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import logging
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sized
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lm_experiments_tools.backends.backend import saved_state
+from lm_experiments_tools.backends.collective import on_all, on_main
+from lm_experiments_tools.checkpoint import writer as checkpoint
+from lm_experiments_tools.checkpoint.saving import Saver
+from lm_experiments_tools.checkpoint.train_state import load_initial, load_state, load_weights_for_all
+from lm_experiments_tools.config.flags import harmless_flags
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import to_jsonable
+from lm_experiments_tools.modules.alignment import align_model
+from lm_experiments_tools.tracking.run_directory import differences, refuse_or_report
+from lm_experiments_tools.training.metrics import LoggingInterval
+from lm_experiments_tools.training.run_folder import claim_for_all
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.config.training import TrainerArgs
+    from lm_experiments_tools.training.trainer import TrainingLoop
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_INSTALLED = ("site-packages", "dist-packages")
+_OWN_PACKAGES = ("lm_experiments_tools", "modeling_t5", "modeling_bert", "megatron", "builtins")
+# Keys of a Hugging Face configuration that describe files and versions, not computation. The forward pass of a
+# classifier sets problem_type.
+_UNCOMPARED = {"_name_or_path", "_commit_hash", "architectures", "transformers_version", "dtype", "torch_dtype"}
+_UNCOMPARED |= {"problem_type"}
+_KERNELS = {"foreach", "fused", "capturable", "differentiable", "initial_lr"}
+
+
+def set_up(trainer: TrainingLoop, model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Load weights, wrap the model, restore the state of a checkpoint.
+
+    Weights are loaded before wrapping, so that backends which shard the model shard the loaded ones; the optimizer's
+    state after it.
+    """
+    args, backend = trainer.args, trainer.backend
+    if args.model_path:
+        claim_for_all(args, backend, once_more=True)
+    trainer.saver = Saver.of_run(args, backend, trainer.tokenizer_dir)
+    resume_from = on_main(backend, lambda: checkpoint.find_resume(args.resume, args.model_path), takes_long=True)
+    source = resume_from
+    if source is None and args.init_checkpoint:
+        source = on_main(backend, lambda: checkpoint.behind_link(Path(args.init_checkpoint)))
+    if source is not None:
+        report = load_weights_for_all(model, source, args, backend, resumes=resume_from is not None)
+        trainer.say(f"weights from {source}: {report}")
+    elif args.validate_only and not args.names_weights():
+        raise UserError(
+            "--validate_only has nothing to validate: no checkpoint in --model_path and no --init_checkpoint, so "
+            "the weights would be random"
+        )
+    if not backend.holds(model):  # DeepSpeed makes parameters views of its own buffers
+        align_model(model)
+    facts = run_facts(args, args.virtual_size(backend.world_size), model, optimizer)
+    backend.setup(model, optimizer)
+    trainer.say(backend.describe())
+    if resume_from is not None:
+        resume(trainer, resume_from, facts)
+    elif source is not None:
+        _initialize_from(trainer, source)
+    _record_facts(trainer, facts)
+
+
+def resume(trainer: TrainingLoop, path: Path, facts: Mapping[str, Any]) -> None:
+    """Restore a checkpoint of this run, to continue exactly where it was taken."""
+    trainer.state, per_rank = load_state(path, trainer.backend)
+    state = trainer.state
+    _check_facts(trainer, path, facts)
+    trainer.learning_rate.resume(state.plateau)
+    if per_rank is not None:
+        trainer.interval, trainer.outputs.data = LoggingInterval.from_state(per_rank["window"]), per_rank["kept"]
+    else:
+        logger.warning("%s was saved by another number of workers: dropout draws other noise from here on", path)
+    if trainer.stream is not None:
+        trainer.stream.seek(state, per_rank and per_rank["stream"])
+        if per_rank is not None:
+            trainer.stream.restore_random_state(per_rank["random_state"])
+    if trainer.backend.broadcast(trainer.saver.is_own(path)):  # a folder may be another one elsewhere
+        trainer.saved_at = (state.step, state.consumed_samples)
+    trainer.say(f"resumed from {path}: step {state.step}, {state.consumed_samples} samples consumed")
+
+
+def _initialize_from(trainer: TrainingLoop, source: Path) -> None:
+    """`--init_checkpoint`: another run's state without what the --reset flags drop; data is read from its start."""
+    args, state = trainer.args, trainer.state
+    loaded, per_rank = load_initial(
+        source, trainer.backend, with_optimizer=not args.reset_optimizer, allow_pickle=args.allow_pickle
+    )
+    state.go_on_from(loaded, schedule=not args.reset_lr, step=not args.reset_iteration)
+    if not args.reset_lr:
+        trainer.learning_rate.resume(loaded.plateau)
+    if args.skip_used_data:
+        state.consumed_samples, state.consumed_tokens = loaded.consumed_samples, loaded.consumed_tokens
+        state.data_fingerprint = loaded.data_fingerprint
+        if trainer.stream is not None:
+            trainer.stream.seek(state, per_rank and per_rank["stream"], loaded.data_order)
+    trainer.say(f"initialized from {source}: starting at step {state.step}")
+    if state.step >= args.iters and not args.validate_only:
+        raise UserError(
+            f"--init_checkpoint {source} is at step {state.step} and --iters is {args.iters}, so nothing is left to "
+            "train; raise --iters, or count from 0 with --reset_iteration"
+        )
+
+
+def load_weights(trainer: TrainingLoop, source: Path) -> None:
+    """Put the weights of a checkpoint into a model that is set up; every worker calls it."""
+    args, backend = trainer.args, trainer.backend
+    trainer.saver.wait()
+
+    def read() -> dict[str, Tensor]:
+        model = backend.unwrap()
+        if backend.shards_model:
+            return checkpoint.read_state(model, source, args.allow_pickle)
+        allow_partial = args.allow_partial_checkpoint
+        checkpoint.load_weights(model, source, allow_partial=allow_partial, allow_pickle=args.allow_pickle)
+        return saved_state(model)
+
+    backend.load_model_state(on_all(backend, read, only_main=True))
+    trainer.say(f"weights from {source}")
+
+
+# ---- facts that a restart compares ----------------------------------------------------------------------------------
+def run_facts(args: TrainerArgs, world_size: int, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    """Settings, model configuration, optimizer settings and source of user classes, {name: JSON value}.
+
+    Args:
+        world_size: number of workers, virtual ones with `--reproducible elastic`.
+        model: as built, before a backend wraps it.
+    """
+    harmless = harmless_flags(type(args))
+    facts = {name: value for name, value in asdict(args).items() if name not in harmless}
+    facts |= {"WORLD_SIZE": world_size, **_model_facts(model)}
+    if optimizer is not None and not hasattr(args, "optimizer"):  # else the flags say it all
+        groups = optimizer.param_groups
+        names = sorted(name for name in groups[0] if name != "params" and name not in _KERNELS)
+        facts |= {f"optimizer.{name}": [_plain(group.get(name)) for group in groups] for name in names}
+    facts |= _sources([*map(type, model.modules()), type(optimizer), *_named(facts.values())])
+    return to_jsonable(facts)
+
+
+def _check_facts(trainer: TrainingLoop, path: Path, now: Mapping[str, Any]) -> None:
+    """Compare the checkpoint that `trainer` has loaded with this start; the schedule keeps its length.
+
+    Raises:
+        UserError: facts differ, and the checkpoint was not named by `--resume PATH`, which only logs what differs.
+    """
+    state, resumes = trainer.state, trainer.args.resume_path() is not None
+    differing = differences(state.facts, now)
+    if state.facts.get("WORLD_SIZE") != now["WORLD_SIZE"]:  # `resume` warns of another number of workers
+        differing.pop("global_batch_size", None)
+    on_all(trainer.backend, lambda: refuse_or_report(path.parent.parent, differing, resume=resumes), only_main=True)
+    valid = _data_identity(trainer.valid_dataloader)
+    if None not in (valid, state.valid_fingerprint) and valid != state.valid_fingerprint:
+        trainer.say("the validation data is not that of the checkpoint: best metric and patience start afresh")
+        state.best_metric, state.best_step, state.patience = None, None, 0
+    if change := trainer.learning_rate.keep_length(state):
+        trainer.say(change)
+
+
+def _record_facts(trainer: TrainingLoop, facts: dict[str, Any]) -> None:
+    """Put into the state what the next restart compares."""
+    state = trainer.state
+    state.facts, state.schedule_steps = facts, trainer.learning_rate.length
+    state.valid_fingerprint = _data_identity(trainer.valid_dataloader) or state.valid_fingerprint
+    state.data_order = trainer.stream and trainer.stream.order
+
+
+def _data_identity(loader: Any) -> str | None:
+    """The loader's fingerprint; for loaders without one the number of rows, if it is known."""
+    if (fingerprint := getattr(loader, "fingerprint", None)) is not None:
+        return fingerprint
+    dataset = getattr(loader, "dataset", None)
+    return f"{len(dataset)} rows" if isinstance(dataset, Sized) else None
+
+
+def _model_facts(model: nn.Module) -> dict[str, Any]:
+    """The configuration; for a model without one, the hyperparameters that its modules print."""
+    base = getattr(model, "base_fingerprint", None)
+    facts = {} if base is None else {"weights of the base model": base}
+    if not hasattr(getattr(model, "config", None), "to_dict"):
+        return {**facts, "modules of the model": _digest(repr(model))}
+    config = model.config.to_dict()
+    return {**facts, **{f"model_config.{key}": value for key, value in config.items() if key not in _UNCOMPARED}}
+
+
+def _plain(value: Any) -> Any:
+    """A setting of an optimizer as JSON; numbers may be tensors, and what has no JSON form is left out."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return value if isinstance(value, (bool, int, float, str, tuple, list)) else None
+
+
+def _named(values: Iterable[Any]) -> list[Any]:
+    """Imported objects that settings name as module:Name."""
+    names = [value.split(":") for value in values if isinstance(value, str) and _NAME.fullmatch(value)]
+    return [getattr(sys.modules[module], name, None) for module, name in names if module in sys.modules]
+
+
+def _sources(objects: Iterable[Any]) -> Mapping[str, str]:
+    """Hashes of the source of the user's classes and functions, base classes included.
+
+    Comments and layout do not count. Installed packages are compared by version (env.json).
+    """
+    found = {}
+    for cls in dict.fromkeys(base for item in objects for base in getattr(item, "__mro__", (item,))):
+        module = sys.modules.get(getattr(cls, "__module__", None))
+        file = getattr(module, "__file__", None)
+        if module is None or module.__name__.partition(".")[0] in _OWN_PACKAGES:
+            continue
+        if file is not None and (any(part in file for part in _INSTALLED) or file.startswith(sys.base_prefix)):
+            continue
+        try:
+            text = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(cls))))
+        except (OSError, TypeError, SyntaxError):  # no source: defined interactively, or in C
+            continue
+        found[f"source of {module.__name__}:{cls.__qualname__}"] = _digest(text)
+    return found
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

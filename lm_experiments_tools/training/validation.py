@@ -1,0 +1,187 @@
+"""Validation, in which every row counts once, and text generation for metrics.
+
+Samplers repeat rows to give every worker equally many. Repeated rows are computed, as collectives need it, and not
+counted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.training.checks import rows_digest
+from lm_experiments_tools.training.generators import preserved_random_state, seed_all
+from lm_experiments_tools.training.metrics import MetricSums
+from lm_experiments_tools.training.micro_batches import MicroBatch
+
+if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
+    from lm_experiments_tools.training.trainer import TrainingLoop
+
+logger = logging.getLogger(__name__)
+
+NumCounted = Callable[[int], int]
+_LENGTHS = {"max_length", "max_new_tokens"}
+
+
+def validate(trainer: TrainingLoop, dataloader: Iterable, split: str) -> dict[str, float] | None:
+    """Metrics over all of `dataloader` on all workers; None when a signal cut it short."""
+    backend, loss = trainer.backend, trainer.loss
+    backend.model.eval()
+    sums, collector = MetricSums(exact=backend.sums_exactly), trainer.collect(split)
+    seed = trainer.args.seed if backend.sums_exactly else None
+    with torch.no_grad(), preserved_random_state():
+        for micro_batch in aligned(trainer, dataloader, split):
+            with backend.autocast():
+                texts = None
+                if trainer.args.use_generate_on_valid:
+                    options, synced = trainer.generate_kwargs, backend.shards_model
+                    texts = generate(backend.unwrap(), micro_batch, options, synced=synced, seed=seed)
+                outputs = backend.model(**micro_batch.inputs, **trainer.forward_kwargs)
+            if texts is not None:
+                outputs["generation_outputs"] = texts
+            trainer.add_metrics(micro_batch, loss.means(micro_batch.inputs, outputs), outputs, sums, collector)
+            del outputs  # logits would otherwise live on while the next texts are generated
+    if trainer.signals.agreed:
+        return None
+    return loss.with_total({**sums.reduce(backend), **collector.reduce(backend)})
+
+
+def aligned(trainer: TrainingLoop, dataloader: Iterable, split: str) -> Iterator[MicroBatch]:
+    """Micro-batches of each batch; workers whose part has ended continue with padding micro-batches of weight 0.
+
+    Raises:
+        UserError: no worker has a batch, or one has none at all.
+    """
+    backend, last = trainer.backend, None
+    compares = backend.world_size > 1 and split not in trainer.compared_splits
+    trainer.compared_splits.add(split)
+    batches = counted(dataloader, backend, compares_workers=compares)
+    while True:
+        batch, num_counted = next(batches, (None, None))
+        part = trainer.split(batch, trainer.args.valid_batch_size(), num_counted)
+        counts = trainer.global_counts(part)
+        if trainer.signals.agreed or (counts.samples == 0 and last is not None):
+            return
+        if counts.samples == 0:
+            raise UserError(f"the {split} data gave no batch to evaluate; check its path")
+        last = part.micro_batches[-1] if part.micro_batches else last
+        if last is None:
+            raise UserError(
+                f"worker {backend.rank} has no validation batch while others have: the validation set is "
+                f"smaller than the number of workers ({backend.world_size})"
+            )
+        yield from part.padded(counts.num_micro_batches, last)
+
+
+def counted(
+    dataloader: Iterable, backend: Backend, *, compares_workers: bool = False
+) -> Iterator[tuple[Any, NumCounted]]:
+    """Batches, each with f(rows of the batch) -> how many of them, the first ones, count.
+
+    Known repetitions are those of torch's `DistributedSampler` and of loaders that Accelerate has prepared. Batches of
+    other loaders count as they are.
+
+    Args:
+        compares_workers: warn where workers begin with the same rows; collective.
+    """
+    sampler = getattr(getattr(dataloader, "batch_sampler", None), "sampler", getattr(dataloader, "sampler", None))
+    if hasattr(dataloader, "end_of_dataloader"):
+        yield from _of_accelerate(dataloader, backend.rank)
+    elif isinstance(sampler, DistributedSampler):
+        yield from _of_sampler(dataloader, sampler)
+    else:
+        batches = iter(dataloader)
+        first = next(batches, None)
+        if compares_workers:
+            _warn_of_equal_rows(first, backend)
+        if first is not None:
+            yield from ((batch, _all) for batch in chain([first], batches))
+
+
+def _all(rows: int) -> int:
+    return rows
+
+
+def _warn_of_equal_rows(batch: Any, backend: Backend) -> None:
+    digests = backend.gather(None if batch is None else rows_digest(batch))
+    if backend.is_main and digests[0] is not None and len(set(digests)) == 1:
+        logger.warning(
+            "all %d workers evaluate the same rows, as the first batch shows: give the DataLoader a "
+            "DistributedSampler(dataset, shuffle=False), so that each evaluates a part",
+            backend.world_size,
+        )
+
+
+def _of_accelerate(dataloader: Any, rank: int) -> Iterator[tuple[Any, NumCounted]]:
+    """The last batches of all workers, joined by rank, have `remainder` rows of the data, as `gather_for_metrics`
+    assumes."""
+    fills_up = getattr(dataloader.batch_sampler, "even_batches", True)
+    for batch in dataloader:
+        remainder = dataloader.remainder if dataloader.end_of_dataloader and fills_up else 0
+        if remainder > 0:
+            yield batch, lambda rows, remainder=remainder: min(max(remainder - rank * rows, 0), rows)
+        else:
+            yield batch, _all
+
+
+def _of_sampler(dataloader: Any, sampler: DistributedSampler) -> Iterator[tuple[Any, NumCounted]]:
+    """Worker r of n reads samples r, r + n, ...; beyond the end of the dataset they start again."""
+    total, batches = len(sampler), dataloader.batch_sampler
+    real = min(total, len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas)))
+    size = 1 if batches is None else batches.batch_size if type(batches) is BatchSampler else None
+    standard = (dataloader, DataLoader), (sampler, DistributedSampler)
+    if not size or any(type(thing).__iter__ is not cls.__iter__ for thing, cls in standard):
+        if real < total:
+            name = type(sampler).__name__
+            logger.warning("%d evaluated samples may be read by another worker too (%s)", total - real, name)
+        size, real = total, total
+    for number, batch in enumerate(dataloader):
+        samples = min(size, total - number * size)
+        left = min(max(real - number * size, 0), samples)
+        yield batch, _all if left == samples else lambda rows, left=left, samples=samples: rows * left // samples
+
+
+def generate(
+    model: nn.Module, part: MicroBatch, options: Mapping[str, Any], *, synced: bool = False, seed: int | None = None
+) -> Tensor:
+    """Tokens that `model.generate` returns for each row, int64[rows, length].
+
+    An encoder-decoder reads `input_ids`. A decoder reads `prompt_ids` and `prompt_mask` of the batch, padded on the
+    left, where there are any (`input_ids` would hold the answer too), and its prompt is cut off the result. Padding
+    that all rows have is left out: how much there is depends on the other rows of this worker. Forks of t5-experiments
+    name the prompt `input_ids_generate` and `attention_mask_generate`, and expect all that `model.generate` returns.
+
+    Args:
+        model: the user's model, without the wrappers of a backend.
+        options: arguments of `generate`; without a length in them, as long as the labels and one token more.
+        synced: forward passes are collective, so every worker generates until the last one is done.
+        seed: sampled tokens depend on it and the rows only. None: on the random state of the process.
+    """
+    device = next(iter(part.inputs.values())).device
+    inputs, options = part.inputs, dict(options)
+    prompt = part.batch.get("prompt_ids")
+    if prompt is not None:
+        mask = part.batch["prompt_mask"]
+        first = int(mask.bool().any(dim=0).int().argmax())
+        prompt, mask = prompt[:, first:], mask[:, first:]
+        read = {"input_ids": prompt.to(device), "attention_mask": mask.to(device)}
+    else:
+        names = ("input_ids", "attention_mask", "global_attention_mask")
+        read = {name: inputs[name] for name in names if name in inputs}
+        if "input_ids_generate" in part.batch:
+            read = {n: part.batch[f"{n}_generate"].to(device) for n in names if f"{n}_generate" in part.batch}
+        if "labels" in inputs and not _LENGTHS & set(options):
+            options["max_length"] = inputs["labels"].shape[-1] + 1  # one more for a special token
+    if seed is not None:
+        seed_all(seed, int(read["input_ids"].sum()))
+    with torch.no_grad():
+        written = model.generate(**read, synced_gpus=synced, **options)
+    return written if prompt is None else written[:, prompt.shape[1] :]
