@@ -6,8 +6,8 @@
     lmtools convert megatron/bert/iter_0100000 --to mine
 
 It reads weights of t5-experiments (.pth, a folder of its accelerate trainer), nanoT5 (pytorch_model.bin), t5x (a
-folder of zarr arrays) and Megatron-LM (a run, or an iteration, of its BERT or T5). Checkpoints of this package and folders
-of save_pretrained need no conversion: lmtools export writes them into a new folder.
+folder of zarr arrays) and Megatron-LM (a run, or an iteration, of its BERT or T5). Checkpoints of this package and
+folders of save_pretrained need no conversion: lmtools export writes them into a new folder.
 """
 
 from __future__ import annotations
