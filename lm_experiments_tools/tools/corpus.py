@@ -80,8 +80,9 @@ def run(args: CorpusArgs) -> None:
             raise UserError(f"{path} was not made by `lmtools corpus`; give another folder")
     rows: dict[str, list[dict[str, str]]] = {"valid": [], "train": []}
     for row in _documents(int(args.max_megabytes * 1e6)):
-        # By a hash of the file's name: an installation with more packages moves no file to the other split.
-        rows["valid" if zlib.crc32(row["source"].encode()) < VALIDATION_SHARE * 2**32 else "train"].append(row)
+        # By a hash of the file's name (not the one of the order): more packages move no file to the other split.
+        is_valid = zlib.crc32(row["source"][::-1].encode()) < VALIDATION_SHARE * 2**32
+        rows["valid" if is_valid else "train"].append(row)
     if not all(rows.values()):
         raise UserError(f"{sysconfig.get_path('stdlib')} holds too little documentation: use text of your own")
     paths["train"].unlink(missing_ok=True)  # it exists only next to the valid.jsonl made with it
