@@ -1,14 +1,13 @@
-"""Make a folder that from_pretrained reads of weights that other programs wrote, and check that it does.
+"""Convert weights of other programs to a folder for from_pretrained, and check that it loads with equal logits.
 
     lmtools convert t5-experiments/runs/mine/model_100000.pth --to mine --model_cfg t5-small --tokenizer vocab.model
     lmtools convert nanoT5/logs/.../pytorch_model.bin --to mine --model_cfg t5-v1_1-base --tokenizer DIR
     lmtools convert t5_1_1_small/checkpoint_1000000 --to mine --model_cfg t5-v1_1-small
     lmtools convert megatron/bert/iter_0100000 --to mine
 
-Read are weights of t5-experiments (.pth, a folder of its accelerate trainer), nanoT5 (pytorch_model.bin), t5x (a
-folder of zarr arrays) and Megatron-LM (a run, or an iteration, of its BERT or T5).
-Checkpoints of ours, and folders that save_pretrained wrote in one file or in shards, need no conversion: lmtools
-export writes them into a new folder.
+It reads weights of t5-experiments (.pth, a folder of its accelerate trainer), nanoT5 (pytorch_model.bin), t5x (a
+folder of zarr arrays) and Megatron-LM (a run, or an iteration, of its BERT or T5). Checkpoints of this package and
+folders of save_pretrained need no conversion: lmtools export writes them into a new folder.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ class ConvertArgs:
     """Converting."""
 
     source: str | None = None
-    """File or folder of weights; the name of this flag may be left out where it stands first."""
+    """File or folder of weights. As the first argument it needs no flag."""
     to: str | None = None
     """New folder."""
     model_cfg: str | None = None
     """Configuration of the model: a JSON file, or the name of one below models_configs, for example t5-small.
     Megatron's checkpoints hold their own."""
     model_cls: str | None = None
-    """Class of the model, as module:Class. None: transformers:T5ForConditionalGeneration; of Megatron's checkpoints
-    the class of transformers that computes the same."""
+    """Class of the model, as module:Class. None: transformers:T5ForConditionalGeneration; for Megatron's checkpoints
+    the equivalent class of transformers."""
     tokenizer: str | None = None
-    """Folder, .model file or name of the Hub. None: that beside the weights, if there is one."""
+    """Folder, .model file or name of the Hub. None: the one next to the weights, if there is one."""
     max_shard_size: str = "50GB"
-    """Most bytes of a file of weights, as in 5GB or 500MB."""
+    """Largest file of weights, as in 5GB or 500MB."""
     allow_pickle: bool = False
-    """Unpickle anything, which can run any code that the file's author chose."""
+    """Unpickle any object, which can run code of the file's author."""
 
     def __post_init__(self) -> None:
         if self.source is None or self.to is None:
@@ -57,7 +56,7 @@ class ConvertArgs:
 
 
 def run(args: ConvertArgs) -> None:
-    """Convert, and say what was written."""
+    """Convert, and print what was written."""
     if not Path(args.source).exists():
         raise UserError(f"--source {args.source}: there is no such file or folder.")
 
@@ -93,7 +92,9 @@ def _model(args: ConvertArgs) -> PreTrainedModel:
     source = Path(args.source)
     if is_megatron(source):
         if flag := next((name for name in ("model_cfg", "model_cls") if getattr(args, name) is not None), None):
-            raise UserError(f"--{flag}: leave it out, since {source} is of Megatron-LM and says what model it is of.")
+            raise UserError(
+                f"--{flag}: leave it out, since {source} is a checkpoint of Megatron-LM, which describes its model."
+            )
         weights, name, settings = read_megatron(source, args.allow_pickle)
         cls = getattr(transformers, name)
         model = build_model(cls, cls.config_class(**settings), seed=0)
@@ -102,7 +103,7 @@ def _model(args: ConvertArgs) -> PreTrainedModel:
     if args.model_cfg is None:
         if (beside := source / "config.json").is_file():
             raise UserError(f"--model_cfg is missing: give --model_cfg {beside}, or another model's.")
-        raise UserError(f"--model_cfg is missing: {source} does not say what model it is of.")
+        raise UserError(f"--model_cfg is missing: {source} does not describe its model.")
     cls = get_cls_by_name(args.model_cls or "transformers:T5ForConditionalGeneration")
     model = build_model(cls, load_model_config(args.model_cfg, getattr(cls, "config_class", None)), seed=0)
     load_weights(model, source, allow_pickle=args.allow_pickle)

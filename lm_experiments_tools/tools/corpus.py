@@ -3,18 +3,18 @@
     lmtools corpus --output my_text
 
 Sources are the topics of `pydoc_data`, the docstrings of the standard library and of installed packages (parsed, not
-imported), and .rst and .md documents. Only paragraphs of plain English sentences are used, each once. One installation
-always gives the same files.
+imported), and .rst and .md documents. Only paragraphs of plain English sentences are used, and none that resembles one
+before it, in either split. One installation always gives the same files.
 """
 
 import ast
-import hashlib
 import inspect
 import json
 import os
 import re
 import sysconfig
 import warnings
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,7 @@ from lm_experiments_tools.files import write_atomic
 
 SHORTEST, LONGEST = 300, 3000  # characters of a document; about 700 tokens are more than a training example
 VALIDATION_SHARE = 0.03  # of files, each whole
-RUN_WORDS, MAX_KNOWN = 8, 0.2  # a held-out paragraph has at most this fraction of its 8-word runs in training text
-TOPICS = "pydoc_data/topics.py"
+RUN_WORDS, MAX_KNOWN = 8, 0.2  # a paragraph is dropped if this fraction of its 8-word runs was seen before
 SKIPPED = re.compile(
     r"\.|_?vendor|(__pycache__|tests?|testing|idle_test|third_party|site-packages|lib2to3|node_modules|benchmarks|"
     r"lm_experiments_tools)$|licen[cs]e|copying|notice|author|third",
@@ -81,9 +80,9 @@ def run(args: CorpusArgs) -> None:
             raise UserError(f"{path} was not made by `lmtools corpus`; give another folder")
     rows: dict[str, list[dict[str, str]]] = {"valid": [], "train": []}
     for row in _documents(int(args.max_megabytes * 1e6)):
-        # By a hash of the file's name: an installation with more packages moves no file to the other split.
-        rows["valid" if _hash(row["source"]) < VALIDATION_SHARE * 2**64 else "train"].append(row)
-    rows["valid"] = list(_held_out(rows["valid"], rows["train"]))
+        # By a hash of the file's name (not the one of the order): more packages move no file to the other split.
+        is_valid = zlib.crc32(row["source"][::-1].encode()) < VALIDATION_SHARE * 2**32
+        rows["valid" if is_valid else "train"].append(row)
     if not all(rows.values()):
         raise UserError(f"{sysconfig.get_path('stdlib')} holds too little documentation: use text of your own")
     paths["train"].unlink(missing_ok=True)  # it exists only next to the valid.jsonl made with it
@@ -94,47 +93,23 @@ def run(args: CorpusArgs) -> None:
 
 
 def _documents(max_bytes: int) -> Iterator[dict[str, str]]:
-    """{"source", "text"} of up to `max_bytes` of text, in the order of `_files`."""
-    seen: set[int] = set()
+    """{"source", "text"} of up to `max_bytes` of text, in the order of `_files`, without near-duplicate paragraphs."""
+    known: set[int] = set()
     total = 0
     for source, path in _files():
         lines: list[str] = []
-        for paragraph in [*paragraphs(_text(path)), None]:
+        for paragraph in [*paragraphs(_text(path)), ""]:
             size = sum(map(len, lines))
-            if size > LONGEST or (paragraph is None and size > SHORTEST):
+            if size > LONGEST or (not paragraph and size > SHORTEST):
                 yield {"source": source, "text": "\n".join(lines)}
                 lines, total = [], total + size
-            if paragraph is not None and seen.isdisjoint(keys := similarity_keys(paragraph)):
-                seen |= keys
+            words = paragraph.lower().split()
+            runs = {hash(tuple(words[i : i + RUN_WORDS])) for i in range(max(len(words) - RUN_WORDS + 1, 1))}
+            if paragraph and len(runs & known) < MAX_KNOWN * len(runs):
+                known |= runs
                 lines.append(paragraph)
         if total >= max_bytes:
             return
-
-
-def similarity_keys(paragraph: str) -> set[int]:
-    """Hashes of the text, and of its lower-case words: equal for paragraphs that differ in names and numbers only."""
-    words = [word.strip(",.;:!?()\"'") for word in paragraph.split()]
-    key = " ".join(word for word in words[1:] if word.isalpha() and word.islower())
-    return {_hash(paragraph), _hash(key)} if len(key) > 30 else {_hash(paragraph)}
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
-
-
-def _held_out(valid: list[dict[str, str]], train: list[dict[str, str]]) -> Iterator[dict[str, str]]:
-    """Validation documents without paragraphs that share many runs of words with training text."""
-
-    def runs_of(text: str) -> list[int]:
-        words = text.lower().split()
-        return [hash(tuple(words[i : i + RUN_WORDS])) for i in range(len(words) - RUN_WORDS + 1)]
-
-    known = {run for row in train for paragraph in row["text"].split("\n") for run in runs_of(paragraph)}
-    for row in valid:
-        pairs = [(paragraph, runs_of(paragraph)) for paragraph in row["text"].split("\n")]
-        new = [paragraph for paragraph, runs in pairs if sum(r in known for r in runs) <= MAX_KNOWN * len(runs)]
-        if sum(map(len, new)) > SHORTEST:
-            yield {**row, "text": "\n".join(new)}
 
 
 def _files() -> list[tuple[str, Path]]:
@@ -145,7 +120,7 @@ def _files() -> list[tuple[str, Path]]:
             folders[:] = [name for name in folders if not SKIPPED.match(name)]
             chosen = [Path(folder, name) for name in names if name.endswith((".py", ".rst", ".md"))]
             files |= {path.relative_to(root).as_posix(): path for path in chosen if not SKIPPED.match(path.name)}
-    return sorted(files.items(), key=lambda file: (file[0].endswith(".py") and file[0] != TOPICS, _hash(file[0])))
+    return sorted(files.items(), key=lambda file: (file[1].suffix == ".py", zlib.crc32(file[0].encode())))
 
 
 def _text(path: Path) -> str:
@@ -212,8 +187,7 @@ def is_prose(paragraph: str) -> bool:
     words = paragraph.split()
     common = [word for word in words if word in _COMMON]
     return (
-        len(paragraph) >= 40
-        and paragraph.endswith((".", "!", "?", '."', ".)", ".'"))
+        paragraph.endswith((".", "!", "?", '."', ".)", ".'"))
         and (paragraph[0].isupper() or paragraph[0] in "\"'(")
         and paragraph.isprintable()
         and len(paragraph.encode("ascii", "ignore")) >= 0.95 * len(paragraph)

@@ -9,7 +9,7 @@ The exit code is 0 if training can run here, at least in one process, else 1.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -50,21 +50,18 @@ def examine(timeout: float) -> dict[str, Any]:
         building = pool.submit(machine.builds_cpp)
         run_trials(jobs, timeout)
         no_cpp = building.result()
-    by_name = {job.name: job for job in jobs}
-    speed = by_name.pop("--speed auto", None)
-    backends = {name: {"state": job.state, "says": job.says, "seconds": job.seconds} for name, job in by_name.items()}
-    can_train, lacking = by_name["one process"].state == "works", machine.missing()
+    backends = {job.name: {"state": job.state, "says": job.says, "seconds": job.seconds} for job in jobs}
+    lacking = machine.missing()
     return {
-        "can train": can_train and not lacking.get("", []),
+        "can train": jobs[0].state == "works" and "" not in lacking,
         "versions": machine.versions(),
         "backends": backends,
-        "torch": by_name["one process"].facts,
+        "torch": jobs[0].facts,
         "cpu": machine.cpu(),
         "gpus": gpus,
         "compilers": {**machine.compilers(), "C++ for torch.compile": no_cpp or "works"},
         "space": machine.space(),
         "missing": {extra: {"packages": names, "install": remedy(extra)} for extra, names in lacking.items()},
-        "speed": speed_choice(speed.state, speed.says, speed.facts) if speed is not None else None,
     }
 
 
@@ -72,14 +69,6 @@ def remedy(extra: str) -> str:
     """The command that installs an extra; Horovod is built after that."""
     command = machine.remedy(extra)
     return f"{command} && {_BUILD}" if extra == "horovod" else command
-
-
-def speed_choice(state: str, says: str, facts: Mapping[str, Sequence[str]] | None) -> dict[str, str]:
-    """{setting: what --speed auto chooses for a long run of t5-v1_1-small here, and why}."""
-    if facts is None:
-        return {"--speed auto": f"{state}: {says}"}
-    reasons = {name: why.removeprefix("--speed auto: ") for name, (_, why) in facts.items()}
-    return {n: f"{value} ({reasons[n]})" if reasons[n] else value for n, (value, _) in facts.items()}
 
 
 def report(found: Mapping[str, Any]) -> list[str]:
@@ -99,10 +88,8 @@ def report(found: Mapping[str, Any]) -> list[str]:
         for gpu in found["gpus"]
     ] or ["  gpu  none (nvidia-smi)"]
     lines += [f"  torch takes {torch.get('device', '?')}; built for CUDA {torch.get('cuda') or 'none'}"]
-    for title in ("compilers", "space", "speed"):
-        if found[title]:
-            named = "--speed auto for t5-v1_1-small" if title == "speed" else title
-            lines += ["", named, *(f"  {name:<22} {text or '-'}" for name, text in found[title].items())]
+    for title in ("compilers", "space"):
+        lines += ["", title, *(f"  {name:<22} {text or '-'}" for name, text in found[title].items())]
     if found["missing"]:
         lines += ["", "to install"]
         for extra, lacking in found["missing"].items():

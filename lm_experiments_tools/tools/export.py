@@ -8,11 +8,11 @@
 the run's records; only the licence is left to you. The folder appears only if another process loads it with
 bit-identical logits.
 
---output writes model.onnx of an encoder with its classifier, or encoder_model.onnx, decoder_model.onnx and
-decoder_with_past_model.onnx of an encoder-decoder, with configuration and tokenizer, and says how far they differ from
-torch. `onnx_export.OnnxModel(folder)` runs it in ONNX Runtime.
+--output writes model.onnx of a classifier, or encoder_model.onnx, decoder_model.onnx and decoder_with_past_model.onnx
+of an encoder-decoder, with configuration and tokenizer, and prints the largest difference from torch.
+`onnx_export.OnnxModel(folder)` runs it in ONNX Runtime.
 
-An adapter is merged into its base model where its kind allows (lora). A run directory means its best checkpoint, else
+A LoRA adapter is merged into its base model. A run directory means its best checkpoint, else
 its last.
 """
 

@@ -1,12 +1,12 @@
-"""Let a model write: a quick look at what it has learned.
+"""Generate text with a model, fill in blanks, or label texts.
 
     lmtools generate runs/t5 "The <extra_id_0> of the file is <extra_id_1>."
     lmtools generate runs/bert "The name of the [MASK] is a string."
     lmtools generate runs/gpt --file prompts.txt --do_sample --top_p 0.9 --json > written.jsonl
 
-An encoder-decoder fills in blanks (<extra_id_0>, ...) or answers, an encoder names the likeliest words of each mask, a
-decoder goes on with the text, a classifier names labels. What was fine-tuned reads its texts as in training, with the
-prefix. A run directory means its best checkpoint, else its last.
+An encoder-decoder fills in blanks (<extra_id_0>, ...) or answers, an encoder lists the most likely tokens of each
+mask, a decoder continues the text, a classifier gives labels. A fine-tuned model reads its texts as in training, with
+the prefix. A run directory means its best checkpoint, else its last.
 """
 
 from __future__ import annotations
@@ -36,37 +36,36 @@ _SENTINEL = re.compile(r"<extra_id_\d+>")
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateArgs:
-    """What is written, and how."""
+    """Texts and decoding."""
 
     from_pretrained: str | None = None
-    """Hugging Face name or folder, or a run directory or checkpoint of ours; the name of this flag may be left out
-    where it stands first."""
+    """Hugging Face name or folder, run directory or checkpoint. As the first argument it needs no flag."""
     text: tuple[str, ...] = ()
-    """Texts, also without the name of this flag after the model."""
+    """Texts. After the model they need no flag."""
     file: str | None = None
-    """File with a text a line; - reads standard input."""
+    """File with one text a line; - reads standard input."""
     model_cls: str | None = None
     """Class of the model, as module:Class. None: the one it was saved from."""
     batch_size: Annotated[int, COUNT] = 8
-    """Texts at a time."""
+    """Texts of a batch."""
     max_new_tokens: Annotated[int, COUNT] = 64
-    """Most tokens written for a text."""
+    """Most tokens generated for a text."""
     num_beams: Annotated[int, COUNT] = 1
-    """Beams of the search; 1 is greedy."""
+    """Beams of beam search. 1: greedy decoding."""
     do_sample: bool = False
-    """Draw tokens at random instead of taking the likeliest."""
+    """Sample tokens instead of choosing the most likely."""
     temperature: Annotated[float, POSITIVE, needs("do_sample")] = 1.0
-    """Divides the logits before drawing."""
+    """Divides the logits before sampling."""
     top_k: Annotated[int, NOT_NEGATIVE, needs("do_sample")] = 0
-    """Draw among so many of the likeliest tokens; 0: among all."""
+    """Sample from the K most likely tokens. 0: from all."""
     top_p: Annotated[
         float, Range(lambda value: 0 < value <= 1, "it must be above 0 and at most 1"), needs("do_sample")
     ] = 1.0
-    """Draw among the likeliest tokens that together have this probability."""
+    """Sample from the smallest set of most likely tokens with this total probability."""
     seed: int = 0
-    """Of drawing."""
+    """Random seed of sampling."""
     top: Annotated[int, COUNT] = 5
-    """Words for each mask of an encoder, or labels of a classifier."""
+    """Tokens to list for each mask of an encoder, or labels of a classifier."""
     json: bool = False
     """Print a JSON object a line instead of text."""
 
@@ -87,18 +86,18 @@ class GenerateArgs:
 
 
 def run(args: GenerateArgs) -> None:
-    """Print what the model makes of each text, as it is there."""
+    """Print the model's output for each text as soon as it is there."""
     texts = _texts(args)
     from lm_experiments_tools.checkpoint.source import on_newest
 
     out = sys.stdout
-    with redirect_stdout(sys.stderr):  # where what libraries print at their import is in no one's way
-        for answer in on_newest(args.from_pretrained, lambda: _begun(args, texts)):
+    with redirect_stdout(sys.stderr):  # libraries print when they are imported
+        for answer in on_newest(args.from_pretrained, lambda: _started(args, texts)):
             print(json.dumps(answer, ensure_ascii=False) if args.json else _shown(answer), file=out, flush=True)
 
 
-def _begun(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """All answers; the first is there, so that everything has been read."""
+def _started(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """All outputs. The first is computed here, so that a checkpoint pruned meanwhile is noticed here."""
     import torch
 
     from lm_experiments_tools.checkpoint.source import find_source
@@ -135,9 +134,6 @@ def _shown(answer: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-# ---- a model that was fine-tuned reads its texts as then
-
-
 def _fine_tuned(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any]]:
     from lm_experiments_tools.recipes.finetuner import FineTuner
 
@@ -148,9 +144,6 @@ def _fine_tuned(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, 
         part = texts[start : start + args.batch_size]
         for text, output in zip(part, tuner.predict(part, batch_size=args.batch_size, **options), strict=True):
             yield {"text": text, "output": output}
-
-
-# ---- any other
 
 
 def _answers(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -180,38 +173,33 @@ def _answers(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any
 
 
 def _check_masks(texts: Sequence[str], mask: str) -> None:
-    for text in texts:
-        if mask not in text:
-            raise UserError(
-                f"the model names words for {mask}, which is not in {text[:60]!r}: put it where one is missing."
-            )
+    if missing := [text for text in texts if mask not in text]:
+        raise UserError(f"the model fills in {mask}, which is not in {missing[0][:60]!r}: put it into the text.")
 
 
 def mask_of(tokenizer: Any) -> str:
-    """The token that hides words; that of our masked-word objective where the tokenizer names none."""
+    """The tokenizer's mask token, else the one of our masked-LM objective."""
     from lm_experiments_tools.data.text.vocabulary import MASK_PIECES, sentinel_piece
 
     known = [token for token in (*MASK_PIECES, sentinel_piece(0)) if token in tokenizer.get_vocab()]
     if tokenizer.mask_token is None and not known:
-        raise UserError("the tokenizer has no token that hides words (mask_token): name it in tokenizer_config.json.")
+        raise UserError("the tokenizer has no mask_token: name it in tokenizer_config.json.")
     return tokenizer.mask_token or known[0]
 
 
 def _encoded(opened: Opened, texts: Sequence[str], args: GenerateArgs) -> BatchEncoding:
-    """The texts as a batch; a decoder goes on from the last token, so rows end together and not by an end of text."""
+    """The texts as a batch. For a decoder, rows are padded on the left and do not end with EOS."""
     from lm_experiments_tools.models.build import check_positions, first_position
 
-    tokenizer, goes_on = opened.tokenizer, opened.writes_on
+    tokenizer, continues = opened.tokenizer, opened.writes_on
     rows = [tokenizer(text)["input_ids"] for text in texts]
-    if goes_on:
+    length, what = max(map(len, rows)), f"a text of {max(map(len, rows))} tokens"
+    if continues:
         rows = [row[:-1] if len(row) > 1 and row[-1] == tokenizer.eos_token_id else row for row in rows]
-    longest = max(map(len, rows))
-    what, more = (
-        (f"a text of {longest} tokens", args.max_new_tokens) if goes_on else (f"a text of {longest} tokens", 0)
-    )
-    what += f" and {more} to be written (--max_new_tokens)" if more else ""
-    check_positions(opened.model.config, longest + more, what, first_position(opened.model))
-    batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt", padding_side="left" if goes_on else "right")
+        length = max(map(len, rows)) + args.max_new_tokens
+        what = f"a text of {max(map(len, rows))} tokens and {args.max_new_tokens} to be written (--max_new_tokens)"
+    check_positions(opened.model.config, length, what, first_position(opened.model))
+    batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt", padding_side="left" if continues else "right")
     return batch.to(opened.model.device)
 
 
@@ -220,21 +208,20 @@ def _written(opened: Opened, batch: BatchEncoding, args: GenerateArgs) -> list[d
     rows = opened.model.generate(**read, **args.options(), pad_token_id=opened.tokenizer.pad_token_id)
     if opened.kind == "decoder":
         rows = rows[:, batch["input_ids"].shape[1] :]
-    return [{"output": text} for text in map(lambda row: words_of(opened.tokenizer, row), rows.tolist())]
+    return [{"output": text_of(opened.tokenizer, row)} for row in rows.tolist()]
 
 
-def words_of(tokenizer: Any, row: Sequence[int]) -> str:
-    """The text of tokens, in which sentinels are shown and other special tokens are not."""
-    keep = {token for token in tokenizer.all_special_tokens if _SENTINEL.fullmatch(token)}
-    keep_ids = {tokenizer.convert_tokens_to_ids(token) for token in keep}
-    hidden = {*tokenizer.all_special_ids} - keep_ids
+def text_of(tokenizer: Any, row: Sequence[int]) -> str:
+    """Decoded text with sentinels, without other special tokens."""
+    special = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+    hidden = {index for token, index in special if not _SENTINEL.fullmatch(token)}
     return tokenizer.decode([token for token in row if token not in hidden]).strip()
 
 
 def filled(text: str, output: str) -> str:
-    """`text` with each sentinel replaced by what `output` says after it; one that it does not name stays."""
+    """`text` with each sentinel replaced by the text after it in `output`; a sentinel not in `output` stays."""
     parts = _SENTINEL.split(output)
-    said = dict(zip(_SENTINEL.findall(output)[::-1], parts[:0:-1], strict=True))  # of two, the first counts
+    said = dict(zip(_SENTINEL.findall(output)[::-1], parts[:0:-1], strict=True))  # the first of two wins
     return _SENTINEL.sub(lambda match: said.get(match[0], match[0]).strip(), text)
 
 
@@ -252,22 +239,20 @@ def _masked(opened: Opened, batch: BatchEncoding, args: GenerateArgs) -> list[di
     found = []
     for ids, scores in zip(batch["input_ids"], logits, strict=True):
         chosen = scores[ids == mask][:, : len(tokenizer)].softmax(-1).topk(min(args.top, len(tokenizer)))
-        masks = [
-            [
-                {"word": tokenizer.decode([token]).strip(), "probability": part}
-                for part, token in zip(*row, strict=True)
-            ]
-            for row in zip(chosen.values.tolist(), chosen.indices.tolist(), strict=True)
-        ]
-        found.append({"masks": masks})
+        masks = zip(chosen.values.tolist(), chosen.indices.tolist(), strict=True)
+        found.append({"masks": [[_word(tokenizer, *pair) for pair in zip(*row, strict=True)] for row in masks]})
     return found
+
+
+def _word(tokenizer: Any, probability: float, token: int) -> dict[str, Any]:
+    return {"word": tokenizer.decode([token]).strip(), "probability": probability}
 
 
 def _labelled(opened: Opened, batch: BatchEncoding, args: GenerateArgs) -> list[dict[str, Any]]:
     if opened.reader != "AutoModelForSequenceClassification":
         raise UserError(
-            f"{opened.source.name} is a {type(opened.model).__name__}, which neither writes, names words nor labels: "
-            "name a model with such a head."
+            f"{opened.source.name} is a {type(opened.model).__name__}, which neither generates, fills masks nor "
+            "labels: name a model with such a head."
         )
     logits, names = _logits(opened, batch), opened.model.config.id2label
     if opened.model.config.problem_type == "regression" or logits.shape[-1] == 1:

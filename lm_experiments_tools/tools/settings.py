@@ -1,4 +1,4 @@
-"""Write the settings that `accelerate launch --config_file` takes to where commands of the documentation find them."""
+"""Copy accelerate_configs/, files for `accelerate launch --config_file`, to where documented commands find them."""
 
 import shutil
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ class SettingsArgs:
     """Settings of launchers."""
 
     output: str = "."
-    """Folder that accelerate_configs/ is written to: the one that training starts from, which their paths are of."""
+    """Folder to write accelerate_configs/ to. Training starts there, since paths in these files are relative."""
 
 
 def run(args: SettingsArgs) -> None:
-    """Copy accelerate_configs/ and name its files.
+    """Copy accelerate_configs/ and print its files.
 
     Raises:
-        UserError: it is there already.
+        UserError: the folder exists.
     """
     folder = Path(args.output) / SETTINGS.name
     if folder.exists():

@@ -1,11 +1,10 @@
-"""Suites of other projects, measured along the checkpoints of a run: their numbers, into its metrics.jsonl.
+"""Evaluation suites of other projects, measured on the checkpoints of a run and recorded in its metrics.jsonl.
 
     suite = Suite("lm_eval", ("tasks/colours.yaml",), settings={})
     for name in checkpoints_of("runs/mine"):
         print(name, measured(name, suite))
 
-Each suite is the library's own call on the checkpoint's folder or model, so that its numbers are those that the
-library gives to anybody.
+Each suite is the library's own call on the checkpoint's folder or model, so that its numbers are the library's.
 """
 
 from __future__ import annotations
@@ -36,19 +35,20 @@ _INSTALL = {
     "sentence_transformers": "pip install 'sentence-transformers>=6'",
     "mteb": "pip install 'mteb>=2'",
 }
+_ENCODERS = "sentence_transformers"
 _FIELDS = ("sentence1", "sentence2", "score")
 _SETTINGS = ("num_fewshot", "limit")
 
 
 @dataclass(frozen=True)
 class Suite:
-    """What is measured.
+    """A suite and its tasks.
 
     Attributes:
-        name: lm_eval, sts, mteb or glue; the split of its records.
+        name: lm_eval, sts, mteb or glue; also the split of its records.
         tasks: names, YAML files (lm_eval), data files (sts), module:Class (mteb) or folders (glue).
-        settings: that change its numbers, as flags; a value is not measured again only if they are the same.
-        model_cls: class of the model, if another than it was saved from.
+        settings: flags that change the numbers. A value is measured again if they differ.
+        model_cls: class of the model; None for the one it was saved from.
     """
 
     name: str
@@ -58,18 +58,16 @@ class Suite:
     model_cls: str | None = None
 
     def measure(self, name: str, tasks: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:
-        """(task, its values) of a model, as each is there."""
+        """Yield (task, its values) of a model as soon as each is measured."""
         yield from {"lm_eval": _lm_eval, "sts": _sts, "mteb": _mteb, "glue": _glue}[self.name](self, name, tasks)
 
     def check(self) -> None:
-        """Raises UserError where a package or a file is missing, before any model is loaded."""
-        if self.name in ("lm_eval", "mteb"):
-            _package(self.name)
-        if self.name in ("sts", "mteb"):
-            _package("sentence_transformers")
-        for task in self.tasks:
-            if self.name in ("sts", "glue") and not Path(task).exists():
-                raise UserError(f"--tasks {task}: there is no such file or folder.")
+        """Raise UserError if a package, a file or a task is missing, before any model is loaded."""
+        for package in {"lm_eval": ["lm_eval"], "mteb": ["mteb", _ENCODERS], "sts": [_ENCODERS]}.get(self.name, ()):
+            _package(package)
+        missing = [task for task in self.tasks if not Path(task).exists()]
+        if self.name in ("sts", "glue") and missing:
+            raise UserError(f"--tasks {missing[0]}: there is no such file or folder.")
         if self.name == "lm_eval":
             _lm_eval_tasks(self.tasks)
         if self.name == "mteb":
@@ -77,28 +75,23 @@ class Suite:
 
 
 def checkpoints_of(name: str) -> list[str]:
-    """All checkpoints of a run directory, oldest first; of another name itself.
+    """All checkpoints of a run directory, oldest first; for any other name, the name itself.
 
     Raises:
-        UserError: a run without checkpoints, or nothing of the kind.
+        UserError: a run without checkpoints, or no model of this name.
     """
     folder = Path(name) / "checkpoints"
     if not folder.is_dir():
         find_source(name, "--checkpoints")
         return [name]
-    steps = sorted(
-        (parse_step(path.name), str(path)) for path in folder.iterdir() if parse_step(path.name) is not None
-    )
+    steps = sorted((step, str(path)) for path in folder.iterdir() if (step := parse_step(path.name)) is not None)
     if not steps:
         raise UserError(f"--checkpoints {name}: the run has no checkpoint yet: wait for its first (--save_interval).")
     return [path for _, path in steps]
 
 
 def measured(name: str, suite: Suite) -> dict[str, float]:
-    """The values of one model, those of tasks that its run's metrics.jsonl has not yet by measuring.
-
-    Each task is written there as soon as it is measured.
-    """
+    """The values of one model: those in its run's metrics.jsonl, and measured ones, which are appended to it."""
     source = find_source(name, "--checkpoints")
     folder = run_folder(source)
     place = {} if folder is None else position_of(source.path)
@@ -110,14 +103,16 @@ def measured(name: str, suite: Suite) -> dict[str, float]:
         if folder is not None:
             of = {"task": task, **suite.settings}
             record = {**place, "split": suite.name, **found, "metrics": list(found), "of": of, "time": time.time()}
-            with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:  # one write: its run may log, too
+            with (folder / "metrics.jsonl").open(
+                "a", encoding="utf-8"
+            ) as file:  # one write: the run may log at the same time
                 file.write(dump_json(record, indent=None) + "\n")
     gc.collect()
     return values
 
 
 def _known(file: Path, step: int, suite: Suite) -> dict[str, dict[str, float]]:
-    """Task -> values of this suite, settings and step that the file has."""
+    """Task -> recorded values of this suite, its settings and the step."""
     found = {}
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
         record = parse_record(line) if '"of"' in line else None
@@ -141,21 +136,19 @@ def _package(name: str) -> ModuleType:
 
 
 def _lm_eval_tasks(tasks: Sequence[str]) -> tuple[Any, dict[str, str]]:
-    """lm_eval's manager, and the name there of each task. Raises UserError for a task that it does not know."""
+    """lm_eval's manager, and {task: its name there}. Raises UserError for an unknown task."""
     _package("lm_eval")
     from lm_eval.tasks import TaskManager
 
     names, folders = {}, []
     for task in tasks:
         file = Path(task)
+        names[task] = task
         if file.suffix not in (".yaml", ".yml"):
-            names[task] = task
             continue
         if not file.is_file():
             raise UserError(f"--tasks {task}: there is no such file.")
-        named = re.search(
-            r"^(?:task|group):\s*['\"]?([^\s'\"#]+)", file.read_text(encoding="utf-8"), flags=re.MULTILINE
-        )
+        named = re.search(r"(?m)^(?:task|group):\s*['\"]?([^\s'\"#]+)", file.read_text(encoding="utf-8"))
         if named is None:
             raise UserError(f"--tasks {task}: the file names no task (a line `task: NAME`).")
         names[task] = named[1]
@@ -177,7 +170,7 @@ def _lm_eval(suite: Suite, name: str, tasks: Sequence[str]) -> Iterator[tuple[st
     backend = {"encoder-decoder": "seq2seq", "decoder": "causal"}.get(opened.kind)
     if backend is None:
         raise UserError(
-            f"{name}: lm_eval measures models that write, not a {type(opened.model).__name__}: choose mteb."
+            f"{name}: lm_eval measures models that generate, not a {type(opened.model).__name__}: choose mteb."
         )
     import torch
 
@@ -198,7 +191,7 @@ def _lm_eval(suite: Suite, name: str, tasks: Sequence[str]) -> Iterator[tuple[st
 
 
 def _numbers_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """task/metric -> value, with the filter behind it where there is one; without standard errors."""
+    """task/metric, or task/metric/filter -> value; without standard errors."""
     found = {}
     for task, values in results.items():
         for key, value in values.items():
@@ -212,7 +205,7 @@ def _numbers_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _encoder(name: str, model_cls: str | None) -> Any:
-    """The folder as sentence-transformers reads it: mean of the last hidden states."""
+    """The model as sentence-transformers loads it: mean of the last hidden states."""
     source = find_source(name, "--checkpoints")
     if source.is_adapter or source.is_file or model_cls is not None:
         raise UserError(
@@ -262,12 +255,12 @@ def _pairs(task: str) -> tuple[list[str], list[str], list[float]]:
 
 
 def _mteb_tasks(tasks: Sequence[str]) -> dict[str, Any]:
-    """mteb's object of each task. Raises UserError for one that it does not know."""
+    """{task: mteb's object of it}. Raises UserError for an unknown task."""
     mteb, found = _package("mteb"), {}
     for task in tasks:
         try:
             found[task] = resolve_name(task)() if ":" in task else mteb.get_task(task)
-        except KeyError as error:  # mteb's own words propose a name
+        except KeyError as error:  # its message suggests a name
             said = str(error.args[0]).removeprefix("KeyError: ")
             raise UserError(f"--tasks {task}: mteb has no such task ({said}): see mteb.get_tasks().") from error
     return found
@@ -284,7 +277,7 @@ def _mteb(suite: Suite, name: str, tasks: Sequence[str]) -> Iterator[tuple[str, 
         yield task, {f"{found.metadata.name}/{found.metadata.main_score}": float(result.get_score())}
 
 
-# ---- folders of GLUE: each checkpoint is fine-tuned
+# ---- GLUE: each checkpoint is fine-tuned
 
 
 def _glue(suite: Suite, name: str, tasks: Sequence[str]) -> Iterator[tuple[str, dict[str, float]]]:

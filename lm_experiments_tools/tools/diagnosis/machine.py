@@ -47,7 +47,7 @@ def missing() -> dict[str, list[str]]:
         extra = named[1] if named else ""
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": extra})
         if applies and extra not in ("dev", "all") and not _is_satisfied(requirement):
-            found.setdefault(extra, []).append(f"{requirement.name}{requirement.specifier}")
+            found.setdefault(extra, []).append(line.partition(";")[0].strip())
     return found
 
 

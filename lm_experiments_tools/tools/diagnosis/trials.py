@@ -74,16 +74,6 @@ print({_RIGHT!r}, flush=True)
 torch.distributed.destroy_process_group()
 """
 
-_SPEED = f"""
-from lm_experiments_tools.models.speed import choose_speed
-from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-given = {{"data_path": ("text.jsonl",), "lr": 0.02, "model_cfg": "t5-v1_1-small", "iters": 65536}}
-args, origins = choose_speed(T5PretrainingArgs(**given), dict.fromkeys(given, "command line"))
-chosen = {{name: getattr(args, name) for name in ("model_cls", "bf16", "compile")}}
-print({_FACTS!r} + __import__("json").dumps({{name: [str(v), origins.get(name, "")] for name, v in chosen.items()}}))
-print({_RIGHT!r}, flush=True)
-"""
-
 
 @dataclass
 class Trial:
@@ -107,7 +97,7 @@ class Trial:
 
 
 def trials(gpus: int) -> list[Trial]:
-    """The jobs to try on this machine."""
+    """The jobs to try on this machine; the first is one process."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python"]
     python = [sys.executable, "-c"]
     on_cpu = (("CUDA_VISIBLE_DEVICES", ""), ("ACCELERATE_USE_CPU", "true"), ("OMP_NUM_THREADS", "1"))
@@ -123,8 +113,6 @@ def trials(gpus: int) -> list[Trial]:
         jobs.append(Trial("accelerate, nccl", [*torchrun, *python, _SUM], ("torch", "accelerate")))
         stage = (("ACCELERATE_USE_DEEPSPEED", "true"), ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1"))
         jobs.append(Trial("deepspeed, nccl", [*torchrun, *python, _SUM], ("torch", "deepspeed"), 2, stage))
-    if importlib.util.find_spec("lm_experiments_tools.models.speed") is not None:
-        jobs.append(Trial("--speed auto", [*python, _SPEED], ("torch",), 1))
     return jobs
 
 

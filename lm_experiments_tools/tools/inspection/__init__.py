@@ -1,1 +1,1 @@
-"""Data of a run as `lmtools inspect` shows it: one module for each kind of data, and what they share."""
+"""Data of a run as sections of facts and samples, a module for each kind of data; imports recipes and data."""

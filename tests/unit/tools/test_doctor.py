@@ -113,12 +113,6 @@ def test_what_is_missing_is_named_with_the_command_of_its_extra(told, monkeypatc
     assert main(["doctor"]) == 1 and "cannot" in capsys.readouterr().out
 
 
-def test_what_speed_chooses_is_told_with_its_reasons():
-    facts = {"bf16": ["True", "--speed auto: this CPU has it"], "compile": ["False", ""]}
-    assert doctor.speed_choice("works", "", facts) == {"bf16": "True (this CPU has it)", "compile": "False"}
-    assert doctor.speed_choice("fails", "UserError: no", None) == {"--speed auto": "fails: UserError: no"}
-
-
 def test_the_machine_is_as_the_system_says():
     cpu = machine.cpu()
     assert cpu["threads"] == os.cpu_count() and cpu["cores"] >= 1 and cpu["model"]

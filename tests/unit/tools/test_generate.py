@@ -78,7 +78,7 @@ def test_the_likeliest_words_of_each_mask(tmp_path, capsys):
             assert [word["word"] for word in words] == [tokenizer.decode([i]) for i in best.indices]
             assert [word["probability"] for word in words] == pytest.approx(best.values.tolist(), abs=1e-6)
     assert main(["generate", str(tmp_path), "w1"]) == 2
-    assert "words for w80, which is not in 'w1'" in capsys.readouterr().err
+    assert "fills in w80, which is not in 'w1'" in capsys.readouterr().err
 
 
 def test_labels_of_a_classifier(tmp_path, capsys):
