@@ -14,7 +14,7 @@ Order of calls in one training step of M micro-batches::
     grad_norm, applied = backend.clip_and_step(max_norm).result()
 
 Gradients are averaged over workers, so a loss that is to be summed over workers is multiplied by `averaged_over` first
-(the loop does that).
+(the trainer does that).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PendingStep:
 
 
 class Backend:
-    """The verbs of the loop, for one process on one device; the base of every backend. Ranks are global.
+    """The methods that the trainer calls, for one process on one device; the base of every backend. Ranks are global.
 
     Args:
         precision: forward autocast and loss scaling.

@@ -50,7 +50,7 @@ class TrainState:
         data_order: of the order of rows alone, which several objectives may share; None where unknown.
         valid_fingerprint: of the validation data that `best_metric` was measured on.
         schedule_steps: length of the learning-rate schedule.
-        facts: what a restart compares (see training/record.py).
+        facts: what a restart compares (see training/resume.py).
         metrics: the last ones of each split.
     """
 

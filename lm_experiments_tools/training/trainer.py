@@ -63,8 +63,6 @@ if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend, PendingStep
     from lm_experiments_tools.config.training import TrainerArgs
 
-__all__ = ["Trainer", "TrainerAccelerate", "TrainingDiverged", "TrainingLoop"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -145,7 +143,8 @@ class TrainingLoop:
         self.split = BatchSplitter(args, backend, model, loss, batch_transform_fn, self.forward_kwargs)
         if "use_cache" in self.split.names:  # else keys and values of every layer live to the step's end, unused
             self.forward_kwargs.setdefault("use_cache", False)
-        self.has_decoder, self.compared_splits = self.split.has_decoder, set()
+        self.has_decoder = self.split.has_decoder
+        self.compared_splits: set[str] = set()  # whose first rows have been compared between workers
 
         self.state, self.interval = TrainState(), LoggingInterval()
         self.outputs = AccumulatedOutputs(keep_for_metrics_fn, metrics_fn)
