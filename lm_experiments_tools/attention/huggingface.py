@@ -4,7 +4,7 @@
     model = AutoModel.from_pretrained("google-t5/t5-small", attn_implementation="block_sparse")  # exact attention
     model = enable(model, "BigBird", block=64)                                                   # block-sparse
 
-The layout stands in the model's configuration under the names of t5-experiments, `sparse_config_cls` and
+The layout is stored in the model's configuration under the names of t5-experiments, `sparse_config_cls` and
 `sparse_attention`, and holds for self-attention of encoders and of decoder-only models. Decoders of encoder-decoder
 models and cross-attention stay exact; so does everything where no layout is configured. Padding is respected, and a
 learned T5 bias is handed from layer to layer as its table [num_buckets, heads], not as [1, heads, length, length], but
@@ -112,7 +112,7 @@ def enable(model: PreTrainedModel, layout: SparsityConfig | str | None = None, *
         config.sparse_config_cls = values.pop(TYPE_KEY)
         config.sparse_attention = values
     for name in {type(module).__module__ for module in model.modules()}:
-        _keep_biases_short(sys.modules[name])
+        _pass_tables(sys.modules[name])
     return model
 
 
@@ -156,7 +156,7 @@ def attention_mask(
     """
     modeling = sys.modules.get(type(config).__module__.replace(".configuration_", ".modeling_"))
     if modeling is not None:
-        _keep_biases_short(modeling)
+        _pass_tables(modeling)
     from_the_start = isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0 and q_length == kv_length
     if mask_function is bidirectional_mask_function or (mask_function is causal_mask_function and from_the_start):
         if attention_mask is None or attention_mask.shape[1] == kv_length:
@@ -178,7 +178,7 @@ def _check_cache(
         return
     if isinstance(q_offset, Tensor) or kv_offset or q_offset + q_length != kv_length:
         raise UserError(
-            f"{type(config).__name__}: a cache of fixed size has places for keys to come, or has dropped early ones, "
+            f"{type(config).__name__}: a cache of fixed size has slots for future keys, or has dropped early ones, "
             "so that rows of a block-sparse layout are not found in it: use the default (dynamic) cache."
         )
 
@@ -210,7 +210,7 @@ def attention_forward(
         position_bias: a T5 bias as its table [num_buckets, heads] or dense [1, heads, queries, keys]; empty for none.
 
     Returns:
-        [batch, queries, heads, head_dim], and None in place of attention weights, which are never formed.
+        [batch, queries, heads, head_dim], and None instead of attention weights, which are never formed.
 
     Raises:
         UserError: attention weights, soft capping or sinks are asked for, or the layout does not fit.
@@ -335,17 +335,17 @@ def _with_matrix(mask: Tensor, bias: Bias | None, layout: SparsityConfig | int |
     return AttentionSpec(mask=allowed, bias=mask, layout=layout)
 
 
-def _keep_biases_short(modeling: ModuleType) -> None:
-    """Let T5-like attention classes of a module hand over tables of biases where matrices cost more, once."""
-    if getattr(modeling, "_biases_are_kept_short", False):
+def _pass_tables(modeling: ModuleType) -> None:
+    """Patch T5-like attention classes of a module, once, to pass biases as tables where matrices cost more."""
+    if getattr(modeling, "_biases_are_tables", False):
         return
     for attention_cls in vars(modeling).values():
         if isinstance(attention_cls, type) and attention_cls.__module__ == modeling.__name__:
             if _takes(attention_cls, "compute_bias", "query_length", "key_length"):
-                attention_cls.compute_bias = _short_bias(attention_cls.compute_bias)
+                attention_cls.compute_bias = _table_bias(attention_cls.compute_bias)
                 if _takes(attention_cls, "forward", "key_value_states", "position_bias"):
                     attention_cls.forward = _without_zeros(attention_cls.forward)
-    modeling._biases_are_kept_short = True
+    modeling._biases_are_tables = True
 
 
 def _takes(cls: type, method: str, *names: str) -> bool:
@@ -353,9 +353,9 @@ def _takes(cls: type, method: str, *names: str) -> bool:
     return function is not None and set(names) <= set(inspect.signature(function).parameters)
 
 
-def _short_bias(compute_bias: Any) -> Any:
+def _table_bias(compute_bias: Any) -> Any:
     @functools.wraps(compute_bias)
-    def short_bias(
+    def table_bias(
         self: nn.Module, query_length: int, key_length: int, device: Any = None, past_seen_tokens: int | Tensor = 0
     ) -> Tensor:
         cached = isinstance(past_seen_tokens, Tensor) or past_seen_tokens > 0 or query_length != key_length
@@ -368,7 +368,7 @@ def _short_bias(compute_bias: Any) -> Any:
         bias = shared_bias(_bias(self, table), query_length, key_length, "auto", table.device, is_dense, self.training)
         return bias if isinstance(bias, Tensor) else table
 
-    return short_bias
+    return table_bias
 
 
 def _without_zeros(forward: Any) -> Any:

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from lm_experiments_tools.attention.kernels.plan import describe, is_int
-from lm_experiments_tools.attention.own_layouts import as_layout, check_settings, giving_tensors, misfit, settings_of
 from lm_experiments_tools.attention.random_blocks import deepspeed_columns, random_columns
+from lm_experiments_tools.attention.user_layouts import as_layout, check_settings, giving_tensors, misfit, settings_of
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.names import resolve_configured
 

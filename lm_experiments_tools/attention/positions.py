@@ -1,7 +1,7 @@
-"""How attention learns of positions: one object a layer, that turns queries and keys, adds to scores, or does neither.
+"""Positional encodings: one object per layer that rotates queries and keys, adds a bias to scores, or does neither.
 
-A model asks its `PositionScheme` twice: `rotate` before keys enter the cache, `bias` for what is added to scores. A
-scheme of your own overrides one of the two; nothing else in a model knows which scheme it has.
+A model calls its `PositionScheme` twice: `rotate` before keys enter the cache, and `bias`. A user-defined scheme
+overrides one of the two; nothing else in a model depends on which scheme it has.
 """
 
 from __future__ import annotations
@@ -14,29 +14,27 @@ from torch import Tensor, nn
 from lm_experiments_tools.attention.kernels.bias import AlibiBias, DistanceBias, T5Bias, alibi_slopes, t5_bucket
 from lm_experiments_tools.errors import UserError
 
+Device = torch.device | str | None
+
 
 class PositionScheme(nn.Module):
-    """Base of all schemes: both questions answered by "nothing"."""
+    """Base of all schemes: rotates nothing and adds nothing."""
 
     def rotate(self, q: Tensor, k: Tensor, offset: int | Tensor = 0) -> tuple[Tensor, Tensor]:
         """Queries and keys with their positions in them.
 
         Args:
             q, k: [batch, heads, length, head_dim], of the tokens at positions offset, offset + 1, ...
-            offset: tokens already in the cache; of packed rows, what the position of each token is beyond its place,
+            offset: number of tokens already in the cache; for packed rows a token's position minus its index,
                 [batch, 1, length].
         """
         return q, k
 
     def bias(
-        self,
-        query_length: int,
-        key_length: int,
-        offset: int | Tensor = 0,
-        device: torch.device | str | None = None,
+        self, query_length: int, key_length: int, offset: int | Tensor = 0, device: Device = None
     ) -> DistanceBias | Tensor | None:
-        """A bias to add to scores: a short table where queries and keys are the same tokens, which `attend` takes as
-        it is, a matrix [1, heads, query_length, key_length] for `query_length` tokens after `offset` others."""
+        """A bias to add to scores: a short table where queries and keys are the same tokens, else a matrix
+        [1, heads, query_length, key_length] for `query_length` tokens after `offset` others."""
         return None
 
 
@@ -94,14 +92,10 @@ class AlibiPosition(PositionScheme):
         self.num_heads = num_heads
 
     def bias(
-        self,
-        query_length: int,
-        key_length: int,
-        offset: int | Tensor = 0,
-        device: torch.device | str | None = None,
+        self, query_length: int, key_length: int, offset: int | Tensor = 0, device: Device = None
     ) -> DistanceBias | Tensor:
         slopes = _slopes(self.num_heads, torch.get_default_device() if device is None else torch.device(device))
-        if _same_tokens(query_length, key_length, offset):
+        if _is_self_attention(query_length, key_length, offset):
             return AlibiBias(slopes)
         distance = _distances(query_length, key_length, offset, device).abs()
         return (-slopes[:, None, None] * distance)[None]
@@ -129,13 +123,9 @@ class RelativeBiasPosition(PositionScheme):
         T5Bias(self.weight, bidirectional, num_buckets, max_distance)  # refuses what cannot be
 
     def bias(
-        self,
-        query_length: int,
-        key_length: int,
-        offset: int | Tensor = 0,
-        device: torch.device | str | None = None,
+        self, query_length: int, key_length: int, offset: int | Tensor = 0, device: Device = None
     ) -> DistanceBias | Tensor:
-        if _same_tokens(query_length, key_length, offset):
+        if _is_self_attention(query_length, key_length, offset):
             # A tensor of its own: where weights are sharded by layer, the parameter is gone before the next layer.
             return T5Bias(self.weight.clone(), self.bidirectional, self.num_buckets, self.max_distance)
         distances = _distances(query_length, key_length, offset, device)
@@ -144,21 +134,21 @@ class RelativeBiasPosition(PositionScheme):
 
 
 def _slopes(num_heads: int, device: torch.device) -> Tensor:
-    """Copied to a device once, not at each call; those of an export hold no numbers, and are not kept."""
-    return (alibi_slopes if torch.compiler.is_exporting() else _kept_slopes)(num_heads, device)
+    """Slopes, copied to a device once; those of an export hold no numbers and are not cached."""
+    return (alibi_slopes if torch.compiler.is_exporting() else _cached_slopes)(num_heads, device)
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)  # what is kept serves training too, whoever asks first
-def _kept_slopes(num_heads: int, device: torch.device) -> Tensor:
+@torch.inference_mode(False)  # cached for training too, whoever comes first
+def _cached_slopes(num_heads: int, device: torch.device) -> Tensor:
     return alibi_slopes(num_heads, device)
 
 
-def _same_tokens(query_length: int, key_length: int, offset: int | Tensor) -> bool:
+def _is_self_attention(query_length: int, key_length: int, offset: int | Tensor) -> bool:
     return isinstance(offset, int) and offset == 0 and query_length == key_length
 
 
-def _distances(query_length: int, key_length: int, offset: int | Tensor, device: torch.device | str | None) -> Tensor:
+def _distances(query_length: int, key_length: int, offset: int | Tensor, device: Device) -> Tensor:
     """Key position - query position, int64 [query_length, key_length]."""
     queries = torch.arange(query_length, device=device) + offset
     return torch.arange(key_length, device=device) - queries[:, None]

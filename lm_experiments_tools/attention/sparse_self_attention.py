@@ -24,7 +24,7 @@ _BLOCKED = -1e4
 class SparseSelfAttention(nn.Module):
     """Block-sparse self-attention with the signature of `deepspeed.ops.sparse_attention.SparseSelfAttention`.
 
-    The layout of `max_seq_length` is made once and kept in the buffer `master_layout`, under DeepSpeed's name, so that
+    The layout of `max_seq_length` is made once and stored in the buffer `master_layout`, DeepSpeed's name, so that
     its checkpoints load and a layout is saved with the weights. Shorter inputs use its upper left corner.
 
     Args:

@@ -26,6 +26,7 @@ from lm_experiments_tools.attention.kernels.bias import (
     T5Bias,
     TableBias,
     values_of,
+    vjp,
     wants_gradient,
     with_values,
 )
@@ -207,7 +208,7 @@ class _Call(NamedTuple):
             return self.module.attend(inputs, self.seed)
 
         with self.seeded():
-            _, pull = torch.func.vjp(attend, *(x for x, is_wanted in zip(leaves, wanted, strict=True) if is_wanted))
+            _, pull = vjp(attend, *(x for x, is_wanted in zip(leaves, wanted, strict=True) if is_wanted))
         found = iter(pull(grad))
         return [next(found) if is_wanted else None for is_wanted in wanted]
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention.kernels.bias import Bias, distance_tiles, values_of, with_values
+from lm_experiments_tools.attention.kernels.bias import Bias, distance_tiles, values_of, vjp, with_values
 from lm_experiments_tools.attention.kernels.plan import Layout, cached, num_blocks
 from lm_experiments_tools.attention.kernels.spec import AttentionInputs
 
@@ -378,7 +378,7 @@ def backward(
     if d_tiles is None:
         return *gradients, None
     bias = inputs.spec.bias
-    _, pull = torch.func.vjp(lambda values: _tiles(inputs, with_values(bias, values)).tiles, values_of(bias))
+    _, pull = vjp(lambda values: _tiles(inputs, with_values(bias, values)).tiles, values_of(bias))
     return *gradients, *pull(d_tiles)
 
 

@@ -1,6 +1,6 @@
 """From a layout to the lists that kernels walk: which key blocks each query block attends to, and the reverse.
 
-Making the lists costs more than one attention call on a short input, so they are kept per layout object, length and
+Making the lists costs more than one attention call on a short input, so they are cached per layout object, length and
 device for as long as the layout lives.
 """
 
@@ -89,13 +89,13 @@ def num_blocks(length: int, block: int) -> int:
     return -(-length // block)
 
 
-_MAX_KEPT = 256  # lengths of a layout, lists of a length
+_MAX_CACHED = 256  # lengths of a layout, lists of a length
 _ABSENT = object()
 _cache: dict[int, dict[tuple, object]] = {}  # the keys used last come last
 
 
 def cached(owner: object, key: tuple, make: Callable[[], object]) -> object:
-    """`make()`, kept under `key` for as long as `owner` lives and not `_MAX_KEPT` others are asked for."""
+    """`make()`, cached under `key` until `owner` is deleted or `_MAX_CACHED` other keys have been used."""
     values = _cache.get(id(owner))
     if values is None:
         values = _cache[id(owner)] = {}
@@ -104,7 +104,7 @@ def cached(owner: object, key: tuple, make: Callable[[], object]) -> object:
     if value is _ABSENT:
         value = make()
     values[key] = value
-    if len(values) > _MAX_KEPT:  # what is made for a layout of some length goes with that layout
+    if len(values) > _MAX_CACHED:  # lists of a layout of some length are deleted with it
         del values[next(iter(values))]
     return value
 
@@ -137,15 +137,15 @@ def resolve_layout(layout: AnyLayout, num_heads: int, query_length: int, key_len
         raise UserError(f"The layout's block is {block!r}; it must be a whole number of tokens, at least 1.")
     shape = num_blocks(query_length, block), num_blocks(key_length, block), query_length == key_length
     owner = _DENSE if layout is None else layout
-    kept, version = cached(owner, ("blocks", num_heads, *shape, block), dict), _version(layout)
-    if version not in kept:
+    versions, version = cached(owner, ("blocks", num_heads, *shape, block), dict), _version(layout)
+    if version not in versions:
         source = Layout(layout, block) if isinstance(layout, Tensor) else layout
         made = _resolve(source, num_heads, query_length, key_length)
         if isinstance(made.blocks, FakeTensor):  # good only while torch.export traces
             return made
-        kept.clear()  # what the object said before it was changed
-        kept[version] = made
-    return kept[version]
+        versions.clear()  # the layout before it was changed
+        versions[version] = made
+    return versions[version]
 
 
 def _block_of(blocks: Tensor, query_length: int) -> int:

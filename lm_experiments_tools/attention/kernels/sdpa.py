@@ -50,7 +50,7 @@ def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:
     Short calls take tens of microseconds, as long as ten operations on the smallest tensors: avoid every operation.
     """
     q, k, v, spec = inputs
-    mask, key_padding_mask, segment_ids, bias, _, causal, scale, dropout_p = spec
+    mask, key_padding_mask, segment_ids, bias, layout, causal, scale, dropout_p = spec
     on_cpu, dtype = q.is_cpu, q.dtype
     device = "cpu" if on_cpu else q.device.type
     if torch.is_autocast_enabled(device) and dtype == k.dtype == v.dtype:
@@ -62,15 +62,16 @@ def attend(inputs: AttentionInputs, seed: int = 0) -> Tensor:
         bias = bias if isinstance(bias, Tensor) else dense_bias(bias, q.shape[2], k.shape[2], q.dtype)
         bias = bias if bias.dtype == q.dtype else bias.to(q.dtype)
     opens_rows = not on_cpu or torch.compiler.is_compiling()
-    if key_padding_mask is not None and (causal or bias is not None) and not opens_rows and key_padding_mask.all():
-        key_padding_mask, inputs = None, inputs._replace(spec=spec._replace(key_padding_mask=None))
-    is_plain = mask is None and key_padding_mask is None and segment_ids is None and inputs.is_dense
+    is_full = key_padding_mask is None
+    if not (is_full or opens_rows) and (causal or bias is not None):  # else its one row costs nothing
+        is_full = bool(key_padding_mask.all())
+    is_plain = is_full and mask is None and segment_ids is None and (layout is None or inputs.is_dense)
     if is_plain and not (causal and bias is not None):
         out = scaled_dot_product_attention(q, k, v, bias, dropout_p, causal, scale=scale)
     elif opens_rows:
         out = masked(q, k, v, bias, inputs.allowed(), scale, dropout_p)
     else:
-        mask = inputs.allowed()
+        mask = inputs.allowed(ignores_padding=is_full)
         if bias is not None:  # a sum, because its gradient needs no computation
             mask = bias + torch.where(mask, 0.0, -torch.inf).to(q.dtype)
         out = scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale)

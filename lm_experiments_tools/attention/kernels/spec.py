@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import sys
+from functools import lru_cache
 from numbers import Real
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ _CACHED_BYTES = 1 << 22  # largest layout or causal mask that is cached for the 
 
 
 class AttentionSpec(NamedTuple):
-    """What attention computes, apart from its queries, keys and values. A stack builds one spec for all its layers.
+    """Everything about an attention call besides queries, keys and values. A stack builds one spec for all its layers.
 
     Args:
         mask: bool [1 or batch, 1 or heads, query_length, key_length], True where allowed; dense backends only.
@@ -92,20 +91,28 @@ class AttentionInputs(NamedTuple):
         """Of scores and sums: float32, or float64 for float64 inputs."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
-    def allowed(self) -> Tensor | None:
-        """The attention mask, bool broadcastable to [batch, heads, query_length, key_length]; None allows all keys."""
-        spec, device = self.spec, self.q.device
-        masks = [] if spec.mask is None else [spec.mask]
-        if spec.key_padding_mask is not None:
-            masks.append(spec.key_padding_mask.view(self.q.shape[0], 1, 1, -1))  # a third of the time of None indices
+    def allowed(self, ignores_padding: bool = False) -> Tensor | None:
+        """The attention mask, bool broadcastable to [batch, heads, query_length, key_length]; None allows all keys.
+
+        Args:
+            ignores_padding: the padding mask is known to hide nothing.
+        """
+        spec, (q, k) = self.spec, self[:2]
+        allowed = spec.mask
+        if spec.key_padding_mask is not None and not ignores_padding:
+            keys = spec.key_padding_mask.view(q.shape[0], 1, 1, -1)  # a third of the time of indexing by None
+            allowed = keys if allowed is None else allowed & keys
         if spec.causal:
-            masks.append(causal_mask(self.q.shape[2], self.k.shape[2], device))
+            past = causal_mask(q.shape[2], k.shape[2], q.device)
+            allowed = past if allowed is None else allowed & past
         if not self.is_dense:
-            masks.append(self._layout_mask())
+            blocks = self._layout_mask()
+            allowed = blocks if allowed is None else allowed & blocks
         if spec.segment_ids is not None:
             queries, keys = spec.segment_ids
-            masks.append(queries[:, None, :, None] == keys[:, None, None, :])
-        return functools.reduce(operator.and_, masks) if masks else None
+            same = queries[:, None, :, None] == keys[:, None, None, :]
+            allowed = same if allowed is None else allowed & same
+        return allowed
 
     def _layout_mask(self) -> Tensor:
         """Keys that the layout allows, bool [1, 1 or heads, query_length, key_length]."""
@@ -131,7 +138,7 @@ def _make_causal_mask(query_length: int, key_length: int, device: torch.device) 
     return torch.ones(query_length, key_length, dtype=torch.bool, device=device).tril()
 
 
-_cached_causal_mask = functools.lru_cache(maxsize=8)(torch.inference_mode(False)(_make_causal_mask))
+_cached_causal_mask = lru_cache(maxsize=8)(torch.inference_mode(False)(_make_causal_mask))
 
 
 def validate(inputs: AttentionInputs) -> AttentionInputs:

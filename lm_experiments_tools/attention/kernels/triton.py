@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from lm_experiments_tools.attention.kernels.bias import AlibiBias, Bias, values_of, with_values
+from lm_experiments_tools.attention.kernels.bias import AlibiBias, Bias, values_of, vjp, with_values
 from lm_experiments_tools.attention.kernels.plan import cached, num_blocks
 from lm_experiments_tools.attention.kernels.spec import AttentionInputs
 from lm_experiments_tools.attention.kernels.tiles import (
@@ -406,7 +406,7 @@ def backward(
     if d_table is None:
         return *gradients, None
     bias = inputs.spec.bias
-    _, pull = torch.func.vjp(lambda values: _table(inputs, with_values(bias, values)), values_of(bias))
+    _, pull = vjp(lambda values: _table(inputs, with_values(bias, values)), values_of(bias))
     return *gradients, *pull(d_table)
 
 

@@ -410,7 +410,7 @@ def test_lists_follow_changes_of_a_layout_and_go_with_it():
 
 @pytest.mark.parametrize("layout", [None, LocalSlidingWindowSparsityConfig(1, block=16)], ids=["dense", "local"])
 def test_lists_are_kept_for_the_lengths_used_last(layout, monkeypatch):
-    monkeypatch.setattr(plan, "_MAX_KEPT", 4)
+    monkeypatch.setattr(plan, "_MAX_CACHED", 4)
 
     def attend(length: int) -> object:
         (q,) = tensors(1, 1, length, 4, count=1)

@@ -22,7 +22,7 @@ def schemes(buckets: int) -> list[positions.PositionScheme]:
 def test_a_first_call_that_does_not_train_leaves_training_as_it_was(around):
     expected = [scheme.bias(7, 7, device="cpu").dense(7, 7) for scheme in schemes(20)]
     bias_module._table_buckets.cache_clear()
-    positions._kept_slopes.cache_clear()
+    positions._cached_slopes.cache_clear()
     found = schemes(20)
     with around():
         for scheme in found:
