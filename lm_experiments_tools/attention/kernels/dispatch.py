@@ -136,6 +136,8 @@ def _attend(
         signature: of the request, for later ones that need no check.
     """
     if isinstance(request.q, FakeTensor):
+        if not torch.compiler.is_compiling():  # a memory estimate, which needs shapes alone
+            return attend_in_graph(request, backend, _attend)
         raise UserError(
             "torch.export's tensors hold no numbers, and lists of blocks are made from numbers: export the model with "
             'another attention, such as attn_implementation="sdpa".'
