@@ -11,9 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
 
+from benchmarks.memory_plan import peak_of
 from lm_experiments_tools.config.planning import PlanningArgs
 from lm_experiments_tools.planning.estimate import estimate_memory
-from tests.helpers.allocator import peak_of
 from tests.unit.planning.test_plan import BERT, GIVEN, T5, settings
 
 TOKENS = 64
