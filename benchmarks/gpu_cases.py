@@ -158,25 +158,25 @@ MEMORY = (
 
 
 def memory(settings: dict[str, Any], emit: Emit) -> None:
-    """Predicted, traced and measured memory of two training steps."""
+    """Estimated and allocated memory of three training steps."""
+    from memory_plan import allocated_peak, make_steps
+
     from lm_experiments_tools.config.cli import parse
-    from lm_experiments_tools.planning.build import prepare, trace_plan
-    from lm_experiments_tools.planning.plan import make_plan
-    from lm_experiments_tools.planning.trace import make_steps
+    from lm_experiments_tools.planning.build import prepare
+    from lm_experiments_tools.planning.estimate import estimate_memory
     from lm_experiments_tools.tools.plan import SCRIPTS
 
     name, *flags = shlex.split(settings["command"])
     args, origins = parse(SCRIPTS[name], [*flags, "--device", settings["device"]])
-    plan = make_plan(args, args, origins)
-    sizes = plan.step.source, plan.step.target, plan.step.scored
-    row = {"predicted": plan.peak.total / MIB, "traced": trace_plan(plan.args, *sizes).peak / MIB}
+    estimate = estimate_memory(args, args, origins)
+    row = {"predicted": estimate.total / MIB}
     if settings["device"] == "cuda":
-        torch.set_float32_matmul_precision("high" if plan.args.speed == "auto" else "highest")
-        make_steps(prepare(plan.args, *sizes, device=torch.device("cuda")))
+        torch.set_float32_matmul_precision("high" if estimate.args.speed == "auto" else "highest")
+        make_steps(prepare(estimate.args, "cuda"))
         row |= {"allocated": torch.cuda.max_memory_allocated() / MIB}
         row |= {"reserved": torch.cuda.max_memory_reserved() / MIB}
     else:
-        row["allocated"] = trace_plan(plan.args, *sizes, fake=False).peak / MIB
+        row["allocated"] = allocated_peak(estimate.args) / MIB
     emit({"name": settings["command"], **row, "ratio": row["predicted"] / row["allocated"]})
 
 

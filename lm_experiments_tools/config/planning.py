@@ -1,4 +1,4 @@
-"""Arguments of `lmtools plan`, besides those of the script whose run is planned. Standard library only."""
+"""Arguments of `lmtools plan`, in addition to those of a script. Standard library only."""
 
 import re
 from dataclasses import dataclass
@@ -12,19 +12,14 @@ _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningArgs:
-    """What is planned for."""
+    """Hardware of the run."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the run is to be; auto: a GPU if this machine has one."""
-    trace: bool = True
-    """Also trace two steps of the model on tensors without data, in seconds; --no_trace: formulas alone."""
+    """Device of the run; auto: a GPU if this machine has one."""
     workers: Annotated[int, COUNT] = 1
     """Processes of the run, each with a batch of its own."""
     sharding: Literal["none", "zero1", "zero2", "zero3", "fsdp"] = "none"
-    """What the workers divide among them: optimizer state (zero1), gradients too (zero2), weights too (the others)."""
-    offload: Literal["none", "optimizer", "all"] = "none"
-    """What a GPU's run keeps in main memory: state, for an update on the CPU (optimizer: ZeRO), or weights too (all:
-    ZeRO 3, FSDP). Also says what that costs in time."""
+    """Tensors divided among the workers: optimizer state (zero1), gradients too (zero2), weights too (the others)."""
     fit: str | None = None
     """Memory to fit into, as 24GiB, or auto for this device's: proposes micro-batch, accumulation, checkpointing and
     optimizer for the same global batch."""
@@ -32,10 +27,7 @@ class PlanningArgs:
     def check(self) -> None:
         if self.fit not in (None, "auto"):
             bytes_of(self.fit)
-        fits = {"optimizer": ("zero1", "zero2", "zero3"), "all": ("zero3", "fsdp")}.get(self.offload)
-        if fits is not None and self.sharding not in fits:
-            raise UserError(f"--offload {self.offload} is for --sharding {' or '.join(fits)}, not {self.sharding}")
-        if self.sharding != "none" and self.workers == 1 and self.offload == "none":
+        if self.sharding != "none" and self.workers == 1:
             raise UserError(f"--sharding {self.sharding} divides among workers: add --workers N, for example 8")
 
 

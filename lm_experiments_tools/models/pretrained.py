@@ -116,6 +116,15 @@ def pretrained_model(
     return model
 
 
+def untrained_model(args: FinetuningArgs) -> PreTrainedModel:
+    """The model that the flags describe, with random weights and no adapter, for memory estimates."""
+    files = ModelFiles(args)
+    config = _config(args, files)
+    if args.dropout_rate is not None:
+        set_dropout(config, args.dropout_rate)
+    return build_model(_model_class(args, config), config, seed=args.seed)
+
+
 def _refuse_lost_base(args: FinetuningArgs) -> None:
     """An adapter is saved without what lies under it, which has to be somewhere."""
     if args.init_checkpoint and holds_adapter(Path(args.init_checkpoint)):

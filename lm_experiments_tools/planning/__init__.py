@@ -1,1 +1,1 @@
-"""Memory of a run before it starts: a formula for each part, a trace of the model without memory; imports recipes."""
+"""Memory of a run before it starts, and settings that fit into it; imports recipes."""

@@ -1,7 +1,9 @@
-"""The model, optimizer and batch of planned settings, for a trace: built where tensors have no data."""
+"""Model, optimizer and batch of a run's settings, with random weights and tokens and without its data."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -12,116 +14,124 @@ from torch import Tensor, nn
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.backends.precision import Precision
 from lm_experiments_tools.config.finetuning import FinetuningArgs
+from lm_experiments_tools.data.objectives.span_corruption import plan_spans
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.adapters import add_adapter, check_peft
+from lm_experiments_tools.models.build import enable_checkpointing
 from lm_experiments_tools.models.freezing import freeze
+from lm_experiments_tools.models.pretrained import untrained_model
+from lm_experiments_tools.models.speed import choose_speed, speed_up
 from lm_experiments_tools.modules.inspection import forward_names
-from lm_experiments_tools.modules.labelled_head import LABEL_POSITIONS, pick_labelled
-from lm_experiments_tools.planning.plan import Plan
-from lm_experiments_tools.planning.trace import Prepared, Traced, trace_steps
+from lm_experiments_tools.modules.labelled_head import LABEL_POSITIONS, pick_labelled, spread_labels
+from lm_experiments_tools.planning.trace import Prepared
 from lm_experiments_tools.recipes import common
 
 if TYPE_CHECKING:
     from lm_experiments_tools.config.training import ExperimentArgs
 
-# Whatever the code of a model says when it meets tensors without data.
-_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError, AssertionError)
+_SENTINELS = 10**6  # their number does not matter here
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def trace_plan(args: ExperimentArgs, source: int, target: int, scored: int | None, *, fake: bool = True) -> Traced:
-    """Two traced steps of the model that the settings name, on a CPU.
+def resolve(args: ExperimentArgs, origins: Mapping[str, str], device: str) -> ExperimentArgs:
+    """The settings with the choices of `--speed auto` for a device, which this machine may lack.
 
     Args:
-        args: with what `--speed auto` chooses put in.
-        source, target: tokens of a row; 0 for no decoder.
-        scored: tokens with a label of their own, where a head scores these alone.
-        fake: False computes with real tensors.
+        origins: of the settings, as `cli.parse` returns them.
 
     Raises:
-        UserError: the model cannot be built, or not be traced.
+        UserError: `--quantize`, or an adapter that needs a tokenizer.
     """
     if getattr(args, "quantize", None):
-        raise UserError(f"--quantize {args.quantize} cannot be traced: its kernels look at the weights")
-    if getattr(args, "peft", None):
-        check_peft("--peft")
-    try:
-        return trace_steps(lambda: prepare(args, source, target, scored), fake=fake)
-    except _FAILURES as error:
-        if isinstance(error, UserError):
-            raise
-        reason = " ".join(str(error).split())[:160]
-        raise UserError(f"{args.model_cls} cannot be traced: {type(error).__name__}: {reason}") from error
+        raise UserError(f"--quantize {args.quantize}: no estimate, its kernels read the weights. Leave it out.")
+    if getattr(args, "peft", None) not in (None, "lora"):
+        raise UserError(
+            f"--peft {args.peft}: no estimate, it needs the tokenizer. Choose --peft lora, or leave it out."
+        )
+    args, origins = choose_speed(args, origins, keeps_process=True)
+    free = args.speed == "auto" and origins.get("bf16", "default").startswith(("default", "--speed"))
+    if device == "cuda" and not torch.cuda.is_available() and free and not args.fp16:
+        args = replace(args, bf16=True)
+    return replace(args, compile=False, lr=args.lr or (None if args.relative_step else 1e-3))
 
 
-def prepare(
-    args: ExperimentArgs, source: int, target: int, scored: int | None, device: torch.device | None = None
-) -> Prepared:
-    """Model, optimizer and a batch of random tokens, as `trace_plan` takes them; on a CPU, or on `device`."""
-    device = device or torch.device("cpu")
-    backend = LocalBackend(Precision(), device)
-    args = replace(args, compile=False, lr=args.lr or (None if args.relative_step else 1e-3))
-    if getattr(args, "from_pretrained", None) and not args.model_cfg:  # its configuration is enough
-        args = replace(args, base_model=args.from_pretrained)
-    model_source = common.model_source(args, backend)
-    model = common.model_from_args(args, model_source, 0)
-    model = _adapted(model, args)
-    if device.type != "cpu":
-        model.to(device)
-    picks = scored is not None and pick_labelled(model, source, tried=False) is None
-    batch = _batch(model, args, source, target, scored if picks else None)
-    batch = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+def prepare(args: ExperimentArgs, device: str) -> Prepared:
+    """A model that is ready to train, and one micro-batch of random tokens.
+
+    Args:
+        args: as `resolve` returns them.
+
+    Raises:
+        UserError: the model cannot be built.
+    """
+    with torch.device(device) if device != "cpu" else nullcontext():
+        model = _model(args)
+        source, target = _lengths(args, model)
+        scored = _num_scored(args, model)
+        if scored is not None and pick_labelled(model, source, tried=False) is not None:
+            scored = None
+        batch = _batch(model, args, source, target, scored)
     optimizer = common.optimizer_from_args(args, model)
     dtype = next((dtype for name, dtype in _DTYPES.items() if getattr(args, name)), None)
-    return Prepared(model, optimizer, batch, dtype, args.gradient_accumulation_steps)
+    return Prepared(model, optimizer, batch, dtype)
 
 
-def _adapted(model: nn.Module, args: ExperimentArgs) -> nn.Module:
+def _model(args: ExperimentArgs) -> nn.Module:
     if not isinstance(args, FinetuningArgs):
-        return model
+        source = common.model_source(args, LocalBackend(Precision(), torch.device("cpu")))
+        return common.model_from_args(args, source, 0)
+    model = untrained_model(args)
+    if args.gradient_checkpointing:
+        enable_checkpointing(model)
     if args.peft is None:
         freeze(model, args.freeze)
-        return model
-    if args.peft != "lora":
-        raise UserError(f"--peft {args.peft} cannot be traced without its tokenizer: see the closed form")
-    with mock.patch.object(nn.Module, "to", lambda module, *_, **__: module):  # torch cannot move what has no data
-        return add_adapter(model, args, None, None, ())
+    else:
+        check_peft("--peft")
+        with mock.patch.object(nn.Module, "to", lambda module, *_, **__: module):  # nothing to move without data
+            model = add_adapter(model, args, None, None, ())
+    speed_up(model, args, plain=args.peft is None)
+    return model
+
+
+def _lengths(args: ExperimentArgs, model: nn.Module) -> tuple[int, int]:
+    """Tokens of a source and of a target, at most; 0 for a model without decoder or without encoder."""
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return args.input_seq_len, 0
+    if getattr(args, "task", "") == "span_corruption":
+        counts = plan_spans(args.input_seq_len, args.noise_density, args.mean_noise_span_length, _SENTINELS)
+        return args.input_seq_len, counts.targets_length
+    return args.input_seq_len, getattr(args, "target_seq_len", args.input_seq_len)
+
+
+def _num_scored(args: ExperimentArgs, model: nn.Module) -> int | None:
+    """Tokens of a micro-batch that a masked language model scores; None for all."""
+    masked = hasattr(args, "most_predictions") or getattr(args, "task", "") == "mlm"
+    if isinstance(args, FinetuningArgs) or not masked or args.mlm_positions == "all":
+        return None
+    if hasattr(args, "most_predictions"):
+        return args.batch_size * args.most_predictions()
+    return spread_labels(args.batch_size * args.input_seq_len, args.mlm_probability)
 
 
 def _batch(model: nn.Module, args: ExperimentArgs, source: int, target: int, scored: int | None) -> dict[str, Any]:
-    """Random tokens in the form that the script gives them to the model."""
+    """Random tokens in the form that the script passes to the model."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    names, words, rows = forward_names(base), base.config.vocab_size, args.batch_size
+    names, rows = forward_names(base), args.batch_size
+    vocabulary = base.get_input_embeddings().weight.shape[0]
 
     def ids(*shape: int) -> Tensor:
-        return torch.randint(0, words, shape)
+        return torch.randint(0, vocabulary, shape)
 
-    batch: dict[str, Any] = {"input_ids": ids(rows, source)}
-    is_t5 = bool(target)
-    if is_t5:
-        batch["labels"] = ids(rows, target)
-    elif isinstance(args, FinetuningArgs):
-        batch["labels"] = torch.zeros(rows, dtype=torch.long)
+    batch: dict[str, Any] = {"input_ids": ids(rows, source), "labels": ids(rows, target or source)}
+    if isinstance(args, FinetuningArgs) and args.model_type == "encoder":
+        batch["labels"] = torch.zeros(rows, dtype=torch.float32 if args.task == "regression" else torch.long)
     elif scored is not None:
         batch |= {"labels": ids(1, scored), LABEL_POSITIONS: torch.zeros(scored, dtype=torch.long)}
-    else:
-        batch["labels"] = ids(rows, source)
-    if is_t5 and not getattr(base, "is_fast", False):  # which is not given a mask of ones
+    if not (target and getattr(base, "is_fast", False)):  # which is not given a mask of ones
         batch["attention_mask"] = torch.ones(rows, source, dtype=torch.long)
-    if not is_t5:
-        batch["attention_mask"] = torch.ones(rows, source, dtype=torch.long)
+    if not target:
         batch["token_type_ids"] = torch.zeros(rows, source, dtype=torch.long)
         if getattr(args, "use_nsp", False):
             batch["next_sentence_label"] = torch.zeros(rows, dtype=torch.long)
-    if "use_cache" in names:
-        batch["use_cache"] = False
-    if "return_logits" in names:
-        batch["return_logits"] = False
+    batch |= {name: False for name in ("use_cache", "return_logits")}
     return {name: value for name, value in batch.items() if name in names or name == LABEL_POSITIONS}
-
-
-def traced(plan: Plan) -> Traced:
-    """The trace of a plan. Raises UserError."""
-    if plan.device != "cpu":
-        raise UserError("only a CPU's tensors are traced, whose attention and masks are other than a GPU's")
-    return trace_plan(plan.args, plan.step.source, plan.step.target, plan.step.scored)

@@ -1,33 +1,48 @@
-"""The inverse of a plan: settings for the same global batch that fit into so much memory; loads no torch."""
+"""The inverse of an estimate: settings for the same global batch that fit into so much memory, tried by real steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import multiprocessing
+import resource
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import psutil
+import torch
 
 from lm_experiments_tools.config.planning import bytes_of
 from lm_experiments_tools.data.tokens.cold import available_memory
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import human_bytes
-from lm_experiments_tools.planning.plan import Plan, make_plan
+from lm_experiments_tools.planning.build import prepare
+from lm_experiments_tools.planning.estimate import MemoryEstimate
+from lm_experiments_tools.planning.trace import run_passes, update
 
 if TYPE_CHECKING:
-    from lm_experiments_tools.config.planning import PlanningArgs
     from lm_experiments_tools.config.training import ExperimentArgs
 
+    Estimate = Callable[[ExperimentArgs], MemoryEstimate]
+
+_REFUSED = ("DefaultCPUAllocator", "can't allocate memory", "out of memory")  # in torch's RuntimeErrors
 USABLE = 0.92  # of the memory: the rest is the allocator's, and on a GPU CUDA's own
 
 
 class Fit(NamedTuple):
-    """Settings that fit, and what they changed as flags."""
+    """Settings that fit, their estimate, and the flags that change; none if the given settings fit."""
 
-    plan: Plan
-    changed: dict[str, Any]
+    args: ExperimentArgs
+    estimate: MemoryEstimate
+    flags: str
 
-    def flags(self) -> str:
-        """What to add to the command line; empty where nothing has to be changed."""
-        return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in self.changed.items())
+    def __str__(self) -> str:
+        size = human_bytes(self.estimate.total)
+        if not self.flags:
+            return f"fits as it is, {size}"
+        advice = "; another optimizer needs another learning rate" if "--optimizer" in self.flags else ""
+        return f"{self.flags}\n  estimated at {size}; still {self.args.rows_per_worker()} rows an update{advice}"
 
 
 def memory_of(device: str) -> int:
@@ -38,72 +53,122 @@ def memory_of(device: str) -> int:
     """
     if device == "cpu":
         return available_memory()
-    import torch  # seconds, which a plan with a size given does without
-
     if not torch.cuda.is_available():
         raise UserError("--fit auto: PyTorch finds no GPU (see CUDA_VISIBLE_DEVICES). Pass a size, such as 24GiB.")
     return torch.cuda.mem_get_info()[0]
 
 
-def fit(
-    args: ExperimentArgs,
-    planning: PlanningArgs,
-    origins: Mapping[str, str],
-    config: Mapping[str, Any],
-    plan: Plan,
-    below: float | None = None,
-) -> Fit:
-    """The settings nearest to the given ones that fit into `--fit`: as large a micro-batch as can be without
-    recomputation, then with it, then Adafactor. The rows of an update stay what they are.
+def memory_for_tensors(fit: str, device: str) -> float:
+    """Bytes of `--fit` for a run's tensors. On a CPU the process with all its imports is part of `--fit`.
 
-    Args:
-        below: bytes that the predicted peak has to stay below, instead of what `--fit` leaves usable.
+    Raises:
+        UserError: nothing is left.
+    """
+    memory = memory_of(device) if fit == "auto" else bytes_of(fit)
+    process = psutil.Process().memory_info().rss if device == "cpu" else 0
+    if USABLE * memory <= process:
+        raise UserError(f"--fit {fit}: {human_bytes(memory)} is too little. The process takes {human_bytes(process)}.")
+    return USABLE * memory - process
+
+
+def largest_fit(args: ExperimentArgs, estimate: Estimate, memory: float) -> Fit:
+    """The settings nearest to the given ones whose estimate is at most `memory`.
+
+    The micro-batch is as large as can be without recomputation, then with it, then with Adafactor. The rows of an
+    update stay what they are.
 
     Raises:
         UserError: not even one row fits.
     """
-    memory = bytes_to_fit(plan, planning) if below is None else below / USABLE
-    rows = args.rows_per_worker()
-    optimizers = list(dict.fromkeys([args.optimizer, "Adafactor"]))
-    checkpointing = list(dict.fromkeys([args.gradient_checkpointing, True]))
-    least = plan
-    for optimizer in optimizers:
-        for recompute in checkpointing:
-            for size in (size for size in range(rows, 0, -1) if rows % size == 0):
-                changed = {
-                    "batch_size": size,
-                    "gradient_accumulation_steps": rows // size,
-                    "gradient_checkpointing": recompute,
-                    "optimizer": optimizer,
-                }
-                options = {} if optimizer == args.optimizer else {"optimizer_options": ()}
-                tried = make_plan(replace(args, **changed, **options), planning, origins, config)
-                if tried.peak.total <= USABLE * memory:
-                    return Fit(tried, {n: v for n, v in changed.items() if v != getattr(args, n)})
-                least = min(least, tried, key=lambda plan: plan.peak.total)
+    for optimizer in dict.fromkeys([args.optimizer, "Adafactor"]):
+        options = {} if optimizer == args.optimizer else {"optimizer_options": ()}
+        for checkpointing in dict.fromkeys([args.gradient_checkpointing, True]):
+            tried = replace(args, gradient_checkpointing=checkpointing, optimizer=optimizer, **options)
+            found, smallest = _largest_micro_batch(tried, estimate, memory)
+            if found is not None:
+                names = "batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "optimizer"
+                changed = {n: getattr(found[0], n) for n in names if getattr(found[0], n) != getattr(args, n)}
+                flags = [f"--{name}" if value is True else f"--{name} {value}" for name, value in changed.items()]
+                return Fit(*found, " ".join(flags))
     raise UserError(
-        f"{human_bytes(memory)} are too little: with micro-batches of {least.args.batch_size}, "
-        f"{'gradient checkpointing' if least.step.checkpointing else 'no gradient checkpointing'} and "
-        f"{least.args.optimizer} the closed form still says {human_bytes(least.peak.total)}; shorten the rows, "
-        "divide the model among more workers (--workers N --sharding fsdp), or take adapters or a smaller model."
+        f"{human_bytes(memory)} for tensors is too little: micro-batches of one row with gradient checkpointing and "
+        f"Adafactor still need {human_bytes(smallest.total)}. Shorten the rows, shard the model (--workers N "
+        "--sharding fsdp), or take adapters or a smaller model."
     )
 
 
-def bytes_to_fit(plan: Plan, planning: PlanningArgs) -> int:
-    """The memory of `--fit`, in bytes."""
-    return memory_of(plan.device) if planning.fit == "auto" else bytes_of(planning.fit)
+def _largest_micro_batch(
+    args: ExperimentArgs, estimate: Estimate, memory: float
+) -> tuple[tuple[ExperimentArgs, MemoryEstimate] | None, MemoryEstimate]:
+    """The largest one that fits, if any, and the estimate of one row."""
+    rows, found, smallest = args.rows_per_worker(), None, None
+    sizes = [size for size in range(1, rows + 1) if rows % size == 0]
+    low, high = 0, len(sizes)
+    while low < high:  # sizes below `low` fit, those from `high` on do not
+        middle = (low + high) // 2 if found else 0
+        tried = replace(args, batch_size=sizes[middle], gradient_accumulation_steps=rows // sizes[middle])
+        estimated = estimate(tried)
+        smallest = smallest or estimated
+        if estimated.total <= memory:
+            found, low = (tried, estimated), middle + 1
+        else:
+            high = middle
+    return found, smallest
 
 
-def lines_of_fit(found: Fit, args: ExperimentArgs, memory: str) -> list[str]:
-    """What is proposed, and what it means."""
-    changed = found.flags()
-    rows = args.rows_per_worker()
-    if not changed:
-        return [f"--fit {memory}: fits as it is, {human_bytes(found.plan.peak.total)}"]
-    lines = [
-        f"--fit {memory}: {changed}",
-        f"  predicted peak {human_bytes(found.plan.peak.total)}; still {rows} rows an update",
-    ]
-    if "optimizer" in found.changed:
-        lines.append(f"  another optimizer than {args.optimizer} wants another learning rate")
-    return lines
+def try_steps(args: ExperimentArgs, device: str, memory: float | None = None) -> int | None:
+    """Peak of two steps on random tokens: bytes of tensors on a GPU, or on a CPU what the process grew by.
+
+    Args:
+        args: as `build.resolve` returns them.
+        memory: bytes that a process on a CPU may grow by; None for all there are.
+
+    Returns:
+        None if they do not fit.
+
+    Raises:
+        UserError: the model cannot be built, or fails for another reason.
+    """
+    spawn = multiprocessing.get_context("spawn")  # a fork of a process that has used torch may hang, or hold a GPU
+    with ProcessPoolExecutor(1, spawn) as pool:
+        try:
+            return pool.submit(_peak_of_steps, args, device, memory).result()
+        except BrokenProcessPool:  # Linux killed it
+            return None
+
+
+def _peak_of_steps(args: ExperimentArgs, device: str, memory: float | None) -> int | None:
+    before = psutil.Process().memory_info()
+    if device == "cpu" and memory is not None:
+        limit_memory(before.data + memory)
+    try:
+        prepared = prepare(args, device)
+        prepared.model.train()
+        for num_micro_batches in (1, min(2, args.gradient_accumulation_steps)):
+            for _ in range(num_micro_batches):
+                run_passes(prepared)
+            update(prepared)
+            prepared.optimizer.zero_grad(set_to_none=True)
+    except (RuntimeError, MemoryError, ValueError, TypeError) as error:
+        if is_out_of_memory(error):
+            return None
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise UserError(f"{args.model_cls} cannot be tried: {reason}") from None  # its traceback may not be pickled
+    if device == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before.rss
+    return torch.cuda.max_memory_allocated()
+
+
+def limit_memory(size: float) -> tuple[int, int]:
+    """Have memory beyond so many bytes refused: Linux promises it, and later kills. Returns the limits before."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [limit for limit in (int(size), soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+    return soft, hard
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for what torch, numpy or Python raise where memory is refused, on a GPU or (`ulimit -v`) a CPU."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _REFUSED)

@@ -1,137 +1,117 @@
-"""Print the plan of a run: the closed form at once, then the trace that checks it, then what would fit."""
+"""The memory estimate of a run: printed before it, in its log, and in the error when memory runs out."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.launchers import launcher_rank
 from lm_experiments_tools.config.planning import PlanningArgs
-from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.files import human_bytes, read_json
-from lm_experiments_tools.planning.fit import USABLE, Fit, fit, lines_of_fit, memory_of
-from lm_experiments_tools.planning.plan import Plan, device_of, make_plan, model_settings, with_checkpoint
-from lm_experiments_tools.planning.report import compared, lines_of, lines_of_offload
+from lm_experiments_tools.planning.estimate import MemoryEstimate, estimate_memory
+from lm_experiments_tools.planning.fit import is_out_of_memory, largest_fit, memory_for_tensors, try_steps
 
 if TYPE_CHECKING:
+    from lm_experiments_tools.backends.backend import Backend
     from lm_experiments_tools.config.training import ExperimentArgs
 
+logger = logging.getLogger(__name__)
 
-_LESS = 0.9  # of the predicted peak, for the next proposal after one that did not fit
+_LESS = 0.9  # of an estimate that did not fit, for the next proposal
+_NEXT = 0.8  # the same where memory ran out in a run
 
 
 def show(args: ExperimentArgs, planning: PlanningArgs, origins: Mapping[str, str]) -> None:
-    """Print the plan of settings.
+    """Print the estimate of settings, and with `--fit` settings that fit; `auto` runs two steps of them.
 
     Args:
-        origins: of the settings, as `cli.parse` gives them.
+        origins: of the settings, as `cli.parse` returns them.
 
     Raises:
-        UserError: no model is named, or neither way knows it, or nothing fits.
+        UserError: no model is named, it cannot be traced, or nothing fits.
     """
-    args = with_checkpoint(args)
-    config = model_settings(args)
-    try:
-        plan = make_plan(args, planning, origins, config)
-    except UserError as error:
-        if planning.fit or not planning.trace or args.model_cls is None:
-            raise
-        print(f"no closed form: {error}", flush=True)
-        print(_trace_alone(args, planning, config))
+    if not (args.model_cfg or args.base_model or args.init_checkpoint or getattr(args, "from_pretrained", None)):
+        raise UserError("No model is named. Pass --model_cfg, a file or a preset such as t5-small, or --base_model.")
+    os.chdir(args.working_folder())
+
+    def estimate(args: ExperimentArgs) -> MemoryEstimate:
+        return estimate_memory(args, planning, origins)
+
+    given = estimate(args)
+    print("\n".join(given.lines()), flush=True)
+    if not planning.fit:
         return
-    found = fit(args, planning, origins, config, plan) if planning.fit else None
-    print("\n".join(lines_of(plan)), flush=True)
-    if offloaded := lines_of_offload(plan, measured=planning.trace and Path("/dev/nvidia0").exists()):
-        print("\n" + "\n".join(offloaded), flush=True)
-    if planning.trace:
-        print("\n" + "\n".join(_traced(plan)), flush=True)
-    if found is not None:
-        print("\n" + "\n".join(lines_of_fit(found, args, planning.fit)), flush=True)
-        if planning.trace and found.changed:
-            print("\n".join(_traced(found.plan)), flush=True)
-        if planning.trace and planning.fit == "auto":
-            _try(found, lambda below: fit(args, planning, origins, config, plan, below), args, planning)
-
-
-def _try(found: Fit, fit_below: Callable[[float], Fit], args: ExperimentArgs, planning: PlanningArgs) -> None:
-    """Make two steps of what is proposed, and of less while these do not fit.
-
-    Raises:
-        UserError: nothing fits.
-    """
-    from lm_experiments_tools.planning.trial import try_plan
-
-    if planning.sharding != "none":
-        print(f"not tried: one process alone cannot do as --sharding {planning.sharding}")
-        return
-    memory = USABLE * memory_of(found.plan.device)
-    while True:
-        predicted = human_bytes(found.plan.peak.total)
-        try:
-            peak = try_plan(found.plan, memory).peak
-        except UserError as error:
-            print(f"not tried: {error}")
-            return
-        if peak is not None:
-            whole = "; a CPU's is that of the process, with what libraries load" if found.plan.device == "cpu" else ""
-            took = f"two steps took {human_bytes(peak)} (predicted {predicted}{whole})"
-            print(f"tried on this {found.plan.device}: {took}")
-            return
-        print(f"tried on this {found.plan.device}: {predicted} were predicted, and it does not fit; less:", flush=True)
-        found = fit_below(_LESS * found.plan.peak.total)
-        print("\n".join(lines_of_fit(found, args, planning.fit)), flush=True)
+    memory = memory_for_tensors(planning.fit, given.device)
+    found, peak = largest_fit(args, estimate, memory), None
+    print(f"\n--fit {planning.fit}: {found}", flush=True)
+    while planning.fit == "auto" and planning.sharding == "none" and peak is None:
+        peak = try_steps(found.estimate.args, given.device, memory)
+        if peak is None:
+            print(f"tried: {human_bytes(found.estimate.total)} was estimated and does not fit", flush=True)
+            found = largest_fit(args, estimate, _LESS * found.estimate.total)
+            print(f"--fit {planning.fit}: {found}", flush=True)
+        else:
+            whole = ", with what libraries load" if given.device == "cpu" else ""
+            print(f"tried: two steps took {human_bytes(peak)} on this {given.device}{whole}")
 
 
 def show_run(args: ExperimentArgs, origins: Mapping[str, str]) -> None:
-    """Print the plan of a script's run (`--plan`), on rank 0, for the workers that its launcher has started."""
+    """Print the estimate of a script's run (`--plan`), on rank 0, for the workers that its launcher has started."""
     if launcher_rank() == 0:
         show(args, of_launcher(), origins)
 
 
 def of_launcher(environ: Mapping[str, str] = os.environ) -> PlanningArgs:
-    """Workers and sharding as the launcher's environment tells them."""
-    told = [environ.get(name, "") for name in ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")]
-    workers = max((int(text) for text in told if text.isdigit()), default=1)
-    stage, away = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", ""), "none"
-    devices = [environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{name}_DEVICE") for name in ("OPTIMIZER", "PARAM")]
+    """Workers and sharding of the launcher's environment."""
+    counts = [environ.get(name, "") for name in ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")]
+    workers = max((int(text) for text in counts if text.isdigit()), default=1)
+    stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "")
     if file := environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
-        zero = _object(read_json(Path(file)).get("zero_optimization"))
-        stage = str(zero.get("stage", stage))
-        devices = [_object(zero.get(f"offload_{name}")).get("device") for name in ("optimizer", "param")]
+        zero = read_json(Path(file)).get("zero_optimization")
+        stage = str(zero.get("stage", stage)) if isinstance(zero, dict) else stage
+    sharding = f"zero{stage}" if stage in ("1", "2", "3") else "none"
     if environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
-        sharding, away = "fsdp", "all" if environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true" else "none"
-    else:
-        sharding = f"zero{stage}" if stage in ("1", "2", "3") else "none"
-        if sharding != "none" and devices[0] == "cpu":
-            away = "all" if sharding == "zero3" and devices[1] == "cpu" else "optimizer"
-    if workers == 1 and away == "none":
-        sharding = "none"
-    return PlanningArgs(workers=workers, sharding=sharding, offload=away)
+        sharding = "fsdp"
+    return PlanningArgs(workers=workers, sharding=sharding if workers > 1 else "none")
 
 
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+@contextmanager
+def watched(args: ExperimentArgs, origins: Mapping[str, str], backend: Backend) -> Iterator[None]:
+    """Train inside. On a GPU rank 0 logs the estimate as a multiple of what was measured.
 
+    Raises:
+        RunError: the device ran out of memory. It names the estimate and what to try next.
+    """
 
-def _traced(plan: Plan) -> list[str]:
-    from lm_experiments_tools.planning.build import traced  # torch, which the closed form does without
+    def estimate(args: ExperimentArgs) -> MemoryEstimate:
+        return estimate_memory(args, replace(of_launcher(), device=backend.device.type), origins)
 
+    if backend.device.type == "cuda" and backend.is_main and not args.validate_only:
+        try:
+            backend.planned_mib = estimate(args).total / 2**20
+        except UserError as error:
+            logger.info("no memory estimate: %s", error)
     try:
-        return compared(plan, traced(plan))
-    except UserError as error:
-        return [f"not traced: {error}"]
-
-
-def _trace_alone(args: ExperimentArgs, planning: PlanningArgs, config: Mapping[str, Any]) -> str:
-    """Of a model that no formula describes. Raises UserError."""
-    from lm_experiments_tools.planning.build import trace_plan
-
-    if device_of(planning.device) != "cpu":
-        raise UserError("only a CPU's tensors are traced: add --device cpu")
-    target = args.target_seq_len if config.get("is_encoder_decoder") else 0
-    found = trace_plan(replace(args, speed="off"), args.input_seq_len, target, None)
-    parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in found.parts.items() if size)
-    return f"traced: {human_bytes(found.peak)} in the {found.moment} ({parts})"
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).rpartition("DefaultCPUAllocator: ")[2].split(". ")[0] or "Python's own objects"
+        message = f"out of memory ({reason}). "
+        try:
+            estimated = estimate(args)
+            parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in estimated.parts.items() if size)
+            message += (
+                f"Estimated were {human_bytes(estimated.total)} for micro-batches of {args.batch_size}: {parts}. "
+            )
+            found = largest_fit(args, estimate, _NEXT * estimated.total)
+            message += f"Try {found.flags}, estimated at {human_bytes(found.estimate.total)}, as many rows an update."
+        except UserError as no_estimate:
+            message += f"{no_estimate} Try a smaller --batch_size with more --gradient_accumulation_steps."
+        raise RunError(message) from error

@@ -1,133 +1,182 @@
-"""Trace the memory of training steps on tensors that have shapes and no data: any model class, nothing allocated.
+"""Memory of a training step, counted on tensors that have shapes and no data: any model class, nothing is allocated.
 
-torch's MemTracker counts what the operations of forward pass, backward pass and optimizer hold. State of the optimizer
-appears in the first step, so the peak is that of the second. A value read from a tensor (`.item()`) is 1; a condition
-is True, until it has been asked so often that it must be that of a loop.
+The forward and backward pass run once and the optimizer twice. Later steps hold the same tensors, and the optimizer
+state in addition, which appears in the first update. A number read from a tensor is 1. A condition is true, but for
+the last of many in a row, so that loops end.
 """
 
 from __future__ import annotations
 
-import contextlib
+import gc
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
-_KEEPERS = ("lm_experiments_tools.attention", "modeling_t5", "modeling_bert")
-_KINDS = {
-    "parameters": _MemRefType.PARAM,
-    "buffers": _MemRefType.BUFFER,
-    "state": _MemRefType.OPT,
-    "total": "Total",
-}
-_MOST_TRUE, _MOST_TRUE_BUILDING = 2000, 10  # conditions of two steps (masks in each layer), and of building a model
+from lm_experiments_tools.training.generators import preserved_random_state
 
-
-class Traced(NamedTuple):
-    """Memory of the tensors at the highest moment of two training steps, in bytes."""
-
-    peak: int
-    moment: str  # "forward", "backward" or "update"
-    parts: dict[str, int]  # parameters, gradients, activations, ... as the tracker tells them apart
+_CACHES = ("lm_experiments_tools.attention", "modeling_t5", "modeling_bert")
+_MAX_TRUE_BUILDING, _MAX_TRUE = 10, 2000  # conditions; weights may be drawn until they fit, masks are in each layer
 
 
 class Prepared(NamedTuple):
-    """A model ready to train: what a step needs."""
+    """A model ready to train, and what a step needs."""
 
     model: nn.Module
     optimizer: Optimizer
     batch: Mapping[str, Any]  # arguments of the model's forward
-    dtype: torch.dtype | None = None  # of autocast
-    micro_batches: int = 1
+    dtype: torch.dtype | None  # of autocast
 
 
-def trace_steps(prepare: Callable[[], Prepared], *, fake: bool = True) -> Traced:
-    """The peak of two training steps of what `prepare` makes.
+class Moment(NamedTuple):
+    """Bytes at one moment of a step, in addition to parameters and optimizer state."""
+
+    phase: str  # "forward", "backward" or "update"
+    gradients: int
+    activations: int
+
+
+class Trace(NamedTuple):
+    """Memory of a training step, in bytes."""
+
+    parameters: int  # and buffers
+    gradients: int  # of all trained parameters
+    state: int  # of the optimizer
+    moments: list[Moment]  # for each phase and number of gradients, the one with the most activations
+
+
+def trace_step(prepare: Callable[[], Prepared], *, casts_weights: bool = True) -> tuple[Trace, Prepared]:
+    """Memory of a training step, and the model that was traced.
 
     Args:
-        prepare: makes model, optimizer and batch; called where tensors have no data.
-        fake: False computes with real tensors, for comparison.
+        prepare: builds the model; called where tensors have no data.
+        casts_weights: count the 16-bit weights of autocast; False where FSDP or DeepSpeed gather such weights.
 
     Raises:
-        Exception: whatever the model's code raises where it cannot do without data.
+        Exception: whatever the model's code raises where it needs data.
     """
-    with _no_data() if fake else contextlib.nullcontext(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the tracker, about modules whose inputs need no gradient
-        with _Answers(_MOST_TRUE_BUILDING) if fake else contextlib.nullcontext():  # rejection sampling of weights
-            prepared = prepare()
-        prepared.model.train()
-        tracker = _PeakTracker()
-        tracker.track_external(prepared.model, prepared.optimizer)
-        for parameter in prepared.model.parameters():
+    counter = _Counter(casts_weights)
+    with preserved_random_state(), _without_data(), counter, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        prepared = prepare()
+        counter.start(prepared)
+        run_passes(prepared, lambda phase: setattr(counter, "phase", phase))
+        gc.collect()
+        before, counter.phase = counter.live, None
+        update(prepared)
+        counter.state, counter.phase = counter.live - before, "update"
+        update(prepared)
+    moments = [Moment(*key, most) for key, most in counter.most.items()]
+    return Trace(counter.parameters, counter.gradients, counter.state, moments), prepared
+
+
+def run_passes(prepared: Prepared, enter: Callable[[str], object] = str) -> None:
+    """Forward and backward pass of one micro-batch; `enter` is called with the name of each."""
+    model, _, batch, dtype = prepared
+    enter("forward")
+    with torch.autocast(next(model.parameters()).device.type, dtype=dtype, enabled=dtype is not None):
+        loss = model(**batch)["loss"]
+    enter("backward")
+    loss.backward()
+
+
+def update(prepared: Prepared) -> None:
+    """Update of the weights; gradients stay."""
+    torch.nn.utils.get_total_norm([p.grad for p in prepared.model.parameters() if p.grad is not None])
+    prepared.optimizer.step()
+
+
+class _Counter(TorchDispatchMode):
+    """Counts the storages that operations make, until they are freed.
+
+    torch's MemTracker does the same, but its hooks on modules would keep our models from their fused path, and it
+    counts the sum of two gradients as a third tensor.
+    """
+
+    def __init__(self, casts_weights: bool) -> None:
+        super().__init__()
+        self.casts_weights = casts_weights
+        self.live = self.parameters = self.gradients = self.state = self.num_true = 0
+        self.phase: str | None = None
+        self.most: dict[tuple[str, int], int] = {}
+        self._seen = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            if args[0].dtype != torch.bool:
+                return 1.0 if args[0].is_floating_point() else 1
+            self.num_true += 1
+            return self.num_true % (_MAX_TRUE_BUILDING if self.phase is None else _MAX_TRUE) != 0
+        outputs = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and not self.casts_weights and isinstance(args[0], nn.Parameter):
+            self._seen[outputs.untyped_storage()] = True
+        self._track(tree_leaves(outputs))
+        # autograd adds to a gradient in place, unless it is a view. Where a dispatch mode is active it does not, and
+        # frees the old sum after this call.
+        is_sum = func is torch.ops.aten.add.Tensor and self.phase == "backward" and not torch.is_grad_enabled()
+        if self.phase is not None and not (is_sum and not args[0]._is_view()):
+            key, state = (self.phase, self.gradients), self.state if self.phase == "update" else 0
+            activations = self.live - self.parameters - self.gradients - state
+            self.most[key] = max(activations, self.most.get(key, 0))
+        return outputs
+
+    def start(self, prepared: Prepared) -> None:
+        """Begin to count a step of a model that has been built."""
+        model = prepared.model.train()
+        self._track(prepared.batch.values())
+        self.parameters = self._track([*model.parameters(), *model.buffers()])
+        for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(tracker.count_gradient)
-        with tracker:
-            for micro_batches in (1, min(prepared.micro_batches, 2)):  # from the second on there are gradients before
-                _step(prepared, tracker, micro_batches)
-    snapshots = tracker.get_tracker_snapshot("peak").values()
-    kinds = {name: sum(snapshot.get(kind, 0) for snapshot in snapshots) for name, kind in _KINDS.items()}
-    total, gradients = kinds.pop("total"), tracker.gradients_at_peak
-    parts = {"parameters": kinds["parameters"] + kinds["buffers"], "gradients": gradients, "optimizer": kinds["state"]}
-    return Traced(total, tracker.moment, {**parts, "activations": total - sum(parts.values())})
+                parameter.register_post_accumulate_grad_hook(self._count_gradient)
+
+    def _track(self, values: Iterable[Any]) -> int:
+        """Count storages that are new; returns the bytes of all of them."""
+        storages = {id(s): s for s in (x.untyped_storage() for x in values if isinstance(x, Tensor))}
+        for storage in storages.values():
+            if storage not in self._seen:
+                self._seen[storage] = True
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes()).atexit = False
+        return sum(storage.nbytes() for storage in storages.values())
+
+    def _free(self, size: int) -> None:
+        self.live -= size
+
+    def _count_gradient(self, parameter: Tensor) -> None:
+        self.gradients += parameter.grad.nbytes
 
 
-def make_steps(prepared: Prepared) -> None:
-    """Two updates, the second of two micro-batches if there are more than one, as the traced ones."""
-    prepared.model.train()
-    for micro_batches in (1, min(prepared.micro_batches, 2)):
-        _step(prepared, _PeakTracker(), micro_batches)
-
-
-def _step(prepared: Prepared, tracker: _PeakTracker, micro_batches: int) -> None:
-    """One update, as `TrainingLoop.train_step` makes it."""
-    model, optimizer, batch, dtype, _ = prepared
-    device = next(model.parameters()).device.type
-    for _ in range(micro_batches):
-        tracker.now = "forward"
-        with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
-            loss = model(**batch)["loss"]
-        tracker.now = "backward"
-        loss.backward()
-        del loss
-    tracker.now = "update"
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    torch.nn.utils.get_total_norm(gradients)
-    del gradients
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    tracker.forget_gradients()
-
-
-@contextlib.contextmanager
-def _no_data() -> Iterator[None]:
-    _forget_kept()
+@contextmanager
+def _without_data() -> Iterator[None]:
+    """Tensors without data; our modules' caches are emptied, so that these never meet others."""
+    _clear_caches()
     try:
-        with _fake_mode(), _Answers(_MOST_TRUE):
+        with _fake_mode():
             yield
     finally:
-        _forget_kept()
+        _clear_caches()
 
 
-def _forget_kept() -> None:
-    """Empty what modules of ours keep from one forward pass to the next: tensors with data and such without must not
-    meet."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith(_KEEPERS):
-            for value in vars(module).values():
-                if callable(getattr(value, "cache_clear", None)) and getattr(value, "__module__", None) == name:
-                    value.cache_clear()
+def _clear_caches() -> None:
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(_CACHES)]
+    for function in (value for module in modules for value in vars(module).values()):
+        if callable(getattr(function, "cache_clear", None)) and str(function.__module__).startswith(_CACHES):
+            function.cache_clear()
 
 
 class _Mode(FakeTensorMode):
-    """Stays one where modules are copied with their tensors, as peft copies a classifier's head."""
+    """Not copied with its tensors, as peft copies a classifier's head."""
 
     def __deepcopy__(self, memo: dict) -> _Mode:
         return self
@@ -135,75 +184,5 @@ class _Mode(FakeTensorMode):
 
 @cache
 def _fake_mode() -> FakeTensorMode:
-    """One for all traces of a process, as torch keeps constants of the first."""
+    """One mode for all traces of a process, as torch keeps constants of the first."""
     return _Mode()
-
-
-class _Answers(TorchDispatchMode):
-    """Answers 1 where a number is read from a tensor without data, and True where a condition is.
-
-    After `most_true` conditions it answers False and True in turn, which ends a loop that waits for either.
-    """
-
-    def __init__(self, most_true: int) -> None:
-        super().__init__()
-        self.asked, self.most_true = 0, most_true
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            tensor: Tensor = args[0]
-            if tensor.dtype == torch.bool:
-                self.asked += 1
-                return self.asked <= self.most_true or (self.asked - self.most_true) % 2 == 0
-            return 1.0 if tensor.is_floating_point() else 1
-        return func(*args, **(kwargs or {}))
-
-
-class _PeakTracker(MemTracker):
-    """torch's, which looks at the whole alone: to look at each module after each operation takes four times as long,
-    and its hooks on modules would keep our models from their fast step, which leaves modules with hooks alone."""
-
-    now = moment = "forward"
-    gradients = gradients_at_peak = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._mod_tracker, self._counted = _NoModules(), set()
-
-    def count_gradient(self, parameter: Tensor) -> None:
-        """Note the first gradient of a parameter since the update before."""
-        if parameter not in self._counted:
-            self._counted.add(parameter)
-            self.gradients += parameter.grad.nbytes
-
-    def forget_gradients(self) -> None:
-        """Note that all gradients are gone."""
-        self.gradients, self._counted = 0, set()
-
-    def _update_peak_stats(self, peak_state: Any) -> None:
-        for device, snapshot in self._curr_mem_snap.items():
-            if self._peak_mem.get(device, 0) < snapshot["Total"]:
-                self._peak_mem[device], self._peak_mem_snap[device] = snapshot["Total"], dict(snapshot)
-                self.moment, self.gradients_at_peak = self.now, self.gradients
-
-
-class _NoModules:
-    """In the place of the tracker's ModTracker: whether there is a backward pass, and nothing of modules."""
-
-    parents: frozenset[str] = frozenset()
-
-    @property
-    def is_bw(self) -> bool:
-        return torch._C._current_graph_task_id() != -1
-
-    def register_user_hooks(self, *hooks: Any) -> None:
-        """None are called."""
-
-    def clear_user_hooks(self) -> None:
-        """There are none."""
-
-    def __enter__(self) -> None:
-        """Nothing to begin."""
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing to end."""

@@ -1,14 +1,14 @@
-"""What a run will hold in memory, part by part, before anything is allocated; or what would fit.
+"""Estimate the memory of a run, or find settings that fit.
 
     lmtools plan pretrain-t5 --model_cfg t5-v1_1-base --batch_size 32 --input_seq_len 512
     lmtools plan pretrain-bert --model_cfg bert_base_uncased --batch_size 64 --input_seq_len 128 --fit 24GiB
     lmtools plan finetune --from_pretrained t5-large --peft lora --batch_size 8
-    lmtools plan run.yaml --no_trace
-    lmtools plan pretrain-t5 --model_cfg t5-11b --no_trace --device cuda --workers 8 --sharding fsdp
+    lmtools plan run.yaml
+    lmtools plan pretrain-t5 --model_cfg t5-11b --device cuda --workers 8 --sharding fsdp
 
-Flags are those of the script (pretrain-t5, pretrain-bert, finetune, or its file), and these of the plan. A YAML file
-in the place of the script is one of its `--config`. Formulas explain each part at once; a trace of two steps of the
-model's own code, on tensors without data, checks them within seconds. See docs/out_of_memory.md.
+Flags are those of the script (pretrain-t5, pretrain-bert, finetune, or its file), and those below. A YAML file instead
+of the script is passed to `--config`. The model's own code runs one step on tensors without data: nothing is
+allocated. See docs/out_of_memory.md.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.config.training import BatchArgs, ModelArgs, PrecisionArgs
 from lm_experiments_tools.errors import UserError
 
-# What a plan reads; data and schedule of the run need not be complete.
+# Groups of flags that an estimate depends on; data and schedule need not be complete.
 _READ = (BatchArgs, PrecisionArgs, ModelArgs, PlanningArgs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanT5Args(T5PretrainingArgs, PlanningArgs):
-    """The flags of run_t5_pretraining.py, and those of the plan."""
+    """The flags of run_t5_pretraining.py, and those of the estimate."""
 
     def __post_init__(self) -> None:
         check_groups(self, (*_READ, ObjectiveArgs))
@@ -41,7 +41,7 @@ class PlanT5Args(T5PretrainingArgs, PlanningArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanBertArgs(BertPretrainingArgs, PlanningArgs):
-    """The flags of run_bert_pretraining.py, and those of the plan."""
+    """The flags of run_bert_pretraining.py, and those of the estimate."""
 
     data_path: tuple[str, ...] = ()
 
@@ -51,7 +51,7 @@ class PlanBertArgs(BertPretrainingArgs, PlanningArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFinetuningArgs(FinetuningArgs, PlanningArgs):
-    """The flags of run_finetuning.py, and those of the plan."""
+    """The flags of run_finetuning.py, and those of the estimate."""
 
     def __post_init__(self) -> None:
         check_groups(self, (*_READ, LengthArgs, MemoryArgs))
@@ -59,7 +59,7 @@ class PlanFinetuningArgs(FinetuningArgs, PlanningArgs):
 
 SCRIPTS = {"pretrain-t5": PlanT5Args, "pretrain-bert": PlanBertArgs, "finetune": PlanFinetuningArgs}
 _FILES = {"run_t5_pretraining": "pretrain-t5", "run_bert_pretraining": "pretrain-bert", "run_finetuning": "finetune"}
-# Settings of one script alone, by which a YAML file is recognised.
+# Settings that only one script has, by which a YAML file is recognized.
 _MARKS = {
     "finetune": ("from_pretrained", "peft", "model_type", "quantize", "epochs"),
     "pretrain-bert": ("use_nsp", "vocab_file", "short_seq_prob", "mlm_prob"),
@@ -67,7 +67,7 @@ _MARKS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Read the script or file and the flags, and print the plan; returns 0. Raises UserError."""
+    """Read the script or file and the flags, and print the estimate; returns 0. Raises UserError."""
     names_one = bool(argv) and not argv[0].startswith("-")
     asked, *flags = argv if names_one else ["pretrain-t5", *argv]
     name = _FILES.get(Path(asked).stem, asked)
@@ -78,10 +78,8 @@ def main(argv: Sequence[str]) -> int:
     args, origins = parse(
         SCRIPTS[name], flags, description=__doc__, program=f"lmtools plan {name}" if names_one else "lmtools plan"
     )
-    from lm_experiments_tools.planning.show import device_of, show
+    from lm_experiments_tools.planning.show import show  # torch, which a mistyped flag need not wait for
 
-    if args.offload != "none" and device_of(args.device) == "cpu":
-        raise UserError(f"--offload {args.offload}: a run on a CPU has everything in main memory; add --device cuda")
     show(args, args, origins)
     return 0
 

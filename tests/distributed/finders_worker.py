@@ -49,7 +49,7 @@ def main():
     trainer = loop(backend, batch_size=rows, find_micro_batch=True)
     if "FULL_AT" in os.environ:
         backend.unwrap().most = int(os.environ["FULL_AT"].split(",")[backend.rank])
-    find_micro_batch(trainer, {}, folder)
+    find_micro_batch(trainer, folder)
     backend.close()
 
 

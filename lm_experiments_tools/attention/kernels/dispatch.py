@@ -140,7 +140,8 @@ def block_sparse_attention(
 
 
 def _attend(inputs: AttentionInputs, backend: str) -> Tensor:
-    if torch.compiler.is_compiling() and not isinstance(inputs.q, FakeTensor):
+    # one operator in a compiled graph, and in a memory estimate, which has FakeTensors outside of any graph
+    if torch.compiler.is_compiling() != isinstance(inputs.q, FakeTensor):
         return attend_in_graph(inputs, backend, select)
     signature = _signature(inputs) if backend == "auto" and _forced is None else None
     if signature in _sdpa_signatures:

@@ -5,10 +5,11 @@ import pytest
 from lm_experiments_tools.backends.backend import LocalBackend
 from lm_experiments_tools.checkpoint import manifest
 from lm_experiments_tools.checkpoint.writer import CheckpointWriter
+from lm_experiments_tools.config.planning import PlanningArgs
 from lm_experiments_tools.config.pretraining import T5PretrainingArgs
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.planning.plan import model_settings
+from lm_experiments_tools.planning.estimate import estimate_memory
 from lm_experiments_tools.recipes.common import model_source
 from lm_experiments_tools.recipes.t5_sources import T5Sources
 from lm_experiments_tools.tools import attention, convert
@@ -54,7 +55,7 @@ READERS = {
     "convert --tokenizer": lambda folder: converted(folder, tokenizer=str(folder)),
     "convert": converted,
     "--base_model": lambda folder: model_source(started(folder), LocalBackend()),
-    "plan --base_model": lambda folder: model_settings(started(folder)),
+    "plan --base_model": lambda folder: estimate_memory(started(folder), PlanningArgs(device="cpu"), {}),
 }
 
 

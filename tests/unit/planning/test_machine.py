@@ -1,4 +1,4 @@
-"""What a plan asks of the machine, and of folders."""
+"""Memory of the machine, and folders that a model is named by."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ import transformers
 
 from lm_experiments_tools.data.tokens import cold
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.planning import plan
-from lm_experiments_tools.planning.fit import memory_of
+from lm_experiments_tools.planning.estimate import device_of
+from lm_experiments_tools.planning.fit import USABLE, memory_for_tensors, memory_of
 from lm_experiments_tools.tools.main import main
 from tests.unit.planning.test_plan import T5
 
@@ -32,16 +32,24 @@ def test_memory_of_a_gpu_is_what_is_free_on_the_visible_one(monkeypatch):
         memory_of("cuda")
 
 
-def test_a_hidden_gpu_is_not_planned_for(monkeypatch):
-    """It is for PyTorch to say: the driver's files are there whatever CUDA_VISIBLE_DEVICES hides."""
-    monkeypatch.setattr(plan, "has_nvidia_driver", lambda: True)
+def test_a_hidden_gpu_is_not_estimated_for(monkeypatch):
+    """PyTorch decides: the driver's files are there whatever CUDA_VISIBLE_DEVICES hides."""
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     for usable, device in ((True, "cuda"), (False, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda usable=usable: usable)
-        assert plan.device_of("auto") == device
+        assert device_of("auto") == device
 
 
-def test_a_run_directory_is_planned_as_its_checkpoint(tmp_path, capsys, monkeypatch):
+def test_the_process_itself_is_part_of_a_cpus_memory():
+    process = psutil.Process().memory_info().rss
+    left = memory_for_tensors("4GiB", "cpu")
+    assert USABLE * 4 * 2**30 - left == pytest.approx(process, rel=0.1)
+    assert memory_for_tensors("4GiB", "cuda") == USABLE * 4 * 2**30
+    with pytest.raises(UserError, match="--fit 100MiB: 100.0 MiB is too little. The process takes"):
+        memory_for_tensors("100MiB", "cpu")
+
+
+def test_a_run_directory_stands_for_its_checkpoint(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpoint = Path("run/checkpoints/step_000004")
     values = {key: value for key, value in T5.items() if key != "model_type"}
@@ -49,12 +57,13 @@ def test_a_run_directory_is_planned_as_its_checkpoint(tmp_path, capsys, monkeypa
     (checkpoint / "trainer_state.safetensors").touch()  # by which a checkpoint of ours is known
     Path("run/config.json").write_text(json.dumps({"lr": 1}))  # of the run's arguments
     Path("run/last").symlink_to("checkpoints/step_000004")
-    flags = ["--lr", "1e-3", "--batch_size", "2", "--device", "cpu", "--no_trace", "--speed", "off"]
+    flags = ["--lr", "1e-3", "--batch_size", "2", "--device", "cpu", "--speed", "off"]
     printed = []
     for name in ("run", "run/last"):
         assert main(["plan", "finetune", "--from_pretrained", name, *flags]) == 0
-        printed.append(capsys.readouterr().out.partition("T5, ")[2])
-    assert printed[0] == printed[1] != ""
+        printed.append(capsys.readouterr().out.partition("T5ForConditionalGeneration: ")[2])
+    assert printed[0] == printed[1]
+    assert "at the peak" in printed[0]
 
 
 @pytest.mark.timeout(60)
@@ -68,4 +77,4 @@ def test_modernbert_whose_weights_are_drawn_until_they_fit_is_traced(tmp_path, c
     flags = ["--model_cls", "transformers:ModernBertForMaskedLM", "--model_cfg", str(tmp_path / "model.json")]
     flags += ["--batch_size", "2", "--input_seq_len", "32", "--vocab_file", "-", "--lr", "1e-3", "--device", "cpu"]
     assert main(["plan", "pretrain-bert", *flags]) == 0
-    assert "traced: " in capsys.readouterr().out
+    assert "at the peak" in capsys.readouterr().out

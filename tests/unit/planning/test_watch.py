@@ -1,16 +1,16 @@
-"""The plan in a run: printed before it by --plan, beside what was measured, and said when memory ran out."""
-
-import logging
+"""The estimate in a run: printed before it by --plan, next to what was measured, and in the error at out-of-memory."""
 
 import pytest
 import torch
 
 from lm_experiments_tools.backends.backend import LocalBackend
+from lm_experiments_tools.config.planning import PlanningArgs
 from lm_experiments_tools.config.training import ExperimentArgs
 from lm_experiments_tools.errors import RunError
 from lm_experiments_tools.models.build import build_model, load_model_config
 from lm_experiments_tools.modules.user_classes import get_cls_by_name
-from lm_experiments_tools.planning.watch import watched
+from lm_experiments_tools.planning.estimate import estimate_memory
+from lm_experiments_tools.planning.show import watched
 from tests.unit.planning.test_plan import OWN_T5, settings
 from tests.unit.planning.test_plan import T5 as CONFIG
 
@@ -25,30 +25,30 @@ def run(tmp_path):
     return args, {}, backend
 
 
-def test_a_run_logs_predicted_over_measured_once(run, caplog):
-    with caplog.at_level(logging.INFO), watched(*run):
-        pass
-    lines = [
-        record.getMessage() for record in caplog.records if "memory/predicted_over_measured" in record.getMessage()
-    ]
-    assert len(lines) == 1
-    assert "of the whole process, resident" in lines[0]
-    assert 0.05 < float(lines[0].split()[-1]) < 20
-    measured = run[2].memory()
-    assert measured["memory_predicted_over_measured"] == pytest.approx(float(lines[0].split()[-1]), abs=0.02)
+def test_a_gpus_run_logs_the_estimate_over_what_was_measured(run, monkeypatch):
+    args, origins, backend = run
+    monkeypatch.setattr(backend, "peak_memory_mib", lambda: 100.0)
+    with watched(args, origins, backend):
+        assert "memory_predicted_over_measured" not in backend.memory()  # a CPU's process holds more than tensors
+    monkeypatch.setattr(backend, "device", torch.device("cuda"))
+    drawn = torch.random.get_rng_state()
+    with watched(args, origins, backend):
+        ratio = backend.memory()["memory_predicted_over_measured"]
+    assert ratio == estimate_memory(args, PlanningArgs(device="cuda"), origins).total / 2**20 / 100
+    assert torch.equal(torch.random.get_rng_state(), drawn)
 
 
-def test_running_out_of_memory_quotes_the_plan_and_proposes_the_next_setting(run):
+def test_running_out_of_memory_names_the_estimate_and_the_next_setting(run):
     with pytest.raises(RunError) as caught, watched(*run):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has more to say")
-    sentence = str(caught.value)
-    assert sentence.startswith("out of memory (CUDA out of memory); planned were ")
-    assert "for micro-batches of 8: weights 5.5 MiB, optimizer state 1" in sentence
-    assert "; try --batch_size 4 --gradient_accumulation_steps 2, planned at " in sentence
+    message = str(caught.value)
+    assert message.startswith("out of memory (CUDA out of memory). Estimated were ")
+    assert "for micro-batches of 8: parameters 5.5 MiB, optimizer state 10.9 MiB" in message
+    assert " Try --batch_size 4 --gradient_accumulation_steps 2, estimated at " in message
 
 
-def test_main_memory_that_is_refused_is_told_likewise(run):
-    with pytest.raises(RunError, match=r"^out of memory \(can't allocate memory: you tried .*; try --batch_size 4"):
+def test_main_memory_that_is_refused_is_named_likewise(run):
+    with pytest.raises(RunError, match=r"^out of memory \(can't allocate memory: you tried .* Try --batch_size 4"):
         with watched(*run):
             torch.empty(2**50)
     with pytest.raises(RuntimeError, match="not of memory") as caught, watched(*run):
@@ -63,5 +63,5 @@ def test_plan_prints_before_anything_is_allocated(run, capsys, tmp_path):
     words = ["--model_cfg", args.model_cfg, "--data_path", str(tmp_path / "none"), "--lr", "1e-3", "--plan"]
     run_t5_pretraining.main([*words, "--model_path", str(folder)])
     shown = capsys.readouterr().out
-    assert "at the highest moment" in shown and "closed form / traced: " in shown
+    assert "at the peak" in shown and "optimizer state" in shown
     assert not folder.exists()
