@@ -130,6 +130,19 @@ def test_an_index_that_leads_out_of_the_folder_is_not_followed(bad, capsys, comm
     assert code == 2 and "outside its directory" in said
 
 
+@pytest.mark.parametrize("command", ["generate", "finetune", "export"])
+def test_an_index_that_the_configuration_names_is_not_followed_out_of_the_folder(bad, capsys, command):
+    """transformers reads the weights that `transformers_weights` names, and checks only where the index lies."""
+    (bad / "model.safetensors").rename(bad.parent / "outside.safetensors")
+    names = load_file(bad.parent / "outside.safetensors")
+    (bad / "inner").mkdir()
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "../outside.safetensors")}
+    (bad / "inner" / "w.safetensors.index.json").write_text(json.dumps(index))
+    edit(bad / "config.json", transformers_weights="inner/w.safetensors.index.json")
+    code, said = run(COMMANDS[command], capsys)
+    assert code == 2 and "outside its directory" in said
+
+
 def test_the_model_outside_would_have_been_read(bad):
     """Control of the test above: the same file inside the folder loads."""
     (bad / "model.safetensors").rename(bad / "part.safetensors")
