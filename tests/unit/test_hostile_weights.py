@@ -194,6 +194,18 @@ def test_the_base_of_an_adapter_and_the_adapter_run_no_code(bad, capsys):
     assert code == 2 and "run no code" in said
 
 
+@pytest.mark.parametrize("kind", ["evil.Model", "bad.evil.Model"])
+def test_the_modules_of_an_encoder_of_sentence_transformers_run_no_code(bad, capsys, kind):
+    pytest.importorskip("sentence_transformers")
+    save_toy("encoder", bad)
+    (bad / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": "", "type": kind}]))
+    (bad.parent / "pairs.jsonl").write_text(
+        "".join(json.dumps({"sentence1": "w1", "sentence2": f"w{score}", "score": score}) + "\n" for score in range(3))
+    )
+    code, said = run(("evaluate", "bad", "--suite", "sts", "--tasks", "pairs.jsonl"), capsys)
+    assert code == 2 and "Importing it executes third-party code" in said
+
+
 def test_a_run_folder_of_a_stranger_imports_no_class(bad, capsys):
     checkpoint = bad.parent / "run" / "checkpoints" / "step_000001"
     checkpoint.parent.mkdir(parents=True)
