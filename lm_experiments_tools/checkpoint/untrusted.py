@@ -22,14 +22,16 @@ def check_untrusted(folder: Path) -> None:
     Raises:
         UserError: a shard outside the folder, or a kernel of the Hub.
     """
-    for index in folder.glob(INDEXES):
-        shards_of(index)
-    if (folder / "config.json").is_file():
-        for key, value in _implementations(read_json(folder / "config.json")):
-            raise UserError(
-                f"{folder / 'config.json'}: {key} is {value!r}, a kernel of the Hub, which is code: remove it there, "
-                "or name the file by --model_cfg."
-            )
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    indexes = {*folder.glob(INDEXES), folder / str(config.get("transformers_weights"))}  # of any subfolder
+    for index in indexes:
+        if index.match(INDEXES) and index.is_file():
+            shards_of(index)
+    for key, value in _implementations(config):
+        raise UserError(
+            f"{folder / 'config.json'}: {key} is {value!r}, a kernel of the Hub, which is code: remove it there, "
+            "or name the file by --model_cfg."
+        )
 
 
 def shards_of(index: Path) -> list[str]:

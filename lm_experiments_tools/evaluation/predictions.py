@@ -31,7 +31,7 @@ from lm_experiments_tools.config.finetuning_notes import SENTENCE_TASKS
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.evaluation.answers import INVALID_NUMBER, LabelWords, number_in
 from lm_experiments_tools.evaluation.measuring import chosen_metrics, measured
-from lm_experiments_tools.files import dump_json, replacing
+from lm_experiments_tools.files import dump_json, naming, replacing
 from lm_experiments_tools.metrics.labels import UNKNOWN
 from lm_experiments_tools.tracking.examples import show_examples
 
@@ -155,7 +155,8 @@ class Predictions:
                 "logits", float[rows, labels] or [rows, 1].
         """
         rows = zip(batch["example"].tolist(), *self._values(outputs), strict=True)
-        self.lines.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+        with naming(self.folder or tempfile.gettempdir()):
+            self.lines.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
     def _values(self, outputs: Mapping[str, Any]) -> tuple[list[Value], list[int]]:
         if self.generates:
@@ -170,7 +171,8 @@ class Predictions:
     # ---- at its end
     def reduce(self, backend: Backend) -> dict[str, float]:
         """Write the file, log --show_valid_examples of it, and tell every worker the metrics; collective."""
-        answers = self._gathered(backend)
+        with naming(self.folder or tempfile.gettempdir()):
+            answers = self._gathered(backend)
         with answers.file:
             return on_main(backend, lambda: self._finish(answers))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from lm_experiments_tools.checkpoint.manifest import verify_model
 from lm_experiments_tools.checkpoint.source import ModelFiles, Source, check_reachable
+from lm_experiments_tools.checkpoint.tree import disk_errors_named
 from lm_experiments_tools.data.examples.text_encoder import added_end
 from lm_experiments_tools.errors import UserError, first_line
 from lm_experiments_tools.models.adapters import new_token_names
@@ -77,7 +78,7 @@ def _from_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
 
     from lm_experiments_tools.data.text.vocabulary import Vocabulary
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, disk_errors_named(Path(folder)):
         Vocabulary.load(path).save_tokenizer(folder)
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 

@@ -219,7 +219,7 @@ def _encoder(name: str, model_cls: str | None) -> Any:
     register_own_models(source)
     try:
         with quiet_loading():
-            return SentenceTransformer(str(source.path or source.name))
+            return SentenceTransformer(str(source.path or source.name), trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{name}: sentence-transformers cannot read it ({first_line(error)}).") from error
 

@@ -283,9 +283,7 @@ def setup_logging(run_dir: Path | str | None, rank: int, level: int = logging.IN
     if run_dir is not None:
         file = Path(run_dir) / "logs" / f"rank{rank}.log"
         _make_directory(file.parent)
-        handlers.append(
-            logging.handlers.RotatingFileHandler(file, maxBytes=_LOG_BYTES, backupCount=2, encoding="utf-8")
-        )
+        handlers.append(LogFile(file, maxBytes=_LOG_BYTES, backupCount=2, encoding="utf-8"))
         handlers[-1].setFormatter(logging.Formatter(f"%(asctime)s rank{rank} %(levelname)s %(name)s: %(message)s"))
     for handler in handlers:
         handler.set_up_by_run = True
@@ -294,6 +292,20 @@ def setup_logging(run_dir: Path | str | None, rank: int, level: int = logging.IN
     logging.captureWarnings(True)
     # recommends a package for weights of 4 bits as soon as anything imports it, as transformers' schedules do
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+class LogFile(logging.handlers.RotatingFileHandler):
+    """A log file that reports a full or failing disk in one line, once, instead of a traceback for each record."""
+
+    is_reported = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.is_reported:
+            self.is_reported = True
+            print(f"warning: {self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
 
 
 class ConsoleHandler(logging.StreamHandler):

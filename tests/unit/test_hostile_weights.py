@@ -130,6 +130,19 @@ def test_an_index_that_leads_out_of_the_folder_is_not_followed(bad, capsys, comm
     assert code == 2 and "outside its directory" in said
 
 
+@pytest.mark.parametrize("command", ["generate", "finetune", "export"])
+def test_an_index_that_the_configuration_names_is_not_followed_out_of_the_folder(bad, capsys, command):
+    """transformers reads the weights that `transformers_weights` names, and checks only where the index lies."""
+    (bad / "model.safetensors").rename(bad.parent / "outside.safetensors")
+    names = load_file(bad.parent / "outside.safetensors")
+    (bad / "inner").mkdir()
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "../outside.safetensors")}
+    (bad / "inner" / "w.safetensors.index.json").write_text(json.dumps(index))
+    edit(bad / "config.json", transformers_weights="inner/w.safetensors.index.json")
+    code, said = run(COMMANDS[command], capsys)
+    assert code == 2 and "outside its directory" in said
+
+
 def test_the_model_outside_would_have_been_read(bad):
     """Control of the test above: the same file inside the folder loads."""
     (bad / "model.safetensors").rename(bad / "part.safetensors")
@@ -179,6 +192,18 @@ def test_the_base_of_an_adapter_and_the_adapter_run_no_code(bad, capsys):
     edit(bad / "config.json", **EDITS["layout"])
     code, said = run(("generate", "adapter", "w1"), capsys)
     assert code == 2 and "run no code" in said
+
+
+@pytest.mark.parametrize("kind", ["evil.Model", "bad.evil.Model"])
+def test_the_modules_of_an_encoder_of_sentence_transformers_run_no_code(bad, capsys, kind):
+    pytest.importorskip("sentence_transformers")
+    save_toy("encoder", bad)
+    (bad / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": "", "type": kind}]))
+    (bad.parent / "pairs.jsonl").write_text(
+        "".join(json.dumps({"sentence1": "w1", "sentence2": f"w{score}", "score": score}) + "\n" for score in range(3))
+    )
+    code, said = run(("evaluate", "bad", "--suite", "sts", "--tasks", "pairs.jsonl"), capsys)
+    assert code == 2 and "Importing it executes third-party code" in said
 
 
 def test_a_run_folder_of_a_stranger_imports_no_class(bad, capsys):

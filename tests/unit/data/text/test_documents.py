@@ -154,10 +154,10 @@ def test_empty_texts_are_counted_apart_from_bad_lines(tmp_path, caplog):
 def test_input_without_documents_is_an_error_at_once(tmp_path, content):
     data = tmp_path / "empty.jsonl"
     data.write_bytes(content)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(UserError, match=r"empty\.jsonl"):
         read(tmp_path, [data])
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_inputs_that_cannot_be_read_are_named(tmp_path):
