@@ -444,6 +444,14 @@ def _arrangement(fingerprint: str | None) -> tuple[str, str, str]:
     return (data, flag, rows) if flag in ("bucket_rows", "mix_rows") else ("", "", "")
 
 
+def num_rows_of(dataset: Any) -> int | None:
+    """Length of a dataset; None if it has none, or wraps one that has none."""
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
+
+
 def _num_rows(batch: Any) -> int:
     """Rows of a batch: the length of its first tensor; 1 where there is none."""
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]

@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.config.flags import harmless_flags
 from lm_experiments_tools.files import to_jsonable
 from lm_experiments_tools.tracking.run_directory import differences, refuse_or_report
+from lm_experiments_tools.training.micro_batches import num_rows_of
 
 if TYPE_CHECKING:
     from lm_experiments_tools.config.training import TrainerArgs
@@ -84,8 +85,8 @@ def _data_identity(loader: Any) -> str | None:
     """The loader's fingerprint; of other loaders the number of rows, if they know it."""
     if loader is None or (fingerprint := getattr(loader, "fingerprint", None)) is not None:
         return None if loader is None else fingerprint
-    dataset = getattr(loader, "dataset", None)
-    return f"{len(dataset)} rows" if isinstance(dataset, Sized) else None
+    num_rows = num_rows_of(getattr(loader, "dataset", None))
+    return None if num_rows is None else f"{num_rows} rows"
 
 
 def _model_facts(model: nn.Module) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.training.first_batches import rows_digest
-from lm_experiments_tools.training.micro_batches import MicroBatch
+from lm_experiments_tools.training.micro_batches import MicroBatch, num_rows_of
 
 if TYPE_CHECKING:
     from lm_experiments_tools.backends.backend import Backend
@@ -96,12 +96,30 @@ def _of_accelerate(dataloader: Any, rank: int) -> Iterator[tuple[Any, NumCounted
     """The last batches of all workers, joined by rank, have `remainder` rows of the data, as `gather_for_metrics`
     assumes."""
     fills_up = getattr(dataloader.batch_sampler, "even_batches", True)
+    is_stream = isinstance(dataloader.dataset, IterableDataset) and hasattr(dataloader.dataset, "process_index")
+    remainder_of = _remainder_of_stream if is_stream else lambda dataloader: dataloader.remainder
     for batch in dataloader:
-        remainder = dataloader.remainder if dataloader.end_of_dataloader and fills_up else 0
+        remainder = remainder_of(dataloader) if dataloader.end_of_dataloader and fills_up else 0
         if remainder > 0:
             yield batch, lambda rows, remainder=remainder: min(max(remainder - rank * rows, 0), rows)
         else:
             yield batch, _all
+
+
+def _remainder_of_stream(dataloader: Any) -> int:
+    """Rows of an `IterableDataset` in the last batches, which Accelerate fills up (`IterableDatasetShard`)."""
+    shard = dataloader.dataset
+    if shard.drop_last:
+        return 0
+    num_rows = num_rows_of(shard.dataset)
+    if num_rows is None:
+        logger.warning(
+            "the last evaluated batches may repeat rows, as the %s has no length: give it a __len__, or read it by "
+            "DataLoaderConfiguration(dispatch_batches=True)",
+            type(shard.dataset).__name__,
+        )
+        return 0
+    return num_rows % (shard.batch_size * (1 if shard.split_batches else shard.num_processes))
 
 
 def _of_sampler(dataloader: Any, sampler: DistributedSampler) -> Iterator[tuple[Any, NumCounted]]:
