@@ -431,8 +431,8 @@ def position_lost(then: str | None, now: str | None) -> str:
             f"of {rows_now}, so its position has no meaning; give --{flag} {rows} to continue"
         )
     return (
-        "the training data, its vocabulary, sequence lengths or --seed are not those of the checkpoint, so its "
-        "position in the data has no meaning; restore them, or start a new --model_path by --init_checkpoint "
+        "the training data, its vocabulary, sequence lengths, span lengths or --seed are not those of the checkpoint, "
+        "so its position in the data has no meaning; restore them, or start a new --model_path by --init_checkpoint "
         "without --skip_used_data"
     )
 
