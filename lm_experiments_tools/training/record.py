@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lm_experiments_tools.backends.collective import on_all
 from lm_experiments_tools.config.flags import harmless_flags
 from lm_experiments_tools.files import to_jsonable
+from lm_experiments_tools.names import is_of_user
 from lm_experiments_tools.tracking.run_directory import differences, refuse_or_report
 from lm_experiments_tools.training.micro_batches import num_rows_of
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from lm_experiments_tools.training.step import Loop
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_INSTALLED = ("site-packages", "dist-packages")
-_OWN_PACKAGES = ("lm_experiments_tools", "modeling_t5", "modeling_bert", "megatron", "builtins")
 # Keys of a Hugging Face configuration that describe files and versions, not computation. The forward pass of a
 # classifier sets problem_type.
 _UNCOMPARED = {"_name_or_path", "_commit_hash", "architectures", "transformers_version", "dtype", "torch_dtype"}
@@ -118,17 +117,13 @@ def _sources(objects: Iterable[Any]) -> Mapping[str, str]:
     """
     found = {}
     for cls in dict.fromkeys(base for item in objects for base in getattr(item, "__mro__", (item,))):
-        module = sys.modules.get(getattr(cls, "__module__", None))
-        file = getattr(module, "__file__", None)
-        if module is None or module.__name__.partition(".")[0] in _OWN_PACKAGES:
-            continue
-        if file is not None and (any(part in file for part in _INSTALLED) or file.startswith(sys.base_prefix)):
+        if not is_of_user(cls):
             continue
         try:
             text = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(cls))))
         except (OSError, TypeError, SyntaxError):  # no source: defined interactively, or in C
             continue
-        found[f"source of {module.__name__}:{cls.__qualname__}"] = _digest(text)
+        found[f"source of {cls.__module__}:{cls.__qualname__}"] = _digest(text)
     return found
 
 
