@@ -10,6 +10,7 @@ from typing import Any
 from lm_experiments_tools.errors import UserError
 
 _OWN_PACKAGES = ("lm_experiments_tools", "modeling_t5", "modeling_bert")
+_INSTALLED = ("site-packages", "dist-packages")
 _allowed_modules: set[str] = set()
 
 
@@ -96,6 +97,15 @@ def resolve_configured(text: str, base: type, said: str) -> Any:
 def allow_modules(values: Iterable[object]) -> None:
     """Let `resolve_configured` import the modules of `module:Class` names in a file or flag that the user named."""
     _allowed_modules.update(text.partition(":")[0] for text in values if isinstance(text, str) and ":" in text)
+
+
+def is_of_user(thing: Any) -> bool:
+    """True for a class or function that comes neither with Python, nor with an installed package or this project."""
+    module = sys.modules.get(getattr(thing, "__module__", None) or "builtins")
+    if module is None or module.__name__.partition(".")[0] in (*_OWN_PACKAGES, "megatron", "builtins"):
+        return False
+    file = getattr(module, "__file__", None)
+    return file is None or not (any(part in file for part in _INSTALLED) or file.startswith(sys.base_prefix))
 
 
 def _imported(module: str) -> ModuleType:

@@ -222,9 +222,18 @@ class MixtureDataset:
     @property
     def fingerprint(self) -> str:
         """sha256 over the members' fingerprints, the weights and the blending, with its limits."""
+        return self._digest([dataset.fingerprint for dataset in self.datasets])
+
+    @property
+    def order(self) -> str | None:
+        """The same over the members' orders of rows; None if one has none."""
+        orders = [getattr(dataset, "order", None) for dataset in self.datasets]
+        return None if None in orders else self._digest(orders)
+
+    def _digest(self, members: list[str]) -> str:
         parts = {
             "version": _VERSION,
-            "members": [dataset.fingerprint for dataset in self.datasets],
+            "members": members,
             "weights": self.weights,
             "blending": self.blending,
             "pad_id": self.pad_id,

@@ -108,7 +108,11 @@ def load_model_config(
     for key in undeclared:
         ours = _class_that_knows(key, kinds)
         if ours is not None or not is_saved:
-            advice = nearest_names(key, known) if ours is None else f", which --model_cls {ours} understands"
+            advice = (
+                f"{nearest_names(key, known)}; a published configuration keeps its name, {CONFIG}"
+                if ours is None
+                else f", which --model_cls {ours} understands"
+            )
             raise UserError(f"{path}: {config_cls.__name__} has no '{key}'{advice}.")
     if undeclared:
         logger.info("%s: %s declares no %s, passed on as they are", path, config_cls.__name__, ", ".join(undeclared))

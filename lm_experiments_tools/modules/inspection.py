@@ -39,8 +39,8 @@ def forward_names_of(model_cls: type) -> set[str]:
     names: set[str] = set()
     for cls in model_cls.__mro__:
         if "forward" in vars(cls):
-            parameters = inspect.signature(vars(cls)["forward"]).parameters.values()
+            parameters = [*inspect.signature(vars(cls)["forward"]).parameters.values()][1:]  # without self
             names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
             if not any(p.kind is p.VAR_KEYWORD for p in parameters):
                 break
-    return names - {"self"}
+    return names

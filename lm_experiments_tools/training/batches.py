@@ -223,8 +223,8 @@ def position_lost(then: str | None, now: str | None) -> str:
             f"{rows_now}, so its position has no meaning; give --{flag} {rows} to continue"
         )
     return (
-        "the training data, its vocabulary, sequence lengths or --seed are not those of the checkpoint, so its "
-        "position in the data has no meaning; restore them, or start a new --model_path by --init_checkpoint "
+        "the training data, its vocabulary, sequence lengths, span lengths or --seed are not those of the checkpoint, "
+        "so its position in the data has no meaning; restore them, or start a new --model_path by --init_checkpoint "
         "without --skip_used_data"
     )
 
@@ -234,6 +234,14 @@ def _arrangement(fingerprint: str | None) -> tuple[str, str, str]:
     data, _, arrangement = (fingerprint or "").rpartition("/")
     flag, _, rows = arrangement.partition("=")
     return (data, flag, rows) if flag in ("bucket_rows", "mix_rows") else ("", "", "")
+
+
+def num_rows_of(dataset: Any) -> int | None:
+    """Length of a dataset; None if it has none, or wraps one that has none."""
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
 
 
 def _num_rows(batch: Any) -> int:

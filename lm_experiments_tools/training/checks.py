@@ -43,11 +43,18 @@ def check_parts(args: TrainerArgs, model: nn.Module, optimizer: Optimizer | None
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    if trained.isdisjoint(id(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if trained.isdisjoint(optimized):
         raise UserError(
             f"the optimizer has none of the {len(trained)} trained parameters of the model, so nothing would be "
             "trained: make it with this model's parameters(), after any change of the model"
         )
+    if foreign := len(optimized.difference(map(id, model.parameters()))):
+        logger.warning(
+            "%d of the %d parameters of the optimizer are not the model's, and %d of the model's %d trained ones are "
+            "not the optimizer's: make it after any change of the model",
+            foreign, len(optimized), len(trained - optimized), len(trained),
+        )  # fmt: skip
     sparse = (nn.Embedding, nn.EmbeddingBag)
     for name, module in model.named_modules():
         if isinstance(module, sparse) and module.sparse and module.weight.requires_grad:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from types import ModuleType
+from contextlib import contextmanager, suppress
+from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import to_jsonable
+from lm_experiments_tools.names import is_of_user
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _COUNTERS = ("epoch", "iteration", "initial_seed")  # what torch's, Accelerate's and most samplers derive an order from
@@ -67,8 +68,9 @@ def preserved_random_state() -> Iterator[None]:
 class Generators:
     """Generators and epoch counters in the attributes of an object, by path: `batch_sampler.sampler.generator`.
 
-    Counters are the `epoch`, `iteration` and `initial_seed` that samplers derive an order from. Globals of modules,
-    closures, `__slots__` and containers of more than 64 entries are not searched.
+    Counters are the `epoch`, `iteration` and `initial_seed` that samplers derive an order from. The user's functions
+    and methods are searched for what they draw from: closures, defaults, and generators and functions among their
+    globals. In containers of more than 64 entries, only the entries that are generators are found.
 
     Raises:
         UserError: a generator has no state that could be saved.
@@ -114,16 +116,47 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
     """Attributes or items of a value that may hold generators."""
     if isinstance(value, _NOT_ENTERED):
         return []
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [(str(i), item) for i, item in enumerate(value)] if len(value) <= _MOST_ITEMS else []
-    if isinstance(value, dict):
-        return [(str(key), item) for key, item in value.items()] if len(value) <= _MOST_ITEMS else []
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        is_short = len(value) <= _MOST_ITEMS
+        return [(str(key), item) for key, item in items if is_short or isinstance(item, _GENERATORS)]
     if isinstance(value, functools.partial):
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
     if (owner := getattr(value, "__self__", None)) is not None:  # a method
         return [("__self__", owner)]
+    if isinstance(value, FunctionType):
+        return list(_parts_of_function(value)) if is_of_user(value) else []
     attributes = getattr(value, "__dict__", None)  # the iterator of a loader holds queues and processes
-    return [item for item in attributes.items() if item[0] != "_iterator"] if isinstance(attributes, dict) else []
+    held = [item for item in attributes.items() if item[0] != "_iterator"] if isinstance(attributes, dict) else []
+    return held + [part for cls in type(value).__mro__ if is_of_user(cls) for part in _parts_of_class(cls, value)]
+
+
+def _parts_of_class(cls: type, instance: Any) -> Iterator[tuple[str, Any]]:
+    """Values in `__slots__`, attributes of the class and its methods."""
+    for name, part in vars(cls).items():
+        if isinstance(part, MemberDescriptorType):
+            yield name, getattr(instance, name, None)
+        elif isinstance(part, (staticmethod, classmethod, FunctionType, *_GENERATORS)):
+            yield f"{cls.__name__}.{name}", getattr(part, "__func__", part)
+
+
+def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Values of the closure and of defaults; generators and functions among the globals that the code names."""
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not assigned yet
+            yield name, cell.cell_contents
+    yield from ((str(i), value) for i, value in enumerate(function.__defaults__ or ()))
+    yield from (function.__kwdefaults__ or {}).items()
+    for name in sorted(_names(code)):
+        if isinstance(value := function.__globals__.get(name), (FunctionType, *_GENERATORS)):
+            yield name, value
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names of globals and attributes in a function's code and in that of the functions inside it."""
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def _state_of(generator: Any) -> Any:

@@ -65,12 +65,17 @@ class LanguageModelLoss(Loss):
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """The loss in a model's outputs; UserError where there is none."""
+    """The loss in a model's outputs; UserError where there is none, or more than one number."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
     if loss is None:
         raise UserError(
             "the model's forward gave no loss: a model to train takes labels and returns a mapping with the key loss, "
             "as transformers' ...ForConditionalGeneration classes do (--model_cls)"
+        )
+    if loss.numel() != 1:
+        raise UserError(
+            f"the model's loss has the shape {list(loss.shape)}, but must be one number: return its mean over the "
+            "valid labels"
         )
     return loss
 

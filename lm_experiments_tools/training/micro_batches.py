@@ -188,6 +188,11 @@ def split_batch(
         UserError: a batch without rows, or with entries of different lengths.
     """
     rows = {name: len(value) for name, value in batch.items() if name in names and isinstance(value, Tensor)}
+    if not rows and (given := [name for name in batch if name in names]):
+        raise UserError(
+            f"the entries of a batch must be tensors, but {given[0]} is a {type(batch[given[0]]).__name__}: convert "
+            "them in the data loader's collate_fn or in batch_transform_fn"
+        )
     if not rows:
         raise UserError(
             f"no entry of the batch ({', '.join(batch) or 'it is empty'}) is an argument of the model's forward "

@@ -12,7 +12,7 @@ import logging
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,9 @@ from lm_experiments_tools.config.flags import harmless_flags
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import to_jsonable
 from lm_experiments_tools.modules.alignment import align_model
+from lm_experiments_tools.names import is_of_user
 from lm_experiments_tools.tracking.run_directory import differences, refuse_or_report
+from lm_experiments_tools.training.batches import num_rows_of
 from lm_experiments_tools.training.metrics import LoggingInterval
 from lm_experiments_tools.training.run_folder import claim_for_all
 
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_INSTALLED = ("site-packages", "dist-packages")
-_OWN_PACKAGES = ("lm_experiments_tools", "modeling_t5", "modeling_bert", "megatron", "builtins")
 # Keys of a Hugging Face configuration that describe files and versions, not computation. The forward pass of a
 # classifier sets problem_type.
 _UNCOMPARED = {"_name_or_path", "_commit_hash", "architectures", "transformers_version", "dtype", "torch_dtype"}
@@ -191,8 +191,8 @@ def _data_identity(loader: Any) -> str | None:
     """The loader's fingerprint; for loaders without one the number of rows, if it is known."""
     if (fingerprint := getattr(loader, "fingerprint", None)) is not None:
         return fingerprint
-    dataset = getattr(loader, "dataset", None)
-    return f"{len(dataset)} rows" if isinstance(dataset, Sized) else None
+    num_rows = num_rows_of(getattr(loader, "dataset", None))
+    return None if num_rows is None else f"{num_rows} rows"
 
 
 def _model_facts(model: nn.Module) -> dict[str, Any]:
@@ -224,17 +224,13 @@ def _sources(objects: Iterable[Any]) -> Mapping[str, str]:
     """
     found = {}
     for cls in dict.fromkeys(base for item in objects for base in getattr(item, "__mro__", (item,))):
-        module = sys.modules.get(getattr(cls, "__module__", None))
-        file = getattr(module, "__file__", None)
-        if module is None or module.__name__.partition(".")[0] in _OWN_PACKAGES:
-            continue
-        if file is not None and (any(part in file for part in _INSTALLED) or file.startswith(sys.base_prefix)):
+        if not is_of_user(cls):
             continue
         try:
             text = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(cls))))
         except (OSError, TypeError, SyntaxError):  # no source: defined interactively, or in C
             continue
-        found[f"source of {module.__name__}:{cls.__qualname__}"] = _digest(text)
+        found[f"source of {cls.__module__}:{cls.__qualname__}"] = _digest(text)
     return found
 
 

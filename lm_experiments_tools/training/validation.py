@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.training.batches import num_rows_of
 from lm_experiments_tools.training.checks import rows_digest
 from lm_experiments_tools.training.generators import preserved_random_state, seed_all
 from lm_experiments_tools.training.metrics import MetricSums
@@ -124,12 +125,30 @@ def _of_accelerate(dataloader: Any, rank: int) -> Iterator[tuple[Any, NumCounted
     """The last batches of all workers, joined by rank, have `remainder` rows of the data, as `gather_for_metrics`
     assumes."""
     fills_up = getattr(dataloader.batch_sampler, "even_batches", True)
+    is_stream = isinstance(dataloader.dataset, IterableDataset) and hasattr(dataloader.dataset, "process_index")
+    remainder_of = _remainder_of_stream if is_stream else lambda dataloader: dataloader.remainder
     for batch in dataloader:
-        remainder = dataloader.remainder if dataloader.end_of_dataloader and fills_up else 0
+        remainder = remainder_of(dataloader) if dataloader.end_of_dataloader and fills_up else 0
         if remainder > 0:
             yield batch, lambda rows, remainder=remainder: min(max(remainder - rank * rows, 0), rows)
         else:
             yield batch, _all
+
+
+def _remainder_of_stream(dataloader: Any) -> int:
+    """Rows of an `IterableDataset` in the last batches, which Accelerate fills up (`IterableDatasetShard`)."""
+    shard = dataloader.dataset
+    if shard.drop_last:
+        return 0
+    num_rows = num_rows_of(shard.dataset)
+    if num_rows is None:
+        logger.warning(
+            "the last evaluated batches may repeat rows, as the %s has no length: give it a __len__, or read it by "
+            "DataLoaderConfiguration(dispatch_batches=True)",
+            type(shard.dataset).__name__,
+        )
+        return 0
+    return num_rows % (shard.batch_size * (1 if shard.split_batches else shard.num_processes))
 
 
 def _of_sampler(dataloader: Any, sampler: DistributedSampler) -> Iterator[tuple[Any, NumCounted]]:

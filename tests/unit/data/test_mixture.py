@@ -166,6 +166,20 @@ def test_shorter_members_are_padded():
     assert mixture.batch(np.array([0]))["input_ids"].shape == (1, 3)  # whatever stands beside it
 
 
+def test_order_is_that_of_the_members_rows_whatever_is_made_of_them():
+    def order(rows=("a", "b"), **settings):
+        members = [Numbers(0, 4), Numbers(1, 4)]
+        for member, name in zip(members, rows, strict=True):
+            member.order = name
+        return MixtureDataset(members, **settings).order
+
+    masked_otherwise = [Numbers(0, 4, width=3), Numbers(1, 4, width=3)]
+    masked_otherwise[0].order, masked_otherwise[1].order = "a", "b"
+    assert MixtureDataset(masked_otherwise).order == order() != MixtureDataset(masked_otherwise).fingerprint
+    assert len({order(), order(("a", "c")), order(weights=[1, 2])}) == 3
+    assert order(("a", None)) is None
+
+
 def test_fingerprint_names_members_weights_and_blending():
     def fingerprint(length=4, **settings):
         return MixtureDataset([Numbers(0, length), Numbers(1, 4)], **settings).fingerprint

@@ -41,6 +41,7 @@ class SparseLabeller(TinyLabeller):
             {"loader": DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2)},
             "a batch is a list, but must be a",
         ),
+        ({"loader": [{"input_ids": [[1, 2]] * 2, "labels": [[1]] * 2}]}, "tensors, but input_ids is a list"),
         ({"loader": None}, "made without train_dataloader, so it can only validate"),
         ({"optimizer": None}, "made without optimizer, so it can only validate"),
         ({"optimizer": torch.optim.SGD(TinyLabeller().parameters())}, "has none of the 3 trained parameters"),
@@ -55,6 +56,25 @@ def test_what_cannot_train_is_refused_in_a_sentence(options, sentence, tmp_path,
     with pytest.raises(UserError, match=sentence):
         made(**options).train()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_loss_of_several_numbers_is_refused():
+    class Unreduced(TinyLabeller):
+        def forward(self, input_ids, labels):
+            return {"loss": super().forward(input_ids, labels)["loss"].repeat(2)}
+
+    with pytest.raises(UserError, match=r"loss has the shape \[2\], but must be one number"):
+        made(Unreduced()).train()
+
+
+def test_a_layer_that_replaced_one_the_optimizer_holds_is_warned_of(caplog):
+    model = TinyLabeller()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made(model, optimizer)
+    assert not warnings_of(caplog)
+    model.head = torch.nn.Linear(16, VOCABULARY_SIZE)
+    made(model, optimizer)
+    assert "2 of the 3 parameters of the optimizer are not the model's, and 2 of the model's 3 trained" in caplog.text
 
 
 def test_a_compiled_model_is_refused_in_a_sentence():

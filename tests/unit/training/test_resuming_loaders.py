@@ -101,6 +101,56 @@ def in_batches(draw):
     return lambda data: DataLoader(data, batch_sampler=BatchSampler(DrawnOrder(draw()), 4, drop_last=False))
 
 
+def draw_from_the_module(count):
+    return ORDER.integers(count)
+
+
+def from_the_module():
+    global ORDER
+    ORDER = np.random.default_rng(3)
+    return draw_from_the_module
+
+
+def from_a_closure():
+    rng = random.Random(3)
+    return lambda count: [rng.randrange(count) for _ in range(1)][0]
+
+
+class Slotted:
+    __slots__ = ("rng",)
+
+    def __init__(self):
+        self.rng = np.random.default_rng(3)
+
+    def __call__(self, count):
+        return self.rng.integers(count)
+
+
+class OneOfMany:
+    def __init__(self):
+        self.rngs = [random.Random(seed) for seed in range(100)]
+
+    def __call__(self, count):
+        return self.rngs[70].randrange(count)
+
+
+def of_a_class():
+    class Draw:
+        rng = random.Random(3)
+
+        def __call__(self, count):
+            return self.rng.randrange(count)
+
+    return Draw()
+
+
+def of_a_default():
+    def draw(count, rng=np.random.default_rng(3)):  # noqa: B008
+        return rng.integers(count)
+
+    return draw
+
+
 LOADERS = {
     "a generator": lambda data: DataLoader(data, batch_size=4, shuffle=True, generator=generator()),
     "a sampler's": lambda data: DataLoader(data, batch_size=4, sampler=RandomSampler(data, generator=generator())),
@@ -110,6 +160,12 @@ LOADERS = {
     "numpy's": in_batches(lambda: np.random.default_rng(3).integers),
     "numpy's old": in_batches(lambda: np.random.RandomState(3).randint),
     "Python's": in_batches(lambda: random.Random(3).randrange),
+    "a module's": in_batches(from_the_module),
+    "a closure's": in_batches(from_a_closure),
+    "in __slots__": in_batches(Slotted),
+    "in a long list": in_batches(OneOfMany),
+    "a class's": in_batches(of_a_class),
+    "a default's": in_batches(of_a_default),
     "its own epochs": lambda data: DataLoader(data, batch_size=4, sampler=EpochOrder()),
     "a collate function's": lambda data: DataLoader(data, batch_size=4, shuffle=True, collate_fn=NoisyCollate()),
     "persistent workers": lambda data: DataLoader(
