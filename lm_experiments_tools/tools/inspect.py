@@ -99,12 +99,12 @@ def _readable(args: InspectArgs, sources: list[Source], data: "T5Sources") -> In
 
 def _source(path: str, data: "T5Sources", args: InspectArgs, scratch: Path) -> Source:
     """The tokens behind a data path: those the run will read, or of the first `--documents` in a scratch file."""
-    from lm_experiments_tools.data.text.documents import plan_pieces
+    from lm_experiments_tools.data.text.sources import plan_shards
 
     if data.prefix(path) is not None:
         return first_documents(path, data.tokens(path), args, scratch)
     limit = args.documents
-    if limit is None and (args.streaming or any(piece.kind == "dataset" for piece in plan_pieces([path]))):
+    if limit is None and (args.streaming or any(shard.kind == "dataset" for shard in plan_shards([path]))):
         limit = STREAMED_DOCUMENTS
     if limit is None:
         return Source(path, data.tokens(path))
@@ -113,38 +113,34 @@ def _source(path: str, data: "T5Sources", args: InspectArgs, scratch: Path) -> S
 
 def _encode(path: str, limit: int, data: "T5Sources", args: InspectArgs, scratch: Path) -> Source:
     """The first `limit` documents of a text as the run would tokenize them; no more than one further is read."""
-    from lm_experiments_tools.data.text.documents import iter_documents
-    from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
-    from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+    from lm_experiments_tools.data.text.records import RejectedRecords, records
+    from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+    from lm_experiments_tools.data.tokens.pipeline import CountingWriter
+    from lm_experiments_tools.data.tokens.tokenize import TextEncoder
 
     vocabulary = data.vocabulary
-    encoding = Encoding.of(vocabulary, args.text_key, args.ends_documents())
-    documents = iter_documents(
-        [path], text_key=args.text_key, max_bad_lines=args.max_bad_lines, quarantine=f"{scratch}.bad_lines.jsonl"
-    )
-    size = 0
-    with closing(documents), IndexedDatasetWriter(scratch, token_dtype(vocabulary.size)) as writer:
+    encoder = TextEncoder.of(vocabulary, args.text_key, args.ends_documents())
+    rejected = RejectedRecords(args.max_bad_lines, f"{scratch}.bad_lines.jsonl")
+    documents = records([path], args.text_key, rejected)
+    with closing(documents), closing(rejected), CountingWriter(str(scratch), encoder.dtype) as writer:
         first = itertools.islice(documents, limit)
-        while texts := [document.text for document in itertools.islice(first, _DOCUMENTS_AT_ONCE)]:
-            size += sum(map(num_bytes, texts))
-            for ids in encode_documents(texts, vocabulary, encoding):
-                writer.add_sequence(ids)
-                writer.end_document()
+        while batch := list(itertools.islice(first, _DOCUMENTS_AT_ONCE)):
+            writer.add(encoder.encode([parts for record in batch for parts in encoder.parts(record)]))
         following = next(documents, None)
-        writer.finalize({"num_bytes": size, "vocab_sha256": vocabulary.sha256, "vocab_file": encoding.vocab_path})
-    share = 1.0 if following is None else _share_before(following.source, path)
+        meta = {"vocab_sha256": vocabulary.sha256, "vocab_file": vocabulary.recorded_as}
+        writer.finalize({"num_bytes": writer.counts["num_bytes"]} | meta)
+    share = 1.0 if following is None else _share_before(following.path, following.line, path)
     return Source(path, IndexedDataset(scratch), share)
 
 
-def _share_before(source: str, path: str) -> float | None:
-    """The part of a text's bytes that stands before `file:line`; None for compressed files and datasets."""
-    from lm_experiments_tools.data.text.documents import plan_pieces
+def _share_before(file: str, line: int, path: str) -> float | None:
+    """The fraction of a text's bytes before a line of a file; None for compressed files and datasets."""
+    from lm_experiments_tools.data.text.sources import plan_shards
 
-    pieces = plan_pieces([path], piece_bytes=sys.maxsize)
-    if any(piece.kind == "dataset" or piece.end is None for piece in pieces):
+    shards = plan_shards([path], shard_bytes=sys.maxsize)
+    if any(shard.kind == "dataset" or shard.end is None for shard in shards):
         return None
-    name, _, line = source.rpartition(":")
-    before = sum(piece.num_bytes for piece in itertools.takewhile(lambda piece: piece.path != name, pieces))
-    with open(name, "rb") as file:
-        before += sum(map(len, itertools.islice(file, int(line) - 1)))
-    return before / sum(piece.num_bytes for piece in pieces)
+    before = sum(shard.num_bytes for shard in itertools.takewhile(lambda shard: shard.path != file, shards))
+    with open(file, "rb") as lines:
+        before += sum(map(len, itertools.islice(lines, line - 1)))
+    return before / sum(shard.num_bytes for shard in shards)

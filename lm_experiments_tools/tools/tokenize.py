@@ -58,7 +58,7 @@ class TokenizeArgs:
 
 def run(args: TokenizeArgs) -> None:
     """Tokenize and say what came out."""
-    from lm_experiments_tools.data.tokens.pieces import parse_shard, shard_prefix
+    from lm_experiments_tools.data.tokens.pipeline import parse_shard, shard_prefix
     from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 
     check_output(args.output)

@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lm_experiments_tools.data.text.documents import plan_pieces
-from lm_experiments_tools.data.text.encoding import Encoding
+from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.tokens.files import (
     check_replaceable,
     dataset_paths,
@@ -26,8 +25,8 @@ from lm_experiments_tools.data.tokens.files import (
 )
 from lm_experiments_tools.data.tokens.indexed import finished_record
 from lm_experiments_tools.data.tokens.merge import merge_datasets
-from lm_experiments_tools.data.tokens.pieces import part_of_plan, plan_fingerprint, shard_prefix
-from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
+from lm_experiments_tools.data.tokens.pipeline import part_of_plan, plan_fingerprint, shard_prefix
+from lm_experiments_tools.data.tokens.tokenize import TextEncoder, tokenize_corpus
 from lm_experiments_tools.data.workers import available_cores
 from lm_experiments_tools.errors import UserError, os_sentence
 from lm_experiments_tools.files import write_atomic
@@ -108,8 +107,8 @@ def _prepare(parts: Parts) -> Path:
     """
     settings, vocabulary = parts.settings, load_vocabulary(parts.settings["vocab_path"])
     choices = {name: settings[name] for name in ("text_key", "append_eos", "encode_by")}
-    encoding = Encoding.of(vocabulary, **choices).identity()
-    plan = plan_fingerprint(plan_pieces(settings["inputs"]), encoding)
+    encoding = TextEncoder.of(vocabulary, **choices).identity
+    plan = plan_fingerprint(plan_shards(settings["inputs"]), encoding)
     _, shard = part_of_plan(settings["inputs"], 0, parts.count, encoding)
     folder = Path(f"{os.path.abspath(parts.output)}.parts") / f"{plan[:12]}-{parts.count}"
     left = {
