@@ -14,9 +14,9 @@ makes each token a sequence; `append_eod` ends the last sequence of a document w
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,29 +25,34 @@ from lm_experiments_tools.data.tokens.indexed import token_dtype
 from lm_experiments_tools.data.tokens.pipeline import EncodedDocuments
 from lm_experiments_tools.errors import UserError
 from megatron.sentences import SentenceSplitter, splitter_version
-from megatron.tokenizers import BertDataTokenizer, build_tokenizer
+from megatron.tokenizers import build_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncodingSettings:
-    """Everything that decides the ids of a record."""
+class EncodingArgs:
+    """The text and its encoding."""
 
-    json_keys: tuple[str, ...]
-    tokenizer_type: str
-    vocab_file: str | None
-    tokenizer_name_or_path: str | None
-    split_sentences: bool
-    sentence_splitter: str
-    keep_newlines: bool
-    split_tokens: bool
-    append_eod: bool
-    max_document_bytes: int
-
-    def tokenizer(self) -> BertDataTokenizer:
-        """UserError where it cannot be built."""
-        return build_tokenizer(
-            self.tokenizer_type, vocab_file=self.vocab_file, name_or_path=self.tokenizer_name_or_path
-        )
+    json_keys: tuple[str, ...] = ("text",)
+    """Keys of a line that hold text: a string, or a list of strings that are sentences already. A .txt file has one
+    key only."""
+    tokenizer_type: Literal["BertWordPieceLowerCase", "BertWordPieceCase", "HFTokenizer", "GPT2BPETokenizer"]
+    """Kind of tokenizer (GPT2BPETokenizer is known, and refused: it lacks BERT's special tokens)."""
+    vocab_file: str | None = None
+    """vocab.txt of a WordPiece tokenizer, one piece a line."""
+    tokenizer_name_or_path: str | None = None
+    """Folder or hub name of an HFTokenizer."""
+    split_sentences: bool = False
+    """Make each sentence a sequence, as BERT's samples need it; otherwise a document is one sequence."""
+    sentence_splitter: str = "nupunkt"
+    """nupunkt, sentencex (or sentencex:de for German), newline, or module:callable."""
+    keep_newlines: bool = False
+    """Leave the line breaks after a sentence in it; a tokenizer that knows them encodes them."""
+    split_tokens: bool = False
+    """Make each token a sequence."""
+    append_eod: bool = False
+    """End each document with the tokenizer's end-of-document id ([SEP] where it has none)."""
+    max_document_mb: int = 256
+    """A longer line is a bad line; a worker needs 6 times the memory, 24 times without --split_sentences."""
 
 
 class SentenceEncoder:
@@ -55,27 +60,36 @@ class SentenceEncoder:
 
     key = None
 
-    def __init__(self, settings: EncodingSettings):
-        self.settings, self.max_bytes = settings, settings.max_document_bytes
-        self.tokenizer = settings.tokenizer()
+    def __init__(self, args: EncodingArgs):
+        # Not a subclass of a script's, which worker processes could not import.
+        self.args = EncodingArgs(**{field.name: getattr(args, field.name) for field in fields(EncodingArgs)})
+        self.max_bytes = args.max_document_mb << 20
+        self.tokenizer = build_tokenizer(
+            args.tokenizer_type, vocab_file=args.vocab_file, name_or_path=args.tokenizer_name_or_path
+        )
         self.dtype = token_dtype(self.tokenizer.vocab_size)
-        self.suffixes = [f"-{number}" for number in range(len(settings.json_keys))]
-        self._split = SentenceSplitter(settings.sentence_splitter, settings.keep_newlines)
+        self.suffixes = [f"-{number}" for number in range(len(args.json_keys))]
+        self._split = SentenceSplitter(args.sentence_splitter, args.keep_newlines)
 
     def __reduce__(self) -> tuple:
-        return SentenceEncoder, (self.settings,)
+        return SentenceEncoder, (self.args,)
 
     @property
     def identity(self) -> list[Any]:
-        sources = {"vocab_file", "tokenizer_name_or_path", "tokenizer_type"}
-        rules = {name: value for name, value in asdict(self.settings).items() if name not in sources}
-        version = splitter_version(self.settings.sentence_splitter) if self.settings.split_sentences else ""
+        names = {field.name for field in fields(EncodingArgs)}
+        names -= {
+            "vocab_file",
+            "tokenizer_name_or_path",
+            "tokenizer_type",
+        }  # what they name counts, by its fingerprint
+        rules = {name: getattr(self.args, name) for name in sorted(names)}
+        version = splitter_version(self.args.sentence_splitter) if self.args.split_sentences else ""
         return [rules, self.tokenizer.fingerprint, version]
 
     def parts(self, record: Record) -> list[list[str]]:
         """The sentences under each key. A text file has one key only."""
-        fields = record.value if record.raw else {self.settings.json_keys[0]: record.value["text"]}
-        return [self._sentences(key, field_of(fields, key)) for key in self.settings.json_keys]
+        fields = record.value if record.raw else {self.args.json_keys[0]: record.value["text"]}
+        return [self._sentences(key, field_of(fields, key)) for key in self.args.json_keys]
 
     def _sentences(self, key: str, value: Any) -> list[str]:
         for text in value if isinstance(value, list) else [value]:
@@ -85,7 +99,7 @@ class SentenceEncoder:
                 raise BadRecord(f"{key!r} is {found}, not a string or a list of strings")
             if reason := unusable_characters(text):
                 raise BadRecord(f"{key!r} {reason}")
-        if not self.settings.split_sentences:
+        if not self.args.split_sentences:
             return [value if isinstance(value, str) else "".join(value)]
         try:
             return self._split(value) if isinstance(value, str) else value
@@ -98,12 +112,12 @@ class SentenceEncoder:
         ids, lengths = self.tokenizer.tokenize_arrays(sentences)
         document = np.repeat(np.arange(len(documents)), [len(document) for document in documents])[lengths > 0]
         lengths = lengths[lengths > 0]
-        if self.settings.split_tokens:
+        if self.args.split_tokens:
             document, lengths = np.repeat(document, lengths), np.ones(len(ids), np.int64)
         num_sequences = np.bincount(document, minlength=len(documents))
         has_tokens = num_sequences > 0
         num_sequences = num_sequences[has_tokens]
-        if self.settings.append_eod and len(ids):
+        if self.args.append_eod and len(ids):
             last = np.cumsum(num_sequences) - 1
             ids = np.insert(ids, np.cumsum(lengths)[last], self.tokenizer.eod)
             lengths[last] += 1

@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -52,78 +52,34 @@ from lm_experiments_tools.data.tokens.pipeline import (
 )
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
-from megatron.encoding import EncodingSettings, SentenceEncoder
+from megatron.encoding import EncodingArgs, SentenceEncoder
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputArgs:
-    """The text."""
+class PreprocessArgs(EncodingArgs):
+    """The command line of preprocess_data.py."""
 
     input: str
     """A .json or .jsonl file, one object a line, or a .txt file, documents between blank lines (all also compressed),
     or a folder of them, read recursively in sorted order."""
-    json_keys: tuple[str, ...] = ("text",)
-    """Keys of a line that hold text: a string, or a list of strings that are sentences already. A .txt file has one
-    key only."""
-    split_sentences: bool = False
-    """Make each sentence a sequence, as BERT's samples need it; otherwise a document is one sequence."""
-    split_tokens: bool = False
-    """Make each token a sequence."""
-    keep_newlines: bool = False
-    """Leave the line breaks after a sentence in it; a tokenizer that knows them encodes them."""
-    sentence_splitter: str = "nupunkt"
-    """nupunkt, sentencex (or sentencex:de for German), newline, or module:callable."""
-    max_bad_lines: int | None = None
-    """Lines that cannot be used to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error. None: 100, or
-    0.1 % of the lines read so far where that is more."""
-    max_document_mb: int = 256
-    """A longer line is a bad line; a worker needs 6 times the memory, 24 times without --split_sentences."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerArgs:
-    """The tokenizer."""
-
-    tokenizer_type: Literal["BertWordPieceLowerCase", "BertWordPieceCase", "HFTokenizer", "GPT2BPETokenizer"]
-    """Kind of tokenizer (GPT2BPETokenizer is known, and refused: it lacks BERT's special tokens)."""
-    vocab_file: str | None = None
-    """vocab.txt of a WordPiece tokenizer, one piece a line."""
-    merge_file: str | None = None
-    """Belongs to GPT2BPETokenizer."""
-    tokenizer_name_or_path: str | None = None
-    """Folder or hub name of an HFTokenizer."""
-    append_eod: bool = False
-    """End each document with the tokenizer's end-of-document id ([SEP] where it has none)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputArgs:
-    """The token files."""
-
     output_prefix: str
     """PREFIX of PREFIX_KEY_sentence.bin and so on."""
     shard: str | None = None
     """i/n, i from 0: tokenize the i-th of n parts, into PREFIX_KEY_sentence-0000i-of-0000n, which `lmtools merge
     --input PREFIX_KEY_sentence` joins. None: all."""
-    dataset_impl: Literal["mmap", "lazy", "cached"] = "mmap"
-    """Format; only mmap is written."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RuntimeArgs:
-    """Processes and messages."""
-
+    max_bad_lines: int | None = None
+    """Lines that cannot be used to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error. None: 100, or
+    0.1 % of the lines read so far where that is more."""
     workers: int = 1
     """Processes that tokenize; the files do not depend on it."""
     log_interval: int = 100
-    """Documents between two lines of progress, of which there is at most one a piece of some megabytes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreprocessArgs(RuntimeArgs, OutputArgs, TokenizerArgs, InputArgs):
-    """The command line of preprocess_data.py."""
+    """Documents between two lines of progress, of which there is at most one for each shard of some megabytes."""
+    merge_file: str | None = None
+    """Belongs to GPT2BPETokenizer."""
+    dataset_impl: Literal["mmap", "lazy", "cached"] = "mmap"
+    """Format; only mmap is written."""
 
     def __post_init__(self) -> None:
         check_minimum(self, 1, "workers", "log_interval", "max_document_mb")
@@ -158,12 +114,6 @@ class PreprocessArgs(RuntimeArgs, OutputArgs, TokenizerArgs, InputArgs):
         shard = parse_shard(self.shard)
         return prefix if shard is None else shard_prefix(prefix, *shard)
 
-    def settings(self) -> EncodingSettings:
-        """The part of the settings that the workers need."""
-        names = {field.name for field in fields(EncodingSettings)} - {"max_document_bytes"}
-        same = {name: getattr(self, name) for name in names}
-        return EncodingSettings(**same, max_document_bytes=self.max_document_mb << 20)
-
 
 def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
     """Write the token files; returns the content of their .json files by prefix.
@@ -172,7 +122,7 @@ def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
         UserError: no such input, tokenizer or sentence splitter; too many bad lines; a key that no line has, or
             without any text.
     """
-    encoder = SentenceEncoder(args.settings())
+    encoder = SentenceEncoder(args)
     shards, record = _plan(args, encoder)
     _refuse_absent_keys(shards, args, encoder)
     if not args.split_sentences:

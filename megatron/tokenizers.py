@@ -88,7 +88,7 @@ def check_tokenizer(data: IndexedDataset, tokenizer: "BertDataTokenizer") -> Non
 
 
 def _other_case(data: IndexedDataset, tokenizer: "BertDataTokenizer") -> str:
-    """The sentence for tokens of the same vocabulary, made cased and read uncased, or the reverse."""
+    """Error message for tokens of the same vocabulary in the other case."""
     if tokenizer.lowercase:
         made, read, remedy = "cased (BertWordPieceCase)", "lower case", "give --no_lower_case"
     else:
@@ -165,7 +165,7 @@ class BertDataTokenizer:
 
     @property
     def unk(self) -> int | None:
-        """Id of what no piece stands for; None for a tokenizer with a piece for everything."""
+        """Id of the unknown token; None for a tokenizer without one."""
         model = self._tokenizer.settings["model"]
         return model["unk_id"] if model["type"] == "Unigram" else self._tokenizer.pieces.get(model["unk_token"])
 
@@ -207,7 +207,7 @@ class BertDataTokenizer:
         BertTokenizer(vocab=vocab, do_lower_case=self.lowercase).save_pretrained(directory)
         pieces = dict(zip(vocab.values(), vocab, strict=True))
         last = pieces[self.vocab_size - 1]
-        # An id without a piece had one that came again later; the last one stands in, whose later line counts too.
+        # An id without a piece belonged to a repeated one; the last piece, whose later line wins, fills its line.
         lines = [pieces.get(index, last) for index in range(self.vocab_size)]
         (directory / "vocab.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""The wrapper of Hugging Face's Rust `tokenizers`, for T5's vocabularies and BERT's tokenizers alike."""
+"""The wrapper of Hugging Face's Rust `tokenizers`, shared by T5's vocabularies and BERT's tokenizers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WORD_MARKS = ("\u2581", "\u0120")  # of the space before a word: SentencePiece's, byte-level BPE's
-_BYTE_LEVEL_MARK = WORD_MARKS[1]
 
 
 class FastTokenizer:
@@ -68,27 +67,22 @@ class FastTokenizer:
         WordPiece marks the other pieces with "##"; SentencePiece and byte-level BPE mark the beginnings with the space
         before them (so the first word of a text may have no mark).
         """
-        if self.kind == "WordPiece":
-            prefix = self.settings["model"].get("continuing_subword_prefix")
-            marks = {index: not piece.startswith(prefix) for piece, index in self.pieces.items()}
-        elif mark := self._word_mark:
-            marks = {index: piece.startswith(mark) for piece, index in self.pieces.items()}
-        else:
+        is_wordpiece, starts = self.kind == "WordPiece", np.ones(self.size, bool)
+        mark = self.settings["model"]["continuing_subword_prefix"] if is_wordpiece else self._word_mark
+        if not mark:
             return None
-        starts = np.ones(self.size, bool)
-        starts[list(marks)] = list(marks.values())
+        for piece, index in self.pieces.items():
+            starts[index] = piece.startswith(mark) != is_wordpiece
         return starts
 
     @property
     def _word_mark(self) -> str:
-        for name in ("normalizer", "pre_tokenizer"):
-            for part in _components(self.settings[name]):
-                if part["type"] == "Metaspace":
-                    return part["replacement"]
-                if part["type"] == "ByteLevel":
-                    return _BYTE_LEVEL_MARK
-                if part["type"] == "Prepend":
-                    return part["prepend"]
+        marks = {"Metaspace": "replacement", "Prepend": "prepend"}
+        for part in (*_components(self.settings["normalizer"]), *_components(self.settings["pre_tokenizer"])):
+            if part["type"] == "ByteLevel":
+                return WORD_MARKS[1]
+            if part["type"] in marks:
+                return part[marks[part["type"]]]
         return ""
 
 

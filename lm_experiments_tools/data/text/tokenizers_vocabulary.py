@@ -1,6 +1,6 @@
 """The vocabulary of a Hugging Face tokenizer: BPE, WordPiece, Unigram, ..., as AutoTokenizer reads it.
 
-Special ids come from the roles that its files name; a `tokenizer.json` without the files beside it names none, so
+Special ids come from the roles that its files name; a `tokenizer.json` without the files next to it names none, so
 there they are looked for by the names in `_NAMES`. Sentinels are its tokens <extra_id_0>, <extra_id_1>, ..., else the
 most numerous of <unused0>, ..., [unused0], ... and its additional special tokens in their order.
 
@@ -45,7 +45,7 @@ _RARE = "\U00013080"  # a hieroglyph
 
 
 def read_pretrained(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, or of a tokenizer.json; that of its folder where the files beside it say more.
+    """The tokenizer of a folder, or of a tokenizer.json; that of its folder where the files next to it specify more.
 
     Raises:
         UserError: it cannot be read, or encodes in Python alone.
@@ -190,7 +190,7 @@ class TokenizersVocabulary(Vocabulary):
 
 
 def _check_unknown(pretrained: PreTrainedTokenizerBase, path: Path) -> None:
-    """Refuse a tokenizer that fails at a character it does not know, and warn of one that passes over it."""
+    """Refuse a tokenizer that fails at an unknown character, and warn of one that drops it."""
     try:
         found = pretrained.backend_tokenizer.encode(_RARE, add_special_tokens=False).ids
     except Exception as error:  # tokenizers raises plain ones
@@ -232,7 +232,7 @@ def _hidden(piece: str) -> str:
 
 
 def _sentinels(pretrained: PreTrainedTokenizerBase, taken: set[int | None]) -> list[int]:
-    """Ids of the tokens that stand for masked spans, in their order (see the top of this file)."""
+    """Ids of the sentinel tokens for masked spans, in order (see the top of this file)."""
     ids = pretrained.get_vocab()
 
     def family(name: str) -> list[int]:

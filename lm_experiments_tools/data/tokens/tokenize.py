@@ -89,10 +89,7 @@ class TextEncoder:
         """The ids of documents, each the list of its parts; one call into the vocabulary."""
         parts = [part for document in documents for part in document]
         encoded = self.vocabulary.encode_batch(parts)
-        buffer = array("i")
-        for ids in encoded:
-            buffer.extend(ids)
-        ids = np.frombuffer(buffer, np.int32)
+        ids = np.frombuffer(b"".join(array("i", ids) for ids in encoded), np.int32)
         num_parts = np.fromiter(map(len, documents), np.int64, len(documents))
         part_ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)))
         ends = part_ends[np.cumsum(num_parts) - 1]

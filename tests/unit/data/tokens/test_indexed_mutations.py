@@ -16,7 +16,7 @@ from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.data.tokens.pipeline import encode_shard
 from lm_experiments_tools.errors import UserError
-from megatron.encoding import EncodingSettings, SentenceEncoder
+from megatron.encoding import EncodingArgs, SentenceEncoder
 from tests.helpers.token_toys import read_documents, write_tokens
 
 MUTATIONS_PER_FILE = 450
@@ -199,19 +199,14 @@ def encoder(tmp_path_factory):
     path = tmp_path_factory.mktemp("vocab") / "vocab.txt"
     letters = "abcdefghijklmnopqrstuvwxyz"
     path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters)]))
-    settings = EncodingSettings(
-        json_keys=("text",),
+    args = EncodingArgs(
         tokenizer_type="BertWordPieceLowerCase",
         vocab_file=str(path),
-        tokenizer_name_or_path=None,
         split_sentences=True,
         sentence_splitter="newline",
-        keep_newlines=False,
-        split_tokens=False,
-        append_eod=False,
-        max_document_bytes=1 << 20,
+        max_document_mb=1,
     )
-    return SentenceEncoder(settings)
+    return SentenceEncoder(args)
 
 
 def encoded(encoder, path):
