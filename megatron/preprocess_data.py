@@ -44,7 +44,7 @@ from lm_experiments_tools.data.text.records import (
 from lm_experiments_tools.data.text.sources import READABLE, Shard, find_files, plan_shards
 from lm_experiments_tools.data.tokens.files import dataset_exists, read_meta
 from lm_experiments_tools.data.tokens.pipeline import (
-    CountingWriter,
+    EncodedWriter,
     Tokenization,
     parse_shard,
     part_of_plan,
@@ -202,16 +202,15 @@ def _metas(
     args: PreprocessArgs,
     encoder: SentenceEncoder,
     record: dict[str, Any],
-    writers: Sequence[CountingWriter],
+    writers: Sequence[EncodedWriter],
     rejected: RejectedRecords,
 ) -> list[dict[str, Any]]:
     """The contents of the .json files. Raises UserError where a key has no document."""
     metas = []
     for key, writer in zip(args.json_keys, writers, strict=True):
-        counts = writer.counts
-        if not record and not counts["num_documents"]:
-            if num_empty := counts["empty_documents"]:
-                raise UserError(f"all {num_empty} documents of {args.input} are empty under the key {key!r}")
+        if not record and not writer.num_documents:
+            if writer.num_empty:
+                raise UserError(f"all {writer.num_empty} documents of {args.input} are empty under the key {key!r}")
             raise no_documents([args.input], rejected)
         metas.append({
             "vocab_sha256": encoder.tokenizer.fingerprint,
@@ -226,11 +225,11 @@ def _metas(
             "append_eod": args.append_eod,
             "bad_lines": rejected.count,
             **record,
-            "num_documents": counts["num_documents"],
-            "num_sequences": counts["num_sequences"],
+            "num_documents": writer.num_documents,
+            "num_sequences": writer.num_sequences,
             "num_tokens": writer.num_tokens,
-            "num_bytes": counts["num_bytes"],
-            "empty_documents": counts["empty_documents"],
+            "num_bytes": writer.num_bytes,
+            "empty_documents": writer.num_empty,
             "dtype": writer.dtype.name,
             "bin_sha256": writer.bin_sha256,
         })  # fmt: skip

@@ -115,20 +115,20 @@ def _encode(path: str, limit: int, data: "T5Sources", args: InspectArgs, scratch
     """The first `limit` documents of a text as the run would tokenize them; no more than one further is read."""
     from lm_experiments_tools.data.text.records import RejectedRecords, records
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
-    from lm_experiments_tools.data.tokens.pipeline import CountingWriter
+    from lm_experiments_tools.data.tokens.pipeline import EncodedWriter
     from lm_experiments_tools.data.tokens.tokenize import TextEncoder
 
     vocabulary = data.vocabulary
     encoder = TextEncoder.of(vocabulary, args.text_key, args.ends_documents())
     rejected = RejectedRecords(args.max_bad_lines, f"{scratch}.bad_lines.jsonl")
     documents = records([path], args.text_key, rejected)
-    with closing(documents), closing(rejected), CountingWriter(str(scratch), encoder.dtype) as writer:
+    with closing(documents), closing(rejected), EncodedWriter(str(scratch), encoder.dtype) as writer:
         first = itertools.islice(documents, limit)
         while batch := list(itertools.islice(first, _DOCUMENTS_AT_ONCE)):
             writer.add(encoder.encode([parts for record in batch for parts in encoder.parts(record)]))
         following = next(documents, None)
         meta = {"vocab_sha256": vocabulary.sha256, "vocab_file": vocabulary.recorded_as}
-        writer.finalize({"num_bytes": writer.counts["num_bytes"]} | meta)
+        writer.finalize({"num_bytes": writer.num_bytes} | meta)
     share = 1.0 if following is None else _share_before(following.path, following.line, path)
     return Source(path, IndexedDataset(scratch), share)
 

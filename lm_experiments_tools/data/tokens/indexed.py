@@ -125,6 +125,16 @@ class IndexedDatasetWriter:
         """sha256 of the tokens so far, as they lie in the .bin; recorded in PREFIX.json it becomes their identity."""
         return self._digest.hexdigest()
 
+    @property
+    def num_documents(self) -> int:
+        """Documents so far."""
+        return len(self._document_indices) - 1
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences so far."""
+        return len(self._lengths)
+
     def _write_tokens(self, content: bytes) -> None:
         with naming(self.bin_path):
             self._bin.write(content)

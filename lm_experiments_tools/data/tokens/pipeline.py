@@ -93,27 +93,22 @@ class Encoder(Protocol):
         """The ids of documents, each a list of texts."""
 
 
-class CountingWriter(IndexedDatasetWriter):
-    """A token file and the counts for its .json."""
+class EncodedWriter(IndexedDatasetWriter):
+    """A token file, with the bytes of its text and the number of documents left out as empty."""
 
-    def __init__(self, prefix: str, dtype: np.dtype, *, durable: bool = True):
-        super().__init__(prefix, dtype, durable=durable)
-        self.counts = dict.fromkeys(("num_documents", "num_sequences", "num_bytes", "empty_documents"), 0)
+    num_bytes = num_empty = 0
 
     def add(self, encoded: EncodedDocuments) -> None:
         """Append documents."""
         self.add_documents(encoded.ids, encoded.sequence_lengths, encoded.num_sequences)
-        numbers = len(encoded.num_sequences), len(encoded.sequence_lengths), encoded.num_bytes, encoded.num_empty
-        self._count(numbers)
+        self.num_bytes += encoded.num_bytes
+        self.num_empty += encoded.num_empty
 
     def add_shard(self, shard: IndexedDataset) -> None:
         """Append the token file of a shard."""
         self.add_dataset(shard)
-        self._count(shard.meta[name] for name in self.counts)
-
-    def _count(self, numbers: Iterable[int]) -> None:
-        for name, number in zip(self.counts, numbers, strict=True):
-            self.counts[name] += number
+        self.num_bytes += shard.meta["num_bytes"]
+        self.num_empty += shard.meta["empty_documents"]
 
 
 # ---- encoding ----
@@ -132,7 +127,7 @@ def encode_shard(shard: Shard, prefix: str, encoder: Encoder, limit: int | None)
     with ExitStack() as stack:
         stack.enter_context(closing(rejected))
         names = [prefix + suffix for suffix in encoder.suffixes]
-        writers = [stack.enter_context(CountingWriter(name, encoder.dtype, durable=False)) for name in names]
+        writers = [stack.enter_context(EncodedWriter(name, encoder.dtype, durable=False)) for name in names]
         for batch in _batches(_documents(shard, encoder, rejected, limit)):
             for writer, documents in zip(writers, zip(*batch, strict=True), strict=True):
                 writer.add(encoder.encode(documents))
@@ -141,10 +136,15 @@ def encode_shard(shard: Shard, prefix: str, encoder: Encoder, limit: int | None)
                 writer.abort()
             return rejected.count, False
         rejected.close()
-        meta = {"num_lines": rejected.lines - rejected.count, "bad_lines": rejected.count}
         for writer in writers:
-            writer.counts["empty_documents"] += rejected.num_empty
-            writer.finalize(meta | writer.counts | {"bin_sha256": writer.bin_sha256})
+            writer.finalize({
+                "num_lines": rejected.lines - rejected.count,
+                "bad_lines": rejected.count,
+                "num_documents": writer.num_documents,
+                "num_bytes": writer.num_bytes,
+                "empty_documents": writer.num_empty + rejected.num_empty,
+                "bin_sha256": writer.bin_sha256,
+            })  # fmt: skip
     return rejected.count, True
 
 
@@ -240,7 +240,7 @@ class Tokenization:
 
     def run(
         self,
-        meta: Callable[[Sequence[CountingWriter], RejectedRecords], Sequence[dict[str, Any]]],
+        meta: Callable[[Sequence[EncodedWriter], RejectedRecords], Sequence[dict[str, Any]]],
         progress: Callable[[Sequence[tuple[Shard, str]], Iterable[tuple[Shard, str]]], None],
     ) -> list[dict[str, Any]]:
         """Encode what no earlier run has finished, and join all shards.
@@ -265,7 +265,7 @@ class Tokenization:
             files.check_unchanged()
             rejected = files.collect_rejected(self.rejected, self.limit)
             with ExitStack() as stack:
-                writers = [stack.enter_context(CountingWriter(name, self.encoder.dtype)) for name in self.outputs]
+                writers = [stack.enter_context(EncodedWriter(name, self.encoder.dtype)) for name in self.outputs]
                 for writer, suffix in zip(writers, self.encoder.suffixes, strict=True):
                     for shard in files.parts(suffix):
                         writer.add_shard(shard)

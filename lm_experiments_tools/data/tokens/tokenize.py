@@ -24,8 +24,8 @@ from lm_experiments_tools.data.tokens.files import (
 )
 from lm_experiments_tools.data.tokens.indexed import token_dtype
 from lm_experiments_tools.data.tokens.pipeline import (
-    CountingWriter,
     EncodedDocuments,
+    EncodedWriter,
     Tokenization,
     part_of_plan,
     plan_fingerprint,
@@ -169,20 +169,20 @@ def _meta(
     encoder: TextEncoder,
     shards: Sequence[Shard],
     origin: dict[str, Any],
-    writers: Sequence[CountingWriter],
+    writers: Sequence[EncodedWriter],
     rejected: RejectedRecords,
 ) -> list[dict[str, Any]]:
     """The content of PREFIX.json. Raises UserError where there is no document."""
     (writer,) = writers
-    if not writer.counts["num_documents"] and "shard" not in origin:
+    if not writer.num_documents and "shard" not in origin:
         raise no_documents(list(dict.fromkeys(shard.path for shard in shards)), rejected)
     meta = {
         "vocab_sha256": encoder.vocabulary.sha256,
         "vocab_file": encoder.vocabulary.recorded_as,
         "vocab_size": encoder.vocabulary.num_pieces,
-        "num_documents": writer.counts["num_documents"],
+        "num_documents": writer.num_documents,
         "num_tokens": writer.num_tokens,
-        "num_bytes": writer.counts["num_bytes"],
+        "num_bytes": writer.num_bytes,
         "append_eos": encoder.append_eos,
         "encode_by": encoder.encode_by,
         "text_key": encoder.key,

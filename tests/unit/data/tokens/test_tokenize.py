@@ -139,7 +139,7 @@ def test_a_shard_that_lost_its_content_to_a_power_cut_is_made_again(tmp_path, vo
 def test_shards_of_another_plan_are_not_used(tmp_path, vocab, small_shards, monkeypatch):
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(1500))
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline.CountingWriter, "add_shard", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(pipeline.EncodedWriter, "add_shard", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
     tokenize_corpus([data], vocab, tmp_path / "t", workers=1, append_eos=True)
