@@ -89,18 +89,18 @@ class BertDataset:
         short_seq_prob: probability of a shorter sample.
         binary_head: pairs with a `next_sentence_label`; False gives single segments.
         nsp: what a wrong pair is: "swap" exchanges A and B, "random" takes B from another document.
-        num_epochs, max_num_samples: as many passes over the documents make one epoch of the dataset, each with its own
-            short samples: num_epochs, or fewer when max_num_samples are reached. Both None is one pass. Nothing needs
+        num_epochs, max_num_samples: number of epochs over the documents in one epoch of the dataset, each with its own
+            short samples: num_epochs, or fewer when max_num_samples are reached. Both None is one. Nothing needs
             to be generated in advance: later epochs draw everything but the packing anew.
         mask_label_id: label of tokens that are not predicted.
         whole_word: mask words, not pieces.
         max_ngram, favor_longer_ngram, geometric: lengths of masked spans in words, see `ngram_probabilities`.
         max_sentence_length: documents with a longer sentence are left out, as in Megatron at 512; None keeps them, and
             the sentence is cut to the sample.
-        max_unread: part of the tokens that no sample may have room for; 1 allows all. Where documents are not split in
+        max_unread: fraction of the tokens that may fit in no sample; 1 allows all. Where documents are not split in
             sentences it is large: a sample shows one piece of each document.
         seed: fixes packing, order and noise.
-        cache_dir: folder of the sample mapping; None is beside the data.
+        cache_dir: folder of the sample mapping; None: next to the data.
 
     Raises:
         UserError: data of another tokenizer, without pairs of sentences, empty, or most of which no sample can hold;
@@ -164,11 +164,8 @@ class BertDataset:
             raise UserError(f"short_seq_prob is {short_seq_prob}: it must lie between 0 and 1, for example 0.1.")
         if self.nsp not in ("swap", "random"):
             raise UserError(f"nsp {self.nsp!r} does not exist: there are swap (Megatron's) and random (BERT's).")
-        for name, value in (
-            ("num_epochs", num_epochs),
-            ("max_num_samples", max_num_samples),
-            ("max_ngram", max_ngram),
-        ):
+        counts = {"num_epochs": num_epochs, "max_num_samples": max_num_samples, "max_ngram": max_ngram}
+        for name, value in counts.items():
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}: it must be at least 1.")
 
@@ -296,7 +293,7 @@ class BertDataset:
         return *self.tokens.maps(), self.mapping.rows
 
     def will_need(self, samples: np.ndarray) -> None:
-        """See `SampleDataset.will_need`. Where the tokens are stands in two other files, which are waited for."""
+        """See `SampleDataset.will_need`. Token positions are read from two other files first, synchronously."""
         epochs, indices = np.divmod(samples, len(self))
         rows = permute(indices, len(self), self.seed, epochs)
         will_need(self.mapping.rows, rows, rows + 1)

@@ -11,8 +11,8 @@ reads .json, .jsonl and .ndjson files (one object a line) and .txt files (docume
     PREFIX.bad_lines.jsonl           lines that could not be used, if any: file, line, reason
 
 (`document` in place of `sentence` without --split-sentences). The files are the same for any number of workers, and
-appear only when they are whole; a run that was stopped goes on from its finished pieces, in PREFIX.pieces/. Runs to
-one PREFIX wait for each other. Job i of a job array takes --shard i/n, and `lmtools merge` joins what they wrote.
+appear only when they are complete; an interrupted run resumes from its finished shards, in PREFIX.shards/. Runs to
+one PREFIX wait for each other. Job i of a job array takes --shard i/n, and `lmtools merge` joins their outputs.
 """
 
 import logging
@@ -21,8 +21,8 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,94 +32,54 @@ if __name__ == "__main__" and not __package__:
 
 from lm_experiments_tools.config.cli import parse, run_main
 from lm_experiments_tools.config.flags import check_minimum
-from lm_experiments_tools.data.text.bad_lines import BadLine, allowed, no_documents, no_key
-from lm_experiments_tools.data.text.documents import Piece, lines_before, parse_json_object, plan_pieces
-from lm_experiments_tools.data.text.inputs import READABLE, find_files
-from lm_experiments_tools.data.tokens.files import dataset_exists, read_meta, remove_unfinished
-from lm_experiments_tools.data.tokens.indexed import token_dtype
-from lm_experiments_tools.data.tokens.pieces import (
-    PieceFiles,
-    encode_pieces,
+from lm_experiments_tools.data.text.records import (
+    BadRecord,
+    RejectedRecords,
+    allowed,
+    field_of,
+    locate,
+    no_documents,
+    read_shard,
+)
+from lm_experiments_tools.data.text.sources import READABLE, Shard, find_files, plan_shards
+from lm_experiments_tools.data.tokens.files import dataset_exists, read_meta
+from lm_experiments_tools.data.tokens.pipeline import (
+    EncodedWriter,
+    Tokenization,
     parse_shard,
     part_of_plan,
     shard_prefix,
 )
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
-from megatron.encoding import EncodingSettings, KeyWriter, json_lines, prepare
-from megatron.sentences import SentenceSplitter
-from megatron.tokenizers import BertDataTokenizer
+from megatron.encoding import EncodingArgs, SentenceEncoder
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputArgs:
-    """The text."""
+class PreprocessArgs(EncodingArgs):
+    """The command line of preprocess_data.py."""
 
     input: str
     """A .json or .jsonl file, one object a line, or a .txt file, documents between blank lines (all also compressed),
     or a folder of them, read recursively in sorted order."""
-    json_keys: tuple[str, ...] = ("text",)
-    """Keys of a line that hold text: a string, or a list of strings that are sentences already. A .txt file has one
-    key only."""
-    split_sentences: bool = False
-    """Make each sentence a sequence, as BERT's samples need it; otherwise a document is one sequence."""
-    split_tokens: bool = False
-    """Make each token a sequence."""
-    keep_newlines: bool = False
-    """Leave the line breaks after a sentence in it; a tokenizer that knows them encodes them."""
-    sentence_splitter: str = "nupunkt"
-    """nupunkt, sentencex (or sentencex:de for German), newline, or module:callable."""
-    max_bad_lines: int | None = None
-    """Lines that cannot be used to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error. None: 100, or
-    0.1 % of the lines read so far where that is more."""
-    max_document_mb: int = 256
-    """A longer line is a bad line; a worker needs 6 times the memory, 24 times without --split_sentences."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerArgs:
-    """The tokenizer."""
-
-    tokenizer_type: Literal["BertWordPieceLowerCase", "BertWordPieceCase", "HFTokenizer", "GPT2BPETokenizer"]
-    """Kind of tokenizer (GPT2BPETokenizer is known, and refused: it lacks BERT's special tokens)."""
-    vocab_file: str | None = None
-    """vocab.txt of a WordPiece tokenizer, one piece a line."""
-    merge_file: str | None = None
-    """Belongs to GPT2BPETokenizer."""
-    tokenizer_name_or_path: str | None = None
-    """Folder or hub name of an HFTokenizer."""
-    append_eod: bool = False
-    """End each document with the tokenizer's end-of-document id ([SEP] where it has none)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputArgs:
-    """The token files."""
-
     output_prefix: str
     """PREFIX of PREFIX_KEY_sentence.bin and so on."""
     shard: str | None = None
     """i/n, i from 0: tokenize the i-th of n parts, into PREFIX_KEY_sentence-0000i-of-0000n, which `lmtools merge
     --input PREFIX_KEY_sentence` joins. None: all."""
-    dataset_impl: Literal["mmap", "lazy", "cached"] = "mmap"
-    """Format; only mmap is written."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RuntimeArgs:
-    """Processes and messages."""
-
+    max_bad_lines: int | None = None
+    """Lines that cannot be used to leave out, listed in PREFIX.bad_lines.jsonl, before it is an error. None: 100, or
+    0.1 % of the lines read so far where that is more."""
     workers: int = 1
     """Processes that tokenize; the files do not depend on it."""
     log_interval: int = 100
-    """Documents between two lines of progress, of which there is at most one a piece of some megabytes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreprocessArgs(RuntimeArgs, OutputArgs, TokenizerArgs, InputArgs):
-    """The command line of preprocess_data.py."""
+    """Documents between two lines of progress, of which there is at most one for each shard of some megabytes."""
+    merge_file: str | None = None
+    """Belongs to GPT2BPETokenizer."""
+    dataset_impl: Literal["mmap", "lazy", "cached"] = "mmap"
+    """Format; only mmap is written."""
 
     def __post_init__(self) -> None:
         check_minimum(self, 1, "workers", "log_interval", "max_document_mb")
@@ -149,35 +109,22 @@ class PreprocessArgs(RuntimeArgs, OutputArgs, TokenizerArgs, InputArgs):
         """The kind of a sequence, in the names of the files."""
         return "sentence" if self.split_sentences else "document"
 
-    @property
-    def own_prefix(self) -> str:
-        """What no other shard's work begins with."""
-        return self.shard_prefix(self.output_prefix)
-
     def shard_prefix(self, prefix: str) -> str:
-        """A prefix of all, as it is named in this run's shard."""
+        """A prefix with the number of this job's shard."""
         shard = parse_shard(self.shard)
         return prefix if shard is None else shard_prefix(prefix, *shard)
 
-    def settings(self) -> EncodingSettings:
-        """The part of the settings that the workers need."""
-        names = {field.name for field in fields(EncodingSettings)} - {"max_document_bytes"}
-        same = {name: getattr(self, name) for name in names}
-        return EncodingSettings(**same, max_document_bytes=self.max_document_mb << 20)
-
 
 def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
-    """Write the token files; returns, by prefix, what their .json holds.
+    """Write the token files; returns the content of their .json files by prefix.
 
     Raises:
         UserError: no such input, tokenizer or sentence splitter; too many bad lines; a key that no line has, or
             without any text.
     """
-    settings = args.settings()
-    tokenizer = settings.tokenizer()
-    SentenceSplitter(args.sentence_splitter)  # refused here rather than in a worker
-    pieces, shard = _plan(args, settings.identity(tokenizer))
-    _refuse_absent_keys(pieces, args, settings)
+    encoder = SentenceEncoder(args)
+    shards, record = _plan(args, encoder)
+    _refuse_absent_keys(shards, args, encoder)
     if not args.split_sentences:
         logger.warning(
             "without --split-sentences a document is one sequence, of which BERT makes no sentence pairs and reads no "
@@ -185,93 +132,28 @@ def preprocess(args: PreprocessArgs) -> dict[str, dict[str, Any]]:
         )
     if args.keep_newlines and not args.split_sentences:
         logger.warning("--keep-newlines changes nothing without --split-sentences")
-    with locked(Path(f"{args.own_prefix}.lock")):
-        return _write(args, settings, tokenizer, pieces, shard)
-
-
-def _write(
-    args: PreprocessArgs,
-    settings: EncodingSettings,
-    tokenizer: BertDataTokenizer,
-    pieces: list[Piece],
-    shard: dict[str, Any],
-) -> dict[str, dict[str, Any]]:
-    """`preprocess` while no other run writes to the same prefix."""
+    own_prefix = args.shard_prefix(args.output_prefix)
     prefixes = [args.shard_prefix(f"{args.output_prefix}_{key}_{args.level}") for key in args.json_keys]
-    for prefix in prefixes:
-        remove_unfinished(prefix)
-        if dataset_exists(prefix):
-            logger.warning("%s.bin and .idx are there already: they are replaced when this run ends", prefix)
-    files = PieceFiles(pieces, args.own_prefix, settings.identity(tokenizer), settings.suffixes)
-    with files.kept_if_resumable():
-        remedy = "try again with fewer workers or a smaller --max-document-mb"
-        limit = args.max_bad_lines
-        with closing(encode_pieces(files.jobs(), prepare, (settings, limit), args.workers, limit, remedy)) as done:
-            _log_progress(done, args.log_interval)
-        files.check_unchanged()
-        # merge joins the list of a shard that stands beside its tokens
-        bad_lines = files.collect_bad_lines(f"{prefixes[0] if shard else args.output_prefix}.bad_lines.jsonl", limit)
-        with ExitStack() as stack:
-            dtype = token_dtype(tokenizer.vocab_size)
-            writers = [stack.enter_context(KeyWriter(prefix, dtype)) for prefix in prefixes]
-            for writer, suffix in zip(writers, settings.suffixes, strict=True):
-                for part in files.parts(suffix):
-                    writer.add_finished(part)
-            if not shard:
-                _refuse_no_documents(writers, args, bad_lines.count)
-            metas = [
-                writer.finish(_meta(args, key, tokenizer, bad_lines.count) | shard)
-                for key, writer in zip(args.json_keys, writers, strict=True)
-            ]
-        files.remove()
+    with locked(Path(f"{own_prefix}.lock")):
+        for prefix in prefixes:
+            if dataset_exists(prefix):
+                logger.warning("%s.bin and .idx are there already: they are replaced when this run ends", prefix)
+        run = Tokenization(
+            shards,
+            encoder,
+            own_prefix,
+            prefixes,
+            rejected=f"{prefixes[0] if record else args.output_prefix}.bad_lines.jsonl",  # the shard's, for merge
+            limit=args.max_bad_lines,
+            workers=args.workers,
+            remedy="try again with fewer workers or a smaller --max-document-mb",
+        )
+        metas = run.run(partial(_metas, args, encoder, record), partial(_log_progress, args.log_interval))
     return dict(zip(prefixes, metas, strict=True))
 
 
-def _refuse_absent_keys(pieces: Sequence[Piece], args: PreprocessArgs, settings: EncodingSettings) -> None:
-    """UserError where no line has the keys, as far as that many bad lines are too many."""
-    num_lines, first = 0, ""
-    for piece, item in ((part, item) for part in pieces for item in json_lines(part, settings)):
-        record = None if isinstance(item, BadLine) else parse_json_object(item[1], settings.max_document_bytes)
-        absent = [key for key in args.json_keys if key not in record] if isinstance(record, dict) else []
-        if not absent:
-            return
-        num_lines += 1
-        first = first or f"{piece.path}:{lines_before(piece) + item[0]}: {no_key(record, absent[0])}"
-        if num_lines > allowed(args.max_bad_lines, num_lines):
-            break
-    if num_lines:
-        raise UserError(
-            f"none of the {num_lines} lines read from {args.input} has the text that --json-keys "
-            f"{' '.join(args.json_keys)} names; the first is {first}: name the keys that hold text"
-        )
-
-
-def _refuse_no_documents(writers: Sequence[KeyWriter], args: PreprocessArgs, num_bad: int) -> None:
-    for key, writer in zip(args.json_keys, writers, strict=True):
-        if not writer.counts["num_documents"]:
-            if num_empty := writer.counts["empty_documents"]:
-                raise UserError(f"all {num_empty} documents of {args.input} are empty under the key {key!r}")
-            raise no_documents([args.input], num_bad)
-
-
-def _meta(args: PreprocessArgs, key: str, tokenizer: BertDataTokenizer, num_bad: int) -> dict[str, Any]:
-    return {
-        "vocab_sha256": tokenizer.fingerprint,
-        "vocab_file": tokenizer.name,
-        "vocab_size": tokenizer.vocab_size,
-        "tokenizer_type": args.tokenizer_type,
-        "json_key": key,
-        "level": args.level,
-        "sentence_splitter": args.sentence_splitter if args.split_sentences else None,
-        "keep_newlines": args.keep_newlines,
-        "split_tokens": args.split_tokens,
-        "append_eod": args.append_eod,
-        "bad_lines": num_bad,
-    }
-
-
-def _plan(args: PreprocessArgs, encoding: Any) -> tuple[list[Piece], dict[str, Any]]:
-    """The pieces to encode, and of a shard what its .json records besides."""
+def _plan(args: PreprocessArgs, encoder: SentenceEncoder) -> tuple[list[Shard], dict[str, Any]]:
+    """The shards to encode, and the `shard` entry of the .json of a job array's part."""
     path, json_keys = args.input, args.json_keys
     if not os.path.exists(path):
         raise UserError(f"--input {path} does not exist")
@@ -287,19 +169,81 @@ def _plan(args: PreprocessArgs, encoding: Any) -> tuple[list[Piece], dict[str, A
     if texts:
         logger.info("%d text files in %s: a document ends at a blank line", len(texts), path)
     if (shard := parse_shard(args.shard)) is None:
-        return plan_pieces([path]), {}
-    pieces, record = part_of_plan([path], *shard, encoding)
-    return pieces, {"shard": record}
+        return plan_shards([path]), {}
+    shards, record = part_of_plan([path], *shard, encoder.identity)
+    return shards, {"shard": record}
 
 
-def _log_progress(done: Iterable[tuple[Piece, str]], interval: int) -> None:
+def _refuse_absent_keys(shards: Sequence[Shard], args: PreprocessArgs, encoder: SentenceEncoder) -> None:
+    """UserError where none of the first lines, as many as may be bad, has the keys."""
+    num_lines, first = 0, ""
+    items = ((part, item) for part in shards for item in read_shard(part, None, max_bytes=encoder.max_bytes))
+    for shard, item in items:
+        if getattr(item, "raw", b"") == b"":  # of a text file, or unreadable
+            return
+        try:
+            for key in args.json_keys:
+                field_of(item.value, key)
+            return
+        except BadRecord as error:
+            num_lines += 1
+            file, bad = locate(shard, error.rejected(item.line, item.raw))
+            first = first or f"{file}:{bad.line}: {bad.reason}"
+        if num_lines > allowed(args.max_bad_lines, num_lines):
+            break
+    if num_lines:
+        raise UserError(
+            f"none of the {num_lines} lines read from {args.input} has the text that --json-keys "
+            f"{' '.join(args.json_keys)} names; the first is {first}: name the keys that hold text"
+        )
+
+
+def _metas(
+    args: PreprocessArgs,
+    encoder: SentenceEncoder,
+    record: dict[str, Any],
+    writers: Sequence[EncodedWriter],
+    rejected: RejectedRecords,
+) -> list[dict[str, Any]]:
+    """The contents of the .json files. Raises UserError where a key has no document."""
+    metas = []
+    for key, writer in zip(args.json_keys, writers, strict=True):
+        if not record and not writer.num_documents:
+            if writer.num_empty:
+                raise UserError(f"all {writer.num_empty} documents of {args.input} are empty under the key {key!r}")
+            raise no_documents([args.input], rejected)
+        metas.append({
+            "vocab_sha256": encoder.tokenizer.fingerprint,
+            "vocab_file": encoder.tokenizer.name,
+            "vocab_size": encoder.tokenizer.vocab_size,
+            "tokenizer_type": args.tokenizer_type,
+            "json_key": key,
+            "level": args.level,
+            "sentence_splitter": args.sentence_splitter if args.split_sentences else None,
+            "keep_newlines": args.keep_newlines,
+            "split_tokens": args.split_tokens,
+            "append_eod": args.append_eod,
+            "bad_lines": rejected.count,
+            **record,
+            "num_documents": writer.num_documents,
+            "num_sequences": writer.num_sequences,
+            "num_tokens": writer.num_tokens,
+            "num_bytes": writer.num_bytes,
+            "empty_documents": writer.num_empty,
+            "dtype": writer.dtype.name,
+            "bin_sha256": writer.bin_sha256,
+        })  # fmt: skip
+    return metas
+
+
+def _log_progress(interval: int, jobs: Sequence[tuple[Shard, str]], done: Iterable[tuple[Shard, str]]) -> None:
     start, num_lines, num_bytes = time.perf_counter(), 0, 0
     for _, prefix in done:
-        record = read_meta(f"{prefix}-0")
-        lines = record["num_lines"] + record["bad_lines"]
+        meta = read_meta(f"{prefix}-0")
+        lines = meta["num_lines"] + meta["bad_lines"]
         passed = (num_lines + lines) // interval > num_lines // interval
         num_lines += lines
-        num_bytes += record["num_bytes"]
+        num_bytes += meta["num_bytes"]
         if passed:
             seconds = time.perf_counter() - start
             rates = num_lines / seconds, num_bytes / 1e6 / seconds

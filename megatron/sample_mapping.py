@@ -1,4 +1,4 @@
-"""Which sentences make one BERT sample: Megatron's packing of consecutive sentences, vectorised, and kept on disk.
+"""The sentences of each BERT sample: Megatron's packing of consecutive sentences, vectorised and cached on disk.
 
 Sentences of one document are packed until they reach a target length, document after document:
 
@@ -34,7 +34,6 @@ import os
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -45,6 +44,7 @@ from numpy.lib.format import dtype_to_descr, write_array_header_1_0
 from lm_experiments_tools.data.order import sample_words, stream_key
 from lm_experiments_tools.data.tokens.checked import found_once
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, search_sorted
+from lm_experiments_tools.files import write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ class MappingSettings:
         short_seq_prob: probability of a shorter target.
         max_sentence_length: documents with a longer sentence are left out; None keeps them, and the sentence is cut.
         seed: of the short targets.
-        num_epochs: passes over the documents, each with its own short targets.
-        max_num_samples: start no further pass when there are as many; None sets no limit.
+        num_epochs: epochs over the documents, each with its own short targets.
+        max_num_samples: start no further epoch at this number; None sets no limit.
     """
 
     max_length: int
@@ -98,11 +98,11 @@ class MappingCounts:
 
     @property
     def unread(self) -> float:
-        """The part of all tokens that no sample has room for, from 0 to 1."""
+        """The fraction of all tokens that no sample has room for."""
         return self.unread_tokens / max(self.tokens, 1)
 
     def describe_unread(self) -> str:
-        """A part of a sentence: how many tokens are not read, and why."""
+        """How many tokens are not read, and why."""
         parts = {
             "in documents with too few sentences": self.few_sentences_tokens,
             "in documents with a sentence that is too long": self.long_sentence_tokens,
@@ -112,18 +112,18 @@ class MappingCounts:
         return f"{self.unread_tokens:,} of {self.tokens:,}" + (f" ({reasons})" if reasons else "")
 
     def describe(self) -> str:
-        """One line for the log: what is not read, and why."""
-
-        def part(number: int) -> str:
-            return f"{number:,} tokens ({100 * number / max(self.tokens, 1):.2g} %)"
-
+        """One line for the log."""
         return (
             f"of {self.documents:,} documents with {self.tokens:,} tokens, left out: {self.empty_documents:,} empty; "
-            f"{self.few_sentences_documents:,} with too few sentences, {part(self.few_sentences_tokens)}; "
-            f"{self.long_sentence_documents:,} with a sentence that is too long, {part(self.long_sentence_tokens)}; "
-            f"cut off where sentences overshoot a target: {part(self.truncated_tokens)}, of which in "
-            f"{self.overlong_sentences:,} sentences longer than any sample: {part(self.overlong_tokens)}"
+            f"{self.few_sentences_documents:,} with too few sentences, {self._percent(self.few_sentences_tokens)}; "
+            f"{self.long_sentence_documents:,} with a sentence that is too long, "
+            f"{self._percent(self.long_sentence_tokens)}; cut off where sentences overshoot a target: "
+            f"{self._percent(self.truncated_tokens)}, of which in {self.overlong_sentences:,} sentences longer than "
+            f"any sample: {self._percent(self.overlong_tokens)}"
         )
+
+    def _percent(self, number: int) -> str:
+        return f"{number:,} tokens ({100 * number / max(self.tokens, 1):.2g} %)"
 
 
 @dataclass
@@ -168,16 +168,16 @@ def _packed(
     dtype, num_samples = _row_dtype(sequence_lengths), 0
     enough = np.inf if settings.max_num_samples is None else settings.max_num_samples
     for number in range(settings.num_epochs):
+        counted = counts if number == 0 else MappingCounts()
         for first, last in _chunks(document_indices):
             bounds = np.asarray(document_indices[first : last + 1], np.int64)
             offset = int(bounds[0])
             lengths = np.asarray(sequence_lengths[offset : int(bounds[-1])], np.int64)
-            if number == 0:
-                counts.documents += last - first
-                counts.tokens += int(lengths.sum())
-            documents, starts, ends = _usable(bounds - offset, lengths, settings, counts if number == 0 else None)
+            counted.documents += last - first
+            counted.tokens += int(lengths.sum())
+            documents, starts, ends = _usable(bounds - offset, lengths, settings, counted)
             rows, truncated = _pack(first + documents, starts, ends, lengths, settings, number)
-            counts.truncated_tokens += truncated if number == 0 else 0
+            counted.truncated_tokens += truncated
             num_samples += len(rows)
             yield (rows + [offset, offset, 0]).astype(dtype)
         if num_samples == 0 or num_samples >= enough:
@@ -195,29 +195,28 @@ def _chunks(document_indices: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def _usable(
-    bounds: np.ndarray, lengths: np.ndarray, settings: MappingSettings, counts: MappingCounts | None
+    bounds: np.ndarray, lengths: np.ndarray, settings: MappingSettings, counts: MappingCounts
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Numbers and sentence ranges (starts, ends) of the documents to pack; the others are counted."""
+    """Numbers and sentence ranges (starts, ends) of the documents to pack; `counts` gets all documents."""
     numbers = np.flatnonzero(np.diff(bounds))
+    counts.empty_documents += len(bounds) - 1 - len(numbers)
     starts, ends = bounds[numbers], bounds[numbers + 1]
+    if not starts.size:
+        return numbers, starts, ends
     few = ends - starts < settings.min_sentences
     long = np.zeros_like(few)
-    if settings.max_sentence_length is not None and starts.size:
+    if settings.max_sentence_length is not None:
         longest = np.maximum.reduceat(lengths, starts)
         long = ~few & (ends - starts > 1) & (longest > settings.max_sentence_length)
-    if counts is not None and starts.size:
-        tokens = np.add.reduceat(lengths, starts)
-        counts.few_sentences_documents += int(few.sum())
-        counts.few_sentences_tokens += int(tokens[few].sum())
-        counts.long_sentence_documents += int(long.sum())
-        counts.long_sentence_tokens += int(tokens[long].sum())
-    if counts is not None:
-        counts.empty_documents += len(bounds) - 1 - len(numbers)
     kept = ~few & ~long
-    if counts is not None and starts.size:
-        excess = np.maximum(lengths - settings.max_length, 0)
-        counts.overlong_tokens += int(np.add.reduceat(excess, starts)[kept].sum())
-        counts.overlong_sentences += int(np.add.reduceat(excess > 0, starts, dtype=np.int64)[kept].sum())
+    tokens = np.add.reduceat(lengths, starts)
+    counts.few_sentences_documents += int(few.sum())
+    counts.few_sentences_tokens += int(tokens[few].sum())
+    counts.long_sentence_documents += int(long.sum())
+    counts.long_sentence_tokens += int(tokens[long].sum())
+    excess = np.maximum(lengths - settings.max_length, 0)
+    counts.overlong_tokens += int(np.add.reduceat(excess, starts)[kept].sum())
+    counts.overlong_sentences += int(np.add.reduceat(excess > 0, starts, dtype=np.int64)[kept].sum())
     return numbers[kept], starts[kept], ends[kept]
 
 
@@ -231,19 +230,19 @@ def _pack(
 ) -> tuple[np.ndarray, int]:
     """Rows int64[n, 3] of pass `number` over documents, and the tokens beyond their targets.
 
-    All documents advance together: turn k makes the k-th sample of each that has one.
+    All documents advance together: step k makes the k-th sample of each that has one.
     """
     offsets = np.concatenate([[0], np.cumsum(lengths)])  # of each sentence, in tokens
-    rows, truncated, turn = [np.empty((0, 3), np.int64)], 0, 0
+    rows, truncated, step = [np.empty((0, 3), np.int64)], 0, 0
     words = column = np.empty((0, 0), np.uint64)  # a document's words are those of its column
     while documents.size:
         targets = np.full(documents.size, settings.max_length)
         if settings.short_seq_prob > 0:
-            if 2 * turn == len(words):  # enough words for as many turns again
+            if 2 * step == len(words):  # enough words for as many steps again
                 key = stream_key(settings.seed, "short sequences")
-                words = sample_words(key, np.full_like(documents, number), documents, max(4, 4 * turn))
+                words = sample_words(key, np.full_like(documents, number), documents, max(4, 4 * step))
                 column = np.arange(documents.size)
-            coin, length = words[2 * turn, column], words[2 * turn + 1, column]
+            coin, length = words[2 * step, column], words[2 * step + 1, column]
             short = coin < np.uint64(settings.short_seq_prob * 2**32)
             lengths_of_short = 2 + (length * np.uint64(settings.max_length - 1) >> np.uint64(32)).astype(np.int64)
             targets = np.where(short, lengths_of_short, targets)
@@ -255,7 +254,7 @@ def _pack(
         going = stops < ends
         documents, positions, ends = documents[going], stops[going], ends[going]
         column = column[going] if settings.short_seq_prob > 0 else column
-        turn += 1
+        step += 1
     joined = np.concatenate(rows)
     return joined[joined[:, 0].argsort(kind="stable")], truncated
 
@@ -263,31 +262,28 @@ def _pack(
 def load_mapping(
     tokens: IndexedDataset, settings: MappingSettings, cache_dir: str | os.PathLike | None = None
 ) -> SampleMapping:
-    """The mapping of a data file, from the cache where it is there and whole, else built and left there.
+    """The mapping of a data file, from the cache if it is valid there, else built and cached.
 
-    The cache is NAME.npy and NAME.json (counts, size, checksum) in `cache_dir`, by default beside the data; NAME holds
-    a hash of data and settings. Each file is written under a name of its own and renamed, the .json last. Equal names
-    have equal contents, so any number of processes on any machines may do this at once without waiting for each
-    other. Rows go to the file as they are made, so that memory does not grow with the data. Where nothing can be
-    written, the mapping is kept in memory (see `build_mapping`) and a warning says so.
+    The cache is NAME.npy and NAME.json (counts, checksum) in `cache_dir`, by default next to the data; NAME has a hash
+    of data and settings. Files are renamed when complete, the .json last, and equal names have equal contents, so any
+    number of processes may do this at the same time. Rows are written as they are made: memory does not grow with the
+    data. Where nothing can be written, the mapping is kept in memory and a warning says so.
     """
     key = json.dumps([_VERSION, tokens.fingerprint, asdict(settings)], sort_keys=True)
     name = f"{Path(tokens.prefix).name}_samples_{settings.max_length}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    folder = Path(tokens.prefix).parent if cache_dir is None else Path(cache_dir)
-    path = folder / f"{name}.npy"
+    path = (Path(tokens.prefix).parent if cache_dir is None else Path(cache_dir)) / f"{name}.npy"
     damaged = path.with_suffix(".json").is_file()
-    mapping = _read(path)
-    if mapping is not None:
+    if (mapping := _read(path)) is not None:
         return mapping
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         return _write(path, tokens, settings, damaged)
     except OSError as error:
         logger.warning(
             "the sample mapping of %s cannot be kept in %s (%s), so each start builds it again: give another cache "
             "directory",
             tokens.prefix,
-            folder,
+            path.parent,
             error.strerror,
         )
     return build_mapping(tokens.document_indices, tokens.sequence_lengths, settings)
@@ -310,19 +306,21 @@ def _read(path: Path) -> SampleMapping | None:
 
 
 def _write(path: Path, tokens: IndexedDataset, settings: MappingSettings, damaged: bool) -> SampleMapping:
-    """Build the mapping into its files; `damaged` files that are there already are replaced."""
-    counts, record = MappingCounts(), path.with_suffix(".json")
-    with _unnamed(path) as file:
-        rows = _packed(tokens.document_indices, tokens.sequence_lengths, settings, counts)
-        _save(file, rows, _row_dtype(tokens.sequence_lengths))
-        # Another process may have been faster; its file may be mapped by others already.
-        mapping = None if damaged else _read(path)
-        if mapping is not None:
+    """Build the mapping into its files; `damaged` ones are replaced."""
+    counts, temporary = MappingCounts(), path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            rows = _packed(tokens.document_indices, tokens.sequence_lengths, settings, counts)
+            _save(file, rows, _row_dtype(tokens.sequence_lengths))
+            file.flush()
+            os.fsync(file.fileno())
+        # Another process may have been faster, and its file may be mapped by others already.
+        if not damaged and (mapping := _read(path)) is not None:
             return mapping
-        _name(file, path)
-    with _unnamed(record) as file:
-        file.write(json.dumps({"crc32": _checksum(path), "counts": asdict(counts)}).encode())
-        _name(file, record)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    write_atomic(path.with_suffix(".json"), json.dumps({"crc32": _checksum(path), "counts": asdict(counts)}))
     return SampleMapping(np.load(path, mmap_mode="r"), counts, path)
 
 
@@ -340,24 +338,6 @@ def _save(file: BinaryIO, parts: Iterable[np.ndarray], dtype: np.dtype) -> None:
         num_rows += len(rows)
     file.seek(0)
     write_header(num_rows)
-
-
-@contextmanager
-def _unnamed(path: Path) -> Iterator[BinaryIO]:
-    """A file to write beside `path`, under a unique name; deleted unless `_name` gives it its own."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _name(file: BinaryIO, path: Path) -> None:
-    """Give a file its name once all of it is on the disk."""
-    file.flush()
-    os.fsync(file.fileno())
-    os.replace(file.name, path)
 
 
 def _checksum(path: Path) -> int:

@@ -1,11 +1,11 @@
-"""Text -> sentences, by a splitter of one's choice; nothing of the text is changed, and nothing but white space lost.
+"""Text -> sentences, by a configurable splitter. The text is not changed; only white space is left out.
 
 | `--sentence-splitter` | splits |
 |---|---|
 | `nupunkt` | English, as nltk's punkt, with a trained model that comes with the package; a newline is a space |
 | `sentencex`, `sentencex:de` | 300 languages (two-letter code, English by default); a blank line ends a sentence |
 | `newline` | a line is a sentence |
-| `module:callable` | as the callable says: it gets a text and returns its sentences, strings |
+| `module:callable` | a function from a text to a list of its sentences |
 
 Line breaks inside a sentence stay: text wrapped at 80 columns is not unwrapped. One worked example, the text
 "One. Two\\ngoes on.\\n\\nThree" under `nupunkt`: ["One.", "Two\\ngoes on.", "Three"], and with keep_newlines
@@ -26,12 +26,11 @@ from lm_experiments_tools.names import resolve_name
 class SentenceSplitter:
     """Callable text -> list of sentences.
 
-    A sentence is given without the white space around it; with `keep_newlines` it keeps what follows it (and the first
-    what stands before it), so that the sentences joined are the text. Both ways give the same number of sentences,
-    none of them blank.
+    Sentences are stripped; with `keep_newlines` each keeps the white space after it (and the first one that before
+    it), so that the joined sentences are the text. Both give the same number of sentences, none of them blank.
 
     Raises:
-        UserError: at once for a splitter that does not exist or whose package is not installed; for a text on which
+        UserError: immediately for a splitter that does not exist or is not installed; for a text on which
             the splitter fails, or returns anything but its pieces in order with only white space left out.
     """
 
@@ -102,8 +101,8 @@ _BUILDERS = {"nupunkt": _nupunkt, "sentencex": _sentencex, "newline": _newline}
 
 
 def _build(name: str) -> Callable[[str], Iterable[int]]:
-    module_name, colon, path = name.partition(":")
-    if not colon and name in _BUILDERS:
+    module_name, _, path = name.partition(":")
+    if name in _BUILDERS:
         return _BUILDERS[name]()
     if module_name == "sentencex" and path:
         return _sentencex(path)
@@ -117,7 +116,7 @@ def _build(name: str) -> Callable[[str], Iterable[int]]:
 
 
 def _locate(text: str, sentences: Iterable[str], name: str) -> Iterator[int]:
-    """Where each sentence stands in the text; UserError unless they are the text but for white space."""
+    """Start of each sentence in the text; UserError if they are not the text up to white space."""
     end = 0
     for number, sentence in enumerate(sentences, 1):
         if not isinstance(sentence, str):
@@ -137,7 +136,7 @@ def _locate(text: str, sentences: Iterable[str], name: str) -> Iterator[int]:
 
 
 def splitter_version(name: str) -> str:
-    """What tells one state of a splitter from another: the version of its package, the text of a file of one's own."""
+    """Version of a splitter: of its package, or a hash of a user's file."""
     package = name.partition(":")[0]
     if package == "newline":
         return ""

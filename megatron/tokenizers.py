@@ -10,8 +10,6 @@ Text cannot forge a special token: a literal "[MASK]" in it is the pieces `[`, `
 transformers this is `split_special_tokens=True`). Apart from that, ids equal those of transformers' tokenizers.
 """
 
-import hashlib
-import json
 import logging
 import os
 import re
@@ -25,6 +23,7 @@ import numpy as np
 import tokenizers
 
 from lm_experiments_tools.checkpoint.manifest import verify_model
+from lm_experiments_tools.data.text.fast_tokenizer import FastTokenizer, open_pretrained
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
 
@@ -36,7 +35,6 @@ _BERT_ROLES = {"unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]",
 _ROLES = ("cls", "sep", "mask", "pad")
 _BLOCK_CHARACTERS = 1_000_000
 _PLAIN_PARTS = re.compile(r"[!-/:-@\[-`{-~]|[A-Za-z0-9]+")
-_BYTE_LEVEL_SPACE = "\u0120"  # "Ġ", how byte-level BPE writes a space
 
 
 def build_tokenizer(
@@ -90,7 +88,7 @@ def check_tokenizer(data: IndexedDataset, tokenizer: "BertDataTokenizer") -> Non
 
 
 def _other_case(data: IndexedDataset, tokenizer: "BertDataTokenizer") -> str:
-    """The sentence for tokens of the same vocabulary, made cased and read uncased, or the reverse."""
+    """Error message for tokens of the same vocabulary in the other case."""
     if tokenizer.lowercase:
         made, read, remedy = "cased (BertWordPieceCase)", "lower case", "give --no_lower_case"
     else:
@@ -115,31 +113,21 @@ class BertDataTokenizer:
 
     def __init__(
         self,
-        backend: tokenizers.Tokenizer,
+        content: str,
         special: dict[str, int],
         name: str,
         pretrained: Any = None,
         other_case: "Callable[[], BertDataTokenizer] | None" = None,
     ):
-        """`special` maps cls, sep, mask, pad, eod to ids; `pretrained` is the transformers tokenizer, if any."""
-        self.name = name
-        self.other_case = other_case
-        self._backend = backend
-        self._pretrained = pretrained
-        backend.no_truncation()
-        backend.no_padding()
-        backend.encode_special_tokens = True  # as ordinary text
-        self._pieces = backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(self._pieces.values()) + 1
+        """`content` is a tokenizer.json; `special` maps cls, sep, mask, pad, eod to ids; `pretrained` is the
+        transformers tokenizer, if any."""
+        self.name, self.other_case = name, other_case
+        self._tokenizer, self._special, self._pretrained = FastTokenizer(content), special, pretrained
+        self.vocab_size = self._tokenizer.size
         self.cls, self.sep, self.mask, self.pad = (special[role] for role in _ROLES)
         self.eod = special["eod"]
-        self._special = special
-        self._settings = json.loads(backend.to_str())
-        added = [token for token in self._settings["added_tokens"] if token["special"]]
-        self.special_ids = np.array(sorted({token["id"] for token in added} | set(special.values())), np.int64)
-        self._words = None
-        if self._encodes_words_apart:
-            self._words = _WordTable(backend, lowercase=self._settings["normalizer"]["lowercase"])
+        self.special_ids = np.array(sorted(self._tokenizer.special_ids | set(special.values())), np.int64)
+        self._words = _WordTable(self._tokenizer, self.lowercase) if self._encodes_words_apart else None
 
     @property
     def _encodes_words_apart(self) -> bool:
@@ -148,8 +136,9 @@ class BertDataTokenizer:
         BERT's normalizer, pre-tokenizer and model look at no more than a word; other tokenizers, and added tokens that
         are ordinary text, may look across a space.
         """
-        kinds = [(self._settings[part] or {}).get("type") for part in ("normalizer", "pre_tokenizer", "model")]
-        only_special = all(token["special"] for token in self._settings["added_tokens"])
+        settings = self._tokenizer.settings
+        kinds = [(settings[part] or {}).get("type") for part in ("normalizer", "pre_tokenizer", "model")]
+        only_special = all(token["special"] for token in settings["added_tokens"])
         return kinds == ["BertNormalizer", "BertPreTokenizer", "WordPiece"] and only_special
 
     def tokenize(self, text: str) -> list[int]:
@@ -163,7 +152,7 @@ class BertDataTokenizer:
 
     def tokenize_arrays(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32[total], lengths int64[len(texts)]): the ids of all texts, one after the other."""
-        encode = self._words.encode if self._words is not None else partial(_encode, self._backend)
+        encode = self._words.encode if self._words is not None else partial(_encode, self._tokenizer)
         parts = [encode(block) for block in _blocks(texts)]
         if not parts:
             return np.empty(0, np.int32), np.empty(0, np.int64)
@@ -172,64 +161,38 @@ class BertDataTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, special tokens included."""
-        return self._backend.decode([int(index) for index in ids], skip_special_tokens=False)
+        return self._tokenizer.backend.decode([int(index) for index in ids], skip_special_tokens=False)
 
     @property
     def unk(self) -> int | None:
-        """Id of what no piece stands for; None for a tokenizer with a piece for everything."""
-        model = self._settings["model"]
-        return model["unk_id"] if model["type"] == "Unigram" else self._pieces.get(model["unk_token"])
+        """Id of the unknown token; None for a tokenizer without one."""
+        model = self._tokenizer.settings["model"]
+        return model["unk_id"] if model["type"] == "Unigram" else self._tokenizer.pieces.get(model["unk_token"])
 
     @property
     def lowercase(self) -> bool:
         """True if BERT's normalizer makes the text lower case."""
-        return bool((self._settings["normalizer"] or {}).get("lowercase"))
+        return bool((self._tokenizer.settings["normalizer"] or {}).get("lowercase"))
 
     @cached_property
     def starts_word(self) -> np.ndarray:
-        """bool[vocab_size]: True where a piece begins a word, and for special tokens and unused ids.
+        """bool[vocab_size]: True where a piece begins a word (`FastTokenizer.starts_word`), and for special tokens.
 
-        WordPiece marks the other pieces with "##"; SentencePiece and byte-level BPE mark the beginnings with the space
-        before them (so the first word of a text may have no mark). Raises UserError for a tokenizer that does neither.
+        Raises UserError for a tokenizer that does not mark words.
         """
-        model, marker = self._settings["model"], self._word_marker
-        starts = np.ones(self.vocab_size, bool)
-        prefix = model.get("continuing_subword_prefix")
-        for piece, index in self._pieces.items():
-            if model["type"] == "WordPiece":
-                starts[index] = not piece.startswith(prefix)
-            else:
-                starts[index] = piece.startswith(marker)
+        if self._tokenizer.starts_word is None:
+            raise UserError(
+                f"the tokenizer {self.name} ({self._tokenizer.kind}) does not mark where words begin, so whole words "
+                f"cannot be masked; use a WordPiece, SentencePiece or byte-level BPE tokenizer"
+            )
+        starts = self._tokenizer.starts_word.copy()
         starts[self.special_ids] = True
         return starts
-
-    @property
-    def _word_marker(self) -> str:
-        """The character that stands for the space before a word."""
-        if self._settings["model"]["type"] == "WordPiece":
-            return ""
-        parts = list(_components(self._settings["normalizer"])) + list(_components(self._settings["pre_tokenizer"]))
-        for part in parts:
-            if part["type"] == "Metaspace":
-                return part["replacement"]
-            if part["type"] == "ByteLevel":
-                return _BYTE_LEVEL_SPACE
-            if part["type"] == "Prepend":
-                return part["prepend"]
-        raise UserError(
-            f"the tokenizer {self.name} ({self._settings['model']['type']}) does not mark where words begin, so whole "
-            f"words cannot be masked; use a WordPiece, SentencePiece or byte-level BPE tokenizer"
-        )
 
     @cached_property
     def fingerprint(self) -> str:
         """sha256 of all that decides the ids: pieces and their ids, normalization, model, special tokens."""
-        parts = {part: self._settings[part] for part in ("normalizer", "pre_tokenizer", "model")}
-        if isinstance(parts["model"].get("vocab"), dict):  # in an order of its own; the pieces are listed below
-            parts["model"] = {key: value for key, value in parts["model"].items() if key != "vocab"}
-        pieces = sorted(self._pieces.items(), key=lambda item: (item[1], item[0]))
-        content = json.dumps([_without_nulls(parts), pieces, sorted(self._special.items())], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        return self._tokenizer.digest(sorted(self._special.items()))
 
     def save(self, directory: str | os.PathLike) -> None:
         """Write the files from which AutoTokenizer, and our `HFTokenizer`, give the same ids."""
@@ -240,11 +203,11 @@ class BertDataTokenizer:
             return
         from transformers import BertTokenizer
 
-        vocab = self._backend.get_vocab(with_added_tokens=False)
-        BertTokenizer(vocab=vocab, do_lower_case=self._settings["normalizer"]["lowercase"]).save_pretrained(directory)
+        vocab = self._tokenizer.backend.get_vocab(with_added_tokens=False)
+        BertTokenizer(vocab=vocab, do_lower_case=self.lowercase).save_pretrained(directory)
         pieces = dict(zip(vocab.values(), vocab, strict=True))
         last = pieces[self.vocab_size - 1]
-        # An id without a piece had one that came again later; the last one stands in, whose later line counts too.
+        # An id without a piece belonged to a repeated one; the last piece, whose later line wins, fills its line.
         lines = [pieces.get(index, last) for index in range(self.vocab_size)]
         (directory / "vocab.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -262,9 +225,9 @@ class _WordTable:
     MAX_WORDS = 500_000
     MAX_CHARACTERS = 20_000_000
 
-    def __init__(self, backend: tokenizers.Tokenizer, lowercase: bool):
-        self._backend = backend
-        self._model = backend.model
+    def __init__(self, tokenizer: FastTokenizer, lowercase: bool):
+        self._tokenizer = tokenizer
+        self._model = tokenizer.backend.model
         self._lowercase = lowercase
         self._reset()
 
@@ -300,7 +263,7 @@ class _WordTable:
         plain = [word for word in words if word.isascii() and word.isprintable()]
         rows = [self._encode_plain(word) for word in plain]
         new = [*plain, *words.difference(plain)]
-        ids, lengths = _encode(self._backend, new[len(plain) :])
+        ids, lengths = _encode(self._tokenizer, new[len(plain) :])
         lengths = np.concatenate([np.fromiter(map(len, rows), np.int64, len(rows)), lengths])
         plain_ids = np.fromiter(chain.from_iterable(rows), np.int32, int(lengths[: len(rows)].sum()))
         self._number.update(zip(new, range(len(self._number), len(self._number) + len(new)), strict=True))
@@ -327,8 +290,8 @@ def _blocks(texts: Sequence[str]) -> Iterator[Sequence[str]]:
         yield texts[first:]
 
 
-def _encode(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    encoded = [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+def _encode(tokenizer: FastTokenizer, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    encoded = tokenizer.encode_batch(texts)
     lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
     return np.fromiter(chain.from_iterable(encoded), np.int32, int(lengths.sum())), lengths
 
@@ -356,7 +319,8 @@ def _from_vocab_file(path: Path, lowercase: bool) -> BertDataTokenizer:
     backend = tokenizers.BertWordPieceTokenizer(vocab=vocab, lowercase=lowercase)._tokenizer
     special = {role: vocab[_BERT_ROLES[role]] for role in _ROLES}
     other_case = partial(_from_vocab_file, path, not lowercase)
-    return BertDataTokenizer(backend, {**special, "eod": special["sep"]}, str(path), other_case=other_case)
+    roles = {**special, "eod": special["sep"]}
+    return BertDataTokenizer(backend.to_str(), roles, str(path), other_case=other_case)
 
 
 def _from_pretrained(name: str) -> BertDataTokenizer:
@@ -371,19 +335,13 @@ def _from_pretrained(name: str) -> BertDataTokenizer:
     if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):  # no name on the hub
         raise UserError(f"the tokenizer {name} does not exist")
     verify_model(path)
-    try:
-        pretrained = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # OSError, ValueError, KeyError, ..., plain Exception: as the files are damaged
-        reason = next(iter(str(error).splitlines()), "").rstrip(".: ")
-        if path.is_dir() and not (path / "tokenizer.json").is_file():
-            holds = ", ".join(sorted(os.listdir(path))[:5]) or "nothing"
-            reason = f"the folder holds {holds}, but no tokenizer.json, which a tokenizer's save_pretrained() writes"
-        raise UserError(f"the tokenizer {name} cannot be loaded ({type(error).__name__}): {reason}") from error
-    if not pretrained.is_fast:
-        raise UserError(
-            f"the tokenizer {name} is a {type(pretrained).__name__}, which runs in Python alone and is too "
-            f"slow for a corpus; give a tokenizer that has a tokenizer.json"
-        )
+    remedy = "give the folder of a Hugging Face tokenizer"
+    if path.is_dir() and not (path / "tokenizer.json").is_file():
+        holds = ", ".join(sorted(os.listdir(path))[:5]) or "nothing"
+        remedy = f"the folder holds {holds}, but no tokenizer.json, which a tokenizer's save_pretrained() writes"
+    pretrained = open_pretrained(
+        f"the tokenizer {name}", lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False), remedy
+    )
     special = {role: getattr(pretrained, f"{role}_token_id") for role in _ROLES}
     missing = [f"{role}_token" for role in _ROLES if special[role] is None]
     if missing:
@@ -391,30 +349,5 @@ def _from_pretrained(name: str) -> BertDataTokenizer:
             f"the tokenizer {name} has no {', '.join(missing)}, which BERT's samples are made with; give a "
             f"BERT-like tokenizer (for T5 there is `lmtools tokenize`)"
         )
-    if not {*pretrained.get_vocab().values()} - {*pretrained.all_special_ids}:  # made out of config.json alone
-        raise UserError(
-            f"the tokenizer {name} has no vocabulary, so that every word would be {pretrained.unk_token}: save the "
-            "tokenizer there too, or give another folder"
-        )
-    eos = pretrained.eos_token_id
-    special["eod"] = special["sep"] if eos is None else eos
-    backend = tokenizers.Tokenizer.from_str(pretrained.backend_tokenizer.to_str())
-    return BertDataTokenizer(backend, special, name, pretrained)
-
-
-def _components(settings: dict[str, Any] | None) -> Iterable[dict[str, Any]]:
-    """A normalizer or pre-tokenizer, or the parts of a sequence of them."""
-    if settings is None:
-        return
-    if settings["type"] == "Sequence":
-        for part in settings.get("normalizers", settings.get("pretokenizers")):
-            yield from _components(part)
-    else:
-        yield settings
-
-
-def _without_nulls(value: Any) -> Any:
-    """Settings that are not set are left out, so that a release that knows more of them changes no fingerprint."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    special["eod"] = special["sep"] if pretrained.eos_token_id is None else pretrained.eos_token_id
+    return BertDataTokenizer(pretrained.backend_tokenizer.to_str(), special, name, pretrained)

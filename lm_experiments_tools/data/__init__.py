@@ -6,8 +6,8 @@ The public names of the rooms below it are imported on first use.
 from lm_experiments_tools.names import lazy_names
 
 _HOMES = {
-    "Document": "lm_experiments_tools.data.text.documents",
-    "iter_documents": "lm_experiments_tools.data.text.documents",
+    "Record": "lm_experiments_tools.data.text.records",
+    "records": "lm_experiments_tools.data.text.records",
     "IndexedDataset": "lm_experiments_tools.data.tokens.indexed",
     "IndexedDatasetWriter": "lm_experiments_tools.data.tokens.indexed",
     "MixtureDataset": "lm_experiments_tools.ancestor.bert_data",

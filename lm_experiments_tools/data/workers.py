@@ -214,11 +214,13 @@ class Caller:
             os._exit(1)
 
     def _listen(self, parent: int) -> None:
-        with suppress(EOFError, OSError):
-            while os.getppid() == parent:
-                if self._connection.poll(1.0):
-                    self._messages.put(self._connection.recv())
-        self._messages.put(_GONE)
+        try:
+            with suppress(EOFError, OSError):
+                while os.getppid() == parent:
+                    if self._connection.poll(1.0):
+                        self._messages.put(self._connection.recv())
+        finally:  # also where a message cannot be unpickled here
+            self._messages.put(_GONE)
         time.sleep(_GRACE)
         os._exit(1)  # the main thread hangs in a download or a long piece of work
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm_experiments_tools.config.flags import is_given
-from lm_experiments_tools.data.text.bad_lines import allowed
+from lm_experiments_tools.data.text.records import allowed
 from lm_experiments_tools.data.text.vocabulary import BYTES
 from lm_experiments_tools.data.tokens.checked import open_checked
 from lm_experiments_tools.data.tokens.files import (

@@ -1,4 +1,4 @@
-"""Turn text into a token file (Megatron's .bin and .idx) that the trainers read; a run that was killed goes on.
+"""Turn text into a token file (Megatron's .bin and .idx) for the trainers; an interrupted run resumes.
 
 A cluster does it in n parts: with `--on slurm` and `--on ray` by datatrove, or by hand as a job array, job i with
 --shard i/n, and `lmtools merge` at its end (docs/scale.md).
@@ -57,8 +57,8 @@ class TokenizeArgs:
 
 
 def run(args: TokenizeArgs) -> None:
-    """Tokenize and say what came out."""
-    from lm_experiments_tools.data.tokens.pieces import parse_shard, shard_prefix
+    """Tokenize and print the counts."""
+    from lm_experiments_tools.data.tokens.pipeline import parse_shard, shard_prefix
     from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 
     check_output(args.output)

@@ -1,6 +1,6 @@
 """The parts of a text as tasks of datatrove's executors, each `tokenize --shard i/n`, and their merge.
 
-datatrove starts the tasks, and starts those again that were not finished; nothing else of it is used.
+datatrove starts the tasks and restarts unfinished ones; nothing else of it is used.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lm_experiments_tools.data.text.documents import plan_pieces
-from lm_experiments_tools.data.text.encoding import Encoding
+from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.tokens.files import (
     check_replaceable,
     dataset_paths,
@@ -26,8 +25,8 @@ from lm_experiments_tools.data.tokens.files import (
 )
 from lm_experiments_tools.data.tokens.indexed import finished_record
 from lm_experiments_tools.data.tokens.merge import merge_datasets
-from lm_experiments_tools.data.tokens.pieces import part_of_plan, plan_fingerprint, shard_prefix
-from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
+from lm_experiments_tools.data.tokens.pipeline import part_of_plan, plan_fingerprint, shard_prefix
+from lm_experiments_tools.data.tokens.tokenize import TextEncoder, tokenize_corpus
 from lm_experiments_tools.data.workers import available_cores
 from lm_experiments_tools.errors import UserError, os_sentence
 from lm_experiments_tools.files import write_atomic
@@ -37,7 +36,7 @@ _PROGRAMS = ("launch_pickled_pipeline", "merge_stats")  # of datatrove, in its S
 
 @dataclass(frozen=True)
 class Parts:
-    """What is to be done.
+    """A tokenization in parts.
 
     Attributes:
         engine: local, slurm or ray.
@@ -59,11 +58,11 @@ class Parts:
         return self.settings["output_prefix"]
 
     def prefixes(self) -> tuple[str, ...]:
-        """Where the parts go."""
+        """Prefixes of the parts."""
         return tuple(shard_prefix(self.output, number, self.count) for number in range(self.count))
 
     def merge(self) -> dict[str, Any]:
-        """Join them; what OUTPUT.json holds."""
+        """Join the parts; returns the content of OUTPUT.json."""
         return merge_datasets(self.prefixes(), self.output, overwrite=self.settings["overwrite"])
 
 
@@ -102,14 +101,14 @@ def _check_installed(engine: str) -> None:
 
 
 def _prepare(parts: Parts) -> Path:
-    """The folder of datatrove's records, one for each text, vocabulary and cut; parts to be made are gone.
+    """The folder of datatrove's records, one for each text, vocabulary and number of parts; parts to make are removed.
 
-    Else the merge would take one of an earlier text for one whose making has failed.
+    Otherwise the merge could take a part of an earlier text in place of one that failed.
     """
     settings, vocabulary = parts.settings, load_vocabulary(parts.settings["vocab_path"])
     choices = {name: settings[name] for name in ("text_key", "append_eos", "encode_by")}
-    encoding = Encoding.of(vocabulary, **choices).identity()
-    plan = plan_fingerprint(plan_pieces(settings["inputs"]), encoding)
+    encoding = TextEncoder.of(vocabulary, **choices).identity
+    plan = plan_fingerprint(plan_shards(settings["inputs"]), encoding)
     _, shard = part_of_plan(settings["inputs"], 0, parts.count, encoding)
     folder = Path(f"{os.path.abspath(parts.output)}.parts") / f"{plan[:12]}-{parts.count}"
     left = {
@@ -134,7 +133,7 @@ def _prepare(parts: Parts) -> Path:
 
 
 def _is_done(folder: Path, number: int, prefix: str, source: str) -> bool:
-    """True for a part that is marked as made, did not fail, and is there."""
+    """True for a part that is marked as completed, did not fail, and exists."""
     if not (folder / "completions" / f"{number:05d}").exists() or (folder / "failed" / f"{number:05d}").exists():
         return False
     record = finished_record(prefix, "shard")
@@ -142,19 +141,19 @@ def _is_done(folder: Path, number: int, prefix: str, source: str) -> bool:
 
 
 def _part(parts: Parts, start: str, folder: Path, data: Any, rank: int, world_size: int) -> None:
-    """A step of a pipeline: make part `rank` of `world_size`; what its user can mend is said in one sentence."""
+    """A pipeline step: make part `rank` of `world_size`; errors of the user are one line."""
     os.chdir(start)
     try:
         tokenize_corpus(**parts.settings, workers=parts.workers, shard=(rank, world_size))
     except (UserError, OSError) as error:
-        said = str(error) if isinstance(error, UserError) else os_sentence(error)
-        if parts.engine == "slurm":  # its own queue tells that a task has failed
-            sys.exit(f"error: {said}")
-        write_atomic(folder / "failed" / f"{rank:05d}", said)
+        message = str(error) if isinstance(error, UserError) else os_sentence(error)
+        if parts.engine == "slurm":  # its queue reports failed tasks
+            sys.exit(f"error: {message}")
+        write_atomic(folder / "failed" / f"{rank:05d}", message)
 
 
 def _merged(parts: Parts, start: str, data: Any, rank: int, world_size: int) -> None:
-    """A step of a pipeline: merge the parts."""
+    """A pipeline step: merge the parts."""
     os.chdir(start)
     try:
         parts.merge()
@@ -163,7 +162,7 @@ def _merged(parts: Parts, start: str, data: Any, rank: int, world_size: int) -> 
 
 
 def _steps(parts: Parts, folder: Path) -> dict[str, Any]:
-    """What each executor is given."""
+    """Arguments of every executor."""
     step = partial(_part, parts, os.getcwd(), folder)
     return {"pipeline": [step], "tasks": parts.count, "logging_dir": str(folder)}
 
@@ -172,7 +171,7 @@ def _run_local(parts: Parts, folder: Path) -> None:
     from datatrove.executor.local import LocalPipelineExecutor
     from datatrove.utils.logging import logger
 
-    logger.remove()  # what it says of each part is in its folder's logs
+    logger.remove()  # the messages of each part are in its folder's logs
     at_once = max(available_cores() // parts.workers, 1)
     LocalPipelineExecutor(**_steps(parts, folder), workers=min(at_once, parts.count)).run()
 
@@ -211,5 +210,5 @@ def _submit(parts: Parts, folder: Path) -> None:
     merged.run()
     print(
         f"submitted {parts.count} parts and their merge (job {merged.job_id}) to {parts.output}.bin, .idx; "
-        f"what they say: {folder}/slurm_logs, {folder}/merge/slurm_logs; the same command again makes what is missing"
+        f"their logs: {folder}/slurm_logs, {folder}/merge/slurm_logs; the same command again makes what is missing"
     )

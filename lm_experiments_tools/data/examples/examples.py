@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from lm_experiments_tools.data.examples.rows import BadRow, BadRows, NamedClass, Row, converted, read_rows
-from lm_experiments_tools.data.text.documents import unusable_characters
+from lm_experiments_tools.data.text.records import unusable_characters
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.labels import IGNORED_LABEL
 

@@ -26,16 +26,23 @@ from typing import Any, TypeVar
 
 from lm_experiments_tools.data.examples.python_rows import PythonRows
 from lm_experiments_tools.data.text import hf_datasets
-from lm_experiments_tools.data.text.bad_lines import BadLines, allowed
-from lm_experiments_tools.data.text.compression import COMPRESSIONS, check_readable, endings
-from lm_experiments_tools.data.text.documents import (
+from lm_experiments_tools.data.text.records import (
     MAX_DOCUMENT_BYTES,
-    parse_json_object,
+    BadRecord,
+    RejectedRecords,
+    allowed,
+    parse_object,
     read_lines,
     too_long,
+)
+from lm_experiments_tools.data.text.sources import (
+    COMPRESSIONS,
+    JSON_SUFFIXES,
+    check_readable,
+    endings,
+    find_files,
     whole_file,
 )
-from lm_experiments_tools.data.text.inputs import JSON_SUFFIXES, find_files
 from lm_experiments_tools.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -91,11 +98,11 @@ class BadRow(Exception):
     """A row that cannot be used, with the reason."""
 
 
-class BadRows(BadLines):
+class BadRows(RejectedRecords):
     """Bad rows, named in the log.
 
     Args:
-        limit: rows that may be left out; None: as `BadLines`.
+        limit: rows that may be left out; None: as `RejectedRecords`.
         quiet: do not log them, for data that is read again.
     """
 
@@ -126,7 +133,7 @@ def converted(rows: Iterable[Row], convert: Callable[[Row], T], bad: BadRows) ->
         except BadRow as error:
             bad.add(row.where, str(error))
         else:
-            bad.read()
+            bad.accept()
             yield result
 
 
@@ -221,11 +228,10 @@ def _read_json(path: str, bad: BadRows) -> Iterator[Row]:
     for number, line in _lines(path):
         if not line.strip():
             continue
-        record = parse_json_object(line)
-        if isinstance(record, dict):
-            yield Row(f"{path}:{number}", record)
-        else:
-            reason = record[0]
+        try:
+            yield Row(f"{path}:{number}", parse_object(line))
+        except BadRecord as error:
+            reason = str(error)
             if number == 1 and line.lstrip()[:1] == b"[":
                 reason += " (one object on each line is read; a file with one list of them is called .json)"
             bad.add(f"{path}:{number}", reason)
@@ -238,10 +244,9 @@ def _whole_json(path: str) -> list[Any] | None:
         UserError: it begins as such a file does and is none.
     """
     first = next((line for _, line in _lines(path) if line.strip()), b"").strip()
-    record = parse_json_object(first)
-    if isinstance(record, dict):
-        is_whole = isinstance(record.get("data"), list)
-    else:
+    try:
+        is_whole = isinstance(parse_object(first).get("data"), list)
+    except BadRecord:
         is_whole = first[:1] == b"[" or first == b"{" or (first[:1] == b"{" and b'"data"' in first)
     if not is_whole:
         return None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -15,8 +14,7 @@ import numpy as np
 from lm_experiments_tools.data.examples.ragged import RaggedBuilder
 from lm_experiments_tools.data.examples.rows import BadRows
 from lm_experiments_tools.data.examples.text_encoder import UnknownTokens, end_id
-from lm_experiments_tools.data.text.bad_lines import BadLine, EmptyText
-from lm_experiments_tools.data.text.documents import plan_pieces, read_piece
+from lm_experiments_tools.data.text.records import records
 from lm_experiments_tools.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -37,15 +35,15 @@ class TextStream:
 
 
 def tokenize_text(inputs: Sequence[str], tokenizer: Any, bad: BadRows) -> TextStream:
-    """The documents of `inputs` (as `documents.plan_pieces`) as one stream.
+    """The documents of `inputs` (see data/text/sources.py) as one stream.
 
     Raises:
         UserError: inputs that cannot be read or hold no text, too many bad lines, a tokenizer without an end of text.
     """
     end = end_id(tokenizer)
     builder = RaggedBuilder()
-    documents, unknown = _texts(inputs, bad), UnknownTokens.of(tokenizer)
-    while some := list(islice(documents, _AT_ONCE)):
+    documents, unknown = records(inputs, "text", bad), UnknownTokens.of(tokenizer)
+    while some := [document.value for document in islice(documents, _AT_ONCE)]:
         ids = tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         builder.extend([*row, end] for row in ids)
         unknown.add(ids)
@@ -57,15 +55,3 @@ def tokenize_text(inputs: Sequence[str], tokenizer: Any, bad: BadRows) -> TextSt
     if not len(tokens):
         raise UserError(f"there is no text in {', '.join(inputs)} ({bad.count} bad lines).")
     return TextStream(tokens, hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest())
-
-
-def _texts(inputs: Sequence[str], bad: BadRows) -> Iterator[str]:
-    for piece in plan_pieces(inputs, piece_bytes=sys.maxsize):
-        for item in read_piece(piece):
-            if isinstance(item, EmptyText):
-                continue
-            if isinstance(item, BadLine):
-                bad.add(f"{piece.path}:{item.line}", item.reason)
-            else:
-                bad.read()
-                yield item.text

@@ -30,8 +30,8 @@ from lm_experiments_tools.data.loader import TrainSource, ValidLoader, ValidSour
 from lm_experiments_tools.data.objectives.span_corruption import plan_spans, random_spans_lengths
 from lm_experiments_tools.data.seqio.job import FRAME, PADDING, SOCKET, VALIDATION, Job
 from lm_experiments_tools.data.seqio.worker import work
-from lm_experiments_tools.data.text.inputs import find_files
 from lm_experiments_tools.data.text.sentencepiece_vocabulary import SentencePieceVocabulary
+from lm_experiments_tools.data.text.sources import find_files
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.files import token_prefix
 from lm_experiments_tools.data.workers import Worker, WorkerEnded, available_cores

@@ -30,8 +30,15 @@ import tensorflow as tf
 from sentencepiece import sentencepiece_model_pb2
 
 from lm_experiments_tools.data.seqio.job import PADDING, Job, one_line
-from lm_experiments_tools.data.text.bad_lines import BadLine, EmptyText, Quarantine, no_documents
-from lm_experiments_tools.data.text.documents import Piece, lines_before, plan_pieces, read_piece
+from lm_experiments_tools.data.text.records import (
+    Record,
+    Rejected,
+    RejectedRecords,
+    lines_before,
+    no_documents,
+    read_shard,
+)
+from lm_experiments_tools.data.text.sources import Shard, plan_shards
 from lm_experiments_tools.data.text.vocabulary import Vocabulary, sentinel_piece
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import hash_of_ends
@@ -366,8 +373,8 @@ def seqio_vocabulary(vocabulary: Vocabulary, folder: Path) -> seqio.SentencePiec
 class TextSource:
     """The documents of raw text as a seqio source, and the lines that are none.
 
-    What seqio takes for a file is a piece of one, some megabytes: seqio shuffles the pieces anew in each epoch and
-    reads 16 of them in turns. Files are read by `documents.read_piece`, in Python: tensorflow_io, which decoded JSON
+    What seqio takes for a file is a shard of one, some megabytes: seqio shuffles the shards anew in each epoch and
+    reads 16 of them in turns. Files are read by `records.read_shard`, in Python: tensorflow_io, which decoded JSON
     for this in earlier days, is not built for today's TensorFlow.
 
     Attributes:
@@ -376,34 +383,34 @@ class TextSource:
 
     def __init__(self, job: Job, log: Log) -> None:
         self._job, self._log = job, log
-        self._pieces = plan_pieces(job.data_path)
-        self._bad_lines = Quarantine(job.quarantine, job.max_bad_lines)
-        self._seen: set[tuple[str, int]] = set()  # each epoch meets the bad lines again
+        self._shards = plan_shards(job.data_path)
+        self._rejected = RejectedRecords(job.max_bad_lines, job.quarantine)
+        self._seen: set[tuple[str, int]] = set()  # each epoch reads them again
         self._has_empty = False
-        self._lock = threading.Lock()  # pieces are read in several threads
+        self._lock = threading.Lock()  # shards are read in several threads
         self.failure: UserError | None = None
 
     def no_documents(self) -> UserError:
         """The sentence for a text without any."""
-        return no_documents(self._job.data_path, self._bad_lines.count, self._bad_lines.first, self._bad_lines.path)
+        return no_documents(self._job.data_path, self._rejected)
 
     def source(self) -> seqio.FileDataSource:
         """The source; a small text is read now and kept.
 
         A shuffle buffer takes thousands of passes over a few lines, each of which costs TensorFlow milliseconds.
-        So the only piece of a text is given many times over at once, which is the same stream.
+        So the only shard of a text is given many times over at once, which is the same stream.
         """
-        files = {"train": [str(k) for k in range(len(self._pieces))]}
-        size = sum(piece.num_bytes * (_COMPRESSION if piece.end is None else 1) for piece in self._pieces)
-        if size > _SMALL_TEXT or any(piece.kind == "dataset" for piece in self._pieces):
+        files = {"train": [str(k) for k in range(len(self._shards))]}
+        size = sum(shard.num_bytes * (_COMPRESSION if shard.end is None else 1) for shard in self._shards)
+        if size > _SMALL_TEXT or any(shard.kind == "dataset" for shard in self._shards):
             return seqio.FileDataSource(self._read_file, files)
-        texts = [[item["text"] for item in self._documents(number)] for number in range(len(self._pieces))]
+        texts = [[item["text"] for item in self._documents(number)] for number in range(len(self._shards))]
         kept = tf.ragged.constant(texts, tf.string, ragged_rank=1)
         passes = -(-_SMALL_TEXT // size) if len(texts) == 1 else 1
 
         def read_kept(number: tf.Tensor) -> tf.data.Dataset:
-            piece = kept[tf.strings.to_number(number, tf.int32)]
-            return tf.data.Dataset.from_tensor_slices({"text": piece}).repeat(passes)
+            texts = kept[tf.strings.to_number(number, tf.int32)]
+            return tf.data.Dataset.from_tensor_slices({"text": texts}).repeat(passes)
 
         return seqio.FileDataSource(read_kept, files)
 
@@ -412,16 +419,16 @@ class TextSource:
         return tf.data.Dataset.from_generator(self._documents, args=(number,), output_signature=signature)
 
     def _documents(self, number: bytes | int) -> Iterator[dict[str, str]]:
-        piece = self._pieces[int(number)]
+        shard = self._shards[int(number)]
         try:
-            for item in read_piece(piece, self._job.text_key):
-                if isinstance(item, EmptyText):
-                    self._say_empty(f"{piece.path}:{lines_before(piece) + item.line}")
-                elif isinstance(item, BadLine):
-                    self._set_aside(piece, item)
+            for item in read_shard(shard, self._job.text_key):
+                if isinstance(item, Record):
+                    self._rejected.accept()
+                    yield {"text": item.value}
+                elif item.is_empty:
+                    self._say_empty(f"{shard.path}:{lines_before(shard) + item.line}")
                 else:
-                    self._bad_lines.read()
-                    yield {"text": item.text}
+                    self._reject(shard, item)
         except UserError as error:  # would reach the reader as an error of TensorFlow's
             self.failure = error
             raise
@@ -432,20 +439,20 @@ class TextSource:
                 self._log(logging.INFO, f"empty texts are left out; the first met is {where}")
             self._has_empty = True
 
-    def _set_aside(self, piece: Piece, bad: BadLine) -> None:
-        line = lines_before(piece) + bad.line
+    def _reject(self, shard: Shard, rejected: Rejected) -> None:
+        line = lines_before(shard) + rejected.line
         with self._lock:
-            if (piece.path, line) in self._seen:
+            if (shard.path, line) in self._seen:
                 return
-            self._seen.add((piece.path, line))
-            self._bad_lines.list_line(piece.path, BadLine(line, bad.reason, bad.content))
+            self._seen.add((shard.path, line))
+            self._rejected.reject(shard.path, rejected._replace(line=line))
             if str(len(self._seen)).strip("0") == "1":  # the first, the tenth, the hundredth ...
-                self._log(logging.WARNING, str(self._bad_lines))
+                self._log(logging.WARNING, str(self._rejected))
 
     def stamps(self) -> list[list[Any]]:
         """Identity of the text: of each file its name, its size and a hash of its beginning and end."""
         stamps: list[list[Any]] = []
-        for path, kind in dict.fromkeys((piece.path, piece.kind) for piece in self._pieces):
+        for path, kind in dict.fromkeys((shard.path, shard.kind) for shard in self._shards):
             if kind == "dataset":
                 stamps.append([path])
             else:

@@ -1,20 +1,20 @@
-"""Several texts streamed in given shares (`--streaming` with `--data_weights`, `--data_temperature` and their like).
+"""Several texts streamed in given proportions (`--streaming` with `--data_weights`, `--data_temperature` and so on).
 
-Every stream is a mixture by itself: the next document comes from the text that is furthest behind its share of the
-bytes that the stream has given, and each text goes on, pass after pass, where it was left. What has been given of each
-is part of the place in a stream, so that a mixture is a function of (data, settings, seed) as a stream of one text is.
-Two texts of equal shares, with documents of 3 bytes (a) and of 1 byte (b):
+Every stream is a mixture: the next document comes from the text that is furthest behind its share of the bytes that
+the stream has read, and each text continues, epoch after epoch, where it was left. The bytes read of each text are
+part of the position in a stream, so a mixture is a function of (data, settings, seed) like a stream of one text. Two
+texts of equal shares, with documents of 3 bytes (a) and of 1 byte (b):
 
-    given of a, b    0 0    3 0    3 1    3 2    3 3    6 3   ...
+    bytes of a, b    0 0    3 0    3 1    3 2    3 3    6 3   ...
     document         a      b      b      b      a      b     ...
 
-A text that cannot be dealt evenly to V streams, such as one compressed file, is dealt to fewer, a divisor n of V; the
-V / n streams that share a part of it read all of that, and each takes its turn of the documents. So no document is in
-two streams, and none comes again before all of its text has been read, however many streams there are.
+A text that cannot be balanced over V streams, such as one compressed file, has fewer, a divisor n of V; the V / n
+streams that share one of them read all of it and take its documents in round robin. So no document is in two streams,
+and none is repeated before all of its text has been read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,33 +22,32 @@ import numpy as np
 from lm_experiments_tools.data.mixture import mixing_rates
 from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.streaming.text import Position, StreamPlan, StreamText
-from lm_experiments_tools.data.text.bad_lines import BadLine
-from lm_experiments_tools.data.text.documents import Document, Piece
-from lm_experiments_tools.data.text.encoding import num_bytes
+from lm_experiments_tools.data.text.records import Record, utf8_length
+from lm_experiments_tools.data.text.sources import Shard
 from lm_experiments_tools.errors import UserError
 
 
 @dataclass(frozen=True)
 class TextPosition:
-    """A place in one of the texts of a stream: documents met up to there, and bytes given of those that were taken."""
+    """A position in one text of a stream: documents read so far, and bytes of those that were taken."""
 
-    place: Position = Position()
+    position: Position = field(default_factory=Position)
     documents: int = 0
-    given: int = 0
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class MixedPosition:
-    """A place in a stream of several texts; `bad_lines` and `lines` as those of `Position`."""
+    """A position in a stream of several texts; `rejected` and `lines` as in `Position`."""
 
     texts: tuple[TextPosition, ...]
-    bad_lines: int = 0
+    rejected: int = 0
     lines: int = 0
 
 
 @dataclass(frozen=True)
 class MixedPlan:
-    """How several texts are dealt to the same streams, and their shares of the bytes, which sum to 1."""
+    """Several texts read by the same streams, and their shares of the bytes, which sum to 1."""
 
     plans: tuple[StreamPlan, ...]
     shares: tuple[float, ...]
@@ -66,7 +65,7 @@ class MixedPlan:
         maximum: float | None,
         temperature: float,
     ) -> "MixedPlan":
-        """Deal each of the inputs; the other arguments are those of `MixtureDataset`, with sizes in bytes of files.
+        """Plan each of the inputs; the other arguments are those of `MixtureDataset`, with sizes in bytes of files.
 
         Raises:
             UserError: an input that does not exist or holds nothing, or shares that follow from unknown sizes.
@@ -76,42 +75,41 @@ class MixedPlan:
         rates = np.array(weights or [1.0] * len(plans), np.float64)
         if blending == "proportional":
             _check_sizes(inputs, plans)
-            sizes = [sum(piece.num_bytes for piece in plan.pieces) for plan in plans]
+            sizes = [sum(shard.num_bytes for shard in plan.shards) for plan in plans]
             rates = mixing_rates(sizes, rates, maximum, temperature)
         return cls(tuple(plans), tuple((rates / rates.sum()).tolist()), num_streams)
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
-        """Pieces of all texts."""
-        return tuple(piece for plan in self.plans for piece in plan.pieces)
+    def shards(self) -> tuple[Shard, ...]:
+        """Shards of all texts."""
+        return tuple(shard for plan in self.plans for shard in plan.shards)
 
     def on_this_machine(self) -> "MixedPlan":
         """The plan with the times of the files here; raises as `StreamPlan.on_this_machine`."""
         return replace(self, plans=tuple(plan.on_this_machine() for plan in self.plans))
 
-    def open(self, stream: int, begin: Mapping[str, Any], **reading: Any) -> "MixedText":
-        """The text of a stream from a `MixedPosition` on ({}: from the start)."""
-        texts = begin.get("texts", [{}] * len(self.plans))
-        places = [TextPosition(**{**text, "place": Position(**text.get("place", {}))}) for text in texts]
-        position = MixedPosition(tuple(places), begin.get("bad_lines", 0), begin.get("lines", 0))
-        return MixedText(self, stream, position, **reading)
+    def open(self, stream: int, begin: Mapping[str, Any], **options: Any) -> "MixedText":
+        """The text of a stream from a `MixedPosition` ({}: the start)."""
+        texts = begin.get("texts", [{"position": {}}] * len(self.plans))
+        positions = [TextPosition(**{**text, "position": Position(**text["position"])}) for text in texts]
+        return MixedText(self, stream, MixedPosition(**{**begin, "texts": tuple(positions)}), **options)
 
     def identity(self) -> list[Any]:
-        """What `StreamPlan.identity` gives for each text, how it is dealt, and the shares."""
+        """What `StreamPlan.identity` gives for each text, its number of streams and seed, and the shares."""
         return [[plan.identity(), plan.num_streams, plan.seed] for plan in self.plans] + [self.shares]
 
     def describe(self) -> str:
         """Shares and size, for the log."""
         shares = " : ".join(f"{share:.2%}" for share in self.shares)
-        return f"mixed {shares} of their bytes, {len(self.pieces)} pieces in {self.num_streams} streams"
+        return f"mixed {shares} of their bytes, {len(self.shards)} shards in {self.num_streams} streams"
 
 
 def _check_sizes(inputs: Sequence[str], plans: Sequence[StreamPlan]) -> None:
     """Refuse shares by the sizes of texts that are not known, or do not compare."""
-    remedy = "say the shares by --data_blending megatron and --data_weights"
-    compressed = [{piece.end is None for piece in plan.pieces} for plan in plans]
+    remedy = "give the shares by --data_blending megatron and --data_weights"
+    compressed = [{shard.end is None for shard in plan.shards} for plan in plans]
     for path, plan, kinds in zip(inputs, plans, compressed, strict=True):
-        if any(piece.kind == "dataset" for piece in plan.pieces):
+        if any(shard.kind == "dataset" for shard in plan.shards):
             raise UserError(f"how much text {path} has is not known while it is streamed: {remedy}")
         if kinds != compressed[0] or len(kinds) > 1:
             files = path if len(kinds) > 1 else f"{inputs[0]} and {path}"
@@ -119,38 +117,40 @@ def _check_sizes(inputs: Sequence[str], plans: Sequence[StreamPlan]) -> None:
 
 
 class MixedText:
-    """Documents of one stream, endlessly; `position` and `bad_lines` are those of a `StreamText`."""
+    """Documents of one stream, endlessly; `position` and `rejected` are as in `StreamText`."""
 
-    def __init__(self, plan: MixedPlan, stream: int, position: MixedPosition, **reading: Any):
-        self.position, self.bad_lines = position, []
+    def __init__(self, plan: MixedPlan, stream: int, position: MixedPosition, **options: Any):
+        self.position, self.rejected = position, []
         self._shares = np.array(plan.shares)
         self._texts: list[StreamText] = []
-        self._turns: list[tuple[int, int]] = []  # of each text: streams that share its part, and this one's place
+        self._sharing: list[
+            tuple[int, int]
+        ] = []  # of each text: number of streams that share it, and this one's index
         for part, text in zip(plan.plans, position.texts, strict=True):
-            place, number = divmod(stream, part.num_streams)
-            self._texts.append(StreamText(part, number, text.place, **reading))
-            self._turns.append((plan.num_streams // part.num_streams, place))
+            index, number = divmod(stream, part.num_streams)
+            self._texts.append(StreamText(part, number, text.position, **options))
+            self._sharing.append((plan.num_streams // part.num_streams, index))
 
-    def __iter__(self) -> Iterator[Document]:
+    def __iter__(self) -> Iterator[Record]:
         endless = [iter(text) for text in self._texts]
-        given = np.array([text.given for text in self.position.texts])
+        num_bytes = np.array([text.num_bytes for text in self.position.texts])
         while True:
-            number = int((self._shares * max(int(given.sum()), 1) - given).argmax())
+            number = int((self._shares * max(int(num_bytes.sum()), 1) - num_bytes).argmax())
             yield self._take(number, endless[number])
-            given[number] = self.position.texts[number].given
+            num_bytes[number] = self.position.texts[number].num_bytes
 
-    def _take(self, number: int, documents: Iterator[Document]) -> Document:
-        """The next document of a text that is this stream's to take, and the position behind it."""
-        text, (turns, own), before = self._texts[number], self._turns[number], self.position.texts[number]
-        known, seen = len(text.bad_lines), before.documents
+    def _take(self, number: int, documents: Iterator[Record]) -> Record:
+        """The next document of a text that belongs to this stream; moves the position past it."""
+        text, (num_sharing, index), before = self._texts[number], self._sharing[number], self.position.texts[number]
+        known, seen = len(text.rejected), before.documents
         while True:
             document, seen = next(documents), seen + 1
-            if (seen - 1) % turns == own:
+            if (seen - 1) % num_sharing == index:
                 break
-        new: list[tuple[Piece, BadLine]] = [] if own else text.bad_lines[known:]  # each is listed by one stream
-        self.bad_lines += new
-        places = list(self.position.texts)
-        places[number] = TextPosition(text.position, seen, before.given + num_bytes(document.text))
-        lines = self.position.lines + (0 if own else text.position.lines - before.place.lines)
-        self.position = MixedPosition(tuple(places), self.position.bad_lines + len(new), lines)
+        new = [] if index else text.rejected[known:]  # one of the streams lists them
+        self.rejected += new
+        texts = list(self.position.texts)
+        texts[number] = TextPosition(text.position, seen, before.num_bytes + utf8_length(document.value))
+        lines = self.position.lines + (0 if index else text.position.lines - before.position.lines)
+        self.position = MixedPosition(tuple(texts), self.position.rejected + len(new), lines)
         return document

@@ -3,18 +3,20 @@
     text -> V streams of documents -> chunks of tokens -> examples -> batches of this worker
             (text.py)                 (worker.py)         (chunks.py)
 
-Global sample g is example g // V of stream g % V, shuffled within its chunk: the seed alone fixes the order, not the
-number of workers, and not the speed of the source. Worker r of W needs the streams v with v = r modulo the greatest
+Global sample g is example g // V of stream g % V, shuffled within its chunk: the order depends on the seed alone, not
+on the number of workers or the speed of the source. Worker r of W needs the streams v with v = r modulo the greatest
 common divisor of W and V; where W divides V no two workers read the same document. Two workers and four streams:
 
     g          0  1  2  3  4  5  6  7
     stream     0  1  2  3  0  1  2  3
     worker     0  1  0  1  0  1  0  1
 
-A stream that comes to its end begins another pass over its text in another order; streams do so each for itself, which
-is why there is no common epoch. Several texts in other shares than those of their sizes are mixed document by document
-within each stream (mixed.py). A chunk's last example is short and padded; the next chunk begins with the next
-document, so that nothing is dropped or read twice.
+Each stream starts its next epoch, in another order, when its text is read, so there is no common epoch. Several texts
+in given proportions are mixed document by document within each stream (mixed.py). The last example of a chunk is short
+and padded; the next chunk begins with the next document, so nothing is dropped or read twice.
+
+`datasets.IterableDataset` is not used: its order depends on the number of workers, and its state restores no shuffle
+buffer (docs/log.md).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,11 +41,10 @@ from lm_experiments_tools.data.order import stream_key
 from lm_experiments_tools.data.streaming.chunks import ChunkFeed, ExampleStream
 from lm_experiments_tools.data.streaming.mixed import MixedPlan
 from lm_experiments_tools.data.streaming.text import StreamPlan
-from lm_experiments_tools.data.streaming.worker import ChunkSettings
-from lm_experiments_tools.data.text.encoding import Encoding
+from lm_experiments_tools.data.streaming.worker import Chunk, ChunkSettings
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.files import token_prefix
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.tokens.tokenize import TextEncoder
 from lm_experiments_tools.data.workers import available_cores
 from lm_experiments_tools.errors import RunError, UserError, os_sentence
 
@@ -55,13 +56,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CACHE = Path(".cache") / "streams"  # below the working directory
-_VERSION = 1  # of the mapping (text, settings, seed) -> samples; part of the fingerprint
+_VERSION = 2  # of the mapping (text, settings, seed) -> samples; part of the fingerprint
 _WORKERS = 4  # processes, unless --data_n_workers says otherwise: they wait for the network more than they work
 _ROWS_AT_ONCE = 64  # of each stream: numpy's calls cost as much for one row
 
 
+@dataclass(frozen=True)
+class ChunkTokens:
+    """A chunk as the `TokenSource` of an objective."""
+
+    tokens: np.ndarray
+    fingerprint: str = ""
+
+    def will_need(self, begins: np.ndarray, ends: np.ndarray) -> None:
+        """Nothing to prefetch."""
+
+
 class StreamedExamples:
-    """The examples of one stream as a dataset with no end, to be put into buckets."""
+    """The examples of one stream as an endless dataset, for length grouping."""
 
     def __init__(self, stream: ExampleStream) -> None:
         self.stream = stream
@@ -85,16 +97,15 @@ class StreamedDataset:
 
     Args:
         feed: its chunks.
-        fingerprints: of data, objective and seed; the first is written down, the others are known again.
+        fingerprint: of data, objective and seed.
         num_streams: V.
-        arrange: puts the examples of a stream, which it gets with the stream's number, in order by length; None where
-            all are of one length. All streams have the same arrangement of short and long, so that a micro-batch,
-            which takes rows of all, is of similar length too.
+        arrange: (examples of a stream, its number) -> the examples grouped by length; None where all are of one
+            length. All streams have the same arrangement of short and long, so that a micro-batch, which takes rows
+            of all, is of similar length too.
     """
 
-    def __init__(self, feed: ChunkFeed, fingerprints: list[str], num_streams: int, arrange: Arrange | None) -> None:
-        self.feed, self.num_streams = feed, num_streams
-        self.fingerprint, *self.earlier_fingerprints = fingerprints
+    def __init__(self, feed: ChunkFeed, fingerprint: str, num_streams: int, arrange: Arrange | None) -> None:
+        self.feed, self.fingerprint, self.num_streams = feed, fingerprint, num_streams
         self._buckets = {
             number: arrange(StreamedExamples(stream), number)
             for number, stream in (feed.streams.items() if arrange else ())
@@ -141,10 +152,6 @@ class StreamLoader(TrainLoader):
 
     samples_per_epoch = None
 
-    @property
-    def earlier_fingerprints(self) -> list[str]:
-        return self.dataset.earlier_fingerprints
-
     def _next_batch(self) -> dict[str, np.ndarray]:
         """The rows at `consumed_samples`.
 
@@ -175,18 +182,18 @@ def streaming_data(
     Raises:
         UserError: an input that does not exist, cannot be read or holds no text, or settings the objective refuses.
     """
-    plan, fingerprints = on_main(backend, lambda: _plan(args, vocabulary, backend.world_size), takes_long=True)
+    plan, fingerprint = on_main(backend, lambda: _plan(args, vocabulary, backend.world_size), takes_long=True)
     streams = streams_of(backend.rank, backend.world_size, plan.num_streams)
     if backend.is_main and plan.num_streams % backend.world_size:
         logger.info(
             "%d workers do not divide %d streams, so some text is read by several of them; --streams, in a new run, "
-            "sets another number (there are %d pieces of text)",
+            "sets another number (there are %d shards of text)",
             backend.world_size,
             plan.num_streams,
-            len(plan.pieces),
+            len(plan.shards),
         )
     context = ObjectiveContext(args, vocabulary, model_kind, args.seed)
-    loader = on_all(backend, lambda: _open(context, backend, plan, fingerprints, streams), takes_long=True)
+    loader = on_all(backend, lambda: _open(context, backend, plan, fingerprint, streams), takes_long=True)
     return loader, f"{args.task} from a stream: {', '.join(args.data_path)}, {plan.describe()}"
 
 
@@ -196,10 +203,8 @@ def streams_of(rank: int, world_size: int, num_streams: int) -> range:
     return range(rank % step, num_streams, step)
 
 
-def _plan(
-    args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int
-) -> tuple[StreamPlan | MixedPlan, list[str]]:
-    """What is read, and its fingerprint; with it the one of earlier versions, which hashed the vocabulary's file."""
+def _plan(args: T5PretrainingArgs, vocabulary: Vocabulary, world_size: int) -> tuple[StreamPlan | MixedPlan, str]:
+    """The text and the fingerprint of data, objective and seed."""
     for path in args.data_path:
         if token_prefix(path) is not None:
             raise UserError(f"--data_path {path} is tokenized already: leave out --streaming, which tokenizes text")
@@ -212,21 +217,18 @@ def _plan(
         "version": _VERSION,
         "text": plan.identity(),
         "text_key": args.text_key,
+        "vocabulary": vocabulary.identity,
+        "encode_by": vocabulary.encode_by,
+        "append_eos": args.ends_documents(),
         "objective": args.settings_of_examples(),
         "streams": plan.num_streams,
         "seed": args.seed,
     }
-    if vocabulary.encode_by != "line":  # as all were encoded at first
-        parts["encode_by"] = vocabulary.encode_by
-    if args.ends_documents():  # no word where they do not, as before this could be chosen
-        parts["append_eos"] = True
     arrangement = ""
     if args.objective().varies_in_length:
         rows = args.bucket_rows
         arrangement = f"/bucket_rows={rows}" if rows else f"/mix_rows={_mixed_rows(args, world_size)}"
-    hashes = vocabulary.identity, vocabulary.sha256
-    described = (json.dumps(parts | {"vocabulary": value}, sort_keys=True) for value in hashes)
-    return plan, [hashlib.sha256(text.encode()).hexdigest() + arrangement for text in described]
+    return plan, hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest() + arrangement
 
 
 def _mixed_rows(args: T5PretrainingArgs, world_size: int) -> int:
@@ -248,28 +250,27 @@ def _open(
     context: ObjectiveContext,
     backend: Backend,
     plan: StreamPlan | MixedPlan,
-    fingerprints: list[str],
+    fingerprint: str,
     streams: range,
 ) -> StreamLoader:
     """Start the workers and wait for the first example of the first stream, which shows most of what can be wrong."""
     args, vocabulary = context.args, context.vocabulary
-    folders = [(CACHE / fingerprint[:16]).absolute() for fingerprint in fingerprints]
-    folder = next((folder for folder in reversed(folders) if folder.exists()), folders[0])
+    folder = (CACHE / fingerprint[:16]).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    unsaid = threading.Lock()  # the first chunk to take it logs the lengths, the same for all
+    first = threading.Lock()  # the first chunk to take it logs the lengths, which are the same for all
 
-    def build(prefix: str, stream: int, chunk: int) -> SampleDataset:
-        seed = stream_key(args.seed, f"stream {stream}, chunk {chunk}")
-        quiet = not unsaid.acquire(blocking=False)
-        return example_dataset(replace(context, seed=seed, quiet=quiet), IndexedDataset(prefix))
+    def build(chunk: Chunk, stream: int, number: int) -> SampleDataset:
+        seed = stream_key(args.seed, f"stream {stream}, chunk {number}")
+        quiet = not first.acquire(blocking=False)
+        return example_dataset(replace(context, seed=seed, quiet=quiet), ChunkTokens(chunk.tokens))
 
-    encoding = Encoding.of(vocabulary, args.text_key, args.ends_documents())
-    settings = ChunkSettings(plan.on_this_machine(), str(folder), vocabulary, encoding, args.max_bad_lines)
+    encoder = TextEncoder.of(vocabulary, args.text_key, args.ends_documents())
+    settings = ChunkSettings(plan.on_this_machine(), str(folder), encoder, args.max_bad_lines)
     num_workers = args.data_n_workers or min(_WORKERS, available_cores())
     feed = ChunkFeed([ExampleStream(folder, number) for number in streams], settings, build, num_workers)
     arrange = _arrangement(args, plan.num_streams, backend.world_size)
-    dataset = StreamedDataset(feed, fingerprints, plan.num_streams, arrange)
-    if not feed.streams[streams[0]].known_samples:
+    dataset = StreamedDataset(feed, fingerprint, plan.num_streams, arrange)
+    if not feed.streams[streams[0]].num_known:
         try:
             feed.wait_for({streams[0]: (0, 0)})
         except (UserError, OSError):

@@ -1,167 +1,157 @@
-"""The text of a streamed run: dealt to streams, read in an order that the seed fixes, from any position on.
+"""The text of a streamed run: its shards are assigned to streams, which read them in an order fixed by the seed.
 
-Pieces (parts of files, shards of a Hugging Face dataset) are dealt to V streams. Each stream reads its pieces,
-document after document, and when they end goes on with another pass over the text, divided anew. Six pieces of equal
-size in two streams, each pass in an order of its own:
+Shards (parts of files, shards of a Hugging Face dataset) are assigned to V streams, anew in each epoch. Six shards of
+equal size in two streams:
 
-    pass        0         1         2
+    epoch       0         1         2
     stream 0    4 1 3     0 4 2     5 3 0   ...
     stream 1    0 5 2     3 1 5     1 2 4   ...
 
-V depends on the data and on `--streams`, never on the number of workers. A stream is a function of (data, seed), and
-so is each place in it (`Position`), whatever the speed of the source and whoever reads it.
+V depends on the data and on `--streams`, never on the number of workers. A stream, and each `Position` in it, is a
+function of (data, seed), whatever the speed of the source and whoever reads it.
 """
 
 import heapq
 import logging
 import os
 import time
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from lm_experiments_tools.data.order import permute, stream_key
 from lm_experiments_tools.data.text import hf_datasets
-from lm_experiments_tools.data.text.bad_lines import BadLine, EmptyText, is_hopeless, no_documents, too_many
-from lm_experiments_tools.data.text.documents import Document, Piece, file_stamp, lines_before, plan_pieces, read_piece
-from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.text.records import (
+    Record,
+    Rejected,
+    RejectedRecords,
+    is_hopeless,
+    locate,
+    no_documents,
+    read_shard,
+    too_many,
+)
+from lm_experiments_tools.data.text.sources import Shard, file_stamp, plan_shards
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import hash_of_ends
 
 logger = logging.getLogger(__name__)
 
-_PIECES_PER_STREAM = 8  # of files: streams come out of about equal size, and documents in a random order
-_SMALLEST_PIECE = 1 << 12
-_LARGEST_PIECE = 64 << 20
-_UNEVEN = 1.1  # the largest stream may have so many times the average
-_BATCH_BYTES = 1 << 16  # text per call into sentencepiece: little, so that the first chunk is there soon
-_KEPT_BYTES = 1 << 20  # text of each stream held in memory: a chunk may be made of thousands of passes over a tiny one
-_ITEM_BYTES = 200  # of a document besides its text
-_COUNTED_BYTES = 256 << 20  # of a file, read to give the number of a bad line: a fraction of a second
+_SHARDS_PER_STREAM = 8  # of files: streams come out of about equal size, and documents in a random order
+_MIN_SHARD_BYTES = 1 << 12
+_MAX_SHARD_BYTES = 64 << 20
+_MAX_IMBALANCE = 1.1  # the largest stream over the average
 _WAITS = (1.0, 4.0, 15.0, 60.0)  # seconds before another try, after those of the datasets package itself
 
 
 @dataclass(frozen=True)
 class Position:
-    """A place in a stream: behind it are `items` documents and bad lines of piece `piece` of pass `passes`.
+    """A position in a stream: after `items` records and rejected records of its shard number `shard` in an epoch.
 
-    `bad_lines` and `lines` (bad ones and documents) count those of pass 0, in which each line of the text is met once.
+    `rejected` and `lines` (rejected and usable records) count those of epoch 0, which meets each line once.
     """
 
-    passes: int = 0
-    piece: int = 0
+    epoch: int = 0
+    shard: int = 0
     items: int = 0
-    bad_lines: int = 0
+    rejected: int = 0
     lines: int = 0
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """How pieces are dealt to streams."""
+    """The shards of a text and the number of streams that read them."""
 
-    pieces: tuple[Piece, ...]
+    shards: tuple[Shard, ...]
     num_streams: int
     seed: int
 
     @classmethod
     def make(cls, inputs: Sequence[str], max_streams: int, seed: int, divisor: bool = False) -> "StreamPlan":
-        """Cut the inputs and choose the number of streams.
+        """Cut the inputs, and choose the largest number of streams that are balanced.
 
-        It is the largest up to `max_streams` (a divisor of it, if so asked) for which the largest stream has at most
-        1.1 times the average.
-
-        Raises:
-            UserError: an input does not exist or holds nothing.
+        It is at most `max_streams` (a divisor of it with `divisor`), and the largest stream has at most 1.1 times the
+        average. Raises UserError where an input does not exist or holds nothing.
         """
-        pieces = plan_pieces(inputs)
-        size = sum(piece.num_bytes for piece in pieces)
+        shards = plan_shards(inputs)
+        size = sum(shard.num_bytes for shard in shards)
         if size:
-            wanted = size // (_PIECES_PER_STREAM * max_streams)
-            pieces = plan_pieces(inputs, min(max(wanted, _SMALLEST_PIECE), _LARGEST_PIECE))
-        loads = sorted(_weights(pieces), reverse=True)
-        counts = [n for n in range(min(max_streams, len(pieces)), 0, -1) if not (divisor and max_streams % n)]
-        num_streams = next(n for n in counts if _is_even(loads, n))
-        return cls(tuple(pieces), num_streams, seed)
+            wanted = size // (_SHARDS_PER_STREAM * max_streams)
+            shards = plan_shards(inputs, min(max(wanted, _MIN_SHARD_BYTES), _MAX_SHARD_BYTES))
+        sizes = sorted(_weights(shards), reverse=True)
+        counts = [n for n in range(min(max_streams, len(shards)), 0, -1) if not (divisor and max_streams % n)]
+        return cls(tuple(shards), next(n for n in counts if _is_balanced(sizes, n)), seed)
 
     def on_this_machine(self) -> "StreamPlan":
-        """The plan with the times of the files here, which may be copies of those of the process that made it.
+        """The plan with the times of the files here, which may be copies.
 
         Raises:
             UserError: a file is missing here, or is of another size.
         """
         stamps: dict[str, tuple[int, int]] = {}
-        for piece in self.pieces:
-            if piece.stamp is None or piece.path in stamps:
+        for shard in self.shards:
+            if shard.stamp is None or shard.path in stamps:
                 continue
-            found = file_stamp(piece.path) if os.path.exists(piece.path) else (-1, 0)
-            if found[0] != piece.stamp[0]:
+            found = file_stamp(shard.path) if os.path.exists(shard.path) else (-1, 0)
+            if found[0] != shard.stamp[0]:
                 here = f"{found[0]:,} bytes" if found[0] >= 0 else "missing"
                 raise UserError(
-                    f"{piece.path} has {piece.stamp[0]:,} bytes where the run was planned and is {here} here: every "
+                    f"{shard.path} has {shard.stamp[0]:,} bytes where the run was planned and is {here} here: every "
                     f"machine needs the same text, and nothing may write to it"
                 )
-            stamps[piece.path] = found
-        return replace(self, pieces=tuple(replace(piece, stamp=stamps.get(piece.path)) for piece in self.pieces))
+            stamps[shard.path] = found
+        return replace(self, shards=tuple(replace(shard, stamp=stamps.get(shard.path)) for shard in self.shards))
 
-    def open(self, stream: int, begin: Mapping[str, Any], **reading: Any) -> "StreamText":
-        """The text of a stream from a `Position` on ({}: from the start), with the other arguments of `StreamText`."""
-        return StreamText(self, stream, Position(**begin), **reading)
+    def open(self, stream: int, begin: Mapping[str, Any], **options: Any) -> "StreamText":
+        """The text of a stream from a `Position` ({}: the start), with the other arguments of `StreamText`."""
+        return StreamText(self, stream, Position(**begin), **options)
 
     def identity(self) -> list[Any]:
-        """Names, bounds, sizes, beginnings and ends of files; files of a dataset. Not where they lie or since when."""
-        identities = {
-            path: hf_datasets.identity(path)
-            for path in dict.fromkeys(piece.path for piece in self.pieces if piece.kind == "dataset")
-        }
-        pieces = [
-            (os.path.basename(piece.path), piece.kind, piece.start, piece.end, piece.num_bytes)
-            for piece in self.pieces
-        ]
-        files = dict.fromkeys(piece.path for piece in self.pieces if piece.kind != "dataset")
-        return [pieces, [hash_of_ends(path) for path in files], list(identities.values())]
+        """Names, bounds, sizes, beginnings and ends of files; files of a dataset. Not folders and times."""
+        datasets = dict.fromkeys(shard.path for shard in self.shards if shard.kind == "dataset")
+        files = dict.fromkeys(shard.path for shard in self.shards if shard.kind != "dataset")
+        bounds = [(os.path.basename(s.path), s.kind, s.start, s.end, s.num_bytes) for s in self.shards]
+        return [bounds, list(map(hash_of_ends, files)), list(map(hf_datasets.identity, datasets))]
 
     def describe(self) -> str:
         """The size, for the log."""
-        return f"{len(self.pieces)} pieces in {self.num_streams} streams"
+        return f"{len(self.shards)} shards in {self.num_streams} streams"
 
-    def pieces_of(self, stream: int, passes: int) -> list[Piece]:
-        """Pieces of a stream in one pass, in the order in which they are read."""
-        return [self.pieces[number] for number in _deal(self, passes)[stream]]
+    def shards_of(self, stream: int, epoch: int) -> list[Shard]:
+        """Shards of a stream in an epoch, in reading order."""
+        return [self.shards[number] for number in _assign(self, epoch)[stream]]
 
 
-def _weights(pieces: Sequence[Piece]) -> list[int]:
+def _weights(shards: Sequence[Shard]) -> list[int]:
     """Bytes of each; shards of a dataset, whose size is not known, count as the average."""
-    sizes = [piece.num_bytes for piece in pieces]
+    sizes = [shard.num_bytes for shard in shards]
     average = sum(sizes) // max(sum(size > 0 for size in sizes), 1) or 1
     return [size or average for size in sizes]
 
 
-def _is_even(loads: Sequence[int], num_streams: int) -> bool:
+def _is_balanced(sizes: Sequence[int], num_streams: int) -> bool:
     sums = [0] * num_streams
-    for load in loads:
-        heapq.heapreplace(sums, sums[0] + load)
-    return max(sums) * num_streams <= _UNEVEN * sum(sums)
+    for size in sizes:
+        heapq.heapreplace(sums, sums[0] + size)
+    return max(sums) * num_streams <= _MAX_IMBALANCE * sum(sums)
 
 
 @lru_cache(maxsize=4)
-def _deal(plan: StreamPlan, passes: int) -> list[list[int]]:
-    """Numbers of pieces by stream: the largest piece first, each to the emptiest stream; then in random order."""
-    count = len(plan.pieces)
-    if count == 1:  # of a tiny text, read in thousands of passes; the permutation takes milliseconds
+def _assign(plan: StreamPlan, epoch: int) -> list[list[int]]:
+    """Numbers of shards by stream: the largest first, each to the smallest stream; then in random order."""
+    count = len(plan.shards)
+    if count == 1:  # a tiny text is read thousands of times, and the permutation takes milliseconds
         return [[0]]
-    ranks = permute(np.arange(count), count, stream_key(plan.seed, "pieces"), np.full(count, passes)).tolist()
-    weights = _weights(plan.pieces)
+    ranks = permute(np.arange(count), count, stream_key(plan.seed, "pieces"), np.full(count, epoch)).tolist()
+    weights = _weights(plan.shards)
     streams: list[list[int]] = [[] for _ in range(plan.num_streams)]
-    emptiest = [(0, stream) for stream in range(plan.num_streams)]
+    smallest = [(0, stream) for stream in range(plan.num_streams)]
     for number in sorted(range(count), key=lambda number: (-weights[number], ranks[number])):
-        load, stream = emptiest[0]
-        heapq.heapreplace(emptiest, (load + weights[number], stream))
+        size, stream = smallest[0]
+        heapq.heapreplace(smallest, (size + weights[number], stream))
         streams[stream].append(number)
     return [sorted(numbers, key=ranks.__getitem__) for numbers in streams]
 
@@ -169,17 +159,18 @@ def _deal(plan: StreamPlan, passes: int) -> list[list[int]]:
 class StreamText:
     """Documents of one stream, endlessly.
 
-    Attributes:
-        position: behind the last document given.
-        bad_lines: those of pass 0 met so far.
-
     Args:
-        listed_in: the file where the caller lists `bad_lines`, for messages.
+        text_key: of the text in a record.
+        max_bad_lines: limit of rejected records of all streams.
+        listed_in: the list of rejected records, for messages.
+
+    Attributes:
+        position: after the last document.
+        rejected: (file, record) of those rejected in epoch 0 so far.
 
     Raises:
-        UserError: hopelessly many bad lines in pass 0, where `max_bad_lines` is for all streams; no document in as
-            many pieces in a row as there are.
-        OSError: a source that cannot be read, after some tries.
+        UserError: hopelessly many records are rejected in epoch 0; no document in as many shards in a row as exist.
+        OSError: a source cannot be read after several tries.
     """
 
     def __init__(
@@ -192,145 +183,71 @@ class StreamText:
         listed_in: str | os.PathLike = "",
     ):
         self.plan, self.stream, self.position = plan, stream, position
+        self.rejected: list[tuple[str, Rejected]] = []
         self._text_key, self._max_bad_lines, self._listed_in = text_key, max_bad_lines, listed_in
-        self._first_bad_line, self._num_empty = "", 0
-        self.bad_lines: list[tuple[Piece, BadLine]] = []
-        self._kept: dict[Piece, list[Document | BadLine]] = {}
-        self._room = _KEPT_BYTES
+        self._first, self._num_empty = "", 0
 
-    def __iter__(self) -> Iterator[Document]:
-        empty_pieces = 0
+    def __iter__(self) -> Iterator[Record]:
+        num_without = 0  # shards in a row
         while True:
-            pieces = self.plan.pieces_of(self.stream, self.position.passes)
-            while self.position.piece < len(pieces):
-                piece = pieces[self.position.piece]
-                found = False
-                for item in self._kept_or_read(piece):
-                    self._advance(piece, item)
-                    if isinstance(item, Document):
-                        found = True
+            shards = self.plan.shards_of(self.stream, self.position.epoch)
+            while self.position.shard < len(shards):
+                num_without += 1
+                for item in self._items(shards[self.position.shard]):
+                    if isinstance(item, Record):
+                        num_without = 0
                         yield item
-                empty_pieces = 0 if found else empty_pieces + 1
-                if empty_pieces > len(self.plan.pieces):
-                    paths = list(dict.fromkeys(piece.path for piece in self.plan.pieces))
-                    first = self._first_bad_line
-                    raise no_documents(paths, self.position.bad_lines, first, self._listed_in, self._num_empty)
-                self.position = replace(self.position, piece=self.position.piece + 1, items=0)
-            self.position = replace(self.position, passes=self.position.passes + 1, piece=0)
+                if num_without > len(self.plan.shards):
+                    raise self._no_documents()
+                self.position = replace(self.position, shard=self.position.shard + 1, items=0)
+            self.position = replace(self.position, epoch=self.position.epoch + 1, shard=0)
 
-    def _advance(self, piece: Piece, item: Document | BadLine) -> None:
-        bad_lines, lines = self.position.bad_lines, self.position.lines
-        is_bad = isinstance(item, BadLine) and not isinstance(item, EmptyText)
-        self._num_empty += isinstance(item, EmptyText)
-        if is_bad and not self._first_bad_line:
-            self._first_bad_line = "{file}:{line}: {reason}".format(**_listing(piece, item))
-        if is_bad and self.position.passes == 0:
-            self.bad_lines.append((piece, item))
-            bad_lines += 1
-        lines += self.position.passes == 0 and not isinstance(item, EmptyText)
-        self.position = replace(self.position, items=self.position.items + 1, bad_lines=bad_lines, lines=lines)
-        if is_hopeless(self._max_bad_lines, bad_lines, lines):
-            raise UserError(
-                f"stream {self.stream} has {too_many(self._max_bad_lines, lines)}, the first is "
-                f"{self._first_bad_line}; they are listed in {self._listed_in}: mend them or allow more with "
-                f"--max_bad_lines"
-            )
+    def _no_documents(self) -> UserError:
+        rejected = RejectedRecords(self._max_bad_lines)
+        rejected.count, rejected.first, rejected.num_empty = self.position.rejected, self._first, self._num_empty
+        rejected.path = self._listed_in
+        return no_documents(list(dict.fromkeys(shard.path for shard in self.plan.shards)), rejected)
 
-    def _kept_or_read(self, piece: Piece) -> Iterator[Document | BadLine]:
-        """The rest of a piece; the first pieces that were read whole are kept for the passes to come."""
-        begin = self.position.items
-        if piece in self._kept:
-            yield from islice(self._kept[piece], begin, None)
-            return
-        items: list[Document | BadLine] = []
-        room = self._room if begin == 0 else -1
-        for item in self._items(piece):
-            room -= _weight(item)
-            if room >= 0:
-                items.append(item)
-            else:
-                items.clear()
-            yield item
-        if room >= 0:
-            self._kept[piece], self._room = items, room
-
-    def _items(self, piece: Piece) -> Iterator[Document | BadLine]:
-        """The rest of a piece; begun again where the connection to a remote one breaks."""
+    def _items(self, shard: Shard) -> Iterator[Record | Rejected]:
+        """The rest of a shard, each after the position has moved past it; reopened where a connection breaks."""
         waits = iter(_WAITS)
         while True:
             before = self.position.items
             try:
-                yield from read_piece(piece, self._text_key, skip=before)
+                for item in read_shard(shard, self._text_key, skip=before):
+                    self._advance(shard, item)
+                    yield item
                 return
             except OSError as error:
+                if shard.kind != "dataset":
+                    raise
                 waits = iter(_WAITS) if self.position.items > before else waits
                 wait = next(waits, None)
-                if piece.kind != "dataset":
-                    raise
-                where = f"shard {piece.start} of {piece.path}, after {self.position.items:,} documents"
+                where = f"shard {shard.start} of {shard.path}, after {self.position.items:,} documents"
                 if wait is None:
                     raise OSError(
                         f"{where}: {error}; {len(_WAITS)} more tries did not help: when the network is back, the same "
-                        f"command goes on from the last checkpoint"
+                        f"command resumes from the last checkpoint"
                     ) from error
                 logger.warning("%s: %s; trying again in %.0f s", where, error, wait)
                 time.sleep(wait)
 
-
-def _weight(item: Document | BadLine) -> int:
-    """Bytes of memory, about."""
-    return _ITEM_BYTES + len(item.text if isinstance(item, Document) else item.content)
-
-
-def _listing(piece: Piece, bad: BadLine) -> dict[str, Any]:
-    """File, line, reason and content of a bad line.
-
-    Where the file before its piece is too long to count, lines count from there.
-    """
-    file, line = piece.path, bad.line
-    if piece.kind == "dataset":
-        file += f", shard {piece.start}"
-    elif piece.start <= _COUNTED_BYTES:
-        line += lines_before(piece)
-    else:
-        file += f", from byte {piece.start} on"
-    return {"file": file, "line": line, "reason": bad.reason, "content": bad.content}
-
-
-class StreamTokens:
-    """Token ids of the documents of one stream; `position` is behind the last one given.
-
-    Args:
-        text: a `StreamText`, or what else gives documents, a position behind each, and bad lines.
-    """
-
-    def __init__(self, text: Any, vocabulary: Vocabulary, encoding: Encoding):
-        self._text, self._vocabulary, self._encoding = text, vocabulary, encoding
-        self._encoded = self._encode()
-        self.position = text.position
-        self._taken_bad_lines = self._first_bad_line = text.position.bad_lines
-
-    def next_document(self) -> tuple[array, int]:
-        """Ids of the next document, and its bytes of text. Raises as `StreamText`."""
-        ids, size, self.position = next(self._encoded)
-        return ids, size
-
-    def take_bad_lines(self, all_met: bool = False) -> list[dict[str, Any]]:
-        """Bad lines of pass 0 before `position` that were not taken yet; `all_met`: those read ahead too."""
-        first, last = self._taken_bad_lines, self.position.bad_lines
-        self._taken_bad_lines = last
-        offset = self._first_bad_line
-        lines = self._text.bad_lines[first - offset : None if all_met else last - offset]
-        return [_listing(piece, bad) for piece, bad in lines]
-
-    def _encode(self) -> Iterator[tuple[array, int, Position]]:
-        batch: list[tuple[str, int, Position]] = []
-        batch_bytes = 0
-        for document in self._text:
-            batch.append((document.text, num_bytes(document.text), self._text.position))
-            batch_bytes += batch[-1][1]
-            if batch_bytes >= _BATCH_BYTES:
-                texts, sizes, positions = zip(*batch, strict=True)
-                encoded = encode_documents(texts, self._vocabulary, self._encoding)
-                yield from zip(encoded, sizes, positions, strict=True)
-                batch, batch_bytes = [], 0
+    def _advance(self, shard: Shard, item: Record | Rejected) -> None:
+        position = replace(self.position, items=self.position.items + 1)
+        is_empty = isinstance(item, Rejected) and item.is_empty
+        self._num_empty += is_empty
+        if position.epoch == 0 and not is_empty:
+            position = replace(position, lines=position.lines + 1)
+        if isinstance(item, Rejected) and not is_empty:
+            if position.epoch == 0:
+                self.rejected.append(locate(shard, item))
+                position = replace(position, rejected=position.rejected + 1)
+            if not self._first:
+                file, bad = locate(shard, item)
+                self._first = f"{file}:{bad.line}: {bad.reason}"
+        self.position = position
+        if is_hopeless(self._max_bad_lines, position.rejected, position.lines):
+            raise UserError(
+                f"stream {self.stream} has {too_many(self._max_bad_lines, position.lines)}, the first is {self._first}"
+                f"; they are listed in {self._listed_in}: fix them or allow more with --max_bad_lines"
+            )

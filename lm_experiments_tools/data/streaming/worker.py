@@ -1,43 +1,40 @@
-"""The process that tokenizes for a streamed run: chunk after chunk of the streams it is asked for.
+"""The process that tokenizes for a streamed run: it makes chunks of tokens of the streams that are requested.
 
-It imports neither torch nor TensorFlow. A chunk is an ordinary token file, published at once and whole; its sidecar
-says where in the stream it begins and ends, so that any chunk can be made again by itself.
+It imports neither torch nor TensorFlow. A chunk ends at a recorded position of its stream, from which the next one can
+be made by itself.
 """
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lm_experiments_tools.data.streaming.mixed import MixedPlan
-from lm_experiments_tools.data.streaming.text import StreamPlan, StreamTokens
-from lm_experiments_tools.data.text.encoding import Encoding
-from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens.indexed import IndexedDatasetWriter, finished_record, token_dtype
+import numpy as np
+
+from lm_experiments_tools.data.streaming.mixed import MixedPlan, MixedText
+from lm_experiments_tools.data.streaming.text import StreamPlan, StreamText
+from lm_experiments_tools.data.text.records import Rejected, utf8_length
+from lm_experiments_tools.data.tokens.tokenize import TextEncoder
 from lm_experiments_tools.data.workers import Caller
-from lm_experiments_tools.files import locked
 
 FIRST_CHUNK = 1 << 15  # tokens: some hundred KB of text of each stream, and training begins
 LARGEST_CHUNK = 1 << 20
+_BATCH_BYTES = 1 << 16  # text per call into the vocabulary: little, so that the first chunk is there soon
 
 
 def chunk_tokens(number: int) -> int:
-    """The least number of tokens of chunk `number` of a stream: 32,768, and twice as many each time up to a million.
+    """Minimum size of chunk `number` of a stream: 32,768 tokens, doubled for each chunk up to a million.
 
     A chunk ends with the document that fills it.
     """
     return min(FIRST_CHUNK << min(number, 30), LARGEST_CHUNK)
 
 
-def chunk_prefix(folder: str | os.PathLike, stream: int, number: int) -> str:
-    """Where a chunk lies."""
-    return os.path.join(folder, f"stream-{stream:05d}", f"{number:08d}")
-
-
 @dataclass(frozen=True)
 class ChunkRequest:
-    """Make chunk `number` of `stream`, which begins at `begin`; `again`: its bad lines have been listed before."""
+    """Make chunk `number` of `stream`, which begins at `begin`; `again`: its rejected records have been listed."""
 
     stream: int
     number: int
@@ -47,91 +44,106 @@ class ChunkRequest:
 
 @dataclass(frozen=True)
 class ChunkSettings:
-    """Everything that decides what chunks hold, and the folder of all of them.
+    """Everything that decides the content of chunks; rejected records are listed in `folder`.
 
-    `max_bad_lines` are those of one stream; the caller adds them up over streams.
+    `max_bad_lines` is the limit of one stream; the caller adds them up over streams.
     """
 
     plan: StreamPlan | MixedPlan
     folder: str
-    vocabulary: Vocabulary
-    encoding: Encoding
+    encoder: TextEncoder
     max_bad_lines: int | None
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of whole documents, and the `Position` or `MixedPosition` after the last one."""
+
+    tokens: np.ndarray
+    end: dict[str, Any]
+
+
+class StreamTokens:
+    """Token ids of the documents of one stream; `position` is after the last document returned."""
+
+    def __init__(self, text: StreamText | MixedText, encoder: TextEncoder):
+        self._text, self._encoder = text, encoder
+        self._encoded = self._encode()
+        self.position = text.position
+        self._first = self._taken = text.position.rejected
+
+    def next_document(self) -> np.ndarray:
+        """Ids of the next document. Raises as `StreamText`."""
+        ids, self.position = next(self._encoded)
+        return ids
+
+    def take_rejected(self, read_ahead: bool = False) -> list[tuple[str, Rejected]]:
+        """Records rejected before `position` (with `read_ahead`, of all that was read) since the last call."""
+        begin, self._taken = self._taken, self.position.rejected
+        end = None if read_ahead else self._taken - self._first
+        return self._text.rejected[begin - self._first : end]
+
+    def _encode(self) -> Iterator[tuple[np.ndarray, Any]]:
+        texts, positions, size = [], [], 0
+        for document in self._text:
+            texts.append(document.value)
+            positions.append(self._text.position)
+            size += utf8_length(document.value)
+            if size >= _BATCH_BYTES:
+                yield from zip(self._encoder.encode_texts(texts), positions, strict=True)
+                texts, positions, size = [], [], 0
+
+
 class ChunkMaker:
-    """Makes chunks; goes on in a stream without reading anything twice as long as they are asked for in order."""
+    """Makes chunks; those of a stream that are requested in order are read without a break."""
 
     def __init__(self, settings: ChunkSettings):
         self.settings = settings
         self._streams: dict[int, StreamTokens] = {}
 
-    def make(self, request: ChunkRequest) -> dict[str, Any]:
-        """Make the chunk unless it is there; returns the content of its sidecar."""
-        prefix = chunk_prefix(self.settings.folder, request.stream, request.number)
-        if found := finished_record(prefix, "end"):
-            return found
-        tokens = self._stream_at(request)
-        num_documents = num_bytes = 0
-        whole = False
+    def make(self, request: ChunkRequest) -> Chunk:
+        """The chunk. Raises as `StreamText`."""
+        stream, documents, size = self._stream_at(request), [], 0
+        finished = False
         try:
-            with IndexedDatasetWriter(prefix, token_dtype(self.settings.vocabulary.size)) as writer:
-                while writer.num_tokens < chunk_tokens(request.number):
-                    ids, size = tokens.next_document()
-                    writer.add_sequence(ids)
-                    writer.end_document()
-                    num_documents += 1
-                    num_bytes += size
-                meta = {
-                    "vocab_sha256": self.settings.encoding.vocab_sha256,
-                    "num_documents": num_documents,
-                    "num_tokens": writer.num_tokens,
-                    "num_bytes": num_bytes,
-                    "begin": request.begin,
-                    "end": asdict(tokens.position),
-                }
-                self._publish(writer, prefix, meta)
-                whole = True
+            while size < chunk_tokens(request.number):
+                documents.append(stream.next_document())
+                size += len(documents[-1])
+            finished = True
         finally:
             if not request.again:
-                self._list_bad_lines(tokens.take_bad_lines(all_met=not whole))
-            if not whole:
+                self._list(stream.take_rejected(read_ahead=not finished))
+            if not finished:
                 del self._streams[request.stream]
-        return meta
+        end = json.loads(json.dumps(asdict(stream.position)))  # as the stream's index returns it
+        return Chunk(np.concatenate(documents).astype(self.settings.encoder.dtype), end)
 
     def _stream_at(self, request: ChunkRequest) -> StreamTokens:
         settings, stream = self.settings, self._streams.get(request.stream)
         text = settings.plan.open(
             request.stream,
             request.begin,
-            text_key=settings.encoding.text_key,
+            text_key=settings.encoder.key,
             max_bad_lines=settings.max_bad_lines,
-            listed_in=bad_lines_path(settings.folder),
+            listed_in=rejected_path(settings.folder),
         )
         if stream is None or stream.position != text.position:
-            stream = StreamTokens(text, settings.vocabulary, settings.encoding)
-            self._streams[request.stream] = stream
+            stream = self._streams[request.stream] = StreamTokens(text, settings.encoder)
         return stream
 
-    def _publish(self, writer: IndexedDatasetWriter, prefix: str, meta: dict[str, Any]) -> None:
-        """Another worker may have made the same chunk meanwhile, and may be reading it."""
-        with locked(Path(f"{prefix}.lock")):
-            if finished_record(prefix, "end"):
-                writer.abort()
-            else:
-                writer.finalize(meta)
-
-    def _list_bad_lines(self, lines: list[dict[str, Any]]) -> None:
-        if lines:
-            with open(bad_lines_path(self.settings.folder), "a", encoding="utf-8") as file:
-                file.write("".join(json.dumps(line) + "\n" for line in lines))
+    def _list(self, rejected: list[tuple[str, Rejected]]) -> None:
+        if rejected:
+            with open(rejected_path(self.settings.folder), "a", encoding="utf-8") as file:
+                for path, bad in rejected:
+                    entry = {"file": path, "line": bad.line, "reason": bad.reason, "content": bad.content}
+                    file.write(json.dumps(entry) + "\n")
 
 
-def bad_lines_path(folder: str | os.PathLike) -> Path:
-    """Where bad lines are listed."""
+def rejected_path(folder: str | os.PathLike) -> Path:
+    """The list of rejected records."""
     return Path(folder) / "bad_lines.jsonl"
 
 
 def work(caller: Caller) -> None:
-    """A worker process: told its `ChunkSettings`, it answers each ChunkRequest with the sidecar of the chunk."""
+    """A worker process: answers each ChunkRequest with a Chunk."""
     caller.serve(lambda settings: ChunkMaker(settings).make)

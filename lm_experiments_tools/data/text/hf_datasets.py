@@ -1,4 +1,4 @@
-"""Hugging Face datasets as a source of text, streamed: shards, rows from any position on, and what identifies them.
+"""Hugging Face datasets as a source of text, streamed: shards, their rows from any position, and their identity.
 
 `name[:config][:split]` is a dataset of the hub, or a local folder of files that the `datasets` package reads
 (Parquet, Arrow, ...); the split is `train` unless given. A single .parquet or .arrow file is one too.
@@ -102,13 +102,8 @@ def read_shard(item: str, shard: int, column: str, skip: int = 0) -> Iterator[di
         ) from None
 
 
-def identity(item: str, *, with_times: bool = False, with_ends: bool = False) -> list[str]:
-    """Identity of a dataset: the files of its split, with their revision on the hub or their size here.
-
-    Args:
-        with_times: also when files that lie here were changed last, which another machine's copy need not share.
-        with_ends: also the beginnings and ends of files that lie here.
-    """
+def identity(item: str) -> list[str]:
+    """Identity of a dataset: the files of its split, with their revision on the hub or their size and ends here."""
     import datasets
 
     split = split_name(item)[2]
@@ -116,12 +111,8 @@ def identity(item: str, *, with_times: bool = False, with_ends: bool = False) ->
     files = (builder.config.data_files or {}).get(split)
     if files is None:
         return [str(builder.config.version), str(builder.hash)]
-    return [_file_identity(file, with_times, with_ends) if os.path.exists(file) else file for file in files]
+    return [_file_identity(file) if os.path.exists(file) else file for file in files]
 
 
-def _file_identity(path: str, with_times: bool, with_ends: bool) -> str:
-    status = os.stat(path)
-    parts = [f"{os.path.basename(path)}: {status.st_size}"]
-    parts += [str(status.st_mtime_ns)] if with_times else []
-    parts += [hash_of_ends(path)] if with_ends else []
-    return ", ".join(parts)
+def _file_identity(path: str) -> str:
+    return f"{os.path.basename(path)}: {os.path.getsize(path)}, {hash_of_ends(path)}"

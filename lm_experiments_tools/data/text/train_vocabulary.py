@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm_experiments_tools.data.text.bad_lines import ANY_NUMBER, BadLines, EmptyText, no_documents
-from lm_experiments_tools.data.text.documents import (
-    Document,
-    Piece,
-    lines_before,
-    read_piece,
-    sample_places,
-    whole_lines,
+from lm_experiments_tools.data.text.records import (
+    NO_LIMIT,
+    Record,
+    RejectedRecords,
+    locate,
+    no_documents,
+    read_shard,
 )
+from lm_experiments_tools.data.text.sources import Shard, plan_shards
 from lm_experiments_tools.data.text.vocabulary import DEFAULT_EXTRA_IDS, Vocabulary, sentinel_piece
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import write_atomic
@@ -36,9 +36,8 @@ _USER_DEFINED = 4  # ModelProto.SentencePiece.Type
 _LONGEST_LINE = 4000  # bytes: sentencepiece skips longer ones (its default bound is 4192)
 _NUM_SPECIAL = 3
 WORDPIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-_PIECE_BYTES = 1 << 18  # of the text that the sample is made of
-_MOST_PIECES = 4096  # to choose from: 1 GB; of more text, parts in as many places
-_COUNTED_BYTES = 1 << 26  # before a bad line, to say its number
+_SHARD_BYTES = 1 << 18  # of text, the sample is made of such
+_MAX_SHARDS = 4096  # to choose from; those of more than 1 GB of text are larger, and their beginnings are sampled
 _MIN_FREQUENCY = 2  # of a pair of pieces to be merged
 _MAX_ALPHABET = 1000  # characters; a word with another one is [UNK]
 # A constant, because the sums of the EM steps, and so the pieces, depend on it; one, because more do not pay: 8000
@@ -68,9 +67,8 @@ def train_vocab(
 ) -> VocabSummary:
     """Write a unigram `.model` of exactly `size` ids, sentinels included; the same inputs give the same file.
 
-    The sample is made of pieces of the inputs in a fixed random order, until it has `sample_bytes` of text: a large
-    corpus is not read whole, nor searched for where its lines begin. Bad lines are passed over (tokenization reports
-    them).
+    The sample is made of shards of the inputs in a fixed random order, until it has `sample_bytes` of text: a large
+    corpus is not read whole. Bad lines are skipped (tokenization reports them).
 
     Raises:
         UserError: an input cannot be read or holds no document; `size` is too small, or too large for this much text.
@@ -151,36 +149,35 @@ def _wordpiece_characters(tokenizer: "BertWordPieceTokenizer", lines: list[str])
 
 
 class _Sampler:
-    """Iterates over lines of text, at most `limit` bytes of them, from all over the inputs."""
+    """Lines of text, at most `limit` bytes of them, from all over the inputs."""
 
     def __init__(self, inputs: Sequence[str], text_key: str, limit: int):
         self._inputs, self._text_key, self._limit = inputs, text_key, limit
-        self.num_bytes, self._bad_lines = 0, BadLines(ANY_NUMBER)
+        self.num_bytes, self._rejected = 0, RejectedRecords(NO_LIMIT)
 
     def __iter__(self) -> Iterator[str]:
-        most = max(_MOST_PIECES, 2 * self._limit // _PIECE_BYTES)
-        pieces = sample_places(self._inputs, _PIECE_BYTES, most)
-        random.Random(0).shuffle(pieces)
-        share = max(self._limit // len(pieces), _PIECE_BYTES)  # so that one large compressed file is not all of it
-        for piece in pieces:
-            end = min(self.num_bytes + share, self._limit)
-            for line in self._lines_of(piece) if (piece := whole_lines(piece)) else ():
+        shards = plan_shards(self._inputs, _SHARD_BYTES, max(_MAX_SHARDS, 2 * self._limit // _SHARD_BYTES))
+        random.Random(0).shuffle(shards)
+        most = max(
+            self._limit // len(shards), _SHARD_BYTES
+        )  # so that a large compressed file is not all of the sample
+        for shard in shards:
+            end = min(self.num_bytes + most, self._limit)
+            for line in self._lines_of(shard):
                 if self.num_bytes >= end:
                     break
                 self.num_bytes += len(line.encode())
                 yield line
         if not self.num_bytes:
-            raise no_documents(self._inputs, self._bad_lines.count, self._bad_lines.first)
+            raise no_documents(self._inputs, self._rejected)
 
-    def _lines_of(self, piece: Piece) -> Iterator[str]:
-        for item in read_piece(piece, self._text_key):
-            if isinstance(item, Document):
-                yield from _short_lines(item.text)
-            elif not isinstance(item, EmptyText):
-                near = piece.kind == "dataset" or piece.start <= _COUNTED_BYTES
-                line = lines_before(piece) + item.line if near and not self._bad_lines.count else 0
-                where = f"{piece.path}:{line}" if line else f"{piece.path}, after byte {piece.start}"
-                self._bad_lines.add(where, item.reason)
+    def _lines_of(self, shard: Shard) -> Iterator[str]:
+        for item in read_shard(shard, self._text_key):
+            if isinstance(item, Record):
+                yield from _short_lines(item.value)
+                continue
+            # only the first one is reported
+            self._rejected.reject(*((shard.path, item) if self._rejected.count else locate(shard, item)))
 
 
 def _short_lines(text: str) -> Iterator[str]:

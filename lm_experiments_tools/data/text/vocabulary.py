@@ -43,12 +43,12 @@ class Vocabulary(ABC):
     Attributes:
         path: the file or folder that it came from.
         size: number of ids, the least number of embedding rows.
-        num_pieces: of them, those that stand in the file.
+        num_pieces: of them, those in the file.
         num_sentinels, sentinel_ids: int64[num_sentinels], sentinel k at index k.
         pad_id, eos_id: ids of the special pieces.
-        unk_id: id of what no piece stands for; -1 where every text has pieces.
-        mask_id: id of the piece that hides others; None without one.
-        special_ids: ids that are no text.
+        unk_id: id of the unknown token; -1 where every text has pieces.
+        mask_id: id of the mask token; None without one.
+        special_ids: ids of special tokens.
         sha256: hash of the file, or `identity` where it is several files or none.
     """
 
@@ -64,11 +64,7 @@ class Vocabulary(ABC):
     special_ids: Sequence[int]
     sha256: str
     encode_by = "document"
-    """The way to encode documents that loses nothing this vocabulary can hold: "line", or whole by "document".
-
-    Lines are joined without what stood between them, so a vocabulary that gives a newline back has to see documents
-    whole.
-    """
+    """How to encode documents without loss: by "line", or by "document" where newlines have ids."""
 
     @staticmethod
     def load(path: str | os.PathLike, extra_ids: int | None = None) -> Vocabulary:

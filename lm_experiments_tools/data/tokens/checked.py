@@ -1,10 +1,10 @@
-"""Files that a machine has read whole before, to check them, are opened at once.
+"""Token files that this machine has checked before are opened immediately.
 
-Checking a token file reads all of the index, twice: its numbers, and for the fingerprint. That takes minutes for the
-90 GB that BERT's sentences of C4 have; the list of their samples has a checksum too. So what was found is kept in
-`.cache/checked/`, a file for each name and machine, with inode, size and time of the last change of the files, and
-holds as long as these are the same: for the other workers of a run, which wait for the first one, and for later
-starts. Small files are checked each time.
+Opening a token file reads its whole index twice: to check its numbers, and for the fingerprint. That takes minutes for
+the 90 GB that BERT's sentences of C4 have; the list of their samples has a checksum too. So the result is kept in
+`.cache/checked/`, one file for each name and machine, with inode, size and time of the last change of the files. It
+holds as long as these are the same, for the other workers of a run and for later starts. Small files are checked each
+time.
 """
 
 import hashlib
@@ -13,17 +13,19 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lm_experiments_tools.data.tokens.files import dataset_paths
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
-from lm_experiments_tools.files import locked, write_atomic
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import locked, read_json, write_atomic
 
 logger = logging.getLogger(__name__)
 
 CACHE = Path(".cache") / "checked"  # below the working directory
-SMALL = 8 * 2**20  # bytes of a file that is read in a few milliseconds, so that nothing is kept of it
+SMALL = 8 * 2**20  # bytes of a file that is checked in a few milliseconds
 
 
 def open_checked(prefix: str | os.PathLike, meta: dict[str, Any] | None = None) -> IndexedDataset:
@@ -53,13 +55,14 @@ def found_once(path: Path, files: Sequence[Path], find: Callable[[], str]) -> st
     if _is_small(path):
         return find()
     name = path.with_suffix("")
-    place = f"{platform.node()}:{os.path.realpath(name)}"
-    record = CACHE / f"{name.name}-{hashlib.sha256(place.encode()).hexdigest()[:16]}.json"
+    identity = f"{platform.node()}:{os.path.realpath(name)}"
+    record = CACHE / f"{name.name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
     try:
         with locked(record.with_suffix(".lock")):
-            stamps = [_stamp(path) for path in files]
-            known = _read(record)
-            if known.get("stamps") != stamps:
+            stamps, known = [_stamp(path) for path in files], {}
+            with suppress(UserError):  # missing or damaged
+                known = read_json(record)
+            if known.get("stamps") != stamps or not isinstance(known.get("fingerprint"), str):
                 known = {"stamps": stamps, "fingerprint": find()}
                 write_atomic(record, json.dumps(known))
             return known["fingerprint"]
@@ -79,11 +82,3 @@ def _stamp(path: Path) -> list[int]:
     except FileNotFoundError:
         return []
     return [status.st_ino, status.st_size, status.st_mtime_ns]
-
-
-def _read(record: Path) -> dict[str, Any]:
-    try:
-        known = json.loads(record.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return known if isinstance(known, dict) and isinstance(known.get("fingerprint"), str) else {}

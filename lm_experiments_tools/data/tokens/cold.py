@@ -1,10 +1,9 @@
-"""Data larger than memory: what is read at random places comes from the disk, and no more of it than is asked for.
+"""Data larger than memory, read from the disk at random positions.
 
-A page that is not in memory is read with its surroundings, up to 128 KB or 8 MB of them (`read_ahead_kb` of the disk),
-which pays where the surroundings are used before they have to make room. Of data larger than memory they are not: an
-example of 1.1 KB then costs as much as a hundred or a thousand. So such files are advised to be read at random, and
-what the next examples need is asked for beforehand, all of it at once, which disks are good at. Numbers are in
-benchmarks/cold_reads.md. Where the system knows no advice nothing changes.
+The system reads a page together with up to 128 KB or 8 MB around it (`read_ahead_kb` of the disk). That pays only if
+the surroundings are used before they are evicted, which for data larger than memory they are not. So such files are
+advised to be read at random, and the next examples are prefetched, many ranges at once. Numbers are in
+benchmarks/cold_reads.md. Systems without these calls are left as they are.
 """
 
 import logging
@@ -32,10 +31,10 @@ class MappedData(Protocol):
 
 
 def read_at_random(datasets: Iterable[MappedData]) -> bool:
-    """Advise the files of a run, read at random from here on, if together they are larger than memory has room for.
+    """Advise random access to the files of a run if together they do not fit in memory.
 
     Returns:
-        True if they are, so that it pays to ask for examples beforehand (`TrainLoader`).
+        True if so: examples should be prefetched (`TrainLoader`).
     """
     maps = [array for dataset in datasets for array in dataset.maps() if _map_of(array) is not None]
     size = sum(os.path.getsize(name) for name in {array.filename for array in maps})
@@ -43,7 +42,7 @@ def read_at_random(datasets: Iterable[MappedData]) -> bool:
     if size <= _PART_OF_MEMORY * memory:
         return False
     logger.info(
-        "%s of data and %s of free memory: the data is read from the disk at random, without what lies around",
+        "%s of data and %s of free memory: the data is read from the disk at random, without read-ahead",
         human_bytes(size),
         human_bytes(memory),
     )
@@ -53,7 +52,7 @@ def read_at_random(datasets: Iterable[MappedData]) -> bool:
 
 
 def available_memory() -> int:
-    """Bytes that this machine has free or can free, no more than the limit of this process's group (container)."""
+    """Bytes that this machine has free or can free, at most the limit of this process's control group (container)."""
     return min([psutil.virtual_memory().available, *_limits()])
 
 
@@ -80,16 +79,16 @@ def _map_of(array: np.ndarray) -> Any:
 
 
 def advise_random(array: np.ndarray) -> None:
-    """Have the whole map that `array` is a view of read without its surroundings from here on."""
+    """Disable read-ahead for the whole map that `array` is a view of."""
     mapped = _map_of(array)
     if mapped is not None and hasattr(mmap, "MADV_RANDOM"):
         mapped.madvise(mmap.MADV_RANDOM)
 
 
 def will_need(array: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> None:
-    """Have elements begins[i] up to ends[i] read into memory, all ranges at once, without waiting for them.
+    """Prefetch elements begins[i] to ends[i], all ranges at once, without waiting for them.
 
-    By the file and not by the map: only that lets other threads run where the disk has no room for more requests.
+    Through the file and not the map: only that releases the interpreter lock while the disk's queue is full.
     """
     mapped = _map_of(array)
     if mapped is None or not hasattr(os, "posix_fadvise"):
@@ -98,10 +97,5 @@ def will_need(array: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> None:
     start += array.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY  # where the map begins
     size = array.itemsize * int(np.prod(array.shape[1:]))
     with open(array.filename, "rb") as file:
-        for begin, end in _merged(begins, ends):
+        for begin, end in dict.fromkeys(zip(begins.tolist(), ends.tolist(), strict=True)):
             os.posix_fadvise(file.fileno(), start + size * begin, size * (end - begin), os.POSIX_FADV_WILLNEED)
-
-
-def _merged(begins: np.ndarray, ends: np.ndarray) -> Iterable[tuple[int, int]]:
-    """The ranges without those that are there twice."""
-    return dict.fromkeys(zip(begins.tolist(), ends.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""The three files of a token prefix: their names, the record in PREFIX.json, and when they may be written over."""
+"""The three files of a token prefix: names, the record in PREFIX.json, and when they may be replaced."""
 
 import glob
 import json
@@ -60,14 +60,14 @@ def read_meta(prefix: str | os.PathLike) -> dict[str, Any]:
 
 
 def recorded_inputs(inputs: Iterable[str]) -> list[str]:
-    """Inputs as PREFIX.json records them: files by their whole paths, datasets by their names."""
+    """Inputs as PREFIX.json records them: files by absolute path, datasets by name."""
     return [os.path.abspath(item) if os.path.exists(item) else item for item in inputs]
 
 
 def check_replaceable(
     prefix: str, inputs: list[str], vocab_file: str, vocab_sha256: str, identity: str | None
 ) -> None:
-    """Refuse to write over tokens that nothing says to be of the same inputs and vocabulary.
+    """Refuse to replace tokens unless their record names the same inputs and vocabulary.
 
     The vocabulary is the same by the hash of its file, or by its `identity`.
     """
@@ -91,31 +91,31 @@ def check_replaceable(
     )
 
 
-@cache  # said once, however often a run opens the file
+@cache  # once, however often a run opens the file
 def _warn_unrecorded(meta_path: Path) -> None:
     fact = "records no vocabulary" if meta_path.is_file() else "does not exist"
     logger.warning(
-        "%s %s, so that nothing tells whether these tokens are whole and of this vocabulary: copy the .json of "
-        "`lmtools tokenize` or preprocess_data.py beside its .bin and .idx",
+        "%s %s, so it is unknown whether these tokens are complete and of this vocabulary: copy the .json of "
+        "`lmtools tokenize` or preprocess_data.py next to its .bin and .idx",
         meta_path,
         fact,
     )
 
 
 def warn_unrecorded(prefix: str | os.PathLike, meta: dict[str, Any]) -> None:
-    """Say, once for each file, where PREFIX.json (`meta`) does not tell what made the tokens."""
+    """Warn, once for each file, where PREFIX.json (`meta`) does not record the vocabulary."""
     if "vocab_sha256" not in meta:
         _warn_unrecorded(dataset_paths(prefix)[2])
 
 
 def load_vocabulary(path: str | os.PathLike) -> Vocabulary:
-    """`Vocabulary.load`, of a checkpoint's folder after a look at its manifest. Raises UserError."""
+    """`Vocabulary.load`, after a check of the manifest for a checkpoint's folder. Raises UserError."""
     verify_model(Path(path))
     return Vocabulary.load(path)
 
 
 def recorded_vocabulary(prefix: str | os.PathLike, meta: dict[str, Any]) -> Path | None:
-    """The vocabulary that PREFIX.json (`meta`) names, where it says or beside the tokens; None if it is not there."""
+    """The vocabulary that PREFIX.json (`meta`) names, at its path or next to the tokens; None if it is missing."""
     if meta.get("vocab_file") is None:
         return None
     named = Path(meta["vocab_file"])
@@ -125,7 +125,7 @@ def recorded_vocabulary(prefix: str | os.PathLike, meta: dict[str, Any]) -> Path
 
 
 def recorded_identity(prefix: str | os.PathLike, meta: dict[str, Any]) -> str | None:
-    """`Vocabulary.identity` of the one that PREFIX.json (`meta`) names; None where it is gone or is another now."""
+    """`Vocabulary.identity` of the one that PREFIX.json (`meta`) names; None where it is missing or has changed."""
     path = recorded_vocabulary(prefix, meta)
     try:
         vocabulary = None if path is None else Vocabulary.load(path)
@@ -135,9 +135,9 @@ def recorded_identity(prefix: str | os.PathLike, meta: dict[str, Any]) -> str | 
 
 
 def token_prefix(path: str | os.PathLike) -> str | None:
-    """The prefix of the token file that `path` names, also by its .bin or .idx; None where it is something else.
+    """The prefix of the token file that `path` names, possibly by its .bin or .idx; None for anything else.
 
-    Raises UserError where one of PREFIX.bin and PREFIX.idx is there without the other.
+    Raises UserError where only one of PREFIX.bin and PREFIX.idx exists.
     """
     path = os.fspath(path)
     prefix = path.removesuffix(".bin").removesuffix(".idx")
@@ -153,7 +153,7 @@ def token_prefix(path: str | os.PathLike) -> str | None:
 
 
 def remove_unfinished(prefix: str | os.PathLike) -> None:
-    """Delete what writers of PREFIX left that were killed. The caller holds a lock, so that none of them is alive."""
+    """Delete the files of killed writers of PREFIX. The caller holds a lock, so none of them is alive."""
     for path in dataset_paths(prefix):
         for left in path.parent.glob(f"{glob.escape(path.name)}.tmp{'[0-9a-f]' * 2 * OWN_BYTES}"):
             left.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ import secrets
 import struct
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,7 @@ import numpy as np
 from lm_experiments_tools.data.tokens.cold import will_need
 from lm_experiments_tools.data.tokens.files import OWN_BYTES, dataset_exists, dataset_paths, read_meta
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import naming
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -50,7 +51,7 @@ def search_sorted(array: np.ndarray, values: np.ndarray, side: Literal["left", "
     """np.searchsorted that reads only what it compares with: 8 * log2(len(array)) bytes for each value.
 
     The header of an index has 34 bytes, so that its arrays are not aligned in memory; np.searchsorted copies such an
-    array whole, at each call.
+    whole array at each call.
 
     Args:
         array: int64[n], ascending, possibly a memory map.
@@ -69,31 +70,23 @@ def search_sorted(array: np.ndarray, values: np.ndarray, side: Literal["left", "
     return found
 
 
-class _SpilledIntegers:
-    """Integers in the order of arrival, in memory up to some megabytes and then in an unnamed temporary file."""
+class _IntegerFile:
+    """Integers appended to an unnamed temporary file, so that memory does not grow with their number."""
 
     def __init__(self, dtype: str, folder: Path):
-        self._dtype, self._folder, self._count = np.dtype(dtype), folder, 0
-        self._file: Any = tempfile.SpooledTemporaryFile(  # noqa: SIM115 (open until close)
-            _CHECK_BLOCK * self._dtype.itemsize, dir=folder
-        )
+        self._dtype, self._path, self._count = np.dtype(dtype), folder, 0
+        self._file: Any = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (open until close)
         self.last = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def append(self, value: int) -> None:
-        self._write(value.to_bytes(self._dtype.itemsize, "little"), 1, value)
-
     def extend(self, values: np.ndarray) -> None:
-        """Append all of `values`; not more than a block of them at a time."""
+        """Append all of `values`."""
         if len(values):
-            self._write(values.astype(self._dtype).tobytes(), len(values), int(values[-1]))
-
-    def _write(self, content: bytes, count: int, last: int) -> None:
-        with _named(self._folder):
-            self._file.write(content)
-        self._count, self.last = self._count + count, last
+            with naming(self._path):
+                self._file.write(values.astype(self._dtype).tobytes())
+            self._count, self.last = self._count + len(values), int(values[-1])
 
     def blocks(self) -> Iterator[np.ndarray]:
         """All of them, in arrays of bounded size."""
@@ -118,12 +111,12 @@ class IndexedDatasetWriter:
             raise ValueError(f"tokens cannot be stored as {self.dtype}; use uint16 or int32")
         self.bin_path, self.idx_path, self.meta_path = paths = dataset_paths(prefix)
         self.bin_path.parent.mkdir(parents=True, exist_ok=True)
-        own = secrets.token_hex(OWN_BYTES)  # a process number would be another's too, on a disk that machines share
-        self._temporary = {path: path.with_name(f"{path.name}.tmp{own}") for path in paths}
+        unique = secrets.token_hex(OWN_BYTES)  # process numbers repeat on a disk that machines share
+        self._temporary = {path: path.with_name(f"{path.name}.tmp{unique}") for path in paths}
         self._bin = open(self._temporary[self.bin_path], "wb")  # noqa: SIM115 (open until finalize or abort)
-        self._lengths = _SpilledIntegers("<i4", self.bin_path.parent)
-        self._document_indices = _SpilledIntegers("<i8", self.bin_path.parent)
-        self._document_indices.append(0)
+        self._lengths = _IntegerFile("<i4", self.bin_path.parent)
+        self._document_indices = _IntegerFile("<i8", self.bin_path.parent)
+        self._document_indices.extend(np.zeros(1, np.int64))
         self._digest = hashlib.sha256()
         self._durable, self.num_tokens = durable, 0
 
@@ -132,14 +125,25 @@ class IndexedDatasetWriter:
         """sha256 of the tokens so far, as they lie in the .bin; recorded in PREFIX.json it becomes their identity."""
         return self._digest.hexdigest()
 
+    @property
+    def num_documents(self) -> int:
+        """Documents so far."""
+        return len(self._document_indices) - 1
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences so far."""
+        return len(self._lengths)
+
     def _write_tokens(self, content: bytes) -> None:
-        with _named(self.bin_path):
+        with naming(self.bin_path):
             self._bin.write(content)
         self._digest.update(content)
 
     def add_sequence(self, ids: Iterable[int]) -> None:
         """Append one sequence to the current document; ValueError where an id does not fit the dtype."""
-        self._lengths.append(self._add_tokens(np.asarray(ids if hasattr(ids, "__len__") else list(ids))))
+        length = self._add_tokens(np.asarray(ids if hasattr(ids, "__len__") else list(ids)))
+        self._lengths.extend(np.array([length]))
 
     def _add_tokens(self, ids: np.ndarray) -> int:
         if ids.size:
@@ -153,7 +157,7 @@ class IndexedDatasetWriter:
         return ids.size
 
     def add_documents(self, ids: np.ndarray, sequence_lengths: np.ndarray, num_sequences: np.ndarray) -> None:
-        """Append whole documents at once, a hundred times faster than sequence by sequence.
+        """Append many documents, a hundred times faster than sequence by sequence.
 
         Args:
             ids: all their ids, one after the other.
@@ -174,7 +178,7 @@ class IndexedDatasetWriter:
 
     def end_document(self) -> None:
         """Close the current document: the sequences since the last call belong to it."""
-        self._document_indices.append(len(self._lengths))
+        self._document_indices.extend(np.array([len(self._lengths)]))
 
     def add_dataset(self, dataset: "IndexedDataset") -> str:
         """Append all documents of a dataset of the same dtype, without decoding them; returns their sha256."""
@@ -195,17 +199,17 @@ class IndexedDatasetWriter:
         return digest.hexdigest()
 
     def finalize(self, meta: dict[str, Any] | None = None) -> None:
-        """Write the index (and `meta` as PREFIX.json) and publish: an index is never beside other tokens."""
+        """Write the index (and `meta` as PREFIX.json) and publish: an index is never next to other tokens."""
         if self._document_indices.last != len(self._lengths):
             raise ValueError("the last document is not ended: call end_document() before finalize()")
-        with _named(self.bin_path):
+        with naming(self.bin_path):
             self._flush_and_close(self._bin)
-        with _named(self.idx_path), open(self._temporary[self.idx_path], "wb") as file:
+        with naming(self.idx_path), open(self._temporary[self.idx_path], "wb") as file:
             self._write_index(file)
             self._flush_and_close(file)
         written = [self.bin_path]
         if meta is not None:
-            with _named(self.meta_path), open(self._temporary[self.meta_path], "wb") as file:
+            with naming(self.meta_path), open(self._temporary[self.meta_path], "wb") as file:
                 file.write((json.dumps(meta, indent=2, ensure_ascii=False) + "\n").encode())
                 self._flush_and_close(file)
             written.append(self.meta_path)
@@ -255,17 +259,6 @@ class IndexedDatasetWriter:
             self.finalize()
 
 
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Errors of writing, which Python raises without a name, get that of the file."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
-
-
 def _update_from_file(digest: Any, path: Path) -> None:
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
@@ -273,7 +266,7 @@ def _update_from_file(digest: Any, path: Path) -> None:
 
 
 class IndexedDataset:
-    """Random access to a `.bin` / `.idx` pair through memory maps; the whole index is checked on opening.
+    """Random access to a `.bin` / `.idx` pair through memory maps; all of the index is checked on opening.
 
     Args:
         prefix: of the files.
@@ -304,7 +297,7 @@ class IndexedDataset:
         if len(found) == 1:
             missing = self.bin_path if found[0] == self.idx_path else self.idx_path
             raise UserError(
-                f"token file {missing} is missing beside {found[0]}: copy it from where that came from, or make both"
+                f"token file {missing} is missing next to {found[0]}: copy it from where that came from, or make both"
             )
         self._read_index()
         self.num_tokens, self.num_documents = self._size(), len(self.document_indices) - 1
@@ -431,7 +424,7 @@ class IndexedDataset:
         will_need(self.tokens, begins, ends)
 
     def offsets(self, sequences: np.ndarray) -> np.ndarray:
-        """Where sequences begin in the .bin, in tokens, int64; the number of sequences stands for its end."""
+        """Where sequences begin in the .bin, in tokens, int64; the number of sequences gives its end."""
         inside = np.minimum(sequences, len(self) - 1)
         begins = np.asarray(self.sequence_pointers[inside]) // self.dtype.itemsize if len(self) else 0
         return np.where(sequences == inside, begins, self.num_tokens)
@@ -456,7 +449,7 @@ class IndexedDataset:
 
 
 def finished_record(prefix: str | os.PathLike, key: str) -> dict[str, Any] | None:
-    """PREFIX.json of a token file that is whole and recorded with `key`; None where it has to be made."""
+    """PREFIX.json of a valid token file whose record has `key`; else None."""
     if not dataset_exists(prefix):
         return None
     try:

@@ -21,35 +21,33 @@ from lm_experiments_tools.data.tokens.files import (
 )
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.files import locked
+from lm_experiments_tools.files import locked, replacing
 
 _SUFFIX = re.compile(r"\.(bin|idx|json|bad_lines\.jsonl)$")
 _SHARD = "-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].idx"
 _SUMMED = ("num_documents", "num_sequences", "num_tokens", "num_bytes", "bad_lines", "empty_documents")
-_OWN = (*_SUMMED, "bin_sha256", "shard", "vocab_file", "input")  # what may differ between files that belong together
-_OF_FILE = ("vocab_sha256", "vocab_size")  # these too, where the ids are the same: extra ids stand in the file or not
+_MAY_DIFFER = (*_SUMMED, "bin_sha256", "shard", "vocab_file", "input")
+_SAME_IDS = ("vocab_sha256", "vocab_size")  # may differ too where the ids are the same
 
 
 def merge_datasets(
     inputs: Sequence[str], output_prefix: str | os.PathLike, *, overwrite: bool = False
 ) -> dict[str, Any]:
-    """Write OUTPUT.bin / .idx / .json, and .bad_lines.jsonl where an input has one; returns what OUTPUT.json holds.
+    """Write OUTPUT.bin / .idx / .json, and .bad_lines.jsonl where an input has one; returns the content of the .json.
 
     Args:
-        inputs: token prefixes (or their files), or the prefix that shards have in common. Shards may come in any
-            order, other files are taken in the order given.
+        inputs: token prefixes (or their files), or the common prefix of shards. Shards may come in any order, other
+            files are taken in the order given.
+        output_prefix: OUTPUT.
         overwrite: replace token files of other text, or of another vocabulary.
 
     Raises:
-        UserError: a shard is missing or there twice, files do not belong together or are damaged, or OUTPUT holds
+        UserError: a shard is missing or duplicated, files do not belong together or are damaged, or OUTPUT holds
             tokens of something else.
     """
     output = os.fspath(output_prefix)
-    prefixes = [prefix for item in _without_suffixes(inputs) for prefix in _found(item)]
-    paths = [os.path.realpath(prefix) for prefix in prefixes]
-    if twice := [prefix for prefix, path in zip(prefixes, paths, strict=True) if paths.count(path) > 1]:
-        raise UserError(f"{twice[0]} is named {paths.count(os.path.realpath(twice[0]))} times: name each input once")
-    if os.path.realpath(output) in paths:
+    prefixes = _prefixes(inputs)
+    if os.path.realpath(output) in map(os.path.realpath, prefixes):
         raise UserError(f"{output} is an input too, which would be overwritten: choose another output")
     datasets = _in_order([IndexedDataset(prefix) for prefix in prefixes])
     _check_same_kind(datasets)
@@ -65,11 +63,20 @@ def merge_datasets(
         return _write(datasets, output)
 
 
-def _without_suffixes(inputs: Sequence[str]) -> list[str]:
-    """Prefixes; a wildcard of the shell names the .bin, .idx and .json of each, which count once."""
-    if twice := [item for item, count in Counter(inputs).items() if count > 1]:
-        raise UserError(f"{twice[0]} is named {inputs.count(twice[0])} times: name each input once")
-    return list(dict.fromkeys(_SUFFIX.sub("", item) for item in inputs))
+def _prefixes(inputs: Sequence[str]) -> list[str]:
+    """Token prefixes, each named once; the .bin, .idx and .json of one, as a shell's wildcard names them, are one."""
+    _refuse_duplicates(inputs, inputs)
+    names = dict.fromkeys(_SUFFIX.sub("", item) for item in inputs)
+    prefixes = [prefix for name in names for prefix in _found(name)]
+    _refuse_duplicates(prefixes, list(map(os.path.realpath, prefixes)))
+    return prefixes
+
+
+def _refuse_duplicates(names: Sequence[str], identities: Sequence[str]) -> None:
+    counts = Counter(identities)
+    for name, identity in zip(names, identities, strict=True):
+        if counts[identity] > 1:
+            raise UserError(f"{name} is named {counts[identity]} times: name each input once")
 
 
 def _found(item: str) -> list[str]:
@@ -84,31 +91,28 @@ def _found(item: str) -> list[str]:
 
 
 def _in_order(datasets: list[IndexedDataset]) -> list[IndexedDataset]:
-    """Shards by number, all of them once; other files as they are."""
+    """Shards by number, all of them once; other files as given."""
     sharded = [dataset for dataset in datasets if "shard" in dataset.meta]
     if not sharded:
         return datasets
     if len(sharded) < len(datasets):
         other = next(dataset for dataset in datasets if "shard" not in dataset.meta)
         raise UserError(f"{other.prefix} is no shard but {sharded[0].prefix} is one: merge the shards first")
-    first = sharded[0].meta["shard"]
-    for dataset in sharded:
-        number, of = (dataset.meta["shard"].get(key) for key in ("number", "of"))
-        if not (isinstance(number, int) and isinstance(of, int) and 0 <= number < of < 100_000):
-            raise UserError(f"{dataset.meta_path} records shard {number} of {of}, which cannot be; tokenize it again")
+    first, by_number = sharded[0].meta["shard"], {}
     for dataset in sharded:
         shard = dataset.meta["shard"]
-        if (shard["of"], shard.get("source")) != (first["of"], first.get("source")):
+        number, of = shard.get("number"), shard.get("of")
+        if not (isinstance(number, int) and isinstance(of, int) and 0 <= number < of < 100_000):
+            raise UserError(f"{dataset.meta_path} records shard {number} of {of}, which cannot be; tokenize it again")
+        if (of, shard.get("source")) != (first.get("of"), first.get("source")):
             raise UserError(
-                f"{dataset.prefix} (shard {shard['number']} of {shard['of']}) and {sharded[0].prefix} (shard "
-                f"{first['number']} of {first['of']}) were not cut from the same text with the same settings: they "
-                f"would overlap or leave gaps"
+                f"{dataset.prefix} (shard {number} of {of}) and {sharded[0].prefix} (shard {first.get('number')} of "
+                f"{first.get('of')}) were not cut from the same text with the same settings: they would overlap or "
+                f"leave gaps"
             )
-    by_number: dict[int, IndexedDataset] = {}
-    for dataset in sharded:
-        other = by_number.setdefault(dataset.meta["shard"]["number"], dataset)
-        if other is not dataset:
-            raise UserError(f"{other.prefix} and {dataset.prefix} are the same shard: name one of them")
+        if number in by_number:
+            raise UserError(f"{by_number[number].prefix} and {dataset.prefix} are the same shard: name one of them")
+        by_number[number] = dataset
     if missing := [number for number in range(first["of"]) if number not in by_number]:
         listed = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
         raise UserError(
@@ -120,26 +124,25 @@ def _in_order(datasets: list[IndexedDataset]) -> list[IndexedDataset]:
 
 
 def _check_same_kind(datasets: list[IndexedDataset]) -> None:
+    """Refuse files of different vocabularies or settings."""
     first = datasets[0]
     for dataset in datasets[1:]:
-        own = (*_OWN, *_OF_FILE) if _same_vocabulary(first, dataset) else _OWN
-        expected = {name: value for name, value in first.meta.items() if name not in own}
-        found = {name: value for name, value in dataset.meta.items() if name not in own}
-        names = sorted(expected.keys() | found.keys(), key=lambda name: (not name.startswith("vocab"), name))
-        if dataset.dtype != first.dtype and found.get("vocab_sha256") == expected.get("vocab_sha256"):
+        ignored = (*_MAY_DIFFER, *_SAME_IDS) if _same_vocabulary(first, dataset) else _MAY_DIFFER
+        names = (first.meta.keys() | dataset.meta.keys()) - set(ignored)
+        differing = [name for name in names if first.meta.get(name) != dataset.meta.get(name)]
+        for name in sorted(differing, key=lambda name: (not name.startswith("vocab"), name != "dtype", name)):
+            ours, theirs = dataset.meta.get(name), first.meta.get(name)
+            what = "the vocabulary" if name.startswith("vocab") else name
+            raise UserError(
+                f"{dataset.prefix} and {first.prefix} differ in {what} ({name} {str(ours)[:12]} and "
+                f"{str(theirs)[:12]}), so their tokens do not belong into one file; tokenize one of them again"
+            )
+        if dataset.dtype != first.dtype:
             raise UserError(f"{dataset.prefix} holds {dataset.dtype} and {first.prefix} {first.dtype} tokens")
-        for name in names:
-            ours, theirs = found.get(name), expected.get(name)
-            if ours != theirs:
-                what = "the vocabulary" if name.startswith("vocab") else name
-                raise UserError(
-                    f"{dataset.prefix} and {first.prefix} differ in {what} ({name} {str(ours)[:12]} and "
-                    f"{str(theirs)[:12]}), so their tokens do not belong into one file; tokenize one of them again"
-                )
 
 
 def _same_vocabulary(one: IndexedDataset, other: IndexedDataset) -> bool:
-    """True where two files record vocabularies of the same ids, as a copy of one by another program is."""
+    """True where two files record vocabularies of the same ids, whatever their files."""
     identities = [recorded_identity(dataset.prefix, dataset.meta) for dataset in (one, other)]
     return identities[0] is not None and identities[0] == identities[1]
 
@@ -153,33 +156,23 @@ def _write(datasets: list[IndexedDataset], output: str) -> dict[str, Any]:
                     f"{dataset.bin_path} is damaged: its sha256 is {sha256[:12]}, {dataset.meta_path} records "
                     f"{recorded[:12]}; copy it again or tokenize that part again"
                 )
-        meta = {name: value for name, value in datasets[0].meta.items() if name != "shard"}
+        meta = {name: value for name, value in datasets[0].meta.items() if name not in ("shard", "input")}
         for name in _SUMMED:
             if any(name in dataset.meta for dataset in datasets):
                 meta[name] = sum(dataset.meta.get(name, 0) for dataset in datasets)
         meta.setdefault("num_documents", sum(dataset.num_documents for dataset in datasets))
         meta.setdefault("num_tokens", writer.num_tokens)
-        meta |= {"bin_sha256": writer.bin_sha256}
+        meta["bin_sha256"] = writer.bin_sha256
         if texts := _texts(datasets):
             meta["input"] = texts
-        else:
-            meta.pop("input", None)
-        bad_lines = Path(f"{output}.bad_lines.jsonl")
-        joined = bad_lines.with_name(f"{bad_lines.name}.tmp")
-        try:
-            _join_bad_lines(datasets, joined)
-            writer.finalize(meta)
-            if joined.exists():
-                joined.replace(bad_lines)
-            else:
-                bad_lines.unlink(missing_ok=True)
-        finally:
-            joined.unlink(missing_ok=True)
+        meta = {name: meta[name] for name in dict.fromkeys([*datasets[0].meta, *meta]) if name in meta}
+        writer.finalize(meta)
+    _join_bad_lines(datasets, Path(f"{output}.bad_lines.jsonl"))
     return meta
 
 
 def _texts(datasets: list[IndexedDataset]) -> list[str]:
-    """The inputs that the tokens were made of; [] where not all files say."""
+    """The inputs that the tokens were made of; [] where not all files record them."""
     if not all("input" in dataset.meta for dataset in datasets):
         return []
     return list(dict.fromkeys(item for dataset in datasets for item in dataset.meta["input"]))
@@ -187,8 +180,10 @@ def _texts(datasets: list[IndexedDataset]) -> list[str]:
 
 def _join_bad_lines(datasets: list[IndexedDataset], output: Path) -> None:
     lists = [path for dataset in datasets if os.path.exists(path := f"{dataset.prefix}.bad_lines.jsonl")]
-    if lists:
-        with open(output, "wb") as joined:
-            for path in lists:
-                with open(path, "rb") as file:
-                    shutil.copyfileobj(file, joined)
+    if not lists:
+        output.unlink(missing_ok=True)
+        return
+    with replacing(output) as joined:
+        for path in lists:
+            with open(path, "rb") as file:
+                shutil.copyfileobj(file, joined)

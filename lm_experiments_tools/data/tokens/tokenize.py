@@ -1,27 +1,19 @@
-"""Text -> token files, by several processes, resumable, with the same bytes whatever the number of processes.
-
-Each piece of the inputs becomes a small token file (pieces.py); when all are there they are joined in order into
-PREFIX.bin, .idx and .json, or in job i of n of a job array into PREFIX-0000i-of-0000n. A document is one sequence.
-"""
+"""Text -> token files for T5 and its kind: a document is one sequence (see pipeline.py)."""
 
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lm_experiments_tools.data.text.bad_lines import (
-    ANY_NUMBER,
-    BadLine,
-    EmptyText,
-    Quarantine,
-    is_hopeless,
-    no_documents,
-)
-from lm_experiments_tools.data.text.documents import Piece, plan_pieces, read_piece
-from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
+import numpy as np
+
+from lm_experiments_tools.data.text.records import Record, RejectedRecords, no_documents, utf8_length
+from lm_experiments_tools.data.text.sources import Shard, plan_shards
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.files import (
     check_replaceable,
@@ -29,13 +21,12 @@ from lm_experiments_tools.data.tokens.files import (
     load_vocabulary,
     recorded_identity,
     recorded_inputs,
-    remove_unfinished,
 )
-from lm_experiments_tools.data.tokens.indexed import IndexedDatasetWriter, token_dtype
-from lm_experiments_tools.data.tokens.pieces import (
-    EncodePiece,
-    PieceFiles,
-    encode_pieces,
+from lm_experiments_tools.data.tokens.indexed import token_dtype
+from lm_experiments_tools.data.tokens.pipeline import (
+    EncodedDocuments,
+    EncodedWriter,
+    Tokenization,
     part_of_plan,
     plan_fingerprint,
     shard_prefix,
@@ -46,7 +37,72 @@ from lm_experiments_tools.files import locked
 
 logger = logging.getLogger(__name__)
 
-_BATCH_BYTES = 1 << 18  # text per call into the vocabulary: below this the call itself costs more than 1 %
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Texts to ids by a vocabulary (a `pipeline.Encoder`).
+
+    Attributes:
+        key: of the text in a record.
+        append_eos: end each document with EOS.
+        encode_by: "line" or "document", see `tokenize_corpus`.
+    """
+
+    vocabulary: Vocabulary
+    key: str
+    append_eos: bool
+    encode_by: str
+    suffixes = ("",)
+    max_bytes = None
+
+    @classmethod
+    def of(
+        cls, vocabulary: Vocabulary, text_key: str = "text", append_eos: bool = False, encode_by: str | None = None
+    ) -> "TextEncoder":
+        """The encoder; `encode_by` None: as suits the vocabulary (`Vocabulary.encode_by`)."""
+        if encode_by not in (None, "line", "document"):
+            raise UserError(f"encode_by is {encode_by!r}; it can be 'line' or 'document'")
+        if encode_by == "line" != vocabulary.encode_by:
+            logger.warning("%s reads newlines, and encode_by=line leaves them all out", vocabulary.path)
+        return cls(vocabulary, text_key, append_eos, encode_by or vocabulary.encode_by)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return token_dtype(self.vocabulary.size)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {
+            "vocab_sha256": self.vocabulary.sha256,
+            "text_key": self.key,
+            "append_eos": self.append_eos,
+            "encode_by": self.encode_by,
+        }
+
+    def parts(self, record: Record) -> list[list[str]]:
+        return [self._split(record.value)]
+
+    def _split(self, text: str) -> list[str]:
+        return [text] if self.encode_by == "document" else text.split("\n")
+
+    def encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
+        """The ids of documents, each the list of its parts; one call into the vocabulary."""
+        parts = [part for document in documents for part in document]
+        encoded = self.vocabulary.encode_batch(parts)
+        ids = np.frombuffer(b"".join(array("i", ids) for ids in encoded), np.int32)
+        num_parts = np.fromiter(map(len, documents), np.int64, len(documents))
+        part_ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)))
+        ends = part_ends[np.cumsum(num_parts) - 1]
+        lengths = np.diff(ends, prepend=0)
+        if self.append_eos:
+            ids, lengths = np.insert(ids, ends, self.vocabulary.eos_id), lengths + 1
+        num_bytes = sum(map(utf8_length, parts)) + len(parts) - len(documents)  # newlines between parts
+        return EncodedDocuments(ids, lengths, np.ones(len(documents), np.int64), num_bytes)
+
+    def encode_texts(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, int32."""
+        encoded = self.encode([self._split(text) for text in texts]) if texts else None
+        return [] if encoded is None else np.split(encoded.ids, np.cumsum(encoded.sequence_lengths)[:-1])
 
 
 def tokenize_corpus(
@@ -63,75 +119,110 @@ def tokenize_corpus(
     shard: tuple[int, int] | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Encode all documents of `inputs` into PREFIX.bin / .idx / .json; returns what PREFIX.json holds.
+    """Encode all documents of `inputs` into PREFIX.bin / .idx / .json; returns the content of PREFIX.json.
 
     Args:
-        inputs: files, folders and Hugging Face dataset names (see documents.py).
-        vocab_path: a vocabulary (see vocabulary.py), or what has been read of it.
+        inputs: files, folders and Hugging Face dataset names (see sources.py).
+        vocab_path: a vocabulary (see vocabulary.py), or a loaded one.
         workers: processes; None: one for each CPU this process may use.
         append_eos: end each document with EOS (t5 does not; nanoT5 does).
-        max_bad_lines: lines to leave out, listed in PREFIX.bad_lines.jsonl (None: a rate, see bad_lines.py).
-        encode_by: "line" encodes the lines of a document apart, so that ids do not depend on the document's length and
-            equal those of Hugging Face tokenizers; "document" encodes it whole, as seqio does (25 % faster; a few near
-            ties come out differently, because SentencePiece sums scores in float32). None: "line" unless the
-            vocabulary knows newlines, which "line" would lose.
+        max_bad_lines: number of rejected records, listed in PREFIX.bad_lines.jsonl (None: a rate, see records.py).
+        encode_by: "line" encodes the lines of a document separately, so that ids do not depend on its length and
+            equal those of Hugging Face tokenizers; "document" encodes it whole, as seqio does (25 % faster; a few
+            near ties come out differently, because SentencePiece sums scores in float32). None: "line" unless the
+            vocabulary encodes newlines, which "line" would lose.
         show_progress: a progress bar on stderr; None shows it on a terminal.
         shard: (i, n) encodes the i-th of n parts, 0 <= i < n, into `shard_prefix(PREFIX, i, n)`.
         overwrite: replace token files of other inputs, or of another vocabulary.
 
     Raises:
-        UserError: an unreadable input or vocabulary, no document, too many bad lines, or a PREFIX of something else.
+        UserError: an unreadable input or vocabulary, no document, too many rejected records, a PREFIX of other text.
     """
     if workers is not None and workers < 1:
         raise UserError(f"workers is {workers}; at least one process has to do the work")
     vocabulary = vocab_path if isinstance(vocab_path, Vocabulary) else load_vocabulary(vocab_path)
-    encoding = _encoding(vocabulary, text_key, append_eos, encode_by)
+    encoder = TextEncoder.of(vocabulary, text_key, append_eos, encode_by)
     prefix = os.fspath(output_prefix)
     origin: dict[str, Any] = {"input": recorded_inputs(inputs)}
     if shard is None:
-        pieces = plan_pieces(inputs)
+        shards = plan_shards(inputs)
     else:
-        pieces, origin["shard"] = part_of_plan(inputs, *shard, encoding.identity())
+        shards, origin["shard"] = part_of_plan(inputs, *shard, encoder.identity)
         prefix = shard_prefix(prefix, *shard)
     with locked(Path(f"{prefix}.lock")):
         if not overwrite:
             check_replaceable(prefix, origin["input"], vocabulary.recorded_as, vocabulary.sha256, vocabulary.identity)
-        remove_unfinished(prefix)
-        files = PieceFiles(pieces, prefix, encoding.identity())
-        with files.kept_if_resumable():
-            jobs, settings = files.jobs(), (vocabulary, encoding, max_bad_lines)
-            done = encode_pieces(jobs, _prepare, settings, workers or available_cores(), max_bad_lines)
-            with _progress(pieces, jobs, show_progress) as advance, closing(done):
-                for piece, _ in done:
-                    advance(piece)
-            files.check_unchanged()
-            bad_lines = files.collect_bad_lines(f"{prefix}.bad_lines.jsonl", max_bad_lines)
-            meta = _join(files, prefix, vocabulary, encoding, origin, bad_lines)
-            files.remove()
+        run = Tokenization(
+            shards,
+            encoder,
+            prefix,
+            [prefix],
+            rejected=f"{prefix}.bad_lines.jsonl",
+            limit=max_bad_lines,
+            workers=workers or available_cores(),
+        )
+        (meta,) = run.run(partial(_meta, encoder, shards, origin), partial(_show_progress, shards, show_progress))
     return meta
 
 
-def _encoding(vocabulary: Vocabulary, text_key: str, append_eos: bool, encode_by: str | None) -> Encoding:
-    if encode_by not in (None, "line", "document"):
-        raise UserError(f"encode_by is {encode_by!r}; it can be 'line' or 'document'")
-    if encode_by == "line" != vocabulary.encode_by:
-        logger.warning("%s reads newlines, and encode_by=line leaves them all out", vocabulary.path)
-    return Encoding.of(vocabulary, text_key, append_eos, encode_by)
+def _meta(
+    encoder: TextEncoder,
+    shards: Sequence[Shard],
+    origin: dict[str, Any],
+    writers: Sequence[EncodedWriter],
+    rejected: RejectedRecords,
+) -> list[dict[str, Any]]:
+    """The content of PREFIX.json. Raises UserError where there is no document."""
+    (writer,) = writers
+    if not writer.num_documents and "shard" not in origin:
+        raise no_documents(list(dict.fromkeys(shard.path for shard in shards)), rejected)
+    meta = {
+        "vocab_sha256": encoder.vocabulary.sha256,
+        "vocab_file": encoder.vocabulary.recorded_as,
+        "vocab_size": encoder.vocabulary.num_pieces,
+        "num_documents": writer.num_documents,
+        "num_tokens": writer.num_tokens,
+        "num_bytes": writer.num_bytes,
+        "append_eos": encoder.append_eos,
+        "encode_by": encoder.encode_by,
+        "text_key": encoder.key,
+        "dtype": writer.dtype.name,
+        "bin_sha256": writer.bin_sha256,
+        **origin,
+        "bad_lines": rejected.count,
+    }
+    return [meta | ({"empty_documents": rejected.num_empty} if rejected.num_empty else {})]
+
+
+def _show_progress(
+    shards: Sequence[Shard], show: bool | None, jobs: Sequence[tuple[Shard, str]], done: Iterable[tuple[Shard, str]]
+) -> None:
+    """A bar of bytes read, or of shards where sizes are not known."""
+    from tqdm import tqdm
+
+    known = all(shard.kind != "dataset" for shard in shards)
+
+    def weight(shard: Shard) -> int:
+        return shard.num_bytes if known else 1
+
+    total, left = sum(map(weight, shards)), sum(weight(shard) for shard, _ in jobs)
+    unit = "B" if known else "shard"
+    hidden = not (sys.stderr.isatty() if show is None else show)
+    with tqdm(total=total, initial=total - left, unit=unit, unit_scale=known, desc="tokenize", disable=hidden) as bar:
+        for shard, _ in done:
+            bar.update(weight(shard))
 
 
 def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.PathLike, **options: Any) -> str:
     """The prefix of the tokens of a text (a file, a folder or a dataset), tokenized once into `cache_dir`.
 
-    The cache is keyed by names, sizes and modification times of the input files (on the hub, the revision), the
-    vocabulary and the encoding `options` (those of tokenize_corpus). Several processes may ask at once: one works, the
-    others wait and use what it made.
-
-    Raises:
-        UserError: as tokenize_corpus.
+    The cache key covers names, sizes and modification times of the input files (on the hub, the revision), the
+    vocabulary and the `options` of `tokenize_corpus` that decide ids. Of several processes one tokenizes; the others
+    wait and use its result. Raises UserError as `tokenize_corpus`.
     """
     settings = {name: options[name] for name in ("text_key", "append_eos", "encode_by") if name in options}
-    encoding = Encoding.of(vocabulary, **settings)
-    key = plan_fingerprint(plan_pieces([path]), encoding.identity())[:16]
+    encoder = TextEncoder.of(vocabulary, **settings)
+    key = plan_fingerprint(plan_shards([path]), encoder.identity)[:16]
     prefix = os.path.join(cache_dir, f"{Path(path).name.replace(':', '_')}-{key}")
     with locked(Path(f"{prefix}.cache.lock")):
         if not dataset_exists(prefix):
@@ -140,9 +231,9 @@ def ensure_tokenized(path: str, vocabulary: Vocabulary, cache_dir: str | os.Path
 
 
 def check_vocabulary(prefix: str, meta: Mapping[str, Any], vocabulary: Vocabulary) -> None:
-    """Refuse token files that record (`meta`, what PREFIX.json holds) a vocabulary of other ids.
+    """Refuse token files whose record (`meta`, the content of PREFIX.json) names a vocabulary of other ids.
 
-    Another file may give the same ids, as a run's spiece.model does; that is seen where the recorded one is there.
+    Another file may give the same ids, as a run's spiece.model does; that is checked where the recorded one exists.
     """
     made_with = meta.get("vocab_sha256")
     if made_with in (None, vocabulary.sha256):  # None: written by another program, the ids are all there is
@@ -153,113 +244,3 @@ def check_vocabulary(prefix: str, meta: Mapping[str, Any], vocabulary: Vocabular
             f"{meta.get('vocab_size')} pieces), not with {vocabulary.path} (sha256 {vocabulary.sha256[:12]}, "
             f"{vocabulary.num_pieces} pieces); give that vocabulary or tokenize the text again"
         )
-
-
-def tokenize_piece(
-    piece: Piece, prefix: str, vocabulary: Vocabulary, encoding: Encoding, limit: int | None
-) -> tuple[int, bool]:
-    """Encode one piece into the token file `prefix`; returns its number of bad lines, and if it is whole.
-
-    They go to `prefix`.bad.jsonl, counted from the start of the piece. Where they are hopelessly many the piece is
-    left unfinished.
-    """
-    num_documents = num_empty = total_bytes = batch_bytes = 0
-    batch: list[str] = []
-
-    def flush() -> None:
-        for ids in encode_documents(batch, vocabulary, encoding):
-            writer.add_sequence(ids)
-            writer.end_document()
-        batch.clear()
-
-    quarantine = Quarantine(f"{prefix}.bad.jsonl", ANY_NUMBER)
-    writer = IndexedDatasetWriter(prefix, token_dtype(vocabulary.size), durable=False)
-    with writer, closing(quarantine):
-        for item in read_piece(piece, encoding.text_key):
-            if isinstance(item, EmptyText):
-                num_empty += 1
-                continue
-            if isinstance(item, BadLine):
-                quarantine.list_line(piece.path, item)
-                if is_hopeless(limit, quarantine.count, quarantine.count + num_documents):
-                    writer.abort()
-                    return quarantine.count, False
-                continue
-            size = num_bytes(item.text)
-            batch.append(item.text)
-            batch_bytes += size
-            total_bytes += size
-            num_documents += 1
-            if batch_bytes > _BATCH_BYTES:
-                flush()
-                batch_bytes = 0
-        flush()
-        quarantine.close()
-        counts = {"num_documents": num_documents, "empty_documents": num_empty, "num_bytes": total_bytes}
-        writer.finalize(counts | {"bad_lines": quarantine.count, "bin_sha256": writer.bin_sha256})
-    return quarantine.count, True
-
-
-def _prepare(settings: tuple[Vocabulary, Encoding, int | None]) -> EncodePiece:
-    return lambda job: tokenize_piece(*job, *settings)
-
-
-@contextmanager
-def _progress(
-    pieces: list[Piece], jobs: list[tuple[Piece, str]], show: bool | None
-) -> Iterator[Callable[[Piece], None]]:
-    """A function to call with each finished piece: moves a bar of bytes read (pieces, where sizes are not known)."""
-    if not (sys.stderr.isatty() if show is None else show):
-        yield lambda piece: None
-        return
-    from tqdm import tqdm
-
-    known = all(piece.kind != "dataset" for piece in pieces)
-
-    def weight(piece: Piece) -> int:
-        return piece.num_bytes if known else 1
-
-    total, left = sum(map(weight, pieces)), sum(weight(piece) for piece, _ in jobs)
-    unit = "B" if known else "shard"
-    with tqdm(total=total, initial=total - left, unit=unit, unit_scale=known, desc="tokenize") as bar:
-        yield lambda piece: bar.update(weight(piece))
-
-
-def _join(
-    files: PieceFiles,
-    prefix: str,
-    vocabulary: Vocabulary,
-    encoding: Encoding,
-    origin: dict[str, Any],
-    bad_lines: Quarantine,
-) -> dict[str, Any]:
-    """Write the final files out of the finished pieces, in order; returns what the sidecar holds."""
-    num_documents = num_empty = num_bytes = 0
-    with IndexedDatasetWriter(prefix, token_dtype(vocabulary.size)) as writer:
-        for part in files.parts():
-            writer.add_dataset(part)
-            num_documents += part.meta["num_documents"]
-            num_empty += part.meta.get("empty_documents", 0)  # which earlier versions counted as bad lines
-            num_bytes += part.meta["num_bytes"]
-        if not num_documents and "shard" not in origin:
-            writer.abort()
-            paths = list(dict.fromkeys(piece.path for piece in files.pieces))
-            raise no_documents(paths, bad_lines.count, bad_lines.first, bad_lines.path, num_empty)
-        meta = {
-            "vocab_sha256": vocabulary.sha256,
-            "vocab_file": encoding.vocab_path,
-            "vocab_size": vocabulary.num_pieces,
-            "num_documents": num_documents,
-            "num_tokens": writer.num_tokens,
-            "num_bytes": num_bytes,
-            "append_eos": encoding.append_eos,
-            "encode_by": encoding.encode_by,
-            "text_key": encoding.text_key,
-            "dtype": writer.dtype.name,
-            "bin_sha256": writer.bin_sha256,
-            **origin,
-            "bad_lines": bad_lines.count,
-            **({"empty_documents": num_empty} if num_empty else {}),
-        }
-        writer.finalize(meta)
-    return meta

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from lm_experiments_tools.backends import get_backend
-from lm_experiments_tools.data.text.documents import iter_documents, plan_pieces
-from lm_experiments_tools.data.text.encoding import Encoding, encode_documents, num_bytes
-from lm_experiments_tools.data.tokens.indexed import token_dtype
+from lm_experiments_tools.data.text.records import RejectedRecords, records
+from lm_experiments_tools.data.text.sources import plan_shards
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.tokens.pipeline import EncodedWriter
+from lm_experiments_tools.data.tokens.tokenize import TextEncoder
 from lm_experiments_tools.recipes.common import model_source
 from lm_experiments_tools.recipes.t5_data import pretraining_data
 from lm_experiments_tools.recipes.t5_sources import T5Sources
 from lm_experiments_tools.tools.inspection.batches import Wording, training_section
 from lm_experiments_tools.tools.inspection.section import Section
-from lm_experiments_tools.tools.inspection.tokens import TokenSource, open_source, token_section, write_documents
+from lm_experiments_tools.tools.inspection.tokens import TokenSource, open_source, token_section
 
 STREAMED_DOCUMENTS = 10_000  # of a Hugging Face dataset and of --streaming, unless --documents is given
 _DOCUMENTS_AT_ONCE = 64
@@ -77,7 +79,7 @@ def _source(path: str, data: T5Sources, args: Any, scratch: Path) -> TokenSource
     if data.prefix(path) is not None:
         return open_source(path, data.tokens(path), args, scratch)
     limit = args.documents
-    if limit is None and (args.streaming or any(piece.kind == "dataset" for piece in plan_pieces([path]))):
+    if limit is None and (args.streaming or any(shard.kind == "dataset" for shard in plan_shards([path]))):
         limit = STREAMED_DOCUMENTS
     if limit is None:
         return TokenSource(path, data.tokens(path))
@@ -86,31 +88,26 @@ def _source(path: str, data: T5Sources, args: Any, scratch: Path) -> TokenSource
 
 def _first_documents(path: str, limit: int, vocabulary: Any, args: Any, scratch: Path) -> TokenSource:
     """The first `limit` documents of a text, tokenized as by the run; at most one more document is read."""
-    encoding = Encoding.of(vocabulary, args.text_key, args.ends_documents())
-    meta = {"num_bytes": 0, "vocab_sha256": vocabulary.sha256, "vocab_file": encoding.vocab_path}
-    documents = iter_documents(
-        [path], text_key=args.text_key, max_bad_lines=args.max_bad_lines, quarantine=f"{scratch}.bad_lines.jsonl"
-    )
-
-    def encoded() -> Iterator[list[Any]]:
+    encoder = TextEncoder.of(vocabulary, args.text_key, args.ends_documents())
+    rejected = RejectedRecords(args.max_bad_lines, f"{scratch}.bad_lines.jsonl")
+    documents = records([path], args.text_key, rejected)
+    with closing(documents), closing(rejected), EncodedWriter(str(scratch), encoder.dtype) as writer:
         first = itertools.islice(documents, limit)
-        while texts := [document.text for document in itertools.islice(first, _DOCUMENTS_AT_ONCE)]:
-            meta["num_bytes"] += sum(map(num_bytes, texts))
-            yield from ([ids] for ids in encode_documents(texts, vocabulary, encoding))
-
-    with closing(documents):
-        tokens = write_documents(scratch, token_dtype(vocabulary.size), encoded(), meta)
+        while batch := list(itertools.islice(first, _DOCUMENTS_AT_ONCE)):
+            writer.add(encoder.encode([parts for record in batch for parts in encoder.parts(record)]))
         following = next(documents, None)
-    return TokenSource(path, tokens, 1.0 if following is None else _fraction_before(following.source, path))
+        meta = {"vocab_sha256": vocabulary.sha256, "vocab_file": vocabulary.recorded_as}
+        writer.finalize({"num_bytes": writer.num_bytes} | meta)
+    fraction = 1.0 if following is None else _fraction_before(following.path, following.line, path)
+    return TokenSource(path, IndexedDataset(scratch), fraction)
 
 
-def _fraction_before(source: str, path: str) -> float | None:
-    """Fraction of a text's bytes before `file:line`; None for compressed files and datasets."""
-    files = plan_pieces([path], piece_bytes=sys.maxsize)
-    if any(file.kind == "dataset" or file.end is None for file in files):
+def _fraction_before(file: str, line: int, path: str) -> float | None:
+    """Fraction of a text's bytes before a line of a file; None for compressed files and datasets."""
+    shards = plan_shards([path], shard_bytes=sys.maxsize)
+    if any(shard.kind == "dataset" or shard.end is None for shard in shards):
         return None
-    name, _, line = source.rpartition(":")
-    before = sum(file.num_bytes for file in itertools.takewhile(lambda file: file.path != name, files))
-    with open(name, "rb") as lines:
-        before += sum(map(len, itertools.islice(lines, int(line) - 1)))
-    return before / sum(file.num_bytes for file in files)
+    before = sum(shard.num_bytes for shard in itertools.takewhile(lambda shard: shard.path != file, shards))
+    with open(file, "rb") as lines:
+        before += sum(map(len, itertools.islice(lines, line - 1)))
+    return before / sum(shard.num_bytes for shard in shards)

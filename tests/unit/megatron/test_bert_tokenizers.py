@@ -287,5 +287,5 @@ def test_a_folder_of_weights_alone_has_no_vocabulary(tmp_path):
     from transformers import BertConfig
 
     BertConfig(vocab_size=64).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="has no vocabulary, so that every word would be .UNK."):
+    with pytest.raises(UserError, match="has no tokens but special ones, so that every word would be .UNK."):
         build_tokenizer("HFTokenizer", name_or_path=tmp_path)

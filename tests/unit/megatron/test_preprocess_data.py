@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lm_experiments_tools.data.text.documents import plan_pieces
+from lm_experiments_tools.data.text.sources import plan_shards
+from lm_experiments_tools.data.tokens import pipeline
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
 from lm_experiments_tools.errors import UserError
-from megatron import encoding
 from megatron import preprocess_data as module
 from megatron.sentences import SentenceSplitter
 from megatron.tokenizers import build_tokenizer
@@ -96,8 +96,8 @@ def test_files_of_a_folder_in_sorted_order_and_compressed(folder, tokenizer, cap
 
 @pytest.mark.parametrize("splitter", ["nupunkt", "sentencex"])
 def test_files_do_not_depend_on_the_number_of_workers(folder, splitter, monkeypatch):
-    monkeypatch.setattr(encoding, "_BATCH_BYTES", 400)
-    monkeypatch.setattr(module, "plan_pieces", lambda inputs: plan_pieces(inputs, 2000))
+    monkeypatch.setattr(pipeline, "_BATCH_CHARACTERS", 400)
+    monkeypatch.setattr(module, "plan_shards", lambda inputs: plan_shards(inputs, 2000))
     text = 'Mr. Smith went. He said, "no!"\nThen (at 5 p.m.) she left.\n\nIt is over... Is it?'
     for name in "ab":
         records = [{"text": f"{text} {name * (n % 7)}" if n % 5 else 0} for n in range(60)]
@@ -251,7 +251,7 @@ def test_script_and_module_run_from_anywhere_and_count_what_they_did(folder):
 
 @pytest.mark.parametrize("num_lines", [3, 300])  # fewer and more than --max-bad-lines
 def test_a_key_that_no_line_has_is_named_with_those_there_are(folder, monkeypatch, num_lines):
-    monkeypatch.setattr(encoding, "_BATCH_BYTES", 2000)
+    monkeypatch.setattr(pipeline, "_BATCH_CHARACTERS", 2000)
     write_lines(folder / "in" / "data.jsonl", [{"content": "a", "url": n} for n in range(num_lines)])
     with pytest.raises(UserError, match=r"data.jsonl:1: no key 'text' \(there is 'content', 'url'\): name the keys"):
         run(folder)

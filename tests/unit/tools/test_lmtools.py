@@ -104,14 +104,14 @@ def test_ctrl_c_while_tokenizing_keeps_the_finished_pieces(tmp_path):
         cwd=tmp_path, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )  # fmt: skip
-    while not list((tmp_path / "t.pieces").glob("*.idx")):
+    while not list((tmp_path / "t.shards").glob("*.idx")):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 130
-    kept = "finished pieces are kept in t.pieces: another run over the same text goes on from there\n"
+    kept = "finished shards are kept in t.shards: another run over the same text resumes from them\n"
     assert process.stderr.read() == f"{kept}interrupted\n"
-    assert list((tmp_path / "t.pieces").glob("*.idx")) and not (tmp_path / "t.idx").exists()
+    assert list((tmp_path / "t.shards").glob("*.idx")) and not (tmp_path / "t.idx").exists()
 
 
 @pytest.mark.parametrize("name", module.COMMANDS)

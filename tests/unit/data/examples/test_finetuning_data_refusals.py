@@ -300,5 +300,5 @@ def test_text_for_causal_lm_that_cannot_be_used_is_a_sentence(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"txt": "w1"}\n')
     with pytest.raises(UserError, match=r"a\.jsonl:1: no key 'text'"):
         read(word_tokenizer(), data_path=(path,), **flags)
-    with pytest.raises(UserError, match=r"there is no text in .*\(1 bad lines\)"):
+    with pytest.raises(UserError, match=r"there is no document in .*: 1 bad lines and nothing else"):
         read(word_tokenizer(), data_path=(path,), max_bad_lines=1, **flags)

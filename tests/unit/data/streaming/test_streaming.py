@@ -1,4 +1,4 @@
-"""--streaming: each document once a pass, one order for any number of workers and any speed, resume at any sample."""
+"""--streaming: each document once an epoch, one order for any number of workers and speed, resume at any sample."""
 
 import gzip
 import json
@@ -22,14 +22,12 @@ from lm_experiments_tools.data.streaming import chunks as stream_chunks
 from lm_experiments_tools.data.streaming import stream as streaming
 from lm_experiments_tools.data.streaming import text as stream_text
 from lm_experiments_tools.data.streaming import worker as streaming_worker
-from lm_experiments_tools.data.streaming.chunks import ExampleStream
-from lm_experiments_tools.data.streaming.stream import streaming_data
+from lm_experiments_tools.data.streaming.stream import ChunkTokens, streaming_data
 from lm_experiments_tools.data.streaming.worker import ChunkMaker
-from lm_experiments_tools.data.text import bad_lines
-from lm_experiments_tools.data.text.documents import read_piece
+from lm_experiments_tools.data.text import records
+from lm_experiments_tools.data.text.records import read_shard
 from lm_experiments_tools.data.text.sentencepiece_vocabulary import SentencePieceVocabulary
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import RunError, UserError
 from lm_experiments_tools.training.batches import BatchStream
 from tests.helpers.token_toys import make_texts, write_jsonl, write_tokens
@@ -135,20 +133,11 @@ def test_two_or_three_workers_have_the_rows_of_one(start, in_process):
     assert_equal(parts, {name: rows[:240] for name, rows in expected.items()})
 
 
-def test_a_chunk_whose_empty_texts_were_once_counted_as_bad_lines_is_the_same_text(tmp_path):
-    record = {"chunk": 0, "num_samples": 3, "num_tokens": 90, "end": {"items": 7, "bad_lines": 5}}
-    (tmp_path / "stream-00000.jsonl").write_text(json.dumps(record) + "\n")
-    stream = ExampleStream(tmp_path, 0)
-    stream.accept(0, {"num_tokens": 90, "end": {"items": 7, "bad_lines": 2}}, range(3))
-    with pytest.raises(UserError, match="the text has changed since"):
-        stream.accept(0, {"num_tokens": 90, "end": {"items": 8, "bad_lines": 5}}, range(3))
-
-
 def test_a_stream_encodes_as_suits_the_vocabulary(start, in_process, monkeypatch):
     by_line = start(cache="line")
     monkeypatch.setattr(SentencePieceVocabulary, "encode_by", "document")
     whole = start(cache="document")
-    ways = [loader.dataset.feed._settings.encoding.encode_by for loader in (by_line, whole)]
+    ways = [loader.dataset.feed._settings.encoder.encode_by for loader in (by_line, whole)]
     assert ways == ["line", "document"] and by_line.dataset.fingerprint != whole.dataset.fingerprint
 
 
@@ -160,17 +149,19 @@ def test_speed_of_the_source_and_number_of_processes_change_nothing(start, in_pr
 
 
 def test_tokens_of_a_chunk_are_in_its_examples_each_once(start, in_process, data):
+    chunks = []
+
+    in_process.setattr(streaming, "ChunkTokens", lambda tokens: chunks.append(tokens) or ChunkTokens(tokens))
     loader = start(streams=1, data_n_workers=1)
-    folder = next(Path(".cache/streams").iterdir()) / "stream-00000"
+    index = next(Path(".cache/streams").iterdir()) / "stream-00000.jsonl"
     batch = take(loader, 10)
-    chunks = [IndexedDataset(folder / f"{number:08d}") for number in range(2)]
-    assert [chunk.num_tokens // FIRST_CHUNK for chunk in chunks] == [1, 2]
-    rows = json.loads(folder.with_suffix(".jsonl").read_text().splitlines()[0])["num_samples"]
+    assert [len(chunk) // FIRST_CHUNK for chunk in chunks[:2]] == [1, 2]
+    rows = json.loads(index.read_text().splitlines()[0])["num_samples"]
     vocabulary = Vocabulary.load(data / "v.model")
     special = [vocabulary.pad_id, vocabulary.eos_id, -100, *vocabulary.sentinel_ids.tolist()]
     kept = [part[:rows].numpy().ravel() for part in (batch["input_ids"], batch["labels"])]
     kept = np.concatenate([part[~np.isin(part, special)] for part in kept])
-    assert sorted(kept.tolist()) == sorted(np.asarray(chunks[0].tokens).tolist())
+    assert sorted(kept.tolist()) == sorted(chunks[0].tolist())
 
 
 def test_a_mixture_of_texts_is_the_same_for_any_number_of_workers_and_resumes(start, in_process, data, tmp_path):
@@ -193,20 +184,19 @@ def test_a_mixture_of_texts_is_the_same_for_any_number_of_workers_and_resumes(st
     assert len({loader.fingerprint for loader in (whole, *(start(cache="x", **other) for other in others))}) == 4
 
 
-@pytest.mark.parametrize("left", ["all", "index", "part of the index", "nothing"])
+@pytest.mark.parametrize("left", ["all", "part of the index", "nothing"])
 def test_resumed_is_uninterrupted(start, in_process, left):
+    made = []
+    in_process.setattr(InProcess, "before", staticmethod(lambda request: made.append(request)))
     whole = start(streams=2)
     take(whole, 50)
     expected = take(whole, 20)
     whole.close()
     folder = next(Path(".cache/streams").iterdir())
-    chunks = [path for path in folder.iterdir() if path.is_dir()]
-    assert len(chunks) == 2 and all(len(list(path.glob("*.idx"))) >= 4 for path in chunks)
+    assert Counter(request.stream for request in made).keys() == {0, 1} and len(made) >= 8
+    made.clear()
     if left == "nothing":
         shutil.rmtree(folder)
-    elif left != "all":
-        for path in chunks:
-            shutil.rmtree(path)
     if left == "part of the index":  # killed in the middle of a line
         index = folder / "stream-00001.jsonl"
         index.write_text(index.read_text()[:150])
@@ -214,13 +204,13 @@ def test_resumed_is_uninterrupted(start, in_process, left):
     again.seek(50 * 8)
     assert_equal(take(again, 20), expected)
     assert again.consumed_samples == 70 * 8
-    if left == "index":  # the chunks in use were made again and those after them, not those before
-        for path in chunks:
-            records = map(json.loads, path.with_suffix(".jsonl").read_text().splitlines())
-            num_samples = {record["chunk"]: record["num_samples"] for record in records}
+    if left == "all":  # the chunks in use were made again and those after them, not those before
+        for index in folder.glob("*.jsonl"):
+            entries = map(json.loads, index.read_text().splitlines())
+            num_samples = {record["chunk"]: record["num_samples"] for record in entries}
             ends = np.cumsum([num_samples[chunk] for chunk in sorted(num_samples)])
             in_use = np.searchsorted(ends, 50 * 8 // 2, side="right")
-            assert min(int(index.stem) for index in path.glob("*.idx")) == in_use > 0
+            assert min(r.number for r in made if r.stream == int(index.stem[-5:])) == in_use > 0
     # a seek while batches are being made, and back
     again.seek(0)
     next(again)
@@ -256,13 +246,11 @@ def test_resumed_by_another_number_of_workers(start, in_process):
     assert_equal(interleaved([take(loader, 20) for loader in loaders]), expected)
 
 
-def test_old_chunks_are_removed_and_made_again_alone(start, in_process, monkeypatch):
-    monkeypatch.setattr(stream_chunks, "KEPT_CHUNKS", 1)
+def test_old_chunks_are_dropped_and_made_again(start, in_process):
     loader = start(streams=1, data_n_workers=1)
     expected = take(loader, 10)
     take(loader, 100)
-    folder = next(Path(".cache/streams").iterdir()) / "stream-00000"
-    numbers = sorted(int(path.stem) for path in folder.glob("*.idx"))
+    numbers = sorted(loader.dataset.feed.streams[0]._open)
     assert numbers[0] >= 2 and len(numbers) <= 4
     loader.seek(0)
     assert_equal(take(loader, 10), expected)
@@ -289,12 +277,12 @@ def test_the_first_batch_waits_for_the_first_chunks_alone(start, in_process, tmp
     """However much text there is, no more of it is read than they hold."""
     read, may_go_on = Counter(), threading.Event()
 
-    def counting(piece, text_key, skip):
-        for item in read_piece(piece, text_key, skip=skip):
+    def counting(shard, text_key, skip):
+        for item in read_shard(shard, text_key, skip=skip):
             read[name] += 1
             yield item
 
-    monkeypatch.setattr(stream_text, "read_piece", counting)
+    monkeypatch.setattr(stream_text, "read_shard", counting)
     in_process.setattr(InProcess, "before", staticmethod(lambda request: request.number and may_go_on.wait()))
     for name, copies in (("small", 1), ("large", 8)):
         (tmp_path / name).mkdir()
@@ -315,17 +303,16 @@ def test_the_first_batch_waits_for_the_first_chunks_alone(start, in_process, tmp
 def test_settings_are_said_once_and_other_lines_are_not_lost(start, in_process, caplog, changes, message):
     caplog.set_level(logging.INFO)
 
-    def open_and_log(prefix):  # stands for another thread, at any moment of the work on a chunk
+    def open_and_log(tokens):  # stands for another thread, at any moment of the work on a chunk
         logging.getLogger("lm_experiments_tools.data.loader").info("a line of the training")
-        return IndexedDataset(prefix)
+        return ChunkTokens(tokens)
 
-    in_process.setattr(streaming, "IndexedDataset", open_and_log)
+    in_process.setattr(streaming, "ChunkTokens", open_and_log)
     loader = start(input_seq_len=512, target_seq_len=512, **changes)
     take(loader, 30)
-    folder = next(Path(".cache/streams").iterdir())
     loader.close()
     assert len([text for text in caplog.messages if text.startswith(message)]) == 1
-    assert caplog.messages.count("a line of the training") >= len(list(folder.rglob("*.idx"))) > 4
+    assert caplog.messages.count("a line of the training") > 4
 
 
 def test_a_real_worker_process_and_its_death(start, monkeypatch):
@@ -351,13 +338,13 @@ def test_bad_lines_are_listed_and_counted_once_however_often_the_text_is_read(st
     loader = start(max_bad_lines=2, **settings)
     take(loader, 100)
     stream = loader.dataset.feed.streams[0]
-    assert stream._records[-1].end["passes"] >= 2 and stream.bad_lines == 2
+    assert stream._records[-1].end["epoch"] >= 2 and stream.rejected == 2
     loader.close()
     listed = next(Path(".cache/streams").iterdir()) / "bad_lines.jsonl"
     listed = [json.loads(line) for line in listed.read_text().splitlines()]
     assert [line["content"] for line in listed] == ['{"text": 5}'] * 2
     assert {(line["file"], line["line"]) for line in listed} == {(settings["data_path"][0], n) for n in (6, 401)}
-    in_process.setattr(stream_text, "_COUNTED_BYTES", 0)  # the file before a piece is too long to count its lines
+    in_process.setattr(records, "_MAX_COUNTED_BYTES", 0)  # the file before a shard is too long to count its lines
     loader = start(max_bad_lines=2, cache="bytes", **settings)
     take(loader, 100)
     loader.close()
@@ -417,11 +404,11 @@ def test_what_cannot_work_is_refused_before_training(start, in_process, tmp_path
 def test_a_full_disk_is_one_sentence(start, in_process):
     loader = start(data_n_workers=1)
 
-    def write(writer, content):
-        raise OSError(28, "No space left on device", str(writer.bin_path))
+    def write(path, line):
+        raise OSError(28, "No space left on device", str(path))
 
-    in_process.setattr(IndexedDatasetWriter, "_write_tokens", write)
-    with pytest.raises(RunError, match=r"the streamed text stopped: .*\.bin: No space left on device: free some"):
+    in_process.setattr(stream_chunks, "_append_line", write)
+    with pytest.raises(RunError, match=r"the streamed text stopped: .*\.jsonl: No space left on device: free some"):
         take(loader, 1000)
 
 
@@ -432,8 +419,6 @@ def test_text_that_changed_under_a_run_is_noticed(start, in_process, tmp_path):
     loader = start(**settings)
     take(loader, 30)
     loader.close()
-    folder = next(Path(".cache/streams").iterdir())
-    shutil.rmtree(folder / "stream-00000")
     write_jsonl(
         tmp_path / "d.jsonl",
         [text.replace(" ", "", 1) + " " if 5 < i < 2990 else text for i, text in enumerate(texts)],
@@ -457,9 +442,7 @@ def test_a_copy_of_the_vocabulary_with_its_ids_goes_on_where_the_original_stoppe
     copied = start(vocab=str(tmp_path / "copy"), cache="copy")
     assert copied.fingerprint == first.fingerprint
     assert_equal(take(copied, 5), take(first, 5))
-    (earlier,) = first.earlier_fingerprints  # which name the vocabulary's file
-    assert earlier != first.fingerprint and earlier not in copied.earlier_fingerprints
-    (source := BatchStream(first)).seek(TrainState(consumed_samples=8, data_fingerprint=earlier), None)
+    (source := BatchStream(first)).seek(TrainState(consumed_samples=8, data_fingerprint=copied.fingerprint), None)
     with pytest.raises(UserError, match="are not those of the checkpoint"):
         source.seek(TrainState(consumed_samples=8, data_fingerprint="0" * 64), None)
 
@@ -469,11 +452,11 @@ def test_the_limit_of_bad_lines_is_a_rate_where_no_number_is_given(start, in_pro
     lines[::150] = ['{"text": 5}'] * 10
     (tmp_path / "bad.jsonl").write_text("\n".join(lines) + "\n")
     settings = {"data_path": (str(tmp_path / "bad.jsonl"),), "streams": 1, "data_n_workers": 1}
-    in_process.setattr(bad_lines, "_LEAST", 2)
-    in_process.setattr(bad_lines, "_RATE", 100)
+    in_process.setattr(records, "_MIN_ALLOWED", 2)
+    in_process.setattr(records, "_LINES_PER_REJECTED", 100)
     take(loader := start(**settings), 150)
-    assert [(s.bad_lines, s.lines) for s in loader.dataset.feed.streams.values()] == [(10, 1500)]
-    in_process.setattr(bad_lines, "_RATE", 10_000)
+    assert [(s.rejected, s.lines) for s in loader.dataset.feed.streams.values()] == [(10, 1500)]
+    in_process.setattr(records, "_LINES_PER_REJECTED", 10_000)
     with pytest.raises(UserError, match=r"more than 2 bad lines, and than 0.1 % of the .*--max_bad_lines"):
         take(start(cache="again", **settings), 150)
 

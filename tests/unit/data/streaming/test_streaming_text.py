@@ -1,4 +1,4 @@
-"""The text of --streaming: pieces dealt to streams, each document once a pass, any position found again."""
+"""The text of --streaming: shards assigned to streams, each document once an epoch, any position found again."""
 
 import gzip
 import json
@@ -12,62 +12,64 @@ import pytest
 
 from lm_experiments_tools.data.streaming import text as stream_text
 from lm_experiments_tools.data.streaming.mixed import MixedPlan
-from lm_experiments_tools.data.streaming.text import Position, StreamPlan, StreamText, StreamTokens
+from lm_experiments_tools.data.streaming.text import Position, StreamPlan, StreamText
+from lm_experiments_tools.data.streaming.worker import StreamTokens
 from lm_experiments_tools.data.text import hf_datasets
-from lm_experiments_tools.data.text.documents import Document, plan_pieces, read_piece
-from lm_experiments_tools.data.text.encoding import Encoding
+from lm_experiments_tools.data.text.records import read_shard
+from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.tokens.tokenize import TextEncoder
 from lm_experiments_tools.errors import UserError
 from tests.helpers.token_toys import make_texts
 
 TEXTS = make_texts(4000)
 
 
-def documents_of_pass(plan, stream, passes):
-    """Texts of a stream in one pass, and the pieces they are from."""
-    text, found = StreamText(plan, stream, Position(passes=passes), "text", 0), []
+def documents_of_epoch(plan, stream, epoch):
+    """Texts of a stream in one epoch, and the shards they are from."""
+    text, found = StreamText(plan, stream, Position(epoch=epoch), "text", 0), []
     for document in text:
-        if text.position.passes > passes:
+        if text.position.epoch > epoch:
             break
-        found.append((document.text, plan.pieces_of(stream, passes)[text.position.piece]))
+        found.append((document.value, plan.shards_of(stream, epoch)[text.position.shard]))
     return found
 
 
 @pytest.mark.parametrize("source", ["text", "parquet"])
-def test_each_pass_has_each_document_once_in_an_order_of_its_own(data, source, request):
+def test_each_epoch_has_each_document_once_in_an_order_of_its_own(data, source, request):
     name = request.getfixturevalue("parquet") if source == "parquet" else str(data / "text")
     plan = StreamPlan.make([name], 3, seed=1)
     assert plan.num_streams == 3
     orders = []
-    for passes in range(2):
-        streams = [documents_of_pass(plan, stream, passes) for stream in range(3)]
+    for epoch in range(2):
+        streams = [documents_of_epoch(plan, stream, epoch) for stream in range(3)]
         assert Counter(text for text, _ in chain(*streams)) == Counter(TEXTS)
-        pieces = [{piece for _, piece in stream} for stream in streams]
-        assert not pieces[0] & pieces[1] and not pieces[0] & pieces[2] and not pieces[1] & pieces[2]
+        shards = [{shard for _, shard in stream} for stream in streams]
+        assert not shards[0] & shards[1] and not shards[0] & shards[2] and not shards[1] & shards[2]
         sizes = [len(stream) for stream in streams]
         assert max(sizes) < 1.2 * min(sizes)
         orders.append([text for text, _ in chain(*streams)])
     assert orders[0] != orders[1]
-    assert orders[0] != [text for text, _ in documents_of_pass(StreamPlan.make([name], 1, seed=1), 0, 0)]
+    assert orders[0] != [text for text, _ in documents_of_epoch(StreamPlan.make([name], 1, seed=1), 0, 0)]
 
 
 def test_any_position_is_found_again(data):
     plan = StreamPlan.make([str(data / "text")], 4, seed=0)
     vocabulary = Vocabulary.load(data / "v.model")
-    encoding = Encoding(str(data / "v.model"), vocabulary.sha256)
+    encoder = TextEncoder.of(vocabulary)
 
     def tokens(position):
-        return StreamTokens(StreamText(plan, 2, position, "text", 0), vocabulary, encoding)
+        return StreamTokens(StreamText(plan, 2, position, "text", 0), encoder)
 
     stream, positions, ids = tokens(Position()), [Position()], []
-    for _ in range(1500):  # more than a pass
-        ids.append(stream.next_document()[0].tolist())
+    for _ in range(1500):  # more than an epoch
+        ids.append(stream.next_document().tolist())
         positions.append(stream.position)
-    assert positions[-1].passes == 1
+    assert positions[-1].epoch == 1
     assert sum(map(len, ids)) > 10_000
     for number in [0, 1, 250, 999, 1100]:
         again = tokens(positions[number])
-        assert [again.next_document()[0].tolist() for _ in range(20)] == ids[number : number + 20]
+        assert [again.next_document().tolist() for _ in range(20)] == ids[number : number + 20]
 
 
 @pytest.mark.parametrize(
@@ -78,15 +80,15 @@ def test_any_position_is_found_again(data):
     ],
 )  # fmt: skip
 def test_as_many_streams_as_come_out_even(monkeypatch, sizes, most, num_streams):
-    pieces = [stream_text.Piece("x", "json", 100 * i, 100 * i + size) for i, size in enumerate(sizes)]
-    monkeypatch.setattr(stream_text, "plan_pieces", lambda *_: pieces)
+    shards = [stream_text.Shard("x", "json", 100 * i, 100 * i + size) for i, size in enumerate(sizes)]
+    monkeypatch.setattr(stream_text, "plan_shards", lambda *_: shards)
     assert StreamPlan.make(["x"], most, 0).num_streams == num_streams
 
 
-def documents_of(plan, passes, begin=None):
-    """(position, document) of the passes that are left from `begin` on."""
+def documents_of(plan, epochs, begin=None):
+    """(position, document) of the epochs that are left from `begin` on."""
     text = StreamText(plan, 0, begin or Position(), "text", 10)
-    return list(takewhile(lambda found: found[0].passes < passes, ((text.position, item) for item in text)))
+    return list(takewhile(lambda found: found[0].epoch < epochs, ((text.position, item) for item in text)))
 
 
 def test_a_stream_of_a_text_that_changes_ends_and_copies_on_other_machines_do_not(tmp_path):
@@ -109,50 +111,45 @@ def test_empty_texts_of_a_stream_are_no_bad_lines(tmp_path):
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["", "a", " ", "b"] * 20))
     text = StreamText(StreamPlan.make([str(data)], 1, seed=3), 0, Position(), "text", 0)
     documents = iter(text)
-    assert [next(documents).text for _ in range(60)] == ["a", "b"] * 30
-    assert text.position.bad_lines == 0 and text.bad_lines == []
+    assert [next(documents).value for _ in range(60)] == ["a", "b"] * 30
+    assert text.position.rejected == 0 and text.rejected == []
 
 
-@pytest.mark.parametrize("number", [1, 40])  # of one piece and of several
-def test_a_tiny_text_is_read_once_however_many_passes_a_chunk_takes(tmp_path, monkeypatch, number):
+@pytest.mark.parametrize("number", [1, 40])  # of one shard and of several
+def test_a_tiny_text_is_read_fast_and_resumed_however_many_epochs_a_chunk_takes(tmp_path, monkeypatch, number):
     lines = [json.dumps({"text": text}) for text in make_texts(number)] + ["broken"]
     (tmp_path / "tiny.jsonl").write_text("\n".join(lines) + "\n")
-    monkeypatch.setattr(stream_text, "_SMALLEST_PIECE", 1 << 10)
+    monkeypatch.setattr(stream_text, "_MIN_SHARD_BYTES", 1 << 10)
     plan = StreamPlan.make([str(tmp_path / "tiny.jsonl")], 1, seed=3)
-    assert (len(plan.pieces) == 1) == (number == 1)
-    reads = []
-    monkeypatch.setattr(stream_text, "read_piece", lambda *args, **more: reads.append(1) or read_piece(*args, **more))
-    passes = 3000 if number == 1 else 20
+    assert (len(plan.shards) == 1) == (number == 1)
+    epochs = 3000 if number == 1 else 20
     began = time.process_time()
-    kept = documents_of(plan, passes)
-    assert len(reads) == len(plan.pieces) and len(kept) == passes * number
-    if number == 1:  # each pass drew a permutation of one piece, which took 5 ms
+    found = documents_of(plan, epochs)
+    assert len(found) == epochs * number
+    if number == 1:  # each epoch drew a permutation of one shard, which took 5 ms
         assert time.process_time() - began < 3.0
-    middle = kept[len(kept) // 2][0]
-    assert documents_of(plan, passes, middle) == kept[len(kept) // 2 + 1 :]
-    monkeypatch.setattr(stream_text, "_KEPT_BYTES", 0)
-    assert documents_of(plan, min(passes, 50)) == [found for found in kept if found[0].passes < 50]
-    assert len(reads) > 2 * len(plan.pieces) + 40
+    middle = found[len(found) // 2][0]
+    assert documents_of(plan, epochs, middle) == found[len(found) // 2 + 1 :]
 
 
 def test_a_broken_connection_is_taken_up_where_it_broke(parquet, monkeypatch):
     breaks = iter([3, 0, 600, 0, 1])
     monkeypatch.setattr(stream_text, "_WAITS", (0.0, 0.0))
 
-    def breaking(piece, text_key, skip):
-        for number, item in enumerate(read_piece(piece, text_key, skip=skip)):
+    def breaking(shard, text_key, skip):
+        for number, item in enumerate(read_shard(shard, text_key, skip=skip)):
             if number == next_break[0]:
                 next_break[0] = next(breaks, None)
                 raise ConnectionError("Server Disconnected")
             yield item
 
     next_break = [next(breaks)]
-    monkeypatch.setattr(stream_text, "read_piece", breaking)
+    monkeypatch.setattr(stream_text, "read_shard", breaking)
     plan = StreamPlan.make([parquet], 1, seed=0)
-    assert Counter(text for text, _ in documents_of_pass(plan, 0, 0)) == Counter(TEXTS)
+    assert Counter(text for text, _ in documents_of_epoch(plan, 0, 0)) == Counter(TEXTS)
     assert next_break == [None]
     next_break[0] = 0
-    monkeypatch.setattr(stream_text, "read_piece", lambda *_, **__: (_ for _ in ()).throw(TimeoutError("timed out")))
+    monkeypatch.setattr(stream_text, "read_shard", lambda *_, **__: (_ for _ in ()).throw(TimeoutError("timed out")))
     with pytest.raises(
         OSError, match=r"shard \d of .*parquet, after 0 documents: timed out; 2 more tries did not help"
     ):
@@ -165,10 +162,10 @@ def test_a_dataset_is_known_by_its_files(parquet):
     ]
     assert hf_datasets.split_name("a/b") == ("a/b", None, "train")
     assert hf_datasets.split_name("a/b:en:test") == ("a/b", "en", "test")
-    pieces = plan_pieces([f"{parquet}::train"])
-    assert len(pieces) == 6
-    rows = list(read_piece(pieces[3], skip=600))
-    assert [row.text for row in rows] == TEXTS[3::6][600:] and isinstance(rows[0], Document)
+    shards = plan_shards([f"{parquet}::train"])
+    assert len(shards) == 6
+    rows = list(read_shard(shards[3], skip=600))
+    assert [row.value for row in rows] == TEXTS[3::6][600:]
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +189,7 @@ def test_a_mixture_gives_shares_of_bytes_and_repeats_nothing_before_a_text_is_re
     plan = mixed(two_texts, weights=[1.0, 3.0])
     assert [part.num_streams for part in plan.plans] == [4, 1]
     a, b = set(TEXTS[:2500]), set(TEXTS[2500:])
-    streams = [[document.text for document in islice(open_mixed(plan, number), 450)] for number in range(4)]
+    streams = [[document.value for document in islice(open_mixed(plan, number), 450)] for number in range(4)]
     for texts in streams:
         of_b = sum(len(text) for text in texts if text in b)
         assert of_b / sum(map(len, texts)) == pytest.approx(0.75, abs=0.005)
@@ -206,10 +203,10 @@ def test_any_position_of_a_mixture_is_found_again(two_texts):
     plan = mixed(two_texts, weights=[1.0, 3.0])
     text, positions = open_mixed(plan, 1), [{}]
     documents = []
-    for document in islice(text, 3000):  # several passes over b
+    for document in islice(text, 3000):  # several epochs of b
         documents.append(document)
         positions.append(json.loads(json.dumps(asdict(text.position))))
-    assert text.position.texts[1].place.passes > 3
+    assert text.position.texts[1].position.epoch > 3
     for number in (0, 1, 2, 700, 2000, 2990):
         assert list(islice(open_mixed(plan, 1, positions[number]), 10)) == documents[number : number + 10]
 
@@ -222,7 +219,7 @@ def test_shares_of_a_mixture_follow_from_sizes_limits_and_weights(data, two_text
     for settings, expected in cases:
         shares = mixed(paths, blending="proportional", **settings).shares
         assert shares == pytest.approx([rate / sum(expected) for rate in expected])
-    with pytest.raises(UserError, match="only some are compressed, so sizes do not compare: say the shares by"):
+    with pytest.raises(UserError, match="only some are compressed, so sizes do not compare: give the shares by"):
         mixed(two_texts, blending="proportional")
     with pytest.raises(UserError, match=r"how much text .*parquet has is not known .* --data_blending megatron and"):
         mixed([paths[0], parquet], blending="proportional")
@@ -236,6 +233,6 @@ def test_bad_lines_of_a_text_that_streams_share_are_listed_by_one_of_them(two_te
     for stream in range(4):
         text = open_mixed(plan, stream, max_bad_lines=10)
         list(islice(text, 200))
-        found += [bad.line for _, bad in text.bad_lines]
-        assert text.position.bad_lines == len(text.bad_lines)
+        found += [bad.line for _, bad in text.rejected]
+        assert text.position.rejected == len(text.rejected)
     assert found == [1, 11, 21, 31, 41]

@@ -8,10 +8,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from lm_experiments_tools.data.objectives.mlm import mask_id
-from lm_experiments_tools.data.text.encoding import Encoding, encode_documents
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
-from lm_experiments_tools.data.tokens.tokenize import check_vocabulary, tokenize_corpus
+from lm_experiments_tools.data.tokens.tokenize import TextEncoder, check_vocabulary, tokenize_corpus
 from lm_experiments_tools.errors import UserError
 from tests.helpers.token_toys import write_jsonl
 from tests.helpers.tokenizer_toys import BERT_LIKE, TEXTS, byte_fallback_tokenizer, byte_level_tokenizer
@@ -100,7 +99,7 @@ def test_the_tokenizer_beside_a_checkpoint_is_the_same_vocabulary(pair, tmp_path
 
 def test_documents_are_encoded_whole_because_newlines_are_kept(pair):
     vocabulary = Vocabulary.load(pair[0])
-    (ids,) = encode_documents(["a\nb"], vocabulary, Encoding.of(vocabulary, append_eos=True))
+    (ids,) = TextEncoder.of(vocabulary, append_eos=True).encode_texts(["a\nb"])
     assert list(ids) == [*vocabulary.encode("a\nb"), vocabulary.eos_id] and "\n" in vocabulary.decode(ids)
 
 
@@ -129,7 +128,7 @@ def test_what_cannot_be_a_vocabulary_is_one_sentence(tmp_path):
     added.add_tokens(["word"])
     added.save_pretrained(tmp_path / "added")
     for name, sentence in {
-        "broken.json": "no tokenizer can be read from it",
+        "broken.json": "cannot be loaded",
         "plain.json": "has no token that ends a text",
         "slow": "CanineTokenizer, which runs in Python alone",
         "config": "holds list, not an object",

@@ -1,8 +1,8 @@
-"""A vocabulary of made-up text, and small pieces of it."""
+"""A vocabulary of made-up text, and small shards of it."""
 
 import pytest
 
-from lm_experiments_tools.data.text.documents import plan_pieces
+from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.text.train_vocabulary import train_vocab
 from lm_experiments_tools.data.tokens import tokenize as module
 from tests.helpers.token_toys import make_texts, write_jsonl
@@ -16,6 +16,6 @@ def vocab(tmp_path_factory):
 
 
 @pytest.fixture
-def small_pieces(monkeypatch):
-    """Cut even a small file into pieces (in this process, which makes the plan)."""
-    monkeypatch.setattr(module, "plan_pieces", lambda inputs: plan_pieces(inputs, 20_000))
+def small_shards(monkeypatch):
+    """Cut even a small file into shards (in this process, which makes the plan)."""
+    monkeypatch.setattr(module, "plan_shards", lambda inputs: plan_shards(inputs, 20_000))

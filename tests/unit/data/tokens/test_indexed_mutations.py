@@ -7,17 +7,17 @@ has to open with just this content, and what they call bad has to be refused.
 import json
 import random
 import struct
-from array import array
 from collections import Counter
 
 import pytest
 
-from lm_experiments_tools.data.text.bad_lines import BadLine
-from lm_experiments_tools.data.text.documents import Document, plan_pieces, read_piece
+from lm_experiments_tools.data.text.records import Record, Rejected, read_shard
+from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.tokens.pipeline import encode_shard
 from lm_experiments_tools.errors import UserError
-from megatron.encoding import Encoder, EncodingSettings, line_batches
-from tests.helpers.token_toys import write_tokens
+from megatron.encoding import EncodingArgs, SentenceEncoder
+from tests.helpers.token_toys import read_documents, write_tokens
 
 MUTATIONS_PER_FILE = 450
 # code of the format -> (bytes, struct character); the others of the format are floating point
@@ -199,33 +199,23 @@ def encoder(tmp_path_factory):
     path = tmp_path_factory.mktemp("vocab") / "vocab.txt"
     letters = "abcdefghijklmnopqrstuvwxyz"
     path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters)]))
-    settings = EncodingSettings(
-        json_keys=("text",),
+    args = EncodingArgs(
         tokenizer_type="BertWordPieceLowerCase",
         vocab_file=str(path),
-        tokenizer_name_or_path=None,
         split_sentences=True,
         sentence_splitter="newline",
-        keep_newlines=False,
-        split_tokens=False,
-        append_eod=False,
-        max_document_bytes=1 << 20,
+        max_document_mb=1,
     )
-    return Encoder(settings)
+    return SentenceEncoder(args)
 
 
 def encoded(encoder, path):
     """(documents as lists of sequences, numbers of the bad lines) as preprocess_data.py would write them."""
-    documents, bad = [], []
-    (piece,) = plan_pieces([str(path)])
-    for batch in line_batches(piece, encoder.settings):
-        result = encoder.encode(batch)
-        bad += [line.line for line in result.bad_lines]
-        (part,) = result.keys
-        ids, lengths = iter(part.ids.tolist()), iter(part.sequence_lengths.tolist())
-        for count in part.num_sequences.tolist():
-            documents.append([array("H", (next(ids) for _ in range(next(lengths)))).tolist() for _ in range(count)])
-    return documents, bad
+    (shard,) = plan_shards([str(path)])
+    prefix, listed = str(path.with_suffix("")), path.with_suffix(".bad.jsonl")
+    encode_shard(shard, prefix, encoder, None)
+    bad = [json.loads(line)["line"] for line in listed.read_text().splitlines()] if listed.exists() else []
+    return read_documents(f"{prefix}-0"), bad
 
 
 @pytest.mark.parametrize("ensure_ascii", [True, False])
@@ -253,13 +243,15 @@ def test_of_mutated_json_lines_every_bad_one_is_named_and_every_good_one_kept(tm
         assert found == [document for document in expected if document], content
         assert bad == [n for n, parts in oracle_sentences if parts is None], content
 
-        # as documents.py reads them: strings alone, and not blank
-        (piece,) = plan_pieces([str(path)])
-        items = list(read_piece(piece))
+        # as records.py reads them: strings alone, and not blank
+        (shard,) = plan_shards([str(path)])
+        items = list(read_shard(shard))
         strings = [(n, line_oracle(line, lists=False)) for n, line in lines]
         kept = [(f"{path}:{n}", parts[0]) for n, parts in strings if parts is not None and parts[0].strip()]
-        assert [(item.source, item.text) for item in items if isinstance(item, Document)] == kept, content
-        named = [item.line for item in items if isinstance(item, BadLine)]
+        assert [(f"{item.path}:{item.line}", item.value) for item in items if isinstance(item, Record)] == kept, (
+            content
+        )
+        named = [item.line for item in items if isinstance(item, Rejected)]
         assert named == [n for n, parts in strings if parts is None or not parts[0].strip()], content
         outcomes.update(bad=len(bad), good=len(texts), clean=not bad)
     assert outcomes["bad"] > 200 and outcomes["good"] > 2000 and outcomes["clean"] > 20, outcomes

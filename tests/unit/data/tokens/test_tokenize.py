@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from lm_experiments_tools.data.text.documents import plan_pieces
+from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.text.train_vocabulary import train_vocab
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.tokens import pipeline
 from lm_experiments_tools.data.tokens import tokenize as module
 from lm_experiments_tools.data.tokens.files import dataset_exists
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset
@@ -67,44 +68,44 @@ def test_same_bytes_for_any_number_of_workers_and_cutting(tmp_path, vocab, monke
     (folder / "b.txt").write_text("\n\n".join(make_texts(900, 2)))
     (folder / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a model of memory"}\n' * 50))
     results = []
-    for workers, piece_bytes in ((1, 1 << 30), (1, 5000), (2, 20_000), (3, 7777)):
-        monkeypatch.setattr(module, "plan_pieces", lambda inputs, size=piece_bytes: plan_pieces(inputs, size))
+    for workers, shard_bytes in ((1, 1 << 30), (1, 5000), (2, 20_000), (3, 7777)):
+        monkeypatch.setattr(module, "plan_shards", lambda inputs, size=shard_bytes: plan_shards(inputs, size))
         tokenize_corpus([str(folder)], vocab, tmp_path / "t", workers=workers)
         results.append(files(tmp_path / "t"))
     assert results[1:] == results[:1] * 3
     assert len(results[0][0]) > 20_000
 
 
-def test_finished_pieces_survive_a_kill_and_are_not_done_again(tmp_path, vocab, small_pieces, monkeypatch):
+def test_finished_shards_survive_a_kill_and_are_not_done_again(tmp_path, vocab, small_shards, monkeypatch):
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(1500))
     tokenize_corpus([data], vocab, tmp_path / "whole", workers=1)
     done = []
-    real = module.tokenize_piece
+    real = pipeline.encode_shard
 
     def stop_after(limit):
-        def tokenize_piece(piece, prefix, *rest):
+        def encode_shard(shard, prefix, *rest):
             if len(done) >= limit:
                 raise KeyboardInterrupt
-            done.append(piece.start)
-            return real(piece, prefix, *rest)
+            done.append(shard.start)
+            return real(shard, prefix, *rest)
 
-        monkeypatch.setattr(module, "tokenize_piece", tokenize_piece)
+        monkeypatch.setattr(pipeline, "encode_shard", encode_shard)
 
-    num_pieces = len(plan_pieces([data], 20_000))
-    assert num_pieces >= 4
+    num_shards = len(plan_shards([data], 20_000))
+    assert num_shards >= 4
     for limit in (2, 3):
         stop_after(limit)
         with pytest.raises(KeyboardInterrupt):
             tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
         assert not dataset_exists(tmp_path / "t")
-    # a piece that was damaged meanwhile is made again
-    damaged = tmp_path / "t.pieces" / "000001.bin"
+    # a shard that was damaged meanwhile is made again
+    damaged = tmp_path / "t.shards" / "000001.bin"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     stop_after(10**6)
     tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
-    assert len(done) == num_pieces + 1 and done.count(done[1]) == 2
+    assert len(done) == num_shards + 1 and done.count(done[1]) == 2
     assert files(tmp_path / "t") == files(tmp_path / "whole")
-    assert not (tmp_path / "t.pieces").exists()
+    assert not (tmp_path / "t.shards").exists()
 
 
 def test_many_small_files_are_one_commit(tmp_path, vocab, monkeypatch):
@@ -116,29 +117,29 @@ def test_many_small_files_are_one_commit(tmp_path, vocab, monkeypatch):
     assert len(synced) < 10
 
 
-def test_a_piece_that_lost_its_content_to_a_power_cut_is_made_again(tmp_path, vocab, small_pieces, monkeypatch):
-    data, real = write_jsonl(tmp_path / "d.jsonl", make_texts(600)), module.tokenize_piece
+def test_a_shard_that_lost_its_content_to_a_power_cut_is_made_again(tmp_path, vocab, small_shards, monkeypatch):
+    data, real = write_jsonl(tmp_path / "d.jsonl", make_texts(600)), pipeline.encode_shard
     tokenize_corpus([data], vocab, tmp_path / "whole", workers=1)
 
-    def stop_at_the_third(piece, prefix, *rest):
+    def stop_at_the_third(shard, prefix, *rest):
         if prefix.endswith("2"):
             raise KeyboardInterrupt
-        return real(piece, prefix, *rest)
+        return real(shard, prefix, *rest)
 
-    monkeypatch.setattr(module, "tokenize_piece", stop_at_the_third)
+    monkeypatch.setattr(pipeline, "encode_shard", stop_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
-    lost = tmp_path / "t.pieces" / "000001.bin"
+    lost = tmp_path / "t.shards" / "000001.bin"
     lost.write_bytes(bytes(lost.stat().st_size))  # the size is on the disk, the content is not
-    monkeypatch.setattr(module, "tokenize_piece", real)
+    monkeypatch.setattr(pipeline, "encode_shard", real)
     tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
     assert files(tmp_path / "t") == files(tmp_path / "whole")
 
 
-def test_pieces_of_another_plan_are_not_used(tmp_path, vocab, small_pieces, monkeypatch):
+def test_shards_of_another_plan_are_not_used(tmp_path, vocab, small_shards, monkeypatch):
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(1500))
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_join", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(pipeline.EncodedWriter, "add_shard", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
     tokenize_corpus([data], vocab, tmp_path / "t", workers=1, append_eos=True)
@@ -147,35 +148,36 @@ def test_pieces_of_another_plan_are_not_used(tmp_path, vocab, small_pieces, monk
 
 def test_a_kill_while_the_plan_is_written_is_not_in_the_way(tmp_path, vocab):
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(3))
-    (tmp_path / "t.pieces").mkdir()
-    (tmp_path / "t.pieces" / ".plan.json.tmp0123456789ab").write_text("{")
+    (tmp_path / "t.shards").mkdir()
+    (tmp_path / "t.shards" / ".plan.json.tmp0123456789ab").write_text("{")
     tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
-    assert len(sequences(tmp_path / "t")) == 3 and not (tmp_path / "t.pieces").exists()
+    assert len(sequences(tmp_path / "t")) == 3 and not (tmp_path / "t.shards").exists()
 
 
 @pytest.mark.parametrize("plan", ["", "[]", "{", '{"fingerprint": null}', "\xff"])
 def test_a_damaged_plan_is_made_again(tmp_path, vocab, plan):
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(3))
-    (tmp_path / "t.pieces").mkdir()
-    (tmp_path / "t.pieces" / "plan.json").write_bytes(plan.encode("latin-1"))
+    (tmp_path / "t.shards").mkdir()
+    (tmp_path / "t.shards" / "plan.json").write_bytes(plan.encode("latin-1"))
     tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
-    assert len(sequences(tmp_path / "t")) == 3 and not (tmp_path / "t.pieces").exists()
+    assert len(sequences(tmp_path / "t")) == 3 and not (tmp_path / "t.shards").exists()
 
 
 def test_a_folder_of_someone_else_is_left_alone(tmp_path, vocab):
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(3))
-    (tmp_path / "t.pieces").mkdir()
-    (tmp_path / "t.pieces" / "thesis.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"t\.pieces holds files that are not ours"):
+    (tmp_path / "t.shards").mkdir()
+    (tmp_path / "t.shards" / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"t\.shards holds files that are not ours"):
         tokenize_corpus([data], vocab, tmp_path / "t")
-    assert (tmp_path / "t.pieces" / "thesis.txt").read_text() == "mine"
+    assert (tmp_path / "t.shards" / "thesis.txt").read_text() == "mine"
 
 
 SCRIPT = """
 import sys
+from lm_experiments_tools.data.tokens import pipeline
 from lm_experiments_tools.data.tokens import tokenize as module
-from lm_experiments_tools.data.text.documents import plan_pieces
-module.plan_pieces = lambda inputs: plan_pieces(inputs, 20_000)
+from lm_experiments_tools.data.text.sources import plan_shards
+module.plan_shards = lambda inputs: plan_shards(inputs, 20_000)
 data, vocab, prefix = sys.argv[1:]
 module.tokenize_corpus([data], vocab, prefix, workers=2)
 assert "torch" not in sys.modules and "transformers" not in sys.modules
@@ -206,7 +208,7 @@ def test_sigkill_leaves_no_worker_behind_and_the_next_run_gives_the_same_bytes(t
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(20_000))
     tokenize_corpus([data], vocab, tmp_path / "whole", workers=1)
     process = start(tmp_path, data, vocab, tmp_path / "t")
-    while not list((tmp_path / "t.pieces").glob("*.idx")):
+    while not list((tmp_path / "t.shards").glob("*.idx")):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
@@ -215,14 +217,14 @@ def test_sigkill_leaves_no_worker_behind_and_the_next_run_gives_the_same_bytes(t
     while group_members(process.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert group_members(process.pid) == []
-    finished = len(list((tmp_path / "t.pieces").glob("*.idx")))
-    assert 0 < finished < len(plan_pieces([data], 20_000))
+    finished = len(list((tmp_path / "t.shards").glob("*.idx")))
+    assert 0 < finished < len(plan_shards([data], 20_000))
     process = start(tmp_path, data, vocab, tmp_path / "t")
     assert process.wait() == 0, process.stderr.read()
     assert files(tmp_path / "t") == files(tmp_path / "whole")
 
 
-def test_a_dead_worker_is_one_sentence(tmp_path, vocab, small_pieces, monkeypatch):
+def test_a_dead_worker_is_one_sentence(tmp_path, vocab, small_shards, monkeypatch):
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(3000))
     start = Worker.__init__
 
@@ -237,7 +239,7 @@ def test_a_dead_worker_is_one_sentence(tmp_path, vocab, small_pieces, monkeypatc
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_bad_lines_of_all_pieces_are_listed_with_their_line_in_the_file(tmp_path, vocab, small_pieces, workers):
+def test_bad_lines_of_all_pieces_are_listed_with_their_line_in_the_file(tmp_path, vocab, small_shards, workers):
     texts = make_texts(1500)
     lines = [json.dumps({"text": text}) for text in texts]
     bad = [0, 700, 701, 1499]
@@ -306,7 +308,7 @@ def test_a_key_that_no_line_has_is_named_with_those_there_are_and_leaves_no_piec
 
 
 def test_too_many_bad_lines_leave_the_finished_pieces_to_a_run_with_a_higher_limit(
-    tmp_path, vocab, small_pieces, monkeypatch
+    tmp_path, vocab, small_shards, monkeypatch
 ):
     data = write_jsonl(tmp_path / "d.jsonl", make_texts(1500))
     with open(data, "a") as file:
@@ -314,11 +316,11 @@ def test_too_many_bad_lines_leave_the_finished_pieces_to_a_run_with_a_higher_lim
     tokenize_corpus([data], vocab, tmp_path / "whole", workers=1)
     with pytest.raises(UserError, match="more than 1 bad lines"):
         tokenize_corpus([data], vocab, tmp_path / "t", workers=1, max_bad_lines=1)
-    done, real = [], module.tokenize_piece
-    monkeypatch.setattr(module, "tokenize_piece", lambda piece, *rest: done.append(piece) or real(piece, *rest))
+    done, real = [], pipeline.encode_shard
+    monkeypatch.setattr(pipeline, "encode_shard", lambda shard, *rest: done.append(shard) or real(shard, *rest))
     tokenize_corpus([data], vocab, tmp_path / "t", workers=1)
     assert len(done) == 1 and files(tmp_path / "t") == files(tmp_path / "whole")
-    assert not (tmp_path / "t.pieces").exists()
+    assert not (tmp_path / "t.shards").exists()
 
 
 def ensure_tokenized(path, vocab, cache, **options):

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lm_experiments_tools.data.text.documents import plan_pieces
+from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
+from lm_experiments_tools.data.tokens import pipeline
 from lm_experiments_tools.data.tokens import tokenize as module
 from lm_experiments_tools.data.tokens.files import dataset_exists
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
@@ -29,21 +30,21 @@ def sequences(prefix):
 
 
 @pytest.mark.parametrize("changed", [0, 1, -1])
-def test_text_that_changes_while_it_is_tokenized_gives_no_tokens(tmp_path, vocab, small_pieces, monkeypatch, changed):
-    """One line in front moves all others over the bounds of the pieces; after the last piece nothing would read it."""
+def test_text_that_changes_while_it_is_tokenized_gives_no_tokens(tmp_path, vocab, small_shards, monkeypatch, changed):
+    """One line in front moves all others over the bounds of the shards; after the last shard nothing would read it."""
     data = tmp_path / "d.jsonl"
     write_jsonl(data, make_texts(1500))
-    number = range(len(plan_pieces([str(data)], 20_000)))[changed]
-    real = module.tokenize_piece
+    number = range(len(plan_shards([str(data)], 20_000)))[changed]
+    real = pipeline.encode_shard
 
-    def tokenize_and_change(piece, prefix, *rest):
-        count = real(piece, prefix, *rest)
+    def tokenize_and_change(shard, prefix, *rest):
+        count = real(shard, prefix, *rest)
         if prefix.endswith(f"{number:06d}"):
             data.write_text('{"text": "a new line"}\n' + data.read_text())
         return count
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "tokenize_piece", tokenize_and_change)
+        patch.setattr(pipeline, "encode_shard", tokenize_and_change)
         with pytest.raises(UserError, match=r"d\.jsonl was changed while it was being read \([\d,]+ bytes then"):
             tokenize_corpus([str(data)], vocab, tmp_path / "t", workers=1)
     assert not dataset_exists(tmp_path / "t")
@@ -55,45 +56,45 @@ def test_a_local_dataset_that_changes_while_it_is_tokenized_gives_no_tokens(tmp_
     pytest.importorskip("datasets")
     write_table = pytest.importorskip("pyarrow.parquet").write_table
     table = pytest.importorskip("pyarrow").table
-    folder, real = tmp_path / "parquet", module.tokenize_piece
+    folder, real = tmp_path / "parquet", pipeline.encode_shard
     folder.mkdir()
     write_table(table({"text": ["the a of model"]}), folder / "train-00000-of-00001.parquet")
 
-    def tokenize_and_change(piece, *rest):
-        count = real(piece, *rest)
+    def tokenize_and_change(shard, *rest):
+        count = real(shard, *rest)
         write_table(table({"text": ["the a of token"] * 9}), folder / "train-00000-of-00001.parquet")
         return count
 
-    monkeypatch.setattr(module, "tokenize_piece", tokenize_and_change)
+    monkeypatch.setattr(pipeline, "encode_shard", tokenize_and_change)
     with pytest.raises(UserError, match="parquet were changed while they were being read"):
         tokenize_corpus([str(folder)], vocab, tmp_path / "t", workers=1)
     assert not dataset_exists(tmp_path / "t")
 
 
 def test_an_output_in_the_folder_of_its_text_is_no_input_and_a_stopped_run_goes_on(
-    tmp_path, vocab, small_pieces, monkeypatch
+    tmp_path, vocab, small_shards, monkeypatch
 ):
-    folder, done, real = tmp_path / "in", [], module.tokenize_piece
+    folder, done, real = tmp_path / "in", [], pipeline.encode_shard
     folder.mkdir()
     write_jsonl(folder / "d.jsonl", make_texts(1500) + ["\0"])  # the last one a bad line
     tokenize_corpus([str(folder)], vocab, tmp_path / "whole", workers=1)
 
-    def stop(piece, *rest):
-        done.append(piece)
+    def stop(shard, *rest):
+        done.append(shard)
         if len(done) == 3:
             raise KeyboardInterrupt
-        return real(piece, *rest)
+        return real(shard, *rest)
 
-    monkeypatch.setattr(module, "tokenize_piece", stop)
+    monkeypatch.setattr(pipeline, "encode_shard", stop)
     with pytest.raises(KeyboardInterrupt):
         tokenize_corpus([str(folder)], vocab, folder / "t", workers=1)
     left = IndexedDatasetWriter(folder / "t", "uint16"), IndexedDatasetWriter(folder / "other", "uint16")  # of a kill
     tokenize_corpus([str(folder)], vocab, folder / "t", workers=1)
-    pieces = len(plan_pieces([str(folder)], 20_000))
-    assert pieces > 4 and len(done) == 3 + pieces - 2, "finished pieces were thrown away"
+    shards = len(plan_shards([str(folder)], 20_000))
+    assert shards > 4 and len(done) == 3 + shards - 2, "finished shards were thrown away"
     assert files(folder / "t") == files(tmp_path / "whole")
     unfinished = left[1].bin_path.with_name(f"other.bin.tmp{'?' * 12}")
-    assert sorted(folder.glob("*.tmp*")) == sorted(folder.glob(unfinished.name)) and len(done) == pieces + 1
+    assert sorted(folder.glob("*.tmp*")) == sorted(folder.glob(unfinished.name)) and len(done) == shards + 1
     tokenize_corpus([str(folder)], vocab, folder / "t", workers=1)  # the same again beside its own output
     assert files(folder / "t") == files(tmp_path / "whole")
     for writer in left:

@@ -10,13 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lm_experiments_tools.data.text.documents import plan_pieces
-from lm_experiments_tools.data.tokens import pieces
+from lm_experiments_tools.data.text.sources import plan_shards
+from lm_experiments_tools.data.tokens import pipeline
 from lm_experiments_tools.data.workers import Worker
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import locked
 from lm_experiments_tools.tools import main as lmtools
-from megatron import encoding
 from megatron import preprocess_data as module
 from tests.helpers import ROOT
 from tests.helpers.preprocessing import command, outputs, run, start, write_lines
@@ -24,7 +23,7 @@ from tests.helpers.token_toys import read_documents
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_leaves_its_finished_pieces_and_nothing_else(folder, number, code):
+def test_an_interrupted_run_leaves_its_finished_shards_and_nothing_else(folder, number, code):
     record = json.dumps({"text": "A sentence.\n" * 2000}) + "\n"
     (folder / "in" / "data.jsonl").write_text(record * 600)
     flags = ("--workers", 2, "--log-interval", 1, "--sentence-splitter", "newline")
@@ -34,12 +33,12 @@ def test_an_interrupted_run_leaves_its_finished_pieces_and_nothing_else(folder, 
         if "Processed" in line:
             break
     workers = psutil.Process(process.pid).children()
-    assert len(workers) == 2 and {path.name for path in (folder / "out").iterdir()} == {"x.pieces", "x.lock"}
+    assert len(workers) == 2 and {path.name for path in (folder / "out").iterdir()} == {"x.shards", "x.lock"}
     os.killpg(process.pid, number)  # as a terminal does
     _, err = process.communicate(timeout=60)
     assert process.returncode == code and "Traceback" not in err, err
-    assert "finished pieces are kept in" in err
-    assert [path.name for path in (folder / "out").iterdir()] == ["x.pieces"]
+    assert "finished shards are kept in" in err
+    assert [path.name for path in (folder / "out").iterdir()] == ["x.shards"]
     assert psutil.wait_procs(workers, timeout=10)[1] == []
 
 
@@ -53,14 +52,14 @@ def test_a_killed_run_goes_on_to_the_same_bytes_and_leaves_nothing(folder, caplo
             break
     process.kill()
     process.communicate(timeout=60)
-    assert {path.name for path in (folder / "out").iterdir()} == {"x.lock", "x.pieces"}
+    assert {path.name for path in (folder / "out").iterdir()} == {"x.lock", "x.shards"}
     left = folder / "out" / f"x_text_sentence.bin.tmp{'0f' * 6}"  # of one that was killed while it joined
     left.touch()
     stranger = folder / "out" / "x_text_sentence.bin.tmpl"  # not a name that a writer gives
     stranger.touch()
     caplog.set_level("INFO")
     run(folder, "--split-sentences", *flags)
-    (finished,) = re.findall(r"(\d) of 4 pieces are there from an earlier run", caplog.text)
+    (finished,) = re.findall(r"(\d) of 4 shards are there from an earlier run", caplog.text)
     assert 1 <= int(finished) <= 3
     stranger.unlink()
     gone_on = outputs(folder)
@@ -70,9 +69,9 @@ def test_a_killed_run_goes_on_to_the_same_bytes_and_leaves_nothing(folder, caplo
 
 
 @pytest.fixture
-def small_pieces(monkeypatch):
-    monkeypatch.setattr(module, "plan_pieces", lambda inputs: plan_pieces(inputs, 2000))
-    monkeypatch.setattr(pieces, "_SMALLEST_PIECE", 500)
+def small_shards(monkeypatch):
+    monkeypatch.setattr(module, "plan_shards", lambda inputs: plan_shards(inputs, 2000))
+    monkeypatch.setattr(pipeline, "_MIN_SHARD_BYTES", 500)
 
 
 def write_many(folder):
@@ -85,7 +84,7 @@ def write_many(folder):
     return ("--split-sentences", "--sentence-splitter", "newline", "--json-keys", "text", "title")
 
 
-def test_merged_shards_are_byte_for_byte_one_run(folder, small_pieces, capsys):
+def test_merged_shards_are_byte_for_byte_one_run(folder, small_shards, capsys):
     flags = write_many(folder)
     run(folder, *flags)
     whole = outputs(folder)
@@ -98,12 +97,12 @@ def test_merged_shards_are_byte_for_byte_one_run(folder, small_pieces, capsys):
             assert Path(f"{merged}{ending}").read_bytes() == whole[f"x_{key}_sentence{ending}"], ending
     bad_lines = folder / "merged" / "x_text_sentence.bad_lines.jsonl"
     assert bad_lines.read_bytes() == whole["x.bad_lines.jsonl"]
-    assert not list((folder / "parts").glob("*.pieces")) + list((folder / "parts").glob("*.lock"))
+    assert not list((folder / "parts").glob("*.shards")) + list((folder / "parts").glob("*.lock"))
 
 
 @pytest.mark.parametrize("change", ["nothing", "--append-eod", "text", "splitter"])
-def test_finished_pieces_are_used_for_the_same_text_and_settings_alone(
-    folder, small_pieces, monkeypatch, caplog, change
+def test_finished_shards_are_used_for_the_same_text_and_settings_alone(
+    folder, small_shards, monkeypatch, caplog, change
 ):
     flags = write_many(folder)[:1]
     splitter = folder / "own_splitter.py"
@@ -111,7 +110,7 @@ def test_finished_pieces_are_used_for_the_same_text_and_settings_alone(
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "own_splitter", raising=False)
     flags += ("--sentence-splitter", "own_splitter:split")
-    encode, done = encoding.encode_piece, []
+    encode, done = pipeline.encode_shard, []
 
     def stop(job, *rest):
         if len(done) == 2:
@@ -120,7 +119,7 @@ def test_finished_pieces_are_used_for_the_same_text_and_settings_alone(
         return encode(job, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(encoding, "encode_piece", stop)
+        patch.setattr(pipeline, "encode_shard", stop)
         with pytest.raises(KeyboardInterrupt):
             run(folder, *flags)
     if change == "text":

@@ -11,21 +11,22 @@ import random
 import pytest
 
 from lm_experiments_tools.data.examples.rows import BadRows, read_rows, resolve
-from lm_experiments_tools.data.text import compression, inputs
-from lm_experiments_tools.data.text.documents import plan_pieces, read_piece
+from lm_experiments_tools.data.text import sources
+from lm_experiments_tools.data.text.records import read_shard
+from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.errors import UserError
 
 
 @pytest.fixture
 def folder(tmp_path):
-    inputs._warn_once.cache_clear()
+    sources._warn_once.cache_clear()
     (tmp_path / "in").mkdir()
     return tmp_path / "in"
 
 
 def texts(*items):
     """Texts of all documents of inputs."""
-    return [item.text for piece in plan_pieces([str(item) for item in items]) for item in read_piece(piece)]
+    return [item.value for shard in plan_shards([str(item) for item in items]) for item in read_shard(shard)]
 
 
 def line(text):
@@ -58,9 +59,9 @@ def test_zstd_is_read_where_pyarrow_is_there_and_refused_at_once_where_not(folde
     frame = zstd(line("g"))
     (folder / "g.jsonl.zst").write_bytes(frame + zstd(line("h")))
     assert texts(folder) == ["g", "h"]
-    monkeypatch.setattr(compression, "find_spec", lambda name: None)
+    monkeypatch.setattr(sources, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"g\.jsonl\.zst is compressed by zstd.*pip install pyarrow"):
-        plan_pieces([str(folder)])
+        plan_shards([str(folder)])
 
 
 @pytest.mark.parametrize("ending", [".gz", ".bz2", ".xz", ".zst"])
@@ -106,7 +107,7 @@ def test_links_are_followed_and_no_file_is_read_twice(folder, tmp_path):
     (folder / "a_loop").symlink_to(folder)
     (folder / "b.jsonl").symlink_to(folder / "z" / "own.jsonl")
     assert sorted(texts(folder)) == ["own", "x", "y"]
-    assert str(folder / "z" / "own.jsonl") in [path for path, _ in inputs.find_files([str(folder)])]
+    assert str(folder / "z" / "own.jsonl") in [path for path, _ in sources.find_files([str(folder)])]
     (folder / "gone.jsonl").symlink_to(tmp_path / "nothing")
     with pytest.raises(UserError, match=r"gone\.jsonl is a link to .*nothing, which does not exist"):
         texts(folder)
@@ -137,8 +138,8 @@ def test_a_file_of_two_inputs_is_refused_under_any_spelling(folder, tmp_path, mo
         ("in", "hard.jsonl"), ("hard.jsonl", str(folder)), ("owner/name:en", "owner/name:en"),
     ]:  # fmt: skip
         with pytest.raises(UserError, match="is named twice, by the inputs .*name it once"):
-            inputs.find_files([one, two])
-    assert len(inputs.find_files(["owner/name:en", "owner/name:de", "in"])) == 3
+            sources.find_files([one, two])
+    assert len(sources.find_files(["owner/name:en", "owner/name:de", "in"])) == 3
 
 
 def test_a_single_parquet_file_is_read_as_a_dataset(folder):

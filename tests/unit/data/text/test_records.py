@@ -1,4 +1,4 @@
-"""Readers of raw text: what a document is, what a bad line is, that neither is lost, that pieces tile a file."""
+"""Readers of raw text: what a document is, what a bad line is, that neither is lost, that shards tile a file."""
 
 import gzip
 import json
@@ -7,20 +7,16 @@ import random
 import re
 import sys
 import time
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 
-from lm_experiments_tools.data.text import documents
-from lm_experiments_tools.data.text.bad_lines import ANY_NUMBER, BadLine
-from lm_experiments_tools.data.text.documents import (
-    Document,
-    Piece,
-    iter_documents,
-    plan_pieces,
-    read_piece,
-)
+from lm_experiments_tools.data.text import records as module
+from lm_experiments_tools.data.text import sources
 from lm_experiments_tools.data.text.hf_datasets import load_streaming
+from lm_experiments_tools.data.text.records import NO_LIMIT, Record, Rejected, RejectedRecords, read_shard, records
+from lm_experiments_tools.data.text.sources import Shard, plan_shards
 from lm_experiments_tools.errors import UserError
 
 # (line of a .jsonl file, the reason it is bad; None: its text is "fine")
@@ -51,8 +47,9 @@ EMPTY = [b'{"text": ""}', b'{"text": " \\n "}', '{"text": "\u00a0"}'.encode()]
 
 
 def read(tmp_path, inputs, **options):
-    options = {"max_bad_lines": ANY_NUMBER, "quarantine": tmp_path / "bad.jsonl", **options}
-    return list(iter_documents([str(item) for item in inputs], **options))
+    options = {"max_bad_lines": NO_LIMIT, "text_key": "text", **options}
+    with closing(RejectedRecords(options["max_bad_lines"], tmp_path / "bad.jsonl")) as rejected:
+        return list(records([str(item) for item in inputs], options["text_key"], rejected))
 
 
 def quarantined(tmp_path):
@@ -64,8 +61,8 @@ def test_every_kind_of_line_is_kept_or_quarantined_with_file_line_and_reason(tmp
     data = tmp_path / "data.jsonl"
     data.write_bytes(b"\n".join(line for line, _ in LINES) + b"\n")
     documents = read(tmp_path, [data])
-    assert [d.text for d in documents] == ["fine"] * 3
-    assert [d.source for d in documents] == [f"{data}:{n}" for n in (1, 2, 3)]
+    assert [d.value for d in documents] == ["fine"] * 3
+    assert [f"{d.path}:{d.line}" for d in documents] == [f"{data}:{n}" for n in (1, 2, 3)]
     bad = quarantined(tmp_path)
     assert [entry["line"] for entry in bad] == list(range(4, len(LINES) + 1))
     for entry, (_, reason) in zip(bad, LINES[3:], strict=True):
@@ -77,7 +74,7 @@ def test_every_kind_of_line_is_kept_or_quarantined_with_file_line_and_reason(tmp
 def test_blank_lines_and_a_byte_order_mark_are_no_data(tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"text": "two"}')
-    assert [d.text for d in read(tmp_path, [data])] == ["one", "two"]
+    assert [d.value for d in read(tmp_path, [data])] == ["one", "two"]
     assert not (tmp_path / "bad.jsonl").exists()
 
 
@@ -87,15 +84,15 @@ def test_unicode_line_separators_do_not_break_lines(tmp_path):
     data.write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
     # a raw vertical tab is not allowed in JSON, an escaped one is
     data.write_bytes(data.read_bytes().replace(b"\x0b", b"\\u000b"))
-    assert [d.text for d in read(tmp_path, [data])] == [text]
+    assert [d.value for d in read(tmp_path, [data])] == [text]
 
 
 def test_documents_of_a_text_file_are_separated_by_blank_lines(tmp_path):
     data = tmp_path / "data.txt"
     data.write_bytes(b"\n\nfirst\r\nof two lines\n \t\nsecond\n\n\nca\xe9 bad\nthird")
     documents = read(tmp_path, [data])
-    assert [d.text for d in documents] == ["first\nof two lines", "second", "third"]
-    assert [d.source for d in documents] == [f"{data}:{n}" for n in (3, 6, 10)]
+    assert [d.value for d in documents] == ["first\nof two lines", "second", "third"]
+    assert [f"{d.path}:{d.line}" for d in documents] == [f"{data}:{n}" for n in (3, 6, 10)]
     assert [(b["line"], b["reason"]) for b in quarantined(tmp_path)] == [(9, "not UTF-8 at byte 2")]
 
 
@@ -110,13 +107,13 @@ def test_compressed_files_and_folders_in_sorted_order(tmp_path):
     (folder / "ignored.csv").write_bytes(b"x")
     (folder / ".hidden.txt").write_bytes(b"x")
     (folder / ".cache" / "x.txt").write_bytes(b"x")
-    assert [d.text for d in read(tmp_path, [folder])] == ["a", "b", "c", "d1", "d2"]
+    assert [d.value for d in read(tmp_path, [folder])] == ["a", "b", "c", "d1", "d2"]
 
 
 def test_another_text_key(tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text('{"content": "yes"}\n{"text": "no"}\n')
-    assert [d.text for d in read(tmp_path, [data], text_key="content")] == ["yes"]
+    assert [d.value for d in read(tmp_path, [data], text_key="content")] == ["yes"]
 
 
 def test_more_bad_lines_than_allowed_is_one_sentence_with_the_first_reason(tmp_path):
@@ -143,7 +140,7 @@ def test_empty_texts_are_counted_apart_from_bad_lines(tmp_path, caplog):
     data = tmp_path / "data.jsonl"
     data.write_bytes(b"\n".join([*EMPTY * 50, b'{"text": "ok"}', b"{"]))
     with caplog.at_level("INFO"):
-        assert [d.text for d in read(tmp_path, [data], max_bad_lines=1)] == ["ok"]
+        assert [d.value for d in read(tmp_path, [data], max_bad_lines=1)] == ["ok"]
     assert "150 empty texts left out" in caplog.text and [entry["line"] for entry in quarantined(tmp_path)] == [152]
     data.write_bytes(b"\n".join(EMPTY))
     with pytest.raises(UserError, match=r"no document in .*data\.jsonl: 0 bad lines, 3 empty texts and nothing else"):
@@ -208,7 +205,7 @@ def test_hugging_face_datasets_by_name_config_and_split(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
     monkeypatch.chdir(tmp_path)
-    assert [d.text for d in read(tmp_path, ["owner/name:config:test"])] == [f"row {i}" for i in range(5)]
+    assert [d.value for d in read(tmp_path, ["owner/name:config:test"])] == [f"row {i}" for i in range(5)]
     assert set(asked) == {("owner/name", "config", "test")}
     assert "NoneType" in quarantined(tmp_path)[0]["reason"]
     read(tmp_path, ["name"])
@@ -243,7 +240,7 @@ def test_a_folder_with_a_loading_script_is_one_sentence(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
-def test_pieces_tile_a_file_whatever_their_size(tmp_path, suffix):
+def test_shards_tile_a_file_whatever_their_size(tmp_path, suffix):
     rng = random.Random(0)
     data = tmp_path / f"data{suffix}"
     with open(data, "w", encoding="utf-8", newline="\n") as file:
@@ -260,19 +257,19 @@ def test_pieces_tile_a_file_whatever_their_size(tmp_path, suffix):
     whole = read(tmp_path, [data])
     bad = len(quarantined(tmp_path))
     assert len(whole) > 100 and bad > 5
-    for piece_bytes in (1, 7, 100, 1000, 5000, 1 << 20):
-        pieces = plan_pieces([str(data)], piece_bytes)
-        assert [piece.start for piece in pieces[1:]] == [piece.end for piece in pieces[:-1]]
-        assert (pieces[0].start, pieces[-1].end) == (0, data.stat().st_size)
-        items = [item for piece in pieces for item in read_piece(piece)]
-        assert [item.text for item in items if isinstance(item, Document)] == [d.text for d in whole]
-        assert sum(isinstance(item, BadLine) for item in items) == bad
-    assert len(plan_pieces([str(data)], 1000)) > 5
+    for shard_bytes in (1, 7, 100, 1000, 5000, 1 << 20):
+        shards = plan_shards([str(data)], shard_bytes)
+        assert [shard.start for shard in shards[1:]] == [shard.end for shard in shards[:-1]]
+        assert (shards[0].start, shards[-1].end) == (0, data.stat().st_size)
+        items = [item for shard in shards for item in read_shard(shard)]
+        assert [item.value for item in items if isinstance(item, Record)] == [d.value for d in whole]
+        assert sum(isinstance(item, Rejected) for item in items) == bad
+    assert len(plan_shards([str(data)], 1000)) > 5
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".txt", ".jsonl.gz"])
 @pytest.mark.parametrize("when", ["before", "while"])
-def test_a_file_that_changes_after_it_was_cut_is_an_error_at_every_piece(tmp_path, suffix, when):
+def test_a_file_that_changes_after_it_was_cut_is_an_error_at_every_shard(tmp_path, suffix, when):
     data = tmp_path / f"data{suffix}"
     lines = "".join(f"{json.dumps({'text': f'document {i}'})}\n\n" for i in range(100)).encode()
 
@@ -282,10 +279,10 @@ def test_a_file_that_changes_after_it_was_cut_is_an_error_at_every_piece(tmp_pat
     for changed in (b'{"text": "new"}\n\n' + lines, lines[:-20], lines.replace(b"7", b"8")):
         write(lines)
         os.utime(data, ns=(1, 1))
-        for piece in plan_pieces([str(data)], 500):
+        for shard in plan_shards([str(data)], 500):
             if when == "before":
                 write(changed)
-            items = read_piece(piece)
+            items = read_shard(shard)
             with pytest.raises(UserError, match=rf"{re.escape(data.name)} was changed while it was being read"):
                 next(items)
                 write(changed)
@@ -294,12 +291,12 @@ def test_a_file_that_changes_after_it_was_cut_is_an_error_at_every_piece(tmp_pat
             os.utime(data, ns=(1, 1))
 
 
-def test_a_piece_never_reads_beyond_its_end(tmp_path):
+def test_a_shard_never_reads_beyond_its_end(tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(f'{{"text": "document {i}"}}\n' for i in range(100)))
-    for piece in plan_pieces([str(data)], 500):
-        moved = Piece(piece.path, piece.kind, piece.start + 1, piece.end - 1)  # bounds that are no line's any more
-        assert len(list(read_piece(moved))) == len(list(read_piece(piece)))
+    for shard in plan_shards([str(data)], 500):
+        moved = Shard(shard.path, shard.kind, shard.start + 1, shard.end - 1)  # bounds that are no line's any more
+        assert len(list(read_shard(moved))) == len(list(read_shard(shard)))
 
 
 def _reference_text(line):
@@ -325,36 +322,36 @@ def test_ten_thousand_mutated_lines_are_kept_or_quarantined_and_nothing_else(tmp
     data.write_bytes(b"\n".join(lines))
     expected = {n: _reference_text(line) for n, line in enumerate(lines, 1) if line.strip()}
     documents = read(tmp_path, [data])
-    kept = {int(d.source.rpartition(":")[2]): d.text for d in documents}
+    kept = {d.line: d.value for d in documents}
     assert kept == {n: text for n, text in expected.items() if text}
     assert [entry["line"] for entry in quarantined(tmp_path)] == [n for n, text in expected.items() if text is None]
     assert len(kept) > 500
 
 
 def test_a_document_larger_than_memory_is_a_bad_line_of_which_only_the_beginning_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 40)
+    monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 40)
     long, longest = json.dumps({"text": "x" * 25}), json.dumps({"text": "y" * 5000})
     lines = ['{"text": "a"}', longest, long, '{"text": "b"}', longest]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
-    (piece,) = plan_pieces([str(tmp_path / "data.jsonl")])
-    assert max(len(line) for _, line in documents.read_lines(piece)) == 41
+    (shard,) = plan_shards([str(tmp_path / "data.jsonl")])
+    assert max(len(line) for _, line in module.read_lines(shard)) == 41
     blocks = ["one\ntwo", "three " * 5 + "\nfour\nfive\nsix", "z" * 5000 + "\nseven", "eight"]
     (tmp_path / "data.txt").write_text("\n\n".join(blocks))
-    assert [d.text for d in read(tmp_path, [tmp_path / "data.jsonl"])] == ["a", "x" * 25, "b"]
+    assert [d.value for d in read(tmp_path, [tmp_path / "data.jsonl"])] == ["a", "x" * 25, "b"]
     bad = quarantined(tmp_path)
     assert [entry["line"] for entry in bad] == [2, 5] and {entry["reason"] for entry in bad} == {
         "a document of more than 40 B: cut it into several"
     }
-    assert [d.text for d in read(tmp_path, [tmp_path / "data.txt"])] == ["one\ntwo", "eight"]
+    assert [d.value for d in read(tmp_path, [tmp_path / "data.txt"])] == ["one\ntwo", "eight"]
     assert [entry["line"] for entry in quarantined(tmp_path)] == [4, 9]
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 7, 100, 10**9])
-def test_pieces_of_files_with_long_lines_hold_every_line_once(tmp_path, monkeypatch, piece_bytes):
-    monkeypatch.setattr(documents, "_SKIP_BYTES", 4)
+@pytest.mark.parametrize("shard_bytes", [1, 7, 100, 10**9])
+def test_shards_of_files_with_long_lines_hold_every_line_once(tmp_path, monkeypatch, shard_bytes):
+    monkeypatch.setattr(sources, "_SKIP_BYTES", 4)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in (1, 50, 3, 200, 2)))
     (tmp_path / "b.txt").write_text("\n\n".join(["one", "x" * 100 + "\n" + " " * 20 + "y", "two\nthree", "z" * 50]))
-    pieces = plan_pieces([str(tmp_path)], piece_bytes)
-    found = [item.text for piece in pieces for item in read_piece(piece)]
-    whole = [item.text for piece in plan_pieces([str(tmp_path)], 10**9) for item in read_piece(piece)]
+    shards = plan_shards([str(tmp_path)], shard_bytes)
+    found = [item.value for shard in shards for item in read_shard(shard)]
+    whole = [item.value for shard in plan_shards([str(tmp_path)], 10**9) for item in read_shard(shard)]
     assert found == whole and len(whole) == 9

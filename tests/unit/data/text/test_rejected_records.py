@@ -5,8 +5,8 @@ import json
 import pytest
 
 from lm_experiments_tools.data.examples.rows import BadRow, BadRows, Row, converted
-from lm_experiments_tools.data.text import bad_lines as module
-from lm_experiments_tools.data.text.bad_lines import BadLines, allowed, is_hopeless
+from lm_experiments_tools.data.text import records as module
+from lm_experiments_tools.data.text.records import RejectedRecords, allowed, is_hopeless
 from lm_experiments_tools.data.tokens.files import dataset_exists
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
@@ -23,12 +23,12 @@ def test_the_limit_is_a_rate_unless_a_number_was_asked_for(limit, lines, number)
 
 
 def test_lines_are_allowed_by_what_was_read_before_them():
-    bad = BadLines(None)
+    bad = RejectedRecords(None)
     for number in range(100):
         bad.add(f"a:{number}", "broken")
     with pytest.raises(UserError, match=r"more than 100 bad lines, and than 0.1 % of the 101 lines read: 101 so far"):
         bad.add("a:100", "broken")
-    bad.read(1_000_000)
+    bad.accept(1_000_000)
     for number in range(899):
         bad.add(f"b:{number}", "broken")
     with pytest.raises(UserError, match=r"more than 1001 bad lines, and than 0.1 % of the 1,001,"):
@@ -44,8 +44,8 @@ def test_a_part_is_given_up_only_where_most_of_very_many_lines_are_bad():
 @pytest.fixture
 def strict(monkeypatch):
     """The same rule for small texts: 2 bad lines, or one in 100."""
-    monkeypatch.setattr(module, "_LEAST", 2)
-    monkeypatch.setattr(module, "_RATE", 100)
+    monkeypatch.setattr(module, "_MIN_ALLOWED", 2)
+    monkeypatch.setattr(module, "_LINES_PER_REJECTED", 100)
 
 
 def corpus(path, bad, count=1500):
@@ -69,7 +69,7 @@ def test_tokenizing_a_large_text_goes_on_over_a_small_share_of_bad_lines(tmp_pat
 
 
 def test_a_piece_of_nothing_but_bad_lines_ends_the_work_before_it_is_read_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_VERY_MANY", 50)
+    monkeypatch.setattr(module, "_MIN_HOPELESS", 50)
     path = corpus(tmp_path / "d.jsonl", range(1500))
     with pytest.raises(UserError, match=r"most of the lines read of .*d\.jsonl are bad: 51 bad lines left out"):
         tokenize_corpus([path], numbered_words_vocabulary(tmp_path), tmp_path / "t", workers=1)

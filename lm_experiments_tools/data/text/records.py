@@ -1,0 +1,390 @@
+"""Records of text: `records` reads them from any input, `RejectedRecords` is the policy for those that are unusable.
+
+A record is a line of a JSON-lines file, a block of lines of a text file (blank lines separate them), or a row of a
+Hugging Face dataset (sources.py lists the inputs). Unusable ones (broken JSON, a missing key, a number in place of
+text, invalid UTF-8, a document too large for memory, ...) are never dropped silently: they come out as `Rejected`.
+Blank lines of JSON-lines files and a UTF-8 byte order mark are skipped.
+
+By default 100 records may be rejected, or 0.1 % of those read if that is more, so that the limit suits a corpus of any
+size. Records with an empty text are left out too, but no limit counts them: they are no sign of damage.
+"""
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from lm_experiments_tools.data.text import hf_datasets
+from lm_experiments_tools.data.text.sources import Shard, list_inputs, open_decompressed, plan_shards, skip_line
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import human_bytes
+
+logger = logging.getLogger(__name__)
+
+MAX_DOCUMENT_BYTES = 256 << 20  # on disk; encoding needs many times that in memory
+NO_LIMIT = sys.maxsize
+NO_KEY = "no key"  # begins the reason for a record without the key
+_MIN_ALLOWED, _LINES_PER_REJECTED = 100, 1000  # default limit: this many, or one in so many lines
+_MIN_HOPELESS = 10_000
+_BOM = b"\xef\xbb\xbf"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_MAX_COUNTED_BYTES = 256 << 20  # read to number a line: a fraction of a second
+_EXCERPT = 1000  # characters of a rejected record in the list, enough to recognise it
+
+
+class Record(NamedTuple):
+    """Text, or all fields of a record, and the file and line where it starts (for a dataset: row of the shard).
+
+    `raw` is the JSON line, empty for other kinds.
+    """
+
+    value: Any
+    path: str
+    line: int
+    raw: bytes = b""
+
+
+class Rejected(NamedTuple):
+    """A record that could not be used; `line` counts from 1 at the start of its shard."""
+
+    line: int
+    reason: str
+    content: str
+    is_empty: bool = False
+
+
+class BadRecord(Exception):
+    """The reason why a record cannot be used."""
+
+    def __init__(self, reason: str, is_empty: bool = False):
+        super().__init__(reason)
+        self.is_empty = is_empty
+
+    def rejected(self, line: int, raw: bytes) -> Rejected:
+        """The record with this reason, its content shortened."""
+        return Rejected(line, str(self), excerpt(raw), self.is_empty)
+
+
+def allowed(limit: int | None, lines: int) -> int:
+    """Number of rejected records allowed among `lines`; `limit` None: the larger of 100 and 0.1 %."""
+    return max(_MIN_ALLOWED, lines // _LINES_PER_REJECTED) if limit is None else limit
+
+
+def is_hopeless(limit: int | None, rejected: int, lines: int) -> bool:
+    """True where a shard need not be read further: more than `limit`, or most of very many records rejected."""
+    return rejected > (max(_MIN_HOPELESS, lines // 2) if limit is None else limit)
+
+
+def too_many(limit: int | None, lines: int) -> str:
+    """Beginning of the error message."""
+    rate = f", and than 0.1 % of the {lines:,} lines read" if limit is None else ""
+    return f"more than {allowed(limit, lines)} bad lines{rate}"
+
+
+class RejectedRecords:
+    """Counts rejected records, lists them in a file, and raises UserError above the limit.
+
+    Args:
+        limit: how many may be rejected; None: see `allowed`.
+        path: JSON lines (`file`, `line`, `reason`, `content`); written only if there are any. An earlier list is
+            removed. None: they are only counted.
+
+    Attributes:
+        count, lines: rejected records, and all records read.
+        first: "place: reason" of the first one, or "".
+        num_empty: empty records, counted apart.
+    """
+
+    def __init__(self, limit: int | None, path: Any = None):
+        self.limit, self.path = limit, None if path is None else Path(path)
+        self.count = self.lines = self.num_empty = 0
+        self.first = ""
+        self._file: TextIO | None = None
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def accept(self, number: int = 1) -> None:
+        """Count usable records."""
+        self.lines += number
+
+    def add(self, where: str, reason: str) -> None:
+        """Count a rejected record; UserError above the limit."""
+        self.count += 1
+        self.lines += 1
+        self.first = self.first or f"{where}: {reason}"
+        if self.count > allowed(self.limit, self.lines):
+            raise self.error()
+
+    def reject(self, path: str, rejected: Rejected) -> None:
+        """List and count a record of a file; UserError above the limit."""
+        if rejected.is_empty:
+            self.num_empty += 1
+            return
+        if self.path is not None:
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = open(self.path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 (open until close)
+            entry = {"file": path, "line": rejected.line, "reason": rejected.reason, "content": rejected.content}
+            self._file.write(json.dumps(entry) + "\n")
+        self.add(f"{path}:{rejected.line}", rejected.reason)
+
+    def error(self) -> UserError:
+        """The error for too many of them."""
+        message = f"{too_many(self.limit, self.lines)}: {self.count} so far, the first is {self.first}"
+        if self.path is None:
+            return UserError(message)
+        key = ", name the key that holds the text" if f": {NO_KEY} " in self.first else ""
+        return UserError(
+            f"{message}; they are listed in {self.path}: fix them{key} or allow more with --max_bad_lines"
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def __str__(self) -> str:
+        return f"{self.count} bad lines left out (the first: {self.first}), listed in {self.path}"
+
+
+def no_documents(inputs: Sequence[str], rejected: RejectedRecords) -> UserError:
+    """The error for inputs without a single document."""
+    listed = f"; all are listed in {rejected.path}" if rejected.path and rejected.first else ""
+    details = f" (the first: {rejected.first}{listed})" if rejected.first else ""
+    empty = f", {rejected.num_empty} empty texts" if rejected.num_empty else ""
+    remedy = ": name the key of the text by --text_key" if f": {NO_KEY} " in rejected.first else ""
+    return UserError(
+        f"there is no document in {list_inputs(inputs)}: {rejected.count} bad lines{empty} and nothing else"
+        f"{details}{remedy}"
+    )
+
+
+def records(paths: Sequence[str], key: str | None, rejected: RejectedRecords) -> Iterator[Record]:
+    """All records of all inputs, in order.
+
+    Args:
+        paths: files, folders and datasets (see sources.py).
+        key: of the text, which is a record's value; None: its value is a dict of all fields.
+        rejected: takes the records that cannot be used.
+
+    Raises:
+        UserError: an input cannot be read, no record of it can be used, or more are rejected than allowed.
+    """
+    found = False
+    for shard in plan_shards(paths, shard_bytes=sys.maxsize):
+        for item in read_shard(shard, key):
+            if isinstance(item, Record):
+                found = True
+                rejected.accept()
+                yield item
+            else:
+                rejected.reject(shard.path, item)
+    if rejected.count and rejected.path:
+        logger.warning("%s", rejected)
+    if rejected.num_empty:
+        logger.info("%d empty texts left out", rejected.num_empty)
+    if not found:
+        raise no_documents(paths, rejected)
+
+
+def read_shard(
+    shard: Shard, key: str | None = "text", skip: int = 0, max_bytes: int | None = None
+) -> Iterator[Record | Rejected]:
+    """The records of a shard in order, from item `skip` on. Lines count from 1 at the start of the shard.
+
+    `key` is as in `records`; records of more than `max_bytes` (None: MAX_DOCUMENT_BYTES) are rejected.
+    """
+    if shard.kind == "dataset":
+        return _dataset_records(shard, key, skip)
+    read = _json_records if shard.kind == "json" else _text_records
+    return islice(read(shard, key, max_bytes), skip, None)
+
+
+def _json_records(shard: Shard, key: str | None, max_bytes: int | None) -> Iterator[Record | Rejected]:
+    for number, line in read_lines(shard, max_bytes):
+        if not line.strip():
+            continue
+        try:
+            fields = parse_object(line, max_bytes)
+            value = fields if key is None else text_of(fields, key)
+        except BadRecord as error:
+            yield error.rejected(number, line)
+        else:
+            yield Record(value, shard.path, number, line)
+
+
+def parse_object(line: bytes, max_bytes: int | None = None) -> dict[str, Any]:
+    """The object on a JSON line. Raises BadRecord."""
+    if reason := too_long(len(line), max_bytes):
+        raise BadRecord(reason)
+    try:
+        fields = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadRecord(f"not UTF-8 at byte {error.start}") from None
+    except RecursionError:
+        raise BadRecord("not usable JSON: nested too deeply") from None
+    except ValueError as error:
+        raise BadRecord(f"not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise BadRecord(f"a JSON {type(fields).__name__}, not an object")
+    return fields
+
+
+def too_long(num_bytes: int, max_bytes: int | None = None) -> str:
+    """The reason to reject a document of this size, or ""."""
+    limit = MAX_DOCUMENT_BYTES if max_bytes is None else max_bytes
+    return f"a document of more than {human_bytes(limit)}: cut it into several" if num_bytes > limit else ""
+
+
+def field_of(fields: dict[str, Any], key: str) -> Any:
+    """The value under a key. Raises BadRecord, which names the keys there are."""
+    if key not in fields:
+        keys = ", ".join(repr(name) for name in list(fields)[:8])
+        raise BadRecord(f"{NO_KEY} {key!r} (there is {keys or 'none'})")
+    return fields[key]
+
+
+def text_of(fields: dict[str, Any], key: str) -> str:
+    """The text under a key. Raises BadRecord."""
+    text = field_of(fields, key)
+    if not isinstance(text, str):
+        raise BadRecord(f"{key!r} is of type {type(text).__name__}, not a string")
+    if not text.strip():
+        raise BadRecord(f"{key!r} is empty", is_empty=True)
+    if reason := unusable_characters(text):
+        raise BadRecord(f"{key!r} {reason}")
+    return text
+
+
+def unusable_characters(text: str) -> str:
+    """The reason why no tokenizer can encode a text, or ""."""
+    if "\0" in text:
+        return "contains a NUL character"
+    if not text.isascii() and _SURROGATE.search(text):
+        return "contains half of a surrogate pair"
+    return ""
+
+
+def _text_records(shard: Shard, key: str | None, max_bytes: int | None) -> Iterator[Record | Rejected]:
+    block: list[str] = []
+    start = size = 0
+
+    def record() -> Record:
+        text = "\n".join(block)
+        return Record({"text": text} if key is None else text, shard.path, start)
+
+    for number, line in read_lines(shard, max_bytes):
+        if not line.strip():
+            if block:
+                yield record()
+            block, size = [], 0
+            continue
+        was_too_long, size = too_long(size, max_bytes), size + len(line)
+        if reason := too_long(size, max_bytes):  # the whole document is rejected, and reported once
+            if not was_too_long:
+                yield Rejected(start if block else number, f"{reason} by blank lines", excerpt(line))
+            block = []
+            continue
+        try:
+            text = _decoded(line)
+        except BadRecord as error:
+            yield error.rejected(number, line)
+            continue
+        start = start if block else number
+        block.append(text)
+    if block:
+        yield record()
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        text = line.decode("utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise BadRecord(f"not UTF-8 at byte {error.start}") from None
+    if not text.strip():
+        raise BadRecord("is empty", is_empty=True)
+    if reason := unusable_characters(text):
+        raise BadRecord(reason)
+    return text
+
+
+def _dataset_records(shard: Shard, key: str | None, skip: int) -> Iterator[Record | Rejected]:
+    rows = hf_datasets.read_shard(shard.path, shard.start, key or "", skip)
+    for number, fields in enumerate(rows, skip + 1):
+        try:
+            value = fields if key is None else text_of(fields, key)
+        except BadRecord as error:
+            yield Rejected(number, str(error), repr(fields)[:_EXCERPT], error.is_empty)
+        else:
+            yield Record(value, shard.path, number)
+
+
+def read_lines(shard: Shard, max_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """(line number, bytes) of a byte range or of a whole compressed file.
+
+    A line longer than `max_bytes` (None: MAX_DOCUMENT_BYTES) is cut one byte after that. Raises UserError for a
+    damaged compressed file, and for one that has changed since the shard was planned.
+    """
+    limit = MAX_DOCUMENT_BYTES if max_bytes is None else max_bytes
+    number, position = 0, shard.start
+    shard.check_unchanged()
+    try:
+        with open_decompressed(shard.path) as file:
+            if shard.start:
+                file.seek(shard.start)
+            while line := file.readline(limit + 1):
+                number += 1
+                is_first, position = position == 0, position + len(line)
+                if len(line) > limit and not line.endswith(b"\n"):
+                    skip_line(file)
+                    position = file.tell()
+                yield number, line.removeprefix(_BOM) if is_first else line
+                if shard.end is not None and position >= shard.end:  # beyond it where the file has changed
+                    break
+    except EOFError as error:
+        shard.check_unchanged()
+        raise UserError(f"{shard.path} is damaged after line {number} ({error}); compress or copy it again") from None
+    shard.check_unchanged()
+
+
+@lru_cache(maxsize=64)
+def lines_before(shard: Shard) -> int:
+    """Lines of the file before a shard of it; reads all of that part."""
+    return 0 if shard.kind == "dataset" else count_lines(shard.path, 0, shard.start)
+
+
+def locate(shard: Shard, rejected: Rejected) -> tuple[str, Rejected]:
+    """The file of a rejected record, and the record with its line in that file.
+
+    Lines count from the start of the shard where the file before it is too large to count them.
+    """
+    if shard.kind == "dataset":
+        return f"{shard.path}, shard {shard.start}", rejected
+    if shard.start > _MAX_COUNTED_BYTES:
+        return f"{shard.path}, from byte {shard.start} on", rejected
+    return shard.path, rejected._replace(line=lines_before(shard) + rejected.line)
+
+
+def count_lines(path: str, start: int, end: int) -> int:
+    """Line ends among bytes start:end of a file."""
+    lines = 0
+    with open(path, "rb") as file:
+        file.seek(start)
+        while start < end and (block := file.read(min(1 << 20, end - start))):
+            lines, start = lines + block.count(b"\n"), start + len(block)
+    return lines
+
+
+def excerpt(line: bytes) -> str:
+    """The beginning of a line, to recognise it by."""
+    return line[: 4 * _EXCERPT].rstrip(b"\r\n").decode("utf-8", errors="backslashreplace")[:_EXCERPT]
+
+
+def utf8_length(text: str) -> int:
+    """Bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())

@@ -1,0 +1,339 @@
+"""Named inputs -> files -> shards, the units of parallel work.
+
+| input | is read as |
+|---|---|
+| `.jsonl`, `.json`, `.ndjson` | JSON lines |
+| `.txt` | text, blank lines between documents |
+| the same with `.gz`, `.bz2`, `.xz`, `.zst` | as above (`.zst` with pyarrow); in capitals too |
+| a folder | all of the above in it, recursively, in sorted order; links are followed, no file is read twice |
+| `.parquet`, `.arrow`, a folder of these, `name[:config][:split]` | a Hugging Face dataset, streamed |
+
+Hidden files and this program's own output (token files, rejected records, the shards of an interrupted tokenization)
+are never input, so an output may be written into the folder of its text.
+"""
+
+import bz2
+import gzip
+import io
+import logging
+import lzma
+import os
+import re
+import zlib
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import BinaryIO
+
+from lm_experiments_tools.data.text import hf_datasets
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import human_bytes
+
+logger = logging.getLogger(__name__)
+
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+TEXT_SUFFIXES = (".txt",)
+READABLE = f"{', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)} (also with {', '.join(COMPRESSIONS)})"
+_OPEN = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[^:]*)?(:[^:]+)?")
+_UNFINISHED = re.compile(r"\.(bin|idx|json)\.tmp[0-9a-f]{12}$")
+_TOKEN_SUFFIXES = (".bin", ".idx", ".json")
+_PROBED_LINES, _PROBED_BYTES = 1000, 1 << 20  # of a text file, searched for a blank line
+_MAX_LISTED = 8  # kinds of unreadable files in a message
+_SKIP_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A unit of work: bytes start:end of a file (end None: a whole compressed file), or shard `start` of a dataset.
+
+    `stamp` is the `file_stamp` of the file when the shard was planned; None disables the comparison.
+    """
+
+    path: str
+    kind: str  # "json", "text" or "dataset"
+    start: int = 0
+    end: int | None = None
+    stamp: tuple[int, int] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes on disk (compressed where the file is); 0 for a dataset, whose size is not known."""
+        if self.kind == "dataset":
+            return 0
+        return (self.end if self.end is not None else os.path.getsize(self.path)) - self.start
+
+    def check_unchanged(self) -> None:
+        """Raise UserError where the file has changed since the shard was planned."""
+        if self.stamp is None or (found := file_stamp(self.path)) == self.stamp:
+            return
+        sizes = f"{self.stamp[0]:,} bytes then, {found[0]:,} now" if found[0] != self.stamp[0] else "of the same size"
+        raise UserError(
+            f"{self.path} was changed while it was being read ({sizes}), so old and new text would be mixed. Wait "
+            f"until nothing writes to it and start again."
+        )
+
+
+def file_stamp(path: str) -> tuple[int, int]:
+    """(size in bytes, time of the last change in ns) of a file."""
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
+
+
+def whole_file(path: str, kind: str = "json") -> Shard:
+    """All of a file as one shard."""
+    stamp = file_stamp(path)
+    return Shard(path, kind, 0, None if endings(path)[1] else stamp[0], stamp)
+
+
+def plan_shards(inputs: Sequence[str], shard_bytes: int | None = None, max_shards: int | None = None) -> list[Shard]:
+    """Cut the inputs into shards of about `shard_bytes` (None: a 64th of all, from 2 to 64 MB), in reading order.
+
+    Shards are larger where there would be more than `max_shards`. Plain files are cut at document boundaries. The plan
+    depends on the inputs alone. Raises UserError as `find_files`.
+    """
+    files = find_files(inputs)
+    stamps = {path: file_stamp(path) for path, kind in files if kind != "dataset"}
+    size = sum(num_bytes for num_bytes, _ in stamps.values())
+    shard_bytes = shard_bytes or min(max(size // 64, 2 << 20), 64 << 20)
+    shard_bytes = max(shard_bytes, -(-size // max_shards)) if max_shards else shard_bytes
+    shards: list[Shard] = []
+    for path, kind in files:
+        if kind == "dataset":
+            shards += [Shard(path, kind, start=number) for number in range(hf_datasets.num_shards(path))]
+        elif endings(path)[1]:
+            shards.append(Shard(path, kind, stamp=stamps[path]))
+        else:
+            bounds = _boundaries(path, kind, stamps[path][0], shard_bytes)
+            shards += [Shard(path, kind, start, end, stamps[path]) for start, end in pairwise(bounds)]
+    return shards
+
+
+def _boundaries(path: str, kind: str, size: int, shard_bytes: int) -> list[int]:
+    """Byte offsets 0 = b0 < b1 < ... = size; each but the last is the start of a document."""
+    bounds = [0]
+    with open(path, "rb") as file:
+        while bounds[-1] + shard_bytes < size:
+            file.seek(bounds[-1] + shard_bytes - 1)
+            skip_line(file)  # the rest of a line, which may be non-blank whatever is left of it
+            while kind == "text" and skip_line(file):
+                pass
+            if file.tell() >= size:
+                break
+            bounds.append(file.tell())
+    return [*bounds, size] if size else []
+
+
+def skip_line(file: BinaryIO) -> bool:
+    """Skip a line of any length; True if it was not blank."""
+    filled = False
+    while block := file.readline(_SKIP_BYTES):
+        filled = filled or bool(block.strip())
+        if block.endswith(b"\n"):
+            break
+    return filled
+
+
+# ---- compression ----
+
+
+def endings(path: str) -> tuple[str, str]:
+    """The suffix of a name and that of its compression, in lower case: (".jsonl", ".gz") of data.JSONL.gz."""
+    stem, last = os.path.splitext(os.path.basename(path).lower())
+    return (os.path.splitext(stem)[1], last) if last in COMPRESSIONS else (last, "")
+
+
+def check_readable(path: str) -> None:
+    """Refuse a file whose compression needs a package that is not installed."""
+    if endings(path)[1] == ".zst" and find_spec("pyarrow") is None:
+        raise UserError(f"{path} is compressed by zstd, which pyarrow reads: pip install pyarrow, or decompress it")
+
+
+@contextmanager
+def open_decompressed(path: str) -> Iterator[BinaryIO]:
+    """Bytes of a file, decompressed according to its suffix.
+
+    Raises:
+        EOFError: the compressed data is damaged or truncated.
+    """
+    compression = endings(path)[1]
+    try:
+        if compression == ".zst":
+            import pyarrow
+
+            with io.BufferedReader(pyarrow.input_stream(path, compression="zstd")) as file:
+                yield file
+        else:
+            with _OPEN.get(compression, open)(path, "rb") as file:
+                yield file
+    except (zlib.error, lzma.LZMAError) as error:
+        raise EOFError(str(error)) from None
+    except OSError as error:
+        if error.errno is not None:  # errors of the disk have a number, those of decompressors do not
+            raise
+        raise EOFError(str(error)) from None
+
+
+# ---- inputs ----
+
+
+def find_files(inputs: Sequence[str]) -> list[tuple[str, str]]:
+    """(path, kind) of all files and of the datasets by name, which are not opened; kind: json, text or dataset.
+
+    Raises:
+        UserError: an input does not exist or is of an unknown kind, a file would be read twice, most of a folder
+            cannot be read, or there is nothing to read at all.
+    """
+    found = [_resolve(os.fspath(item)) for item in inputs]
+    _check_disjoint(inputs, found)
+    files = [file for of_item in found for file in of_item]
+    if not any(kind == "dataset" or os.path.getsize(path) for path, kind in files):
+        raise UserError(f"there is no text in {list_inputs(inputs)}: {len(files)} files, all of them empty")
+    for path, kind in files:
+        if kind != "dataset":
+            check_readable(path)
+        if kind == "text":
+            _warn_of_one_block(path)
+    return files
+
+
+def list_inputs(inputs: Sequence[str]) -> str:
+    """Inputs as a message names them."""
+    return ", ".join(map(str, inputs)) or "an empty list of inputs"
+
+
+def _warn_of_one_block(path: str) -> None:
+    try:
+        with open_decompressed(path) as file:
+            lines = file.read(_PROBED_BYTES).split(b"\n")
+    except (OSError, EOFError):  # reported where the file is read
+        return
+    if len(lines) > _PROBED_LINES and all(line.strip() for line in lines[:_PROBED_LINES]):
+        _warn_once(
+            f"{path} has no blank line in its first {_PROBED_LINES:,} lines, which are one document: put a blank line "
+            "between documents, or write one JSON line for each"
+        )
+
+
+def _check_disjoint(inputs: Sequence[str], found: Sequence[list[tuple[str, str]]]) -> None:
+    """Refuse a file or dataset that two inputs name: its documents would be read twice."""
+    first: dict[object, tuple[int, str]] = {}
+    for number, files in enumerate(found):
+        for path, _ in files:
+            status = os.stat(path) if os.path.exists(path) else None
+            identity = (status.st_dev, status.st_ino) if status else path
+            other, name = first.setdefault(identity, (number, path))
+            if other != number:
+                also = f", there as {name}" if name != path else ""
+                raise UserError(
+                    f"{path} is named twice, by the inputs {inputs[other]} and {inputs[number]}{also}: its documents "
+                    f"would be read twice; name it once"
+                )
+
+
+def _resolve(item: str) -> list[tuple[str, str]]:
+    if os.path.isdir(item):
+        return _files_in(item)
+    if os.path.exists(item):
+        if not os.path.isfile(item):
+            raise UserError(f"{item} is neither a regular file nor a folder; write its text to a file first")
+        kind = "dataset" if hf_datasets.is_data_file(item) else _kind(item)
+        if not kind:
+            readable = f"{READABLE}, {', '.join(hf_datasets.DATA_SUFFIXES)}"
+            raise UserError(f"{item} is none of {readable}; rename or convert it")
+        return [(item, kind)]
+    if os.path.isdir(hf_datasets.split_name(item)[0]):
+        return [(item, "dataset")]  # folder:config:split
+    looks_local = item.startswith((".", "/", "~")) or os.path.isdir(os.path.dirname(item) or "\0")
+    if looks_local or _kind(item) or not _DATASET_NAME.fullmatch(item):
+        raise UserError(f"{item} does not exist")
+    return [(item, "dataset")]
+
+
+def _kind(path: str) -> str:
+    suffix = endings(path)[0]
+    return "json" if suffix in JSON_SUFFIXES else "text" if suffix in TEXT_SUFFIXES else ""
+
+
+def _files_in(folder: str) -> list[tuple[str, str]]:
+    found = _walk(folder)
+    files = [(path, _kind(path)) for path in found if _kind(path)]
+    others = [path for path in found if not _kind(path)]
+    if not files and any(map(hf_datasets.is_data_file, others)):
+        return [(folder, "dataset")]
+    if not files:
+        raise UserError(f"folder {folder} has no {READABLE} file in it ({len(others)} others)")
+    if dangling := next((path for path, _ in files if not os.path.exists(path)), None):
+        raise UserError(f"{dangling} is a link to {os.readlink(dangling)}, which does not exist: fix or remove it")
+    _report_skipped(folder, [path for path, _ in files], others)
+    return files
+
+
+def _walk(folder: str) -> list[str]:
+    """Sorted paths of all files that may be input, each file once and under its own name rather than a link's."""
+    folders, seen, links = [folder], set(), []
+    found: dict[str, str] = {}
+    for start in folders:  # extended below by links to folders
+        for path, below, names in os.walk(start, onerror=_refuse):
+            real = os.path.realpath(path)
+            if real in seen:
+                below.clear()
+                continue
+            seen.add(real)
+            below[:] = [name for name in below if not (name.startswith(".") or _is_unfinished_work(path, name))]
+            folders += sorted(filter(os.path.islink, (os.path.join(path, name) for name in below)))
+            siblings = set(names)
+            for name in names:
+                if name.startswith(".") or _is_output(name, siblings):
+                    continue
+                file = os.path.join(path, name)
+                if os.path.exists(file) and not os.path.isfile(file):  # opening a named pipe would block forever
+                    _warn_once(f"{file} is no regular file and is passed over")
+                elif os.path.islink(file):
+                    links.append(file)
+                else:
+                    found.setdefault(os.path.join(real, name), file)
+    for link in sorted(links):
+        found.setdefault(os.path.realpath(link), link)
+    return sorted(found.values())
+
+
+def _refuse(error: OSError) -> None:
+    raise UserError(f"folder {error.filename} cannot be read: {error.strerror}") from None
+
+
+def _is_output(name: str, siblings: Collection[str]) -> bool:
+    stem, suffix = os.path.splitext(name)
+    whole = f"{stem}.idx" in siblings and (suffix == ".json" or f"{stem}.bin" in siblings)
+    return name.endswith(".bad_lines.jsonl") or bool(_UNFINISHED.search(name)) or (whole and suffix in _TOKEN_SUFFIXES)
+
+
+def _is_unfinished_work(path: str, name: str) -> bool:
+    return name.endswith(".shards") and os.path.isfile(os.path.join(path, name, "plan.json"))
+
+
+def _report_skipped(folder: str, files: Sequence[str], others: Sequence[str]) -> None:
+    """Warn of unreadable files in a folder; UserError where they have more bytes than the readable ones."""
+    sizes = {path: os.path.getsize(path) for path in others if os.path.isfile(path) and os.path.getsize(path)}
+    if not sizes:
+        return
+    skipped, read = sum(sizes.values()), sum(map(os.path.getsize, files))
+    kinds = Counter(os.path.splitext(path)[1].lower() or "without an ending" for path in sizes)
+    named = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(_MAX_LISTED))
+    what = f"{len(sizes)} files of {human_bytes(skipped)} ({named}{', ...' if len(kinds) > _MAX_LISTED else ''})"
+    if skipped > read:
+        raise UserError(
+            f"most of folder {folder} cannot be read: {what} are none of {READABLE}, beside {len(files)} files of "
+            f"{human_bytes(read)} that are: name the files to read themselves, convert the others or move them away"
+        )
+    _warn_once(f"folder {folder}: {what} are passed over, {len(files)} of {human_bytes(read)} are read")
+
+
+@cache  # several plans may be made of the same inputs
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)

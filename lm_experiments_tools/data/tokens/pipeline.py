@@ -1,0 +1,452 @@
+"""The text-to-tokens pipeline: shards of a text are encoded by several processes and joined in order.
+
+    text -> shards (sources.py) -> records (records.py) -> Encoder -> PREFIX.shards/000000.bin, ... -> PREFIX.bin, .idx
+
+An encoder turns records into ids: `tokenize.TextEncoder` for T5, `megatron.encoding.SentenceEncoder` for BERT. The ids
+of a document depend on its text alone, so the result has the same bytes whatever the shards and the number of
+processes. An interrupted run finds its finished shards in PREFIX.shards/, which is removed when they are joined.
+
+A job array does the same over machines: part i of n takes the i-th of n consecutive groups of shards, and merge.py
+joins their outputs to the bytes of a single run.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import as_completed
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from lm_experiments_tools.data.text import hf_datasets
+from lm_experiments_tools.data.text.records import (
+    NO_LIMIT,
+    BadRecord,
+    Record,
+    Rejected,
+    RejectedRecords,
+    count_lines,
+    is_hopeless,
+    read_shard,
+)
+from lm_experiments_tools.data.text.sources import Shard, plan_shards
+from lm_experiments_tools.data.tokens.files import remove_unfinished
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, finished_record
+from lm_experiments_tools.data.workers import Caller, WorkerEnded, WorkerPool
+from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.files import hash_of_ends, read_json, write_atomic
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 2  # raise when the ids of the same text would change: shards and caches of another format are not reused
+_SHARDS_PER_PART = 4  # at least, so that the parts of a job array are of about equal size
+_MIN_SHARD_BYTES = 1 << 16
+_BATCH_CHARACTERS = 1 << 19  # per call into a tokenizer: a tenth of a second for BERT's
+
+
+@dataclass
+class EncodedDocuments:
+    """Documents one after the other, each of one or more sequences.
+
+    Attributes:
+        ids: of all sequences.
+        sequence_lengths, num_sequences: of each sequence, in ids, and of each document, in sequences.
+        num_bytes: of their text.
+        num_empty: documents without tokens, which were left out.
+    """
+
+    ids: np.ndarray
+    sequence_lengths: np.ndarray
+    num_sequences: np.ndarray
+    num_bytes: int
+    num_empty: int = 0
+
+
+class Encoder(Protocol):
+    """Records to ids; pickled to the worker processes.
+
+    Attributes:
+        key: of the text in a record; None: `parts` gets all fields.
+        suffixes: of the token files that a shard becomes.
+        dtype: of the ids.
+        max_bytes: size of a record above which it is rejected; None: the default.
+        identity: JSON value that changes whenever the ids of a text could.
+    """
+
+    key: str | None
+    suffixes: Sequence[str]
+    dtype: np.dtype
+    max_bytes: int | None
+    identity: Any
+
+    def parts(self, record: Record) -> list[list[str]]:
+        """The texts to encode for each suffix. Raises BadRecord."""
+
+    def encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
+        """The ids of documents, each a list of texts."""
+
+
+class EncodedWriter(IndexedDatasetWriter):
+    """A token file, with the bytes of its text and the number of documents left out as empty."""
+
+    num_bytes = num_empty = 0
+
+    def add(self, encoded: EncodedDocuments) -> None:
+        """Append documents."""
+        self.add_documents(encoded.ids, encoded.sequence_lengths, encoded.num_sequences)
+        self.num_bytes += encoded.num_bytes
+        self.num_empty += encoded.num_empty
+
+    def add_shard(self, shard: IndexedDataset) -> None:
+        """Append the token file of a shard."""
+        self.add_dataset(shard)
+        self.num_bytes += shard.meta["num_bytes"]
+        self.num_empty += shard.meta["empty_documents"]
+
+
+# ---- encoding ----
+
+
+def encode_shard(shard: Shard, prefix: str, encoder: Encoder, limit: int | None) -> tuple[int, bool]:
+    """Encode a shard into a token file for each suffix.
+
+    Rejected records are listed in `prefix`.bad.jsonl, their lines counted from the start of the shard. A shard with
+    hopelessly many is abandoned.
+
+    Returns:
+        Number of rejected records, and whether the shard is finished.
+    """
+    rejected = RejectedRecords(NO_LIMIT, f"{prefix}.bad.jsonl")
+    with ExitStack() as stack:
+        stack.enter_context(closing(rejected))
+        names = [prefix + suffix for suffix in encoder.suffixes]
+        writers = [stack.enter_context(EncodedWriter(name, encoder.dtype, durable=False)) for name in names]
+        for batch in _batches(_documents(shard, encoder, rejected, limit)):
+            for writer, documents in zip(writers, zip(*batch, strict=True), strict=True):
+                writer.add(encoder.encode(documents))
+        if is_hopeless(limit, rejected.count, rejected.lines):
+            for writer in writers:
+                writer.abort()
+            return rejected.count, False
+        rejected.close()
+        for writer in writers:
+            writer.finalize({
+                "num_lines": rejected.lines - rejected.count,
+                "bad_lines": rejected.count,
+                "num_documents": writer.num_documents,
+                "num_bytes": writer.num_bytes,
+                "empty_documents": writer.num_empty + rejected.num_empty,
+                "bin_sha256": writer.bin_sha256,
+            })  # fmt: skip
+    return rejected.count, True
+
+
+def _documents(
+    shard: Shard, encoder: Encoder, rejected: RejectedRecords, limit: int | None
+) -> Iterator[list[list[str]]]:
+    """Parts of each usable record; ends early where hopelessly many are rejected."""
+    for item in read_shard(shard, encoder.key, max_bytes=encoder.max_bytes):
+        if isinstance(item, Record):
+            try:
+                parts = encoder.parts(item)
+            except BadRecord as error:
+                bad = error.rejected(item.line, item.raw)
+            else:
+                rejected.accept()
+                yield parts
+                continue
+        else:
+            bad = item
+        rejected.reject(shard.path, bad)
+        if is_hopeless(limit, rejected.count, rejected.lines):
+            return
+
+
+def _batches(documents: Iterable[list[list[str]]]) -> Iterator[list[list[list[str]]]]:
+    batch, size = [], 0
+    for parts in documents:
+        batch.append(parts)
+        size += sum(len(text) for texts in parts for text in texts)
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _encode_shards(
+    jobs: Sequence[tuple[Shard, str]], encoder: Encoder, workers: int, limit: int | None, remedy: str
+) -> Iterator[tuple[Shard, str]]:
+    """The (shard, prefix) of each finished job; ends early where too many records are rejected."""
+    num_rejected, workers = 0, min(workers, len(jobs))
+    with ExitStack() as stack:
+        if workers <= 1:
+            answers = ((job, encode_shard(*job, encoder, limit)) for job in jobs)
+        else:
+            pool = stack.enter_context(WorkerPool(work, (encoder, limit), workers))
+            submitted = {pool.submit(job): job for job in jobs}
+            answers = ((submitted[done], done.result()) for done in as_completed(submitted))
+        try:
+            for job, (count, finished) in answers:
+                num_rejected += count
+                if not finished or (limit is not None and num_rejected > limit):
+                    return
+                yield job
+        except WorkerEnded as end:
+            raise UserError(
+                f"a tokenization process ended with exit code {end.returncode} (-9: killed, often for want of memory) "
+                f"at {end.request[0].path}; finished shards are kept: {remedy}"
+            ) from None
+
+
+def work(caller: Caller) -> None:
+    """A worker process, which encodes the shards it receives."""
+    caller.serve(lambda settings: lambda job: encode_shard(*job, *settings))
+
+
+# ---- a run ----
+
+
+@dataclass(frozen=True)
+class Tokenization:
+    """A text and its token files.
+
+    Attributes:
+        shards: in the order of the text.
+        encoder: of the records.
+        prefix: of PREFIX.shards/; the caller holds a lock on it.
+        outputs: prefixes of the token files, one for each suffix of the encoder.
+        rejected: path of the list of rejected records.
+        limit: of rejected records.
+        workers: processes.
+        remedy: advice where a process dies.
+    """
+
+    shards: Sequence[Shard]
+    encoder: Encoder
+    prefix: str
+    outputs: Sequence[str]
+    rejected: str
+    limit: int | None
+    workers: int
+    remedy: str = "try again with fewer workers"
+
+    def run(
+        self,
+        meta: Callable[[Sequence[EncodedWriter], RejectedRecords], Sequence[dict[str, Any]]],
+        progress: Callable[[Sequence[tuple[Shard, str]], Iterable[tuple[Shard, str]]], None],
+    ) -> list[dict[str, Any]]:
+        """Encode what no earlier run has finished, and join all shards.
+
+        Args:
+            meta: returns the contents of the .json files; may refuse the result.
+            progress: called with the jobs and an iterator over the finished ones, which it consumes.
+
+        Returns:
+            The contents of the .json files.
+
+        Raises:
+            UserError: an input or a worker failed, the text has changed, or too many records were rejected.
+        """
+        for prefix in self.outputs:
+            remove_unfinished(prefix)
+        files = _ShardFiles(self.shards, self.prefix, self.encoder)
+        with files.kept_if_resumable():
+            jobs = files.jobs()
+            with closing(_encode_shards(jobs, self.encoder, self.workers, self.limit, self.remedy)) as done:
+                progress(jobs, done)
+            files.check_unchanged()
+            rejected = files.collect_rejected(self.rejected, self.limit)
+            with ExitStack() as stack:
+                writers = [stack.enter_context(EncodedWriter(name, self.encoder.dtype)) for name in self.outputs]
+                for writer, suffix in zip(writers, self.encoder.suffixes, strict=True):
+                    for shard in files.parts(suffix):
+                        writer.add_shard(shard)
+                metas = list(meta(writers, rejected))
+                for writer, content in zip(writers, metas, strict=True):
+                    writer.finalize(content)
+            files.remove()
+        return metas
+
+
+class _ShardFiles:
+    """PREFIX.shards/ with the token files of shards."""
+
+    def __init__(self, shards: Sequence[Shard], prefix: str, encoder: Encoder):
+        self.shards, self._encoder = shards, encoder
+        self._folder, self._fingerprint = Path(f"{prefix}.shards"), plan_fingerprint(shards, encoder.identity)
+
+    def parts(self, suffix: str) -> Iterator[IndexedDataset]:
+        """The finished token files of a suffix, in order."""
+        return (IndexedDataset(self._prefix(number) + suffix) for number in range(len(self.shards)))
+
+    def jobs(self) -> list[tuple[Shard, str]]:
+        """(shard, prefix) of those that no earlier run has finished."""
+        left = [number for number in range(len(self.shards)) if not self._is_intact(number)]
+        if len(left) < len(self.shards):
+            finished = len(self.shards) - len(left)
+            logger.info("%d of %d shards are there from an earlier run", finished, len(self.shards))
+        return [(self.shards[number], self._prefix(number)) for number in left]
+
+    def _is_intact(self, number: int) -> bool:
+        """True for a finished shard with the recorded content: shards are not fsynced, a power cut may damage them."""
+        if self._record(number) is None:
+            return False
+        try:
+            names = [self._prefix(number) + suffix for suffix in self._encoder.suffixes]
+            return all(IndexedDataset(name).check_content() for name in names)
+        except UserError:
+            return False
+
+    def _record(self, number: int) -> dict[str, Any] | None:
+        """The .json of a finished shard (of the first suffix); None where it is not finished."""
+        names = [self._prefix(number) + suffix for suffix in self._encoder.suffixes]
+        found = [finished_record(name, "num_lines") for name in names]
+        return found[0] if all(record is not None for record in found) else None
+
+    def _prefix(self, number: int) -> str:
+        return str(self._folder / f"{number:06d}")
+
+    @contextmanager
+    def kept_if_resumable(self) -> Iterator[None]:
+        """The folder; it outlives an exception if it holds documents of finished shards.
+
+        Shards of another plan (text, vocabulary, options) are removed at the start.
+        """
+        self._prepare()
+        try:
+            yield
+        finally:
+            records = map(self._record, range(len(self.shards)))
+            if self._folder.exists() and any(record and record["num_documents"] for record in records):
+                logger.info(
+                    "finished shards are kept in %s: another run over the same text resumes from them", self._folder
+                )
+            elif self._folder.exists():
+                self.remove()
+
+    def _prepare(self) -> None:
+        plan = self._folder / "plan.json"
+        with suppress(UserError):  # missing or damaged
+            if read_json(plan).get("fingerprint") == self._fingerprint:
+                return
+        unfinished = f".{plan.name}.tmp"  # of a plan whose writing was killed
+        if not plan.is_file() and any(not p.name.startswith(unfinished) for p in self._folder.glob("*")):
+            raise UserError(
+                f"{self._folder} holds files that are not ours (no plan.json); move it away or choose another output"
+            )
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        write_atomic(plan, json.dumps({"fingerprint": self._fingerprint}))
+
+    def remove(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self._folder)
+
+    def check_unchanged(self) -> None:
+        """Refuse to join shards of a text that has changed since it was planned."""
+        for shard in {shard.path: shard for shard in self.shards}.values():
+            shard.check_unchanged()
+        names = _datasets_of(self.shards)
+        local = names and all(os.path.exists(hf_datasets.split_name(name)[0]) for name in names)  # the hub: revisions
+        if local and plan_fingerprint(self.shards, self._encoder.identity) != self._fingerprint:
+            raise UserError(f"files of {', '.join(names)} were changed while they were being read: start again")
+
+    def collect_rejected(self, path: str, limit: int | None) -> RejectedRecords:
+        """The rejected records of all shards, with the lines of their files, listed in `path`."""
+        rejected = RejectedRecords(limit, path)
+        file, position, lines = "", 0, 0
+        with closing(rejected):
+            for number, shard in enumerate(self.shards):
+                record, listed = self._record(number), Path(f"{self._prefix(number)}.bad.jsonl")
+                rejected.accept(record["num_lines"] if record else 0)
+                rejected.num_empty += record["empty_documents"] if record else 0
+                if listed.is_file():
+                    if shard.path != file:
+                        file, position, lines = shard.path, 0, 0
+                    if shard.kind != "dataset":
+                        lines += count_lines(shard.path, position, shard.start)
+                        position = shard.start
+                    for entry in map(json.loads, listed.read_text(encoding="utf-8").splitlines()):
+                        bad = Rejected(lines + entry["line"], entry["reason"], entry["content"])
+                        rejected.reject(shard.path, bad)
+                if listed.is_file() and record is None:
+                    raise UserError(
+                        f"most of the lines read of {shard.path} are bad: {rejected}; give another --input"
+                    )
+        if rejected.count:
+            logger.warning("%s", rejected)
+        return rejected
+
+
+# ---- parts of a job array ----
+
+
+def parse_shard(shard: str | None) -> tuple[int, int] | None:
+    """(i, n) of a flag --shard i/n."""
+    if shard is None:
+        return None
+    number, slash, count = shard.partition("/")
+    if not (number.isdecimal() and slash and count.isdecimal()):
+        raise UserError(f"--shard {shard} is not i/n, such as 0/64 for the first of 64 parts")
+    return int(number), int(count)
+
+
+def shard_prefix(prefix: str, number: int, count: int) -> str:
+    """PREFIX-00003-of-00064: the output of part `number` (from 0) of `count`."""
+    return f"{prefix}-{number:05d}-of-{count:05d}"
+
+
+def part_of_plan(inputs: Sequence[str], number: int, count: int, encoding: Any) -> tuple[list[Shard], dict[str, Any]]:
+    """The shards of one of `count` consecutive parts of about equal size, and the `shard` entry of its .json.
+
+    A part may be empty. `encoding` is an encoder's identity.
+    """
+    if not count:
+        raise UserError(f"--shard {number}/0 is a part of none: the number after the slash is at least 1")
+    if not 0 <= number < count:
+        raise UserError(
+            f"shard {number}/{count} does not exist: the {count} shards are 0/{count} to {count - 1}/{count}"
+        )
+    shards = plan_shards(inputs)
+    size = sum(shard.num_bytes for shard in shards)
+    if len(shards) < _SHARDS_PER_PART * count and size:
+        shards = plan_shards(inputs, max(size // (_SHARDS_PER_PART * count), _MIN_SHARD_BYTES))
+    average = max(size // len(shards), 1)  # for shards of a dataset, whose size is not known
+    weights = [shard.num_bytes or average for shard in shards]
+    total, ends = sum(weights), accumulate(weights)
+    part = [
+        shard
+        for shard, weight, end in zip(shards, weights, ends, strict=True)
+        if (2 * end - weight) * count // (2 * total) == number
+    ]
+    logger.info("part %d of %d: %d of %d shards", number, count, len(part), len(shards))
+    names = [(os.path.basename(shard.path), shard.kind, shard.start, shard.end, shard.num_bytes) for shard in shards]
+    files = dict.fromkeys(shard.path for shard in shards if shard.kind != "dataset")
+    contents = [hash_of_ends(path) for path in files]  # not their times, which copies on other machines do not share
+    datasets = [hf_datasets.identity(name) for name in _datasets_of(shards)]
+    source = _sha256([FORMAT, names, contents, datasets, encoding])
+    return part, {"number": number, "of": count, "source": source}
+
+
+def plan_fingerprint(shards: Sequence[Shard], encoding: Any) -> str:
+    """Hash of all that decides the tokens: the bytes that are read, and how they are encoded."""
+    stamps = {os.path.abspath(shard.path): shard.stamp[1] for shard in shards if shard.stamp is not None}
+    parts = [(os.path.abspath(s.path) if s.kind != "dataset" else s.path, s.kind, s.start, s.end) for s in shards]
+    datasets = [hf_datasets.identity(name) for name in _datasets_of(shards)]
+    return _sha256([FORMAT, parts, sorted(stamps.items()), datasets, encoding])
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _datasets_of(shards: Sequence[Shard]) -> list[str]:
+    return list(dict.fromkeys(shard.path for shard in shards if shard.kind == "dataset"))
