@@ -42,8 +42,6 @@ CASES = (
     "pretrain-bert --speed off --lr 1e-3 --vocab_file - --model_cfg bert-mini --batch_size 8 --input_seq_len 128",
     f"{_BERT} --bf16 --model_cfg bert_base_uncased-4L_preln_rel --batch_size 2 --input_seq_len 256 "
     "--gradient_checkpointing",
-    "pretrain-bert --no_bf16 --lr 1e-3 --vocab_file - --model_cfg bert_base_uncased-bigbird --batch_size 1 "
-    "--input_seq_len 1024",
     f"{_TUNED} --peft lora --model_cfg t5-small --batch_size 8 --input_seq_len 128 --target_seq_len 32",
     f"{_TUNED} --freeze embeddings encoder --model_cfg t5-small --batch_size 8 --input_seq_len 128 "
     "--target_seq_len 32",

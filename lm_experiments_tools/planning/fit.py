@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     Estimate = Callable[[ExperimentArgs], MemoryEstimate]
 
 _REFUSED = ("DefaultCPUAllocator", "can't allocate memory", "out of memory")  # in torch's RuntimeErrors
+_PROCESS = 0.75 * 2**30  # bytes of a training process without tensors, with a tokenizer, a loader and logs
 USABLE = 0.92  # of the memory: the rest is the allocator's, and on a GPU CUDA's own
 
 
@@ -65,7 +66,7 @@ def memory_for_tensors(fit: str, device: str) -> float:
         UserError: nothing is left.
     """
     memory = memory_of(device) if fit == "auto" else bytes_of(fit)
-    process = psutil.Process().memory_info().rss if device == "cpu" else 0
+    process = max(_PROCESS, psutil.Process().memory_info().rss) if device == "cpu" else 0
     if USABLE * memory <= process:
         raise UserError(f"--fit {fit}: {human_bytes(memory)} is too little. The process takes {human_bytes(process)}.")
     return USABLE * memory - process
