@@ -80,9 +80,11 @@ def new_folder(folder: Path, flag: str = "--to") -> Iterator[Path]:
 def write_files(opened: Opened, folder: Path, max_shard_size: str) -> None:
     """Write configuration and weights in the saved dtype (an adapter is merged), and the tokenizer."""
     source, model = opened.source, opened.model
-    saved = source.config.get("dtype") or source.config.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(source.config.get("dtype") or source.config.get("torch_dtype")), torch.float32)
+    if not all(torch.equal(weight.to(dtype).float(), weight) for weight in model.parameters()):
+        dtype = torch.float32  # some weights were saved in a wider dtype than the configuration names
     with without_progress_bars():
-        model.to(getattr(torch, saved)).save_pretrained(folder, max_shard_size=max_shard_size)
+        model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     model.float()
     # A decoder's tokenizer is written anew: it must not append EOS to prompts.
     if source.path is None or opened.writes_on or not copy_tokenizer(source.path, folder):

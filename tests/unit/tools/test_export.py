@@ -124,6 +124,23 @@ def test_shards_become_one_file(tmp_path, capsys):
     assert shards[1].name in error and "Traceback" not in error and not (tmp_path / "again").exists()
 
 
+def test_weights_keep_their_dtype_unless_that_would_round_them(tmp_path):
+    model = T5ForConditionalGeneration(t5_config()).bfloat16()
+    save_toy("", tmp_path / "narrow", model)
+    shutil.copytree(tmp_path / "narrow", tmp_path / "wide")
+    torch.manual_seed(0)
+    wide = {
+        name: weight.float() + torch.rand_like(weight.float()) / 999 for name, weight in model.state_dict().items()
+    }
+    save_file(wide | {"lm_head.weight": wide["shared.weight"].clone()}, tmp_path / "wide" / "model.safetensors")
+    for name, dtype in (("narrow", torch.bfloat16), ("wide", torch.float32)):
+        assert main(["export", str(tmp_path / name), "--to", str(tmp_path / f"{name}_out")]) == 0
+        found = load_file(tmp_path / f"{name}_out" / "model.safetensors")
+        assert {weight.dtype for weight in found.values()} == {dtype}
+        original = load_file(tmp_path / name / "model.safetensors")
+        assert all(torch.equal(found[key], original[key]) for key in found)
+
+
 def test_the_card_says_what_the_run_logged_and_its_code_runs(run, tmp_path, monkeypatch):
     first = run / "checkpoints" / "step_000002"
     assert main(["export", str(first), "--to", str(tmp_path / "named")]) == 0
