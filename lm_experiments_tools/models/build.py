@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,11 +109,7 @@ def load_model_config(
     for key in undeclared:
         ours = _class_that_knows(key, kinds)
         if ours is not None or not is_saved:
-            advice = (
-                f"{nearest_names(key, known)}; a published configuration keeps its name, {CONFIG}"
-                if ours is None
-                else f", which --model_cls {ours} understands"
-            )
+            advice = f", which --model_cls {ours} understands" if ours else _advice_for(key, known)
             raise UserError(f"{path}: {config_cls.__name__} has no '{key}'{advice}.")
     if undeclared:
         logger.info("%s: %s declares no %s, passed on as they are", path, config_cls.__name__, ", ".join(undeclared))
@@ -129,6 +126,10 @@ def load_model_config(
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id  # T5's way; transformers' configurations have no default
     return config
+
+
+def _advice_for(key: str, known: Iterable[str]) -> str:
+    return f"{nearest_names(key, known)}; a published configuration keeps its name, {CONFIG}"
 
 
 def set_decoder_start(model: nn.Module) -> None:
