@@ -16,7 +16,8 @@ from lm_experiments_tools.data.loader import TrainLoader
 from lm_experiments_tools.data.objectives.denoising import SpanCorruptionDataset
 from lm_experiments_tools.data.objectives.registry import ObjectiveContext, mixed_dataset
 from lm_experiments_tools.data.objectives.span_corruption import random_spans_lengths
-from lm_experiments_tools.data.text import documents, hf_datasets
+from lm_experiments_tools.data.text import hf_datasets
+from lm_experiments_tools.data.text import records as text_records
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
@@ -156,8 +157,8 @@ def number_of(printed: str, name: str) -> int:
 def counted_reads(monkeypatch):
     """One entry for each document read."""
     read = []
-    parse = documents.parse_json_line
-    monkeypatch.setattr(documents, "parse_json_line", lambda *args: read.append(0) or parse(*args))
+    parse = text_records.parse_object
+    monkeypatch.setattr(text_records, "parse_object", lambda *args: read.append(0) or parse(*args))
     return read
 
 
