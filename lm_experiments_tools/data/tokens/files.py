@@ -95,7 +95,7 @@ def check_replaceable(
 def _warn_unrecorded(meta_path: Path) -> None:
     fact = "records no vocabulary" if meta_path.is_file() else "does not exist"
     logger.warning(
-        "%s %s, so it is unknown whether these tokens are complete and of this vocabulary: copy the .json of "
+        "%s %s, so that nothing tells whether these tokens are whole and of this vocabulary: copy the .json of "
         "`lmtools tokenize` or preprocess_data.py next to its .bin and .idx",
         meta_path,
         fact,

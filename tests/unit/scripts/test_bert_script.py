@@ -296,7 +296,7 @@ def test_data_that_is_text_or_lacks_a_file_names_what_makes_it(data, work):
     copy.finalize()
     refused(data, "there is no own.idx, but own_text_sentence: give the whole prefix", data_path="own")
     copy.bin_path.unlink()
-    refused(data, "own_text_sentence.bin is missing beside own_text_sentence.idx", data_path="own_text_sentence.idx")
+    refused(data, "own_text_sentence.bin is missing next to own_text_sentence.idx", data_path="own_text_sentence.idx")
 
 
 def test_data_made_cased_and_read_uncased_says_which_flag_is_wanted(data, work):
