@@ -13,6 +13,7 @@ from transformers import GradientCheckpointingLayer, apply_chunking_to_forward
 from transformers.activations import ACT2FN
 
 from lm_experiments_tools.attention.huggingface import configured_layout
+from lm_experiments_tools.attention.kernels.bias import Bias
 from lm_experiments_tools.attention.kernels.dispatch import attend, backend_of, shared_bias
 from lm_experiments_tools.attention.kernels.spec import AttentionSpec
 from lm_experiments_tools.attention.layouts import SparsityConfig
@@ -84,6 +85,7 @@ class BertSelfAttention(CanBeFast):
     def forward(
         self,
         x: Tensor,
+        bias: Bias | None,
         spec: AttentionSpec,
         position: PositionScheme,
         offset: int | Tensor,
@@ -94,7 +96,6 @@ class BertSelfAttention(CanBeFast):
         features = joined(x, *projections) if self.is_fast and self.training else (part(x) for part in projections)
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in features)  # [B, H, L, d]
         q, k = position.rotate(q, k, offset)
-        bias = spec.bias
         if self.distance_embedding is not None:
             of_content = self.distance_embedding(q, k)
             bias = of_content if bias is None else of_content + bias
@@ -164,13 +165,14 @@ class BertLayer(CanBeFast, GradientCheckpointingLayer):
     def forward(
         self,
         x: Tensor,
+        bias: Bias | None,
         spec: AttentionSpec,
         position: PositionScheme,
         offset: int | Tensor,
         output_attentions: bool,
     ) -> Tensor:
         attended, _ = self.attention.self(
-            self.norm(self.pre_attention_ln, x), spec, position, offset, output_attentions
+            self.norm(self.pre_attention_ln, x), bias, spec, position, offset, output_attentions
         )
         x = self.attention.output(attended, x)
         return apply_chunking_to_forward(self.feed_forward, self.config.chunk_size_feed_forward, 1, x)
@@ -203,9 +205,8 @@ class BertEncoder(nn.Module):
             same = queries[:, None, :, None] == keys[:, None, None, :]
             mask = torch.zeros(same.shape, dtype=x.dtype, device=same.device).masked_fill(~same, -torch.inf)
             bias, spec = mask if bias is None else bias + mask, spec._replace(segment_ids=None)
-        spec = spec._replace(bias=bias)
-        for layer in self.layer:
-            x = layer(x, spec, self.position, offset, output_attentions)
+        for layer in self.layer:  # reentrant checkpoints need the bias as an argument of its own
+            x = layer(x, bias, spec, self.position, offset, output_attentions)
         return self.last_layer_ln(x)
 
 

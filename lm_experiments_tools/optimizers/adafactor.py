@@ -12,8 +12,8 @@ from torch import Tensor
 from lm_experiments_tools.optimizers.sharding import (
     is_sharded,
     local,
+    local_slice,
     on_host,
-    own_slice,
     replica,
     roots_of,
     squares_of,
@@ -24,7 +24,7 @@ from lm_experiments_tools.optimizers.state import (
     Skip,
     decay_into,
     float32_of,
-    kept_if,
+    restored_if_skipped,
     root_mean_square,
     round_into,
     unless,
@@ -35,7 +35,7 @@ class Adafactor(Float32StateOptimizer):
     """Adafactor with the options and the update rule of `transformers.optimization.Adafactor`.
 
     For a parameter with two or more dimensions the second moment is the outer product of the means over its last two
-    dimensions (Algorithm 4); a vector keeps it whole. The update U = G / sqrt(V) is divided by
+    dimensions (Algorithm 4); a vector stores it in full. The update U = G / sqrt(V) is divided by
     max(1, RMS(U) / clip_threshold) and multiplied by the step size
 
         lr * max(eps[1], RMS(parameter))     with scale_parameter, else lr,
@@ -112,8 +112,8 @@ class Adafactor(Float32StateOptimizer):
         The update is computed twice, for its norm and to be applied: to keep it would cost another gradient's memory.
         """
         weights = [p for p, _ in work]
-        own = zip(squares_of([local(p) for p in weights]), map(_row_and_column_sums, weights), strict=True)
-        sums = sums_over_slices(weights, [torch.cat([square.view(1), both]) for square, both in own])
+        local_sums = zip(squares_of([local(p) for p in weights]), map(_row_and_column_sums, weights), strict=True)
+        sums = sums_over_slices(weights, [torch.cat([square.view(1), both]) for square, both in local_sums])
         scales = roots_of([both[0] for both in sums])
         sizes: dict[Tensor, Tensor | float] = {}
         for (parameter, group), both, norm in zip(work, sums, scales, strict=True):
@@ -192,7 +192,7 @@ class Adafactor(Float32StateOptimizer):
 
 
 def _zeros(grad: Tensor, shape: torch.Size) -> Tensor:
-    """Zeros of this shape; for a DTensor, whole on every rank (small, and so summed in one order, resumed or not)."""
+    """Zeros of this shape; for a DTensor replicated (small, and summed in one order, resumed or not)."""
     zeros = torch.zeros(shape, dtype=torch.float32, device=grad.device)
     return replica(zeros, grad) if is_sharded(grad) else zeros
 
@@ -224,13 +224,13 @@ def _apply(
     moment: Tensor | None,
     skip: Skip | None,
 ) -> None:
-    """Subtract an update whose root mean square over the whole parameter is `norm` from the (fp32) weights."""
+    """Subtract an update whose root mean square over the full parameter is `norm` from the (fp32) weights."""
     factor = unless(skip, _clipped(step_size, norm, group["clip_threshold"]))
     if group["weight_decay"] != 0:
-        kept = 1.0 - group["weight_decay"] * step_size
-        weights.mul_(unless(skip, float(kept) if isinstance(kept, np.float32) else kept, instead=1))
+        shrink = 1.0 - group["weight_decay"] * step_size
+        weights.mul_(unless(skip, float(shrink) if isinstance(shrink, np.float32) else shrink, instead=1))
     if moment is not None:
-        with kept_if(skip, [weights, moment]):
+        with restored_if_skipped(skip, [weights, moment]):
             moment.mul_(group["beta1"])
             weights.sub_(moment.addcmul_(update, factor, value=1.0 - group["beta1"]))
     else:
@@ -262,12 +262,12 @@ def _precondition(
 
 
 def _row_and_column_sums(parameter: Tensor) -> Tensor:
-    """Sums of this rank's squared gradients along both of the last dimensions, in one vector of the whole's size."""
+    """Sums of this rank's squared gradients along both of the last dimensions, in one vector of the full sizes."""
     grad, shape = local(parameter.grad).float(), parameter.shape
     if len(shape) < 2:
         return grad.new_zeros(0)  # vectors keep their second moment slice by slice
     row, column = grad.new_zeros(shape[:-1]), grad.new_zeros(shape[:-2] + shape[-1:])
-    place, squared = own_slice(parameter), grad.square()
+    place, squared = local_slice(parameter), grad.square()
     row[place[:-1]] = squared.sum(dim=-1)
     column[place[:-2] + place[-1:]] = squared.sum(dim=-2)
     return torch.cat([row.reshape(-1), column.reshape(-1)])
@@ -295,5 +295,5 @@ def _sharded_update(parameter: Tensor, state: dict) -> Tensor:
         return local(state["exp_avg_sq"]).rsqrt().mul_(grad)
     row, column = local(state["exp_avg_sq_row"]), local(state["exp_avg_sq_col"])
     row_factor = (row / (row.sum(dim=-1, keepdim=True) / parameter.shape[-2])).rsqrt_()
-    place = own_slice(parameter)
+    place = local_slice(parameter)
     return (grad * row_factor[place[:-1]].unsqueeze(-1)).mul_(column[place[:-2] + place[-1:]].rsqrt().unsqueeze(-2))

@@ -13,7 +13,7 @@ from lm_experiments_tools.optimizers.state import (
     Float32StateOptimizer,
     Skip,
     float32_of,
-    kept_if,
+    restored_if_skipped,
     root_mean_square,
     round_into,
     unless,
@@ -87,7 +87,8 @@ class AdamWScale(Float32StateOptimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
         return state
 
-    def _update(self, parameter: Tensor, group: dict, scale: Tensor | float, known: Scalars) -> None:
+    def _update(self, parameter: Tensor, group: dict, scale: Tensor | float | None, known: Scalars) -> None:
+        """One step of one parameter; with scale None that of torch.optim.AdamW, by its fused kernel."""
         state = self._init_moments(parameter)
         state["step"] += 1
 
@@ -96,8 +97,12 @@ class AdamWScale(Float32StateOptimizer):
         grad = local(parameter.grad).float()
         moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
         skip = self.skip_on(weights.device)
-        if not group["use_fused_kernel"] or weights.device.type not in ("cpu", "cuda"):
-            with kept_if(skip, [weights, *moments]):
+        if scale is None:
+            options = {key: group[key] for key in ("lr", "betas", "weight_decay", "eps")}
+            if weights.numel() > 0:
+                call_adamw(weights, grad, *moments, state["step"], skip, known, **options)
+        elif not group["use_fused_kernel"] or weights.device.type not in ("cpu", "cuda"):
+            with restored_if_skipped(skip, [weights, *moments]):
                 _plain_update(weights, grad, *moments, int(state["step"]), scale, group)
         elif weights.numel() > 0:  # a rank may hold an empty shard of a small parameter
             _fused_update(weights, grad, *moments, state["step"], scale, group, skip, known)

@@ -1,4 +1,7 @@
-"""Muon for the hidden matrices of a model, AdamWScale or AdamW for its embeddings, output layer and vectors."""
+"""Muon for the hidden matrices of a model, AdamWScale or AdamW for its embeddings, output layer and vectors.
+
+torch.optim.Muon has no rule for other parameters, cannot skip a step on the device, and would gather each FSDP2
+matrix by itself; so this class calls its functions."""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.optimizers.adamw_scale import AdamWScale, Scalars, call_adamw
-from lm_experiments_tools.optimizers.sharding import is_sharded, local, own_slice, sums_over_slices
-from lm_experiments_tools.optimizers.state import float32_of, kept_if, round_into, unless
+from lm_experiments_tools.optimizers.adamw_scale import AdamWScale, Scalars
+from lm_experiments_tools.optimizers.sharding import is_sharded, local, local_slice, sums_over_slices
+from lm_experiments_tools.optimizers.state import float32_of, restored_if_skipped, round_into, unless
 
 HIDDEN = "is_hidden"  # key of a parameter group: its matrices are orthogonalized
 OTHERS = ("AdamWScale", "AdamW")
@@ -25,7 +28,7 @@ class Muon(AdamWScale):
     All other groups are updated by `others`, with the same lr times `others_lr_scale`.
 
     FSDP2's shards of momentum are gathered in bf16, all of them in one collective a step, and each worker
-    orthogonalizes whole matrices: the updates are those of the unsharded model.
+    orthogonalizes full matrices: the updates are those of the unsharded model.
 
     Args:
         params: parameter groups; a group without `is_hidden` is one of the others.
@@ -79,19 +82,20 @@ class Muon(AdamWScale):
         self._update_hidden(hidden)
         rest = [(parameters, group) for parameters, group in work if not group[HIDDEN]]
         super().update([part for part in rest if part[1]["others"] == "AdamWScale"])
+        known: Scalars = {}
         for parameters, group in rest:
-            if group["others"] == "AdamW":
-                self._update_by_adamw(parameters, group)
+            for parameter in parameters if group["others"] == "AdamW" else ():
+                self._update(parameter, group, None, known)
 
     def _update_hidden(self, work: Sequence[tuple[Tensor, dict]]) -> None:
-        from torch.optim import _muon as torchs  # its rule, function by function: ours differs in what is gathered
+        from torch.optim import _muon as torchs  # its functions; what is gathered differs
 
         coefficients = (torchs.DEFAULT_A, torchs.DEFAULT_B, torchs.DEFAULT_C)
         directions = [self._direction(parameter, group) for parameter, group in work]
-        for (parameter, group), whole in zip(work, _whole_matrices(directions), strict=True):
-            update = torchs._zeropower_via_newtonschulz(whole, coefficients, group["ns_steps"], torchs.EPS)
+        for (parameter, group), full in zip(work, _full_matrices(directions), strict=True):
+            update = torchs._zeropower_via_newtonschulz(full, coefficients, group["ns_steps"], torchs.EPS)
             if is_sharded(parameter):
-                update = update[own_slice(parameter)]
+                update = update[local_slice(parameter)]
             shard = local(parameter)
             weights, skip = float32_of(shard), self.skip_on(shard.device)
             weights.mul_(unless(skip, 1 - group["lr"] * group["weight_decay"], instead=1))
@@ -106,29 +110,16 @@ class Muon(AdamWScale):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(grad)
         buffer = state["momentum_buffer"]
-        with kept_if(self.skip_on(buffer.device), [local(buffer)]):
+        with restored_if_skipped(self.skip_on(buffer.device), [local(buffer)]):
             buffer.lerp_(grad, 1 - group["momentum"])
         return grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
-    def _update_by_adamw(self, parameters: list[Tensor], group: dict) -> None:
-        """As torch.optim.AdamW with its fused kernel, on this worker's slices."""
-        known: Scalars = {}
-        options = {key: group[key] for key in ("lr", "betas", "weight_decay", "eps")}
-        for parameter in parameters:
-            state, shard = self._init_moments(parameter), local(parameter)
-            state["step"] += 1
-            weights, grad = float32_of(shard), local(parameter.grad).float()
-            moments, skip = (local(state["exp_avg"]), local(state["exp_avg_sq"])), self.skip_on(weights.device)
-            if weights.numel() > 0:
-                call_adamw(weights, grad, *moments, state["step"], skip, known, **options)
-            round_into(shard, weights)
-
 
 def hidden_matrices_first(groups: list[dict], named_parameters: Iterable[tuple[str, Tensor]]) -> list[dict]:
-    """Part the group of matrices: those of numbered layers (`encoder.block.0. ...`), marked hidden, come first.
+    """Split the group of matrices: those of numbered layers (`encoder.block.0. ...`), marked hidden, come first.
 
     Raises:
-        UserError: no matrix stands in a numbered layer.
+        UserError: no matrix is in a numbered layer.
     """
     numbered = {id(p) for name, p in named_parameters if p.ndim == 2 and any(map(str.isdigit, name.split(".")))}
     matrices = groups[0]
@@ -139,17 +130,17 @@ def hidden_matrices_first(groups: list[dict], named_parameters: Iterable[tuple[s
             "is one: choose AdamWScale or AdamW."
         )
     others = [p for p in matrices["params"] if id(p) not in numbered]
-    parted = [{**matrices, "params": hidden, HIDDEN: True}, {**matrices, "params": others}, *groups[1:]]
-    return [group for group in parted if group["params"]]
+    split = [{**matrices, "params": hidden, HIDDEN: True}, {**matrices, "params": others}, *groups[1:]]
+    return [group for group in split if group["params"]]
 
 
-def _whole_matrices(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors in bf16, DTensors among them whole: one collective for all, which adds slices to zeros."""
+def _full_matrices(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors in bf16, DTensors unsharded: one collective for all, which adds shards to zeros."""
     sharded = [tensor for tensor in tensors if is_sharded(tensor)]
     parts = []
     for tensor in sharded:
         part = torch.zeros(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
-        part[own_slice(tensor)] = local(tensor).bfloat16()
+        part[local_slice(tensor)] = local(tensor).bfloat16()
         parts.append(part)
     gathered = iter(sums_over_slices(sharded, parts))
     return [next(gathered) if is_sharded(tensor) else tensor for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Sums over the slices of DTensors (FSDP2), all tensors in one collective: each would otherwise wait for its own."""
+"""Sums over the shards of DTensors (FSDP2): one collective for all tensors instead of one each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor (shares memory with it); a plain tensor is returned as it is."""
+    """This rank's shard of a DTensor, sharing its memory; a plain tensor is returned unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
@@ -20,16 +20,16 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def on_host(tensor: Tensor) -> bool:
-    """True if to read a tensor's elements is no wait for a device, and numbers may be taken out of it."""
+    """True if reading a tensor's elements does not synchronize with a device."""
     return tensor.device.type == "cpu"
 
 
 def sums_over_slices(tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
-    """The sum over all slices of what each rank computed of its own: one collective for all tensors of a mesh.
+    """Per-rank tensors summed over all shards: one collective for all tensors of a mesh.
 
     Args:
         tensors: DTensors.
-        parts: one fp32 tensor for each of them, of this rank's slice, with the same shape on all ranks; overwritten.
+        parts: one fp32 tensor for each, computed from this rank's shard, of the same shape on all ranks; overwritten.
 
     Returns:
         As `parts`, the same numbers on every rank.
@@ -43,14 +43,13 @@ def sums_over_slices(tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> list
         flat = torch.cat([parts[i].reshape(-1) for i in indices])
         for dim in cut:
             dist.all_reduce(flat, group=mesh.get_group(dim))
-        pieces = flat.split([parts[i].numel() for i in indices])
-        for i, piece in zip(indices, pieces, strict=True):
-            sums[i] = piece.view(parts[i].shape)
+        for i, summed in zip(indices, flat.split([parts[i].numel() for i in indices]), strict=True):
+            sums[i] = summed.view(parts[i].shape)
     return sums
 
 
 def root_mean_squares(tensors: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-    """sqrt(mean(x^2)) over the whole of each DTensor and of each tensor of a device, 0-dim fp32, in a few kernels.
+    """sqrt(mean(x^2)) of each full DTensor and of each plain tensor on a device, 0-dim fp32, in a few kernels.
 
     One collective for all DTensors. Plain tensors on the CPU are left out: there one after another is faster.
     """
@@ -77,19 +76,19 @@ def _norms_of(tensors: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(tensors, 2.0, torch.float32)) if tensors else []
 
 
-def own_slice(tensor: Tensor) -> tuple[slice, ...]:
-    """Where this rank's part of a DTensor stands in the whole, by dimension."""
+def local_slice(tensor: Tensor) -> tuple[slice, ...]:
+    """Position of this rank's shard in the full tensor, by dimension."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    # a rank without rows is said to start beyond the end
+    # the offset of a rank without rows is beyond the end
     ends = zip(shape, offset, tensor.shape, strict=True)
     return tuple(slice(min(start, whole), min(start, whole) + size) for size, start, whole in ends)
 
 
-def replica(whole: Tensor, like: Tensor) -> Tensor:
-    """The DTensor, whole on every rank, of a tensor that is equal on all of them."""
+def replica(full: Tensor, like: Tensor) -> Tensor:
+    """A replicated DTensor from a tensor that is equal on all ranks."""
     from torch.distributed.tensor import DTensor, Replicate
 
     placements = [Replicate()] * len(like.placements)
-    return DTensor.from_local(whole, like.device_mesh, placements, run_check=False)
+    return DTensor.from_local(full, like.device_mesh, placements, run_check=False)

@@ -19,7 +19,7 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class Skip(NamedTuple):
-    """A device's word on a step, 0-dim tensors: is it to change nothing (bool, and as a number); 0 and 1 to choose."""
+    """A device's decision to skip a step, as 0-dim tensors: bool and number; and the constants 0 and 1."""
 
     here: Tensor
     found_inf: Tensor
@@ -36,9 +36,9 @@ class Float32StateOptimizer(Optimizer):
     The learning rates depend on the root mean square of a whole parameter: DTensor shards (FSDP2) are handled, flat
     partitions that mix parameters (DeepSpeed ZeRO, FSDP1) cannot be seen from here and must be refused by the backend.
 
-    A device may decide that a step is skipped, by torch's protocol for fused optimizers: where the attribute
-    `found_inf` (0-dim, on the device) is not 0, weights and state stay as they are, and nobody waits to know. `step`
-    counts at once, on the host; the count of a skipped step is taken back by the next `step` or `state_dict`.
+    A device may skip a step, by torch's protocol for fused optimizers: where the attribute `found_inf` (0-dim, on the
+    device) is not 0, weights and state stay unchanged, and the host does not synchronize. `step` counts immediately on
+    the host; the next `step` or `state_dict` subtracts the count of a skipped step.
     """
 
     _step_supports_amp_scaling = True  # the loop and torch.amp.GradScaler set found_inf and grad_scale
@@ -58,7 +58,7 @@ class Float32StateOptimizer(Optimizer):
             if any(p.grad.is_sparse for p in parameters):
                 raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
             work.append((parameters, group))
-        self._take_back()
+        self._uncount_skipped_step()
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and on_host(found_inf):  # then there is nothing to wait for
             if found_inf.item():
@@ -78,7 +78,7 @@ class Float32StateOptimizer(Optimizer):
         return loss
 
     def skip_on(self, device: torch.device) -> Skip | None:
-        """The device's word on this step; None: it has none, and the step is made."""
+        """The device's decision on this step; None if no step is skipped there."""
         if self._skips is None:
             return None
         if device not in self._skips:
@@ -87,8 +87,8 @@ class Float32StateOptimizer(Optimizer):
             self._skips[device] = Skip(here, here.float(), numbers)
         return self._skips[device]
 
-    def _take_back(self) -> None:
-        """Forget that the last step was counted if it was skipped."""
+    def _uncount_skipped_step(self) -> None:
+        """Subtract the count of the last step if it was skipped."""
         last, self._last = self._last, None
         if last is not None and last[0]():
             for state in [self.state[parameter] for parameter in last[1]]:
@@ -96,7 +96,7 @@ class Float32StateOptimizer(Optimizer):
                     state["step"] -= 1
 
     def state_dict(self) -> dict:
-        self._take_back()
+        self._uncount_skipped_step()
         return super().state_dict()
 
     @abstractmethod
@@ -133,19 +133,19 @@ def unless(skip: Skip | None, value: Tensor | float, instead: int = 0) -> Tensor
 
 
 def decay_into(moment: Tensor, value: Tensor, beta: float, skip: Skip | None) -> Tensor:
-    """Move a running mean, beta of which is kept, towards a value, unless the step is skipped; returns the mean."""
+    """Update a running mean with decay beta in place, unless the step is skipped; returns the mean."""
     if skip is None:
         return moment.mul_(beta).add_(value, alpha=1.0 - beta)
     return torch.where(skip.here, moment, moment.mul(beta).add_(value, alpha=1.0 - beta), out=moment)
 
 
-def kept_if(skip: Skip | None, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """A context after which plain tensors are what they were before it if the step is skipped."""
-    return nullcontext() if skip is None else _put_back_if(skip, tensors)
+def restored_if_skipped(skip: Skip | None, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """A context after which plain tensors have their earlier values if the step is skipped."""
+    return nullcontext() if skip is None else _restored_if_skipped(skip, tensors)
 
 
 @contextmanager
-def _put_back_if(skip: Skip, tensors: Sequence[Tensor]) -> Iterator[None]:
+def _restored_if_skipped(skip: Skip, tensors: Sequence[Tensor]) -> Iterator[None]:
     before = [tensor.clone() for tensor in tensors]
     yield
     for tensor, held in zip(tensors, before, strict=True):
@@ -153,8 +153,8 @@ def _put_back_if(skip: Skip, tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def root_mean_square(tensor: Tensor) -> Tensor | np.float32:
-    """sqrt(mean(x^2)) of a plain tensor, in fp32: 0-dim on its device; of a CPU tensor a number, which has the same
-    bits and is calculated with in a tenth of the time."""
+    """sqrt(mean(x^2)) of a plain tensor, in fp32: 0-dim on its device; for a CPU tensor a number with the
+    same bits, ten times faster to calculate with."""
     norm = torch.linalg.vector_norm(tensor, dtype=torch.float32)
     if on_host(norm):
         return np.float32(norm.item()) / np.float32(tensor.numel() ** 0.5)

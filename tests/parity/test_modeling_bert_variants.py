@@ -211,7 +211,7 @@ def test_part_of_a_head_turns_by_the_base_that_is_set():
         moved = as_complex * torch.polar(torch.ones_like(angles), angles)
         turned.append(torch.cat([moved.real, moved.imag, part[..., 4:]], dim=-1))
     expected = (turned[0] @ turned[1].transpose(-1, -2) / math.sqrt(8)).softmax(-1)
-    _, weights = layer(x, AttentionSpec(), model.encoder.position, 0, True)
+    _, weights = layer(x, None, AttentionSpec(), model.encoder.position, 0, True)
     torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
 
 

@@ -155,7 +155,7 @@ def test_dense_layout_is_exact_attention():
     base = make().double()
     variant = make(sparse_config_cls="Dense", sparse_attention={"block": 4}).double()
     variant.load_state_dict(base.state_dict())
-    assert variant.encoder.block[0].layer[0].SelfAttention.implementation == "block_sparse"
+    assert variant.encoder.block[0].layer[0].SelfAttention.backend == "auto"
     for wanted, got in zip(gradients(base, **batch()), gradients(variant, **batch()), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
