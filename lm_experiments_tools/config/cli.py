@@ -94,13 +94,7 @@ def parse(
         sys.exit(0)
     flags = flags_of(args_class)
     written = _read_command_line(argv, flags | flags_of(ConfigArgs))
-    settings: dict[str, Setting] = {}
-    for path in written.get("config", ()):
-        settings |= _read_yaml(path, flags)
-    settings |= {name: Setting(value, COMMAND_LINE) for name, value in written.items() if name in flags}
-    for name, flag in flags.items():
-        if flag.default is dataclasses.MISSING and name not in settings:
-            raise UserError(f"--{name} is missing: --help says what it takes.")
+    settings = _settings(written, flags)
     values = {name: setting.value for name, setting in settings.items()}
     for name, (value, origin) in (inherit(values) if inherit else {}).items():
         values[name], settings[name] = value, Setting(value, origin)
@@ -213,6 +207,18 @@ def _reader_may_leave() -> Iterator[None]:
     except BrokenPipeError:
         # what is still buffered would fail once more when the interpreter closes stdout
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _settings(written: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[str, Setting]:
+    """The settings of a command line and of the files that its `--config` names."""
+    settings: dict[str, Setting] = {}
+    for path in written.get("config", ()):
+        settings |= _read_yaml(path, flags)
+    settings |= {name: Setting(value, COMMAND_LINE) for name, value in written.items() if name in flags}
+    for name, flag in flags.items():
+        if flag.default is dataclasses.MISSING and name not in settings:
+            raise UserError(f"--{name} is missing: --help says what it takes.")
+    return settings
 
 
 def _read_command_line(argv: Sequence[str], flags: Mapping[str, Flag]) -> dict[str, Any]:
