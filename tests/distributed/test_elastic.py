@@ -13,7 +13,7 @@ from tests.distributed.launch import ROOT, forked, horovodrun, missing, torchrun
 WORKER = ROOT / "tests" / "distributed" / "elastic_worker.py"
 STEPS = 9
 LAUNCHERS = {"alone": lambda workers: [sys.executable], "ddp": torchrun, "horovod": horovodrun}
-OTHERS = [("ddp", 2), ("ddp", 4), pytest.param("ddp", 6, marks=pytest.mark.slow), ("horovod", 3), ("horovod", 4)]
+OTHERS = [("ddp", 2), ("ddp", 4), ("ddp", 6), ("ddp", 12), ("horovod", 3), ("horovod", 4)]
 
 
 def digest(folder: Path, step: int, launcher: str, workers: int = 1, *flags: str) -> str:
@@ -21,7 +21,7 @@ def digest(folder: Path, step: int, launcher: str, workers: int = 1, *flags: str
         pytest.skip(reason)
     extra = {"ACCELERATE_USE_CPU": "true"} if launcher == "ddp" else {}
     job = forked(LAUNCHERS[launcher](workers), WORKER, folder, step, *flags, timeout=200, **extra)
-    found = re.findall(r"digest (\w+) of backend \w+, (\d) worker", job.output)
+    found = re.findall(r"digest (\w+) of backend \w+, (\d+) worker", job.output)
     assert job.returncode == 0 and len(found) == 1, job.output[-4000:]
     assert found[0][1] == str(workers)
     return found[0][0]
