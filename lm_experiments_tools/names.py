@@ -3,7 +3,9 @@
 import difflib
 import importlib
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -105,7 +107,10 @@ def is_of_user(thing: Any) -> bool:
     if module is None or module.__name__.partition(".")[0] in (*_OWN_PACKAGES, "megatron", "builtins"):
         return False
     file = getattr(module, "__file__", None)
-    return file is None or not (any(part in file for part in _INSTALLED) or file.startswith(sys.base_prefix))
+    if file is None:
+        return True
+    library = sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"]
+    return not (set(_INSTALLED) & set(Path(file).parts) or any(Path(file).is_relative_to(path) for path in library))
 
 
 def _imported(module: str) -> ModuleType:

@@ -77,19 +77,15 @@ class SentenceEncoder:
     @property
     def identity(self) -> list[Any]:
         names = {field.name for field in fields(EncodingArgs)}
-        names -= {
-            "vocab_file",
-            "tokenizer_name_or_path",
-            "tokenizer_type",
-        }  # what they name counts, by its fingerprint
+        names -= {"vocab_file", "tokenizer_name_or_path", "tokenizer_type"}  # their fingerprint counts
         rules = {name: getattr(self.args, name) for name in sorted(names)}
         version = splitter_version(self.args.sentence_splitter) if self.args.split_sentences else ""
         return [rules, self.tokenizer.fingerprint, version]
 
     def parts(self, record: Record) -> list[list[str]]:
         """The sentences under each key. A text file has one key only."""
-        fields = record.value if record.raw else {self.args.json_keys[0]: record.value["text"]}
-        return [self._sentences(key, field_of(fields, key)) for key in self.args.json_keys]
+        values = record.value if record.raw else {self.args.json_keys[0]: record.value["text"]}
+        return [self._sentences(key, field_of(values, key)) for key in self.args.json_keys]
 
     def _sentences(self, key: str, value: Any) -> list[str]:
         for text in value if isinstance(value, list) else [value]:

@@ -1,13 +1,11 @@
-"""Flags made from the fields of a dataclass: types, defaults, help texts; read by argparse. Standard library only."""
+"""Flags made from the fields of a dataclass: types, defaults, help texts. Standard library only."""
 
-import argparse
 import ast
 import dataclasses
 import inspect
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -26,14 +24,12 @@ class Flag:
     Attributes:
         annotation: bool, int, float, str, a Literal, one of these or None, or a tuple of any number of one of these.
         default: `dataclasses.MISSING` if the flag is required.
-        help: the string under the field in its class, on one line.
-        group: the class that declares the field.
+        group: the class that declares the field, for `--help`.
     """
 
     name: str
     annotation: Any
     default: Any
-    help: str | None
     group: type
 
     @property
@@ -48,28 +44,17 @@ class Flag:
         """The value that a text stands for; of a list, the value of one item.
 
         Raises:
-            argparse.ArgumentTypeError: the flag takes no such value.
+            ValueError: the flag takes no such value.
         """
         item = typing.get_args(self.annotation)[0] if self.is_list else self.annotation
         try:
-            if text == "" and self.default != "" and not self.takes_none:
-                raise ValueError
             return _value(text, item)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"takes {describe(self.annotation)}, not {text!r}") from None
+            raise ValueError(f"takes {describe(self.annotation)}, not {text!r}") from None
 
     def names(self) -> list[str]:
         """The flag, and the one that turns off a boolean."""
         return [f"--{self.name}", *([f"--no_{self.name}"] if self.annotation is bool else [])]
-
-
-class _Boolean(argparse.Action):
-    """`--flag`, `--flag true`, `--flag=false`, `--no_flag`."""
-
-    def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: bool, option_string: str | None = None
-    ) -> None:
-        setattr(namespace, self.dest, values != (option_string == f"--no_{self.dest}"))
 
 
 def _value(text: str, annotation: Any) -> Any:
@@ -102,21 +87,20 @@ def flags_of(*args_classes: type) -> dict[str, Flag]:
     """The flags of dataclasses by name, group after group."""
     flags = {}
     for args_class in args_classes:
-        types_by_name, texts = typing.get_type_hints(args_class), _help_texts(args_class)
-        fields = {field.name: field for field in dataclasses.fields(args_class)}
-        for group in help_groups(args_class):
-            for name in inspect.get_annotations(group):
-                text = texts.get(name) or fields[name].metadata.get("help")
-                flags[name] = Flag(name, types_by_name[name], fields[name].default, text, group)
+        types_by_name = typing.get_type_hints(args_class)
+        group_of = {name: group for group in help_groups(args_class) for name in inspect.get_annotations(group)}
+        for field in dataclasses.fields(args_class):
+            group = group_of.get(field.name, args_class)
+            flags[field.name] = Flag(field.name, types_by_name[field.name], field.default, group)
     return flags
 
 
-def _help_texts(args_class: type) -> dict[str, str]:
-    """The string under each field in the source of a class, on one line.
+def help_texts(args_class: type) -> dict[str, str]:
+    """The string under each field in the source of a class, on one line; else the `help` of the field's metadata.
 
     A class that repeats a field may have a text of its own; otherwise the text of the declaring class stays.
     """
-    texts = {}
+    texts = {field.name: field.metadata.get("help", "") for field in dataclasses.fields(args_class)}
     for cls in reversed(args_class.__mro__):
         if not inspect.get_annotations(cls):
             continue
@@ -128,30 +112,3 @@ def _help_texts(args_class: type) -> dict[str, str]:
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                 texts[field.target.id] = " ".join(text.value.value.split())
     return texts
-
-
-def parse_words(flags: Iterable[Flag], words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The values of the flags that a command line gives, and the words that belong to none.
-
-    Dashes in a flag stand for underscores, and nothing is abbreviated. The last value of a repeated flag wins.
-
-    Raises:
-        argparse.ArgumentError: a flag without a value, or with one that it does not take.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in flags:
-        about: dict[str, Any] = {"dest": flag.name, "type": flag.read, "default": argparse.SUPPRESS}
-        if flag.annotation is bool:
-            about |= {"action": _Boolean, "nargs": "?", "const": True}
-        elif flag.is_list:
-            about |= {"action": "extend" if flag.name == "config" else "store", "nargs": "+"}
-        parser.add_argument(*flag.names(), **about)
-    given, rest = parser.parse_known_args([_underscored(word) for word in words])
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in vars(given).items()}, rest
-
-
-def _underscored(word: str) -> str:
-    if not word.startswith("--"):
-        return word
-    flag, equals, value = word[2:].partition("=")
-    return f"--{flag.replace('-', '_')}{equals}{value}"

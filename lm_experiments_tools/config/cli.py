@@ -1,11 +1,9 @@
 """Command line and YAML -> a frozen dataclass of arguments.
 
-argparse reads the command line, PyYAML the files of `--config`, and one function reads the values of both, each by the
-type of its field: `lr: 1e-4` is a number. The last place that sets a flag wins, and is kept for error messages.
-Anything a user can fix raises UserError with one sentence.
+One function reads the values of both, each by the type of its field: `lr: 1e-4` is a number. The last place that sets
+a flag wins, and is kept for error messages. Anything a user can fix raises UserError with one sentence.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import inspect
@@ -22,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from lm_experiments_tools.config import restart
-from lm_experiments_tools.config.arguments import Flag, describe, flags_of, parse_words
+from lm_experiments_tools.config.arguments import NULL_WORDS, Flag, describe, flags_of
 from lm_experiments_tools.config.flags import help_groups
 from lm_experiments_tools.config.help import help_text, help_topic
 from lm_experiments_tools.config.launchers import launcher_rank, on_several_machines
@@ -35,9 +33,8 @@ Args = TypeVar("Args")
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 BASE = "base"  # in YAML: the files that this one changes
-_BASE = Flag(BASE, tuple[str, ...], (), None, object)
+_BASE = Flag(BASE, tuple[str, ...], (), object)
 EMPTY: Mapping[str, str] = types.MappingProxyType({})
-NULL = ("null", "none", "~", "")  # of YAML, unquoted
 SPEED = "lm_experiments_tools.models.speed:choose_speed"  # `settle` of the scripts: a name, as it imports torch
 
 
@@ -222,26 +219,57 @@ def _settings(written: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[str
 
 
 def _read_command_line(argv: Sequence[str], flags: Mapping[str, Flag]) -> dict[str, Any]:
-    """The values of a command line by flag."""
-    for word in argv:
-        if word == "--" or word.endswith("=--"):  # argparse would drop the dashes
+    """The values of a command line by flag; the last value of a repeated flag wins, except for `--config`."""
+    given: dict[str, Any] = {}
+    unknown: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        written, equals, attached = word.partition("=")
+        if not written.startswith("--") or written == "--":
             raise UserError(_not_a_flag(word, flags))
-    try:
-        given, rest = parse_words(flags.values(), argv)
-    except argparse.ArgumentError as error:
-        flag = error.argument_name.partition("/")[0]
-        needs = f"needs a value: {describe(flags[flag.removeprefix('--')].annotation)}"
-        raise UserError(f"{flag} {error.message if error.message.startswith('takes') else needs}.") from None
-    if unknown := [word.partition("=")[0] for word in rest if word.startswith("--")]:
-        found = " ".join(f"{flag}{suggestion(flag, flags, prefix='--')}" for flag in unknown)
-        raise UserError(f"unknown flag{'s' * (len(unknown) > 1)} {found}")
-    if rest:
-        raise UserError(_not_a_flag(rest[0], flags))
+        flag, is_negated = _named(written[2:], flags)
+        words = [attached] if equals else _take_values(rest, several=flag is None or flag.is_list)
+        if flag is None:
+            unknown.append(f"{written}{suggestion(written, flags, prefix='--')}")
+            continue
+        if flag.annotation is bool:
+            words = words or ["true"]
+        elif not words or (words == [""] and flag.default != ""):
+            raise UserError(f"{written} needs a value: {describe(flag.annotation)}.")
+        try:
+            values = tuple(flag.read(text) for text in words)
+        except ValueError as error:
+            raise UserError(f"{written} {error}.") from None
+        before = given.get("config", ()) if flag.name == "config" else ()
+        if flag.is_list:
+            given[flag.name] = (*before, *values)
+        else:
+            given[flag.name] = not values[0] if is_negated else values[0]
+    if unknown:
+        raise UserError(f"unknown flag{'s' * (len(unknown) > 1)} {' '.join(unknown)}")
     return given
 
 
+def _named(written: str, flags: Mapping[str, Flag]) -> tuple[Flag | None, bool]:
+    """The flag of a name, in which dashes stand for underscores, and True if `no_` negates a boolean."""
+    name = written.replace("-", "_")
+    positive = flags.get(name.removeprefix("no_"))
+    if name not in flags and positive is not None and positive.annotation is bool:
+        return positive, True
+    return flags.get(name), False
+
+
+def _take_values(rest: list[str], several: bool) -> list[str]:
+    """Pop the next word, or all up to the next flag."""
+    taken: list[str] = []
+    while rest and not rest[0].startswith("--") and (several or not taken):
+        taken.append(rest.pop(0))
+    return taken
+
+
 def _not_a_flag(word: str, flags: Mapping[str, Flag]) -> str:
-    if word.startswith("-") and word[1:2] != "-":
+    if word.startswith("-") and word.strip("-"):
         flag = "-" + word.partition("=")[0].lstrip("-")
         return f"{flag} begins with one dash, flags with two{suggestion(flag, flags, prefix='--')}"
     return f"{word!r} belongs to no flag: every value follows a --flag, one value each (see --help)."
@@ -302,13 +330,13 @@ def _yaml_value(flag: Flag, node: yaml.Node, origin: str) -> Any:
     for item in items:
         if not isinstance(item, yaml.ScalarNode):
             raise UserError(f"{origin}: {flag.name} is {_kind(item)}, but it takes {describe(flag.annotation)}.")
-    if items == [node] and node.style is None and node.value.lower() in NULL:
+    if items == [node] and node.style is None and node.value.lower() in NULL_WORDS:
         if not flag.takes_none:
             raise UserError(f"{origin}: {flag.name} has no value, but it takes {describe(flag.annotation)}.")
         return None
     try:
         values = tuple(flag.read(item.value) for item in items)
-    except argparse.ArgumentTypeError as error:
+    except ValueError as error:
         raise UserError(f"{origin}: {flag.name} {error}.") from None
     return values if flag.is_list else values[0]
 

@@ -17,7 +17,7 @@ import textwrap
 import typing
 from collections.abc import Sequence
 
-from lm_experiments_tools.config.arguments import Flag, flags_of
+from lm_experiments_tools.config.arguments import Flag, flags_of, help_texts
 from lm_experiments_tools.errors import UserError
 
 ALL = "all"
@@ -90,7 +90,7 @@ def help_text(args_class: type, files_class: type, topic: str, description: str 
     Raises:
         UserError: no such group or flag.
     """
-    flags = flags_of(args_class, files_class)
+    flags, texts = flags_of(args_class, files_class), help_texts(args_class) | help_texts(files_class)
     groups = {_title(flag.group): flag.group for flag in flags.values()}
     names = {title: [name for name in flags if flags[name].group is group] for title, group in groups.items()}
     shown = _shown(names, groups, topic)
@@ -105,7 +105,7 @@ def help_text(args_class: type, files_class: type, topic: str, description: str 
         group = parser.add_argument_group(f"{title} options", " ".join((groups[title].__doc__ or "").split()))
         for name in names_of_group:
             flag = flags[name]
-            text = f"{flag.help or ''} ({_default(flag)})".strip()
+            text = f"{texts[name]} ({_default(flag)})".strip()
             about = {"action": "store_true"} if flag.annotation is bool else {"metavar": _metavar(flag)}
             about |= {"nargs": "+"} if flag.is_list else {}
             group.add_argument(*flag.names(), **about, help=text.replace("%", "%%"))

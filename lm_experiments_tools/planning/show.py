@@ -108,10 +108,12 @@ def watched(args: ExperimentArgs, origins: Mapping[str, str], backend: Backend) 
             estimated = estimate(args)
             parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in estimated.parts.items() if size)
             message += (
-                f"Estimated were {human_bytes(estimated.total)} for micro-batches of {args.batch_size}: {parts}. "
+                f"The estimate was {human_bytes(estimated.total)} for micro-batches of {args.batch_size}: {parts}. "
             )
             found = largest_fit(args, estimate, _NEXT * estimated.total)
-            message += f"Try {found.flags}, estimated at {human_bytes(found.estimate.total)}, as many rows an update."
+            message += (
+                f"Try {found.flags}, estimated at {human_bytes(found.estimate.total)}, with the same rows per update."
+            )
         except UserError as no_estimate:
             message += f"{no_estimate} Try a smaller --batch_size with more --gradient_accumulation_steps."
         raise RunError(message) from error

@@ -63,6 +63,7 @@ def new_folder(folder: Path, flag: str = "--to") -> Iterator[Path]:
     Raises:
         UserError: there is something in `folder`.
     """
+    folder = folder.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{flag} {folder}: it is there already, and nothing is overwritten: name another folder.")
     temporary = folder.with_name(f".{folder.name}.tmp{secrets.token_hex(6)}")
@@ -83,9 +84,13 @@ def write_files(opened: Opened, folder: Path, max_shard_size: str) -> None:
     dtype = getattr(torch, str(source.config.get("dtype") or source.config.get("torch_dtype")), torch.float32)
     if not all(torch.equal(weight.to(dtype).float(), weight) for weight in model.parameters()):
         dtype = torch.float32  # some weights were saved in a wider dtype than the configuration names
+    # Parameters alone: buffers such as the frequencies of rotary positions would lose digits.
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
     with without_progress_bars():
-        model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
-    model.float()
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+    for weight in model.parameters():
+        weight.data = weight.data.float()
     # A decoder's tokenizer is written anew: it must not append EOS to prompts.
     if source.path is None or opened.writes_on or not copy_tokenizer(source.path, folder):
         opened.tokenizer.save_pretrained(folder)
@@ -211,10 +216,13 @@ def _failure(loading: Loading, folder: Path, inputs: dict[str, Tensor], expected
         environment["PYTHONPATH"] = os.pathsep.join([str(packages), *map(os.path.abspath, paths)])
         program = _PROGRAM.format(code=loading.code, outputs=_OUTPUTS)
         # -S: the .pth file of an editable install would put the folder of the user's code on the path
-        done = subprocess.run(
-            [sys.executable, "-S", "-c", program, str(folder.resolve()), str(asked), str(answered)],
-            cwd=other, env=environment, capture_output=True, text=True, timeout=_SECONDS,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                [sys.executable, "-S", "-c", program, str(folder.resolve()), str(asked), str(answered)],
+                cwd=other, env=environment, capture_output=True, text=True, timeout=_SECONDS,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"was not loaded within {_SECONDS} s"
         if done.returncode != 0:
             return f"cannot be loaded ({(done.stderr.strip().splitlines() or [f'exit code {done.returncode}'])[-1]})"
         return difference(torch.load(answered), expected)

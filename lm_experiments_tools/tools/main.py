@@ -41,11 +41,6 @@ SCRIPTS = {
     "finetune": ("run_finetuning.py", "fine-tune a pre-trained model"),
     "build-horovod": ("scripts/build_horovod.py", "build Horovod against the installed torch and check it"),
 }
-_ARGUMENTS = {
-    "pretrain-t5": "pretraining:T5PretrainingArgs",
-    "pretrain-bert": "bert:BertPretrainingArgs",
-    "finetune": "finetuning:FinetuningArgs",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,17 +97,6 @@ def _run_script(file: str, argv: list[str]) -> int:
     sys.argv = [str(path), *argv]
     runpy.run_path(str(path), run_name="__main__")
     return 0
-
-
-def script_path(name: str) -> Path:
-    """The file of one of `SCRIPTS`."""
-    return _find(SCRIPTS[name][0])
-
-
-def arguments_of(name: str) -> type | None:
-    """The dataclass of a script's flags; None for a name that is no script's, or one without any."""
-    module, _, cls = _ARGUMENTS.get(name, "").partition(":")
-    return getattr(importlib.import_module(f"lm_experiments_tools.config.{module}"), cls) if cls else None
 
 
 def _find(file: str) -> Path:

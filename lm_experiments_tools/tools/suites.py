@@ -103,9 +103,8 @@ def measured(name: str, suite: Suite) -> dict[str, float]:
         if folder is not None:
             of = {"task": task, **suite.settings}
             record = {**place, "split": suite.name, **found, "metrics": list(found), "of": of, "time": time.time()}
-            with (folder / "metrics.jsonl").open(
-                "a", encoding="utf-8"
-            ) as file:  # one write: the run may log at the same time
+            # one write: the run may log at the same time
+            with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(dump_json(record, indent=None) + "\n")
     gc.collect()
     return values

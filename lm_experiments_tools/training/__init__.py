@@ -1,1 +1,1 @@
-"""The training loop, its hooks, losses, metrics and schedules; imports backends, checkpoint and tracking."""
+"""The training loop, its callbacks, losses, metrics and schedules; imports backends, checkpoint and tracking."""

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 _EPOCH_START = {"epoch_random_state", "epoch_generators"}
 
+_END = object()  # of an epoch
+
 
 class BatchStream:
     """This worker's batches, epoch after epoch, each with the seconds that it was waited for.
@@ -138,9 +140,14 @@ class BatchStream:
                 self._previous = random_state(), self.state_dict()
             with torch.profiler.record_function(DATA_WAIT):
                 batches = self._start_epoch() if batches is None else batches
-                while (batch := next(batches, None)) is None:
+                while (batch := next(batches, _END)) is _END:
                     self._end_epoch()
                     batches = self._start_epoch()
+            if batch is None:
+                raise UserError(
+                    f"the training data loader gave None in place of a batch in epoch {self.epoch}: leave bad rows "
+                    "out in the dataset, or return the others from collate_fn"
+                )
             if not self._seeks:
                 if self.rows_in_epoch == 0:  # some samplers make their generator at their first row
                     self._generators = Generators(self.loader)
@@ -195,7 +202,7 @@ class BatchStream:
             return iter(self.loader)
         batches, used = iter(self.loader), 0
         while used < self.rows_in_epoch:
-            if (batch := next(batches, None)) is None:
+            if (batch := next(batches, _END)) is _END:
                 raise UserError(
                     f"the checkpoint had used {self.rows_in_epoch} rows of epoch {self.epoch}, but the training data "
                     f"now gives only {used}: it is not the data the run was started with"

@@ -163,7 +163,7 @@ def _check_numbers(name: str, accepted: Mapping[str, Parameter], general: Mappin
         known = dict.fromkeys([*SCHEDULES, *_transformers_schedules()])
         floored = ", ".join(key for key in known if "min_lr_ratio" in _find(key)[1])
         raise UserError(f"--lr_scheduler {name} has no floor (--lr_min_ratio): those that have are {floored}.")
-    if general["base_lr"] is not None and general["base_lr"] <= 0 and "base_lr" in accepted:
+    if general["base_lr"] is not None and general["base_lr"] <= 0 and _is_required(accepted.get("base_lr")):
         raise UserError(f"--lr_scheduler {name} needs a positive --lr, not {general['base_lr']}.")
 
 

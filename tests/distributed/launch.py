@@ -113,10 +113,14 @@ def run(launcher: list[str], *command: object, timeout: float = 150, **extra: st
 def forked(launcher: list[str], *command: object, timeout: float = 150, **extra: str) -> Job:
     """Run the workers of a job as `run` does, forked from a process that has imported torch: no launcher, no imports.
 
+    What differs from a real start: all workers have the hash seed of that process.
+
     A launcher other than `torchrun()`, `horovodrun()`, `shim()` and `[sys.executable]` is started.
     """
     if launcher[0] == "horovodrun":
-        kind, workers, script = "horovodrun", int(launcher[launcher.index("-np") + 1]), []
+        workers = int(launcher[launcher.index("-np") + 1])
+        assert launcher == horovodrun(workers), f"{launcher} is to be started by run()"
+        kind, script = "horovodrun", []
     elif launcher[1:3] == torchrun()[1:3]:
         number = launcher.index("--nproc_per_node") + 1
         kind, workers, script = "torchrun", int(launcher[number]), launcher[number + 1 :]

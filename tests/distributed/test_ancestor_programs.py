@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.launch import ROOT, accelerate_launch, forked, horovodrun, missing
+from tests.distributed.launch import ROOT, accelerate_launch, forked, horovodrun, missing, run
 
 PROGRAM = ROOT / "tests" / "distributed" / "ancestor_program.py"
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -96,7 +96,7 @@ def test_gena_lms_program_trains_unmodified(tmp_path):
     program = "downstream_tasks.promoter_prediction.run_promoter_finetuning"
     search = os.pathsep.join([str(checkout), str(ROOT), os.environ.get("PYTHONPATH", "")])
     words = [*horovodrun()[:-1], sys.executable, "-m", program]
-    job = forked(words, "--save_best", *flags(**paths, **settings), PYTHONPATH=search)
+    job = run(words, "--save_best", *flags(**paths, **settings), PYTHONPATH=search)
     assert job.returncode == 0, job.output[-4000:]
     assert "Runnning validation on test data" in job.output
     assert '"split": "test"' in (tmp_path / "run" / "metrics.jsonl").read_text()

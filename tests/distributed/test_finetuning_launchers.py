@@ -14,11 +14,10 @@ from transformers import T5ForConditionalGeneration
 
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.models.build import build_model, load_model_config
-from tests.distributed.launch import ROOT, forked, horovodrun, missing, shipped, slow, torchrun
+from tests.distributed.launch import ROOT, forked, horovodrun, missing, run, shipped, slow, torchrun
 from tests.helpers.pretrained_toys import save_toy
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
 
-WITHOUT = missing("sacrebleu", "rouge_score")
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(
@@ -76,12 +75,14 @@ CLASSES = ("--model_type", "encoder", "--task", "classification", "--input_seq_l
            "--speed", "off")  # fmt: skip
 
 
-def finetune(folder, name, launcher, batch_size, *flags, model=None, data="jsonl", settings=TEXT, **environment):
+def finetune(
+    folder, name, launcher, batch_size, *flags, model=None, data="jsonl", settings=TEXT, start=forked, **environment
+):
     """A run of ten updates (four of a classifier) on eight rows each, and its metrics."""
     model = model or ("--model_cfg", folder / "tiny.json", "--tokenizer", folder / "vocab.model")
     splits = {"--data_path": "train", "--valid_data_path": "valid", "--test_data_path": "test"}
     sets = [word for flag, split in splits.items() for word in (flag, folder / f"{split}.{data}")]
-    job = forked(
+    job = start(
         launcher, SCRIPT, *model, *sets, "--batch_size", batch_size, "--gradient_accumulation_steps", 2,
         "--log_interval", 5, "--save_best", *settings, "--model_path", folder / name, *flags, **environment,
     )  # fmt: skip
@@ -166,7 +167,7 @@ def test_elastic_runs_on_saved_weights_agree_with_one_row_a_micro_batch(folder, 
     """MKL's code for other CPUs rounds a product with one row by the addresses of its operands."""
     flags = ("--gradient_accumulation_steps", 1, "--reproducible", "elastic", "--virtual_ranks", 6)
     flags += ("--peft", "lora") if name == "adapter_model" else ()
-    settings = dict(model=weights["bert"], data="tsv", settings=CLASSES, MKL_ENABLE_INSTRUCTIONS="SSE4_2")
+    settings = dict(model=weights["bert"], data="tsv", settings=CLASSES, start=run, MKL_ENABLE_INSTRUCTIONS="SSE4_2")
     finetune(folder, f"rows-alone-{name}", [sys.executable], 1, *flags, **settings)
     finetune(folder, f"rows-two-{name}", torchrun(), 1, *flags, **settings, **CPU)
     one, two = (load_file(folder / f"rows-{run}-{name}" / "last" / f"{name}.safetensors") for run in ("alone", "two"))

@@ -146,7 +146,7 @@ def _signal(alive: Mapping[int, int], number: int) -> None:
 
 
 def _work(job: dict, environment: dict[str, str]) -> None:
-    """Run the script in this forked process; never returns."""
+    """Run the script in this forked process; never returns. Workers share the hash seed, unlike real ones."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -156,6 +156,7 @@ def _work(job: dict, environment: dict[str, str]) -> None:
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(job["cwd"])
+        sys.modules["numpy"].random.seed()  # the server's state would be that of all workers
         script, *arguments = job["command"]
         sys.argv, sys.orig_argv = [script, *arguments], [sys.executable, script, *arguments]
         sys.path[0] = str(Path(script).resolve().parent)
@@ -166,8 +167,6 @@ def _work(job: dict, environment: dict[str, str]) -> None:
             code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
             if isinstance(ended.code, str):
                 print(ended.code, file=sys.stderr)
-        import atexit
-
         atexit._run_exitfuncs()
     except BaseException:
         sys.excepthook(*sys.exc_info())

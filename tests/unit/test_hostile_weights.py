@@ -66,7 +66,7 @@ COMMANDS = {
     "export": ("export", "bad", "--to", "exported"),
     "evaluate": ("evaluate", "--checkpoints", "bad", "--valid_data_path", "rows.jsonl", "--input_seq_len", "16"),
     "attention": ("attention", "--model", "bad", "--text", "w1 w2", "--target", "w3", "--output", "maps.npz"),
-    "plan": ("plan", "finetune", "--from_pretrained", "bad", "--batch_size", "2", "--trace"),
+    "plan": ("plan", "finetune", "--from_pretrained", "bad", "--batch_size", "2"),
 }  # fmt: skip
 
 

@@ -43,9 +43,7 @@ class Settings(NamedTuple):
     """The non-tensor arguments of a call."""
 
     select: Select
-    layout: Callable[
-        [], AnyLayout
-    ]  # the object if it is alive; None where it is a tensor, which the operator is given
+    layout: Callable[[], AnyLayout]  # the object if it is alive; None for a tensor, which the operator is given
     backend: str
     bias: tuple[int, bool, int, int]  # its kind; T5's has bidirectional, num_buckets and max_distance too
     causal: bool

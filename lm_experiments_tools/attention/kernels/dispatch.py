@@ -39,9 +39,8 @@ _DENSE = 0.5  # from this density on, skipping blocks gains less than SDPA's fus
 _SHORT_DENSE = 768
 _NEARLY_DENSE = 0.75
 _MATRIX_BYTES = 1 << 30  # of masks, biases and scores that SDPA may materialize
-_MEMORY_FRACTION = (
-    8  # 1 / 8 of a GPU's memory may hold SDPA's matrices for a bias that is one; gather launches thousands
-)
+# 1 / 8 of a GPU's memory may hold SDPA's matrices for a bias that is one; gather launches thousands of kernels.
+_MEMORY_FRACTION = 8
 
 
 def backend_of(implementation: str) -> str:
@@ -81,7 +80,7 @@ def attend(
     inputs = AttentionInputs(q, k, v, spec)
     if output_attentions:
         return eager.attend_with_weights(inputs if spec.layout is None else validate(inputs))
-    if prefers_products and products.refusal(inputs) is None:
+    if prefers_products and spec.layout is None and products.refusal(inputs) is None:
         return products.attend(inputs), None
     if spec.layout is None and backend in _TRACEABLE:
         return _TRACEABLE[backend].attend(inputs), None

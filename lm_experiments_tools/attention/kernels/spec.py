@@ -100,7 +100,8 @@ class AttentionInputs(NamedTuple):
         spec, (q, k) = self.spec, self[:2]
         allowed = spec.mask
         if spec.key_padding_mask is not None and not ignores_padding:
-            keys = spec.key_padding_mask.view(q.shape[0], 1, 1, -1)  # a third of the time of indexing by None
+            rows, num_keys = spec.key_padding_mask.shape  # one row holds for the whole batch
+            keys = spec.key_padding_mask.view(rows, 1, 1, num_keys)  # a third of the time of indexing by None
             allowed = keys if allowed is None else allowed & keys
         if spec.causal:
             past = causal_mask(q.shape[2], k.shape[2], q.device)

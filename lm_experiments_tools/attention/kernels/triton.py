@@ -353,7 +353,7 @@ def card_of(device: torch.device) -> Card | None:
 
 
 def refusal_of_device(inputs: AttentionInputs) -> str | None:
-    """Why the GPU of a inputs cannot run these kernels; None if it can, or is none of NVIDIA's."""
+    """Why the GPU of the inputs cannot run these kernels; None if it can, or is none of NVIDIA's."""
     card = card_of(inputs.q.device)
     if card is None:
         return None

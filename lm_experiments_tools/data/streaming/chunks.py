@@ -246,8 +246,9 @@ class ChunkFeed:
             waiting = [self.streams[number] for number in wanted]
             while not self._changed.wait_for(lambda: self._is_done(waiting), _PATIENCE):
                 slow = min(waiting, key=lambda stream: stream.num_known / stream.num_wanted)
-                come, wanted = slow.num_known, slow.num_wanted
-                logger.info("waiting for text: stream %d is at example %d of %d", slow.number, come, wanted)
+                logger.info(
+                    "waiting for text: stream %d is at example %d of %d", slow.number, slow.num_known, slow.num_wanted
+                )
         for serving in self._serving:
             if serving.done():
                 serving.result()

@@ -123,9 +123,8 @@ class MixedText:
         self.position, self.rejected = position, []
         self._shares = np.array(plan.shares)
         self._texts: list[StreamText] = []
-        self._sharing: list[
-            tuple[int, int]
-        ] = []  # of each text: number of streams that share it, and this one's index
+        # for each text: number of streams that share it, and the index of this one
+        self._sharing: list[tuple[int, int]] = []
         for part, text in zip(plan.plans, position.texts, strict=True):
             index, number = divmod(stream, part.num_streams)
             self._texts.append(StreamText(part, number, text.position, **options))

@@ -102,8 +102,12 @@ def read_shard(item: str, shard: int, column: str, skip: int = 0) -> Iterator[di
         ) from None
 
 
-def identity(item: str) -> list[str]:
-    """Identity of a dataset: the files of its split, with their revision on the hub or their size and ends here."""
+def identity(item: str, *, with_times: bool = False) -> list[str]:
+    """Identity of a dataset: the files of its split, with their revision on the hub or their size and ends here.
+
+    Args:
+        with_times: also the modification times of local files, which copies on other machines need not share.
+    """
     import datasets
 
     split = split_name(item)[2]
@@ -111,8 +115,10 @@ def identity(item: str) -> list[str]:
     files = (builder.config.data_files or {}).get(split)
     if files is None:
         return [str(builder.config.version), str(builder.hash)]
-    return [_file_identity(file) if os.path.exists(file) else file for file in files]
+    return [_file_identity(file, with_times) if os.path.exists(file) else file for file in files]
 
 
-def _file_identity(path: str) -> str:
-    return f"{os.path.basename(path)}: {os.path.getsize(path)}, {hash_of_ends(path)}"
+def _file_identity(path: str, with_times: bool) -> str:
+    status = os.stat(path)
+    time = f", {status.st_mtime_ns}" if with_times else ""
+    return f"{os.path.basename(path)}: {status.st_size}, {hash_of_ends(path)}{time}"

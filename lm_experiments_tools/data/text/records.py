@@ -157,7 +157,8 @@ def no_documents(inputs: Sequence[str], rejected: RejectedRecords) -> UserError:
     listed = f"; all are listed in {rejected.path}" if rejected.path and rejected.first else ""
     details = f" (the first: {rejected.first}{listed})" if rejected.first else ""
     empty = f", {rejected.num_empty} empty texts" if rejected.num_empty else ""
-    remedy = ": name the key of the text by --text_key" if f": {NO_KEY} " in rejected.first else ""
+    is_keyed = rejected.path is not None and f": {NO_KEY} " in rejected.first  # fine-tuning has no --text_key
+    remedy = ": name the key of the text by --text_key" if is_keyed else ""
     return UserError(
         f"there is no document in {list_inputs(inputs)}: {rejected.count} bad lines{empty} and nothing else"
         f"{details}{remedy}"

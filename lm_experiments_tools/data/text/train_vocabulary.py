@@ -158,9 +158,8 @@ class _Sampler:
     def __iter__(self) -> Iterator[str]:
         shards = plan_shards(self._inputs, _SHARD_BYTES, max(_MAX_SHARDS, 2 * self._limit // _SHARD_BYTES))
         random.Random(0).shuffle(shards)
-        most = max(
-            self._limit // len(shards), _SHARD_BYTES
-        )  # so that a large compressed file is not all of the sample
+        # so that a large compressed file is not all of the sample
+        most = max(self._limit // len(shards), _SHARD_BYTES)
         for shard in shards:
             end = min(self.num_bytes + most, self._limit)
             for line in self._lines_of(shard):

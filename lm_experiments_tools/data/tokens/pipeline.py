@@ -440,7 +440,7 @@ def plan_fingerprint(shards: Sequence[Shard], encoding: Any) -> str:
     """Hash of all that decides the tokens: the bytes that are read, and how they are encoded."""
     stamps = {os.path.abspath(shard.path): shard.stamp[1] for shard in shards if shard.stamp is not None}
     parts = [(os.path.abspath(s.path) if s.kind != "dataset" else s.path, s.kind, s.start, s.end) for s in shards]
-    datasets = [hf_datasets.identity(name) for name in _datasets_of(shards)]
+    datasets = [hf_datasets.identity(name, with_times=True) for name in _datasets_of(shards)]
     return _sha256([FORMAT, parts, sorted(stamps.items()), datasets, encoding])
 
 

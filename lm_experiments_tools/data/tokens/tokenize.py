@@ -198,6 +198,10 @@ def _show_progress(
     shards: Sequence[Shard], show: bool | None, jobs: Sequence[tuple[Shard, str]], done: Iterable[tuple[Shard, str]]
 ) -> None:
     """A bar of bytes read, or of shards where sizes are not known."""
+    if not (sys.stderr.isatty() if show is None else show):
+        for _ in done:
+            pass
+        return
     from tqdm import tqdm
 
     known = all(shard.kind != "dataset" for shard in shards)
@@ -207,8 +211,7 @@ def _show_progress(
 
     total, left = sum(map(weight, shards)), sum(weight(shard) for shard, _ in jobs)
     unit = "B" if known else "shard"
-    hidden = not (sys.stderr.isatty() if show is None else show)
-    with tqdm(total=total, initial=total - left, unit=unit, unit_scale=known, desc="tokenize", disable=hidden) as bar:
+    with tqdm(total=total, initial=total - left, unit=unit, unit_scale=known, desc="tokenize") as bar:
         for shard, _ in done:
             bar.update(weight(shard))
 

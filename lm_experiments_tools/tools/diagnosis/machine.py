@@ -116,7 +116,10 @@ def builds_cpp() -> str | None:
     source = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
     with tempfile.TemporaryDirectory() as folder:
         command = [compiler, "-x", "c++", "-", "-fopenmp", "-fsyntax-only", f"-I{sysconfig.get_path('include')}"]
-        built = subprocess.run(command, input=source, capture_output=True, text=True, cwd=folder, timeout=30)
+        try:
+            built = subprocess.run(command, input=source, capture_output=True, text=True, cwd=folder, timeout=30)
+        except subprocess.TimeoutExpired:
+            return "g++ did not end within 30 s"
     errors = [line for line in built.stderr.splitlines() if "error" in line]
     return None if built.returncode == 0 else f"g++ fails: {errors[0] if errors else built.stderr[:200]}"
 

@@ -75,9 +75,8 @@ def test_masks_may_be_written_to_before_the_backward_pass(backend, segmented):
 
 
 def test_a_trace_without_numbers_leaves_nothing_behind():
-    with FakeTensorMode(), pytest.raises(UserError, match="torch.export's tensors hold no numbers"):
-        block_sparse_attention(*(torch.randn(1, 3, 700, 8) for _ in range(3)))
     with FakeTensorMode():
+        assert block_sparse_attention(*(torch.randn(1, 3, 700, 8) for _ in range(3))).shape == (1, 3, 700, 8)
         plan.resolve_layout(None, 3, 700, 700)
     q = torch.randn(1, 3, 700, 8)
     assert block_sparse_attention(q, q, q).isfinite().all()

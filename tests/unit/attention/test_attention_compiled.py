@@ -149,10 +149,11 @@ def test_a_compiled_model_has_one_graph_for_a_shape_and_two_for_all_lengths(name
 
 def test_a_compiled_call_with_trained_slopes_is_the_uncompiled_one():
     traced = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager")
-    (q,), (slopes,) = (tensors(*shape, count=1, dtype=torch.float32) for shape in ((1, 2, 300, 8), (2,)))
-    found, wanted = (f(q, q, q, None, AlibiBias(slopes)) for f in (traced, block_sparse_attention))
+    q, k, v = tensors(1, 2, 300, 8, dtype=torch.float32)
+    (slopes,) = tensors(2, count=1, dtype=torch.float32)
+    found, wanted = (f(q, k, v, None, AlibiBias(slopes)) for f in (traced, block_sparse_attention))
     assert torch.equal(found, wanted)
-    both = [torch.autograd.grad(x.square().sum(), [q, slopes]) for x in (found, wanted)]
+    both = [torch.autograd.grad(x.square().sum(), [q, k, v, slopes]) for x in (found, wanted)]
     assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
 
 

@@ -138,7 +138,7 @@ def test_a_full_disk_in_the_background_ends_the_run_at_the_next_step(tmp_path, m
 
         def on_step_end(self, loop, info):
             waited[:] = [loop.saver]
-            wait(loop, info)
+            wait.on_step_end(loop, info)
 
     sentence = (
         "the checkpoint of step 4 was not written to .*: No space left on device .*earlier checkpoints are untouched"

@@ -12,7 +12,14 @@ import sentencepiece
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5ForConditionalGeneration,
+)
 
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.saved import open_saved
@@ -20,7 +27,7 @@ from lm_experiments_tools.tools.hub_folder import check_folder
 from lm_experiments_tools.tools.main import main
 from run_t5_pretraining import main as pretrain
 from tests.helpers import ROOT
-from tests.helpers.pretrained_toys import save_toy, t5_config
+from tests.helpers.pretrained_toys import ROWS, save_toy, t5_config
 from tests.helpers.runs import TINY, records, words
 from tests.helpers.suite_toys import save_decoder_with_t5_tokenizer
 from tests.helpers.vocabulary_toys import numbered_words_vocabulary
@@ -139,6 +146,14 @@ def test_weights_keep_their_dtype_unless_that_would_round_them(tmp_path):
         assert {weight.dtype for weight in found.values()} == {dtype}
         original = load_file(tmp_path / name / "model.safetensors")
         assert all(torch.equal(found[key], original[key]) for key in found)
+
+
+def test_a_model_of_16_bits_with_rotary_positions_is_exported(tmp_path):
+    """Their frequencies are float32 in a buffer, which must not be rounded with the weights."""
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=ROWS)
+    save_toy("", tmp_path / "llama", LlamaForCausalLM(LlamaConfig(**sizes, eos_token_id=1)).bfloat16())
+    assert main(["export", str(tmp_path / "llama"), "--to", str(tmp_path / "out")]) == 0
+    assert {weight.dtype for weight in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
 
 
 def test_the_card_says_what_the_run_logged_and_its_code_runs(run, tmp_path, monkeypatch):

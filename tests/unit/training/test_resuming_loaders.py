@@ -277,3 +277,11 @@ def test_random_states_are_captured_at_each_batch_only_where_fetching_it_may_dra
     loop = TrainingLoop(args, LocalBackend(), model, optimizer, loader, batch_transform_fn=transform)
     loop.train()
     assert len(made) == captures + (not hasattr(loader, "seek"))  # and at the epoch's start
+
+
+def test_a_loader_that_gives_none_is_refused():
+    """`collate_fn` returns None for a bad batch: the rest of the epoch must not be lost in silence."""
+    stream = iter(batches.BatchStream([{"input_ids": torch.ones(2, 3)}, None, {"input_ids": torch.ones(2, 3)}]))
+    next(stream)
+    with pytest.raises(UserError, match="gave None in place of a batch in epoch 0"):
+        next(stream)

@@ -115,6 +115,7 @@ class Reads(TorchFunctionMode):
     """Notes reads that torch answers without a call that `Queue` would see, because the memory is the CPU's anyway.
 
     The device of a tensor that is held is "cpu" too: to copy to that of another one is no wait, to copy to "cpu" is.
+    Its `is_cpu` is False, as on the device that is simulated.
     """
 
     NAMES = ("cpu", "tolist", "numpy", "__array__")
@@ -125,6 +126,8 @@ class Reads(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if function == Tensor.is_cpu.__get__ and self.queue.holds(args[0]):
+            return False
         if args and name in (*self.NAMES, "to") and self.queue.holds(args[0]):
             if name != "to":
                 self.queue.note(name)

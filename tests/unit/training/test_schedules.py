@@ -308,3 +308,9 @@ def test_plateau_drop_refuses_what_it_cannot_do():
         PlateauDrop(0.1, factor=1.5)
     with pytest.raises(UserError, match="needs it positive"):
         PlateauDrop(0.0)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_a_first_group_that_is_not_trained_leaves_the_schedule_of_the_others(name):
+    schedule = get_schedule(name, num_warmup_steps=2, num_training_steps=10, base_lr=0.0)
+    assert schedule(1) == 0.5

@@ -56,12 +56,6 @@ def rows_of(batch):
     ]
 
 
-def examples_in(loader, steps):
-    batches = [next(loader)["example"].tolist() for _ in range(steps)]
-    loader.close()
-    return batches
-
-
 def test_rows_are_those_of_huggingfaces_seq2seq_collator(t5, tmp_path, caplog):
     path = head(SCITLDR / "validation.json", 48, tmp_path)
     caplog.set_level(logging.INFO)

@@ -1,10 +1,12 @@
 """Tokenization of text as it is found: changed meanwhile, beside the output, full of empty texts or of newlines."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from lm_experiments_tools.data.text import hf_datasets
 from lm_experiments_tools.data.text.sources import plan_shards
 from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens import pipeline
@@ -152,3 +154,25 @@ def test_empty_texts_are_counted_and_no_limit_counts_them(tmp_path, vocab, capsy
     shards = merge_datasets([str(tmp_path / "s")], tmp_path / "n")
     assert merged["empty_documents"] == shards["empty_documents"] == 900
     assert files(tmp_path / "n") == files(tmp_path / "t")
+
+
+def test_a_machine_without_tqdm_tokenizes(tmp_path, vocab, monkeypatch):
+    """README's installation for machines that only prepare text."""
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    data = tmp_path / "d.jsonl"
+    write_jsonl(data, make_texts(20))
+    tokenize_corpus([str(data)], vocab, tmp_path / "t", workers=1)
+    assert len(IndexedDataset(tmp_path / "t")) == 20
+
+
+def test_an_edit_in_the_middle_of_a_dataset_file_is_noticed(tmp_path):
+    """Its size and its ends stay; the modification time is that of the edit."""
+    file = tmp_path / "a.arrow"
+    file.write_bytes(bytes(1 << 20))
+    before = [hf_datasets._file_identity(str(file), with_times) for with_times in (True, False)]
+    with file.open("r+b") as edited:
+        edited.seek(1 << 19)
+        edited.write(b"edited")
+    os.utime(file, ns=(1, 1))
+    after = [hf_datasets._file_identity(str(file), with_times) for with_times in (True, False)]
+    assert before[0] != after[0] and before[1] == after[1]
