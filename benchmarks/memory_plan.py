@@ -113,8 +113,8 @@ _PAGE = """# Memory of training steps: estimated and allocated
 `python benchmarks/memory_plan.py` writes this page. MiB at the peak of a training step on a CPU. *estimated*: `lmtools
 plan`. *allocated*: PyTorch's allocator in three real steps, as torch.profiler records it. *s*: CPU seconds of a trace.
 
-Work space inside block-sparse attention is not estimated. Two workers under DDP and FSDP2 agree within 5 %
-(`python -m pytest tests/unit/planning/test_shares.py`). Nothing here ran on a GPU.
+Work space inside block-sparse attention is not estimated. Two workers under DDP and FSDP2 agree within 15 %, the
+spread of their measured peaks (`python -m pytest tests/unit/planning/test_shares.py`). Nothing here ran on a GPU.
 
 | flags | estimated | allocated | estimated / allocated | s |
 |---|---|---|---|---|
