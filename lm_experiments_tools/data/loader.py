@@ -6,7 +6,7 @@ samples for 8 x 1, 4 x 2 and 2 workers x (2 x 2), and so does each micro-batch o
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from math import ceil
 from typing import Any, Protocol
@@ -87,7 +87,6 @@ class TrainSource:
 
     Attributes:
         fingerprint: of data, objective and seed, but not the number of workers: a run may resume on another number.
-        earlier_fingerprints: what earlier versions wrote for the same.
         samples_per_epoch: None where it is not known before the end.
 
     Args:
@@ -96,7 +95,6 @@ class TrainSource:
     """
 
     fingerprint: str
-    earlier_fingerprints: Sequence[str] = ()
     samples_per_epoch: int | None = None
 
     def __init__(self, rows_per_worker: int, rank: int = 0, world_size: int = 1) -> None:

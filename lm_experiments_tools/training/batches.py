@@ -93,7 +93,7 @@ class BatchStream:
             UserError: the data is not the checkpoint's, or the position cannot be found without `state`.
         """
         fingerprint, same_rows = run.data_fingerprint, order is not None and order == self.order
-        if not same_rows and fingerprint not in (self.fingerprint, *getattr(self.loader, "earlier_fingerprints", ())):
+        if not same_rows and fingerprint != self.fingerprint:
             raise UserError(position_lost(fingerprint, self.fingerprint))
         if state is None and fingerprint is None:
             raise UserError(
@@ -174,12 +174,11 @@ class BatchStream:
         if restart is None or restart["epoch_random_state"] is None:
             self._epoch_start = {"epoch_random_state": random_state(), "epoch_generators": self._generators.state()}
             return iter(self.loader)
-        self._epoch_start = {"epoch_generators": {}, **{name: restart[name] for name in _EPOCH_START & restart.keys()}}
+        self._epoch_start = {name: restart[name] for name in _EPOCH_START}
         with preserved_random_state():
             batches = self._replay(restart)
             self._generators = Generators(self.loader)
-            lost = self._generators.restore(restart.get("generators", {}))
-            if lost and ("generators" in restart or self._generators.held):  # a checkpoint of counters only is older
+            if lost := self._generators.restore(restart["generators"]):
                 logger.warning(
                     "the checkpoint and the training data loader do not hold the same random states (%s): the rest of "
                     "epoch %d may repeat rows and leave others out", ", ".join(sorted(lost)), self.epoch,
@@ -196,7 +195,7 @@ class BatchStream:
             if self.epoch:  # they were made in an earlier epoch, and the one to be replayed did not draw their seed
                 iter(getattr(self.loader, "base_dataloader", self.loader))
         set_random_state(restart["epoch_random_state"])
-        self._generators.restore(restart.get("epoch_generators") or {})
+        self._generators.restore(restart["epoch_generators"])
         if self._knows_position and "loader" in restart:
             self.loader.load_state_dict(restart["loader"])
             return iter(self.loader)

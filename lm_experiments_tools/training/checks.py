@@ -85,7 +85,7 @@ class LoaderCheck:
 
     def __init__(self, stream: BatchStream, backend: Backend, args: TrainerArgs) -> None:
         self._stream, self._backend, self._args = stream, backend, args
-        self._seen: list[bytes] = []
+        self._seen = _SeenRows()
         self._first_epoch = stream.epoch
         self._is_first = self._compares = not hasattr(stream.loader, "seek")
 
@@ -100,7 +100,7 @@ class LoaderCheck:
             self._compares = self._backend.world_size > 1
             _check_size(batch, self._backend, self._args)
         if self._compares:
-            self._seen += _rows(batch)
+            self._seen.add(_rows(batch))
             self._compares = _may_be_equal(self._backend, self._seen, ended=self._stream.epoch != self._first_epoch)
 
 
@@ -114,13 +114,34 @@ def _check_size(batch: Any, backend: Backend, args: TrainerArgs) -> None:
         )  # fmt: skip
 
 
-def _may_be_equal(backend: Backend, seen: Sequence[bytes], ended: bool) -> bool:
+class _SeenRows:
+    """The rows that a worker has read: their digest, and how often each occurs."""
+
+    def __init__(self) -> None:
+        self._digest, self._counts = hashlib.blake2b(digest_size=16), Counter()
+
+    def add(self, rows: Sequence[bytes]) -> None:
+        """Add the hashes of more rows."""
+        self._digest.update(b"".join(rows))
+        self._counts.update(rows)
+
+    def digest(self) -> str | None:
+        """Hash of all rows in their order; None without any."""
+        return self._digest.hexdigest() if self._counts else None
+
+    def bits(self) -> float:
+        """Minus the log2 of the chance that as many rows, drawn from these, are the same in the same order."""
+        number = self._counts.total()
+        return -number * math.log2(sum((count / number) ** 2 for count in self._counts.values())) if number else 0.0
+
+
+def _may_be_equal(backend: Backend, seen: _SeenRows, ended: bool) -> bool:
     """True if two workers have read equal rows that are too few to be sure; one small collective.
 
     Rows of a toy data set that are all equal prove nothing; neither does an epoch with fewer rows than workers, to
     which samplers add rows.
     """
-    reports = backend.gather((_digest(seen) if seen else None, _bits(seen), ended))
+    reports = backend.gather((seen.digest(), seen.bits(), ended))
     if any(ended for _, _, ended in reports):
         return False
     first: dict[str, int] = {}
@@ -136,20 +157,9 @@ def _may_be_equal(backend: Backend, seen: Sequence[bytes], ended: bool) -> bool:
     return bool(repeated)
 
 
-def _bits(rows: Sequence[bytes]) -> float:
-    """Minus the log2 of the chance that as many rows, drawn from these, are the same in the same order."""
-    if not rows:
-        return 0.0
-    return -len(rows) * math.log2(sum((number / len(rows)) ** 2 for number in Counter(rows).values()))
-
-
-def _digest(rows: Sequence[bytes]) -> str:
-    return hashlib.blake2b(b"".join(rows), digest_size=16).hexdigest()
-
-
 def rows_digest(batch: Any) -> str:
     """A hash of all rows of a batch."""
-    return _digest(_rows(batch))
+    return hashlib.blake2b(b"".join(_rows(batch)), digest_size=16).hexdigest()
 
 
 def _rows(batch: Any) -> list[bytes]:

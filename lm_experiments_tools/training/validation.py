@@ -39,7 +39,7 @@ def validate(trainer: TrainingLoop, dataloader: Iterable, split: str) -> dict[st
     sums, collector = MetricSums(exact=backend.sums_exactly), trainer.collect(split)
     seed = trainer.args.seed if backend.sums_exactly else None
     with torch.no_grad(), preserved_random_state():
-        for micro_batch in aligned(trainer, dataloader, split):
+        for micro_batch in evaluation_micro_batches(trainer, dataloader, split):
             with backend.autocast():
                 texts = None
                 if trainer.args.use_generate_on_valid:
@@ -55,7 +55,7 @@ def validate(trainer: TrainingLoop, dataloader: Iterable, split: str) -> dict[st
     return loss.with_total({**sums.reduce(backend), **collector.reduce(backend)})
 
 
-def aligned(trainer: TrainingLoop, dataloader: Iterable, split: str) -> Iterator[MicroBatch]:
+def evaluation_micro_batches(trainer: TrainingLoop, dataloader: Iterable, split: str) -> Iterator[MicroBatch]:
     """Micro-batches of each batch; workers whose part has ended continue with padding micro-batches of weight 0.
 
     Raises:

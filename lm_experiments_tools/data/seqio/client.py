@@ -86,7 +86,6 @@ def seqio_data(
     train = SeqioLoader(
         folder, fingerprint, lengths, vocabulary.pad_id, rows, backend.rank, backend.world_size, worker=worker
     )
-    train.earlier_fingerprints = answer["earlier"]
     valid = None
     if answer["validation"] is not None:
         examples = WrittenExamples(Path(folder) / VALIDATION, fingerprint, lengths, vocabulary.pad_id)

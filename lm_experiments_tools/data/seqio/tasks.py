@@ -130,13 +130,6 @@ class TaskExamples:
 
         Of the user's module it knows the structure of the task and the settings bound to its steps, not their code.
         """
-        return self._fingerprint(self.vocabulary.identity)
-
-    def earlier_fingerprint(self) -> str:
-        """`fingerprint` as of versions that hashed the vocabulary's file."""
-        return self._fingerprint(self.vocabulary.sha256)
-
-    def _fingerprint(self, vocabulary: str) -> str:
         job = self.job
         parts = {
             "version": [_VERSION, tf.__version__, seqio.__version__, version("t5") if self._text else None],
@@ -144,7 +137,7 @@ class TaskExamples:
             "data": [job.text_key, self._text.stamps()] if self._text else None,
             "lengths": [job.inputs_length, job.targets_length],
             "noise": [job.noise_density, job.mean_noise_span_length] if self._text else None,
-            "vocabulary": vocabulary,
+            "vocabulary": self.vocabulary.identity,
             "seed": job.seed,
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -123,8 +123,7 @@ def serve(job: Job, hub: Hub) -> None:
     if job.validation:
         validation = write_validation(examples, Path(job.folder) / VALIDATION)
     hub.listen(os.path.join(job.folder, SOCKET), job.clients)
-    prints = {"fingerprint": examples.fingerprint(), "earlier": [examples.earlier_fingerprint()]}
-    hub.tell(ready={**prints, "title": examples.title, "validation": validation})
+    hub.tell(ready={"fingerprint": examples.fingerprint(), "title": examples.title, "validation": validation})
     first = True
     while True:
         request = hub.accept(job.clients)
