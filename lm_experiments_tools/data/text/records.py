@@ -98,7 +98,10 @@ class RejectedRecords:
         count, lines: rejected records, and all records read.
         first: "place: reason" of the first one, or "".
         num_empty: empty records, counted apart.
+        names_key_flag: True where --text_key names the key of the text.
     """
+
+    names_key_flag = True
 
     def __init__(self, limit: int | None, path: Any = None):
         self.limit, self.path = limit, None if path is None else Path(path)
@@ -157,8 +160,8 @@ def no_documents(inputs: Sequence[str], rejected: RejectedRecords) -> UserError:
     listed = f"; all are listed in {rejected.path}" if rejected.path and rejected.first else ""
     details = f" (the first: {rejected.first}{listed})" if rejected.first else ""
     empty = f", {rejected.num_empty} empty texts" if rejected.num_empty else ""
-    is_keyed = rejected.path is not None and f": {NO_KEY} " in rejected.first  # fine-tuning has no --text_key
-    remedy = ": name the key of the text by --text_key" if is_keyed else ""
+    lacks_key = rejected.names_key_flag and f": {NO_KEY} " in rejected.first
+    remedy = ": name the key of the text by --text_key" if lacks_key else ""
     return UserError(
         f"there is no document in {list_inputs(inputs)}: {rejected.count} bad lines{empty} and nothing else"
         f"{details}{remedy}"

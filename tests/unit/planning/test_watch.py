@@ -42,7 +42,7 @@ def test_running_out_of_memory_names_the_estimate_and_the_next_setting(run):
     with pytest.raises(RunError) as caught, watched(*run):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has more to say")
     message = str(caught.value)
-    assert message.startswith("out of memory (CUDA out of memory). Estimated were ")
+    assert message.startswith("out of memory (CUDA out of memory). The estimate was ")
     assert "for micro-batches of 8: parameters 5.5 MiB, optimizer state 10.9 MiB" in message
     assert " Try --batch_size 4 --gradient_accumulation_steps 2, estimated at " in message
 
