@@ -360,8 +360,7 @@ def test_documents_end_with_eos_where_borders_are_read_over(work, vocab, task, e
     monkeypatch.setattr(stream, "ChunkTokens", lambda tokens: chunks.append(tokens) or ChunkTokens(tokens))
 
     def ends_of_documents():
-        paths = (work / ".cache").rglob("*.idx")  # a chunk ends with a document
-        rows = chunks or [row for path in paths for row in IndexedDataset(str(path)[:-4])]
+        rows = chunks or [row for path in work.rglob("*.idx") for row in IndexedDataset(str(path)[:-4])]
         return {int(row[-1]) == 1 for row in rows}
 
     start(vocab, **OBJECTIVES.get(task, {}), iters=1, streaming=streaming, model_path=None)
