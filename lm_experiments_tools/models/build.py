@@ -102,6 +102,9 @@ def load_model_config(
             f"{path} describes a '{values['model_type']}' model, but {config_cls.__name__} is a '{kinds[0]}'"
             f"{_class_for(values['model_type'])}."
         )
+    for key, value in values.items():
+        if key.endswith("_token_id") and (isinstance(value, float) or (isinstance(value, int) and abs(value) >> 63)):
+            raise UserError(f"{path}: {key} is {value}, which is no token's number.")
     known = _known_keys(config_cls)
     inert = {key for key, value in INERT_VALUES.items() if key not in known and values.get(key) == value}
     values = {key: value for key, value in values.items() if key not in inert}
