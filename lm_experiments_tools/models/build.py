@@ -102,9 +102,7 @@ def load_model_config(
             f"{path} describes a '{values['model_type']}' model, but {config_cls.__name__} is a '{kinds[0]}'"
             f"{_class_for(values['model_type'])}."
         )
-    for key, value in values.items():
-        if key.endswith("_token_id") and (isinstance(value, float) or (isinstance(value, int) and abs(value) >> 63)):
-            raise UserError(f"{path}: {key} is {value}, which is no token's number.")
+    _check_token_ids(path, values)
     known = _known_keys(config_cls)
     inert = {key for key, value in INERT_VALUES.items() if key not in known and values.get(key) == value}
     values = {key: value for key, value in values.items() if key not in inert}
@@ -129,6 +127,12 @@ def load_model_config(
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id  # T5's way; transformers' configurations have no default
     return config
+
+
+def _check_token_ids(path: Path, values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if key.endswith("_token_id") and (isinstance(value, float) or (isinstance(value, int) and abs(value) >> 63)):
+            raise UserError(f"{path}: {key} is {value}, which is no token's number.")
 
 
 def _advice_for(key: str, known: Iterable[str]) -> str:
