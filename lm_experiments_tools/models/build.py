@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +102,6 @@ def load_model_config(
             f"{path} describes a '{values['model_type']}' model, but {config_cls.__name__} is a '{kinds[0]}'"
             f"{_class_for(values['model_type'])}."
         )
-    _check_token_ids(path, values)
     known = _known_keys(config_cls)
     inert = {key for key, value in INERT_VALUES.items() if key not in known and values.get(key) == value}
     values = {key: value for key, value in values.items() if key not in inert}
@@ -117,7 +116,7 @@ def load_model_config(
 
     from huggingface_hub.errors import StrictDataclassError
 
-    values = _with_floats(values, config_cls)
+    values = _with_floats(_with_token_ids(values, path), config_cls)
     try:
         config = config_cls(**{key: value for key, value in values.items() if key != "model_type"})
     except (AttributeError, TypeError, ValueError, StrictDataclassError) as error:
@@ -129,10 +128,12 @@ def load_model_config(
     return config
 
 
-def _check_token_ids(path: Path, values: Mapping[str, Any]) -> None:
+def _with_token_ids(values: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The values of a file, or UserError for a special token that is none's number."""
     for key, value in values.items():
         if key.endswith("_token_id") and (isinstance(value, float) or (isinstance(value, int) and abs(value) >> 63)):
             raise UserError(f"{path}: {key} is {value}, which is no token's number.")
+    return values
 
 
 def _advice_for(key: str, known: Iterable[str]) -> str:
