@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import logging
 import os
 import signal
 import sys
@@ -20,7 +19,7 @@ from random import Random
 from typing import Any
 
 from tests.chaos.moments import Kill, Watch, install
-from tests.helpers.warm import rank_variables, rendezvous
+from tests.helpers.warm import leave, rank_variables, rendezvous
 
 KINDS = {"horovod": "horovodrun", "ddp": "torchrun"}  # whose environment the workers of a backend get
 BACKENDS = tuple(KINDS)
@@ -155,7 +154,4 @@ def _work(
         sys.excepthook(*sys.exc_info())
         code = 1
     finally:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        leave(code)

@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 PRELOADED = (
     "triton",
@@ -172,10 +173,15 @@ def _work(job: dict, environment: dict[str, str]) -> None:
         sys.excepthook(*sys.exc_info())
         code = 1
     finally:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End a forked process with what it has logged and printed, and without its parent's exit functions."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def rank_variables(kind: str, rank: int, workers: int) -> dict[str, str]:
