@@ -40,7 +40,7 @@ def build(kind, sharding, is_bf16):
 
 
 def measure(rank, folder):
-    """Write the peaks of two later steps of each case; in its first two DDP makes its buckets anew."""
+    """Write the largest peak of each case; DDP rebuilds its buckets in the first two steps, which are not measured."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     torch.set_num_threads(1)
 
@@ -61,7 +61,10 @@ def measure(rank, folder):
         train(case, model, optimizer)
         return model, optimizer
 
-    peaks = [peak_of(partial(trained, case), lambda built, case=case: train(case, *built)) for case in CASES]
+    def peak(case):
+        return max(peak_of(partial(trained, case), lambda built: train(case, *built)) for _ in range(3))
+
+    peaks = [peak(case) for case in CASES]
     if rank == 0:
         (folder / "peaks.json").write_text(json.dumps(peaks))
     dist.destroy_process_group()
@@ -69,7 +72,7 @@ def measure(rank, folder):
 
 @pytest.mark.filterwarnings("ignore")
 def test_two_workers_hold_what_is_estimated_within_15_percent(tmp_path, monkeypatch):
-    """The peaks vary by about 10 % from run to run, with the order in which collectives end."""
+    """A peak varies by 10 to 20 % with the order in which collectives end, hence the largest of three."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     multiprocessing.spawn(measure, (tmp_path,), nprocs=2)
     ratios = []
