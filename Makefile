@@ -28,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster chaos soak damage fuzz test-all lint docs bench bench-step clean
+.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster chaos soak damage fuzz test-all nightly lint docs bench bench-step clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -133,9 +133,16 @@ fuzz: env-full ## thousands of edits of data, configurations and flags, and host
 test-all: env-full horovod-if-possible ## the whole test suite
 	@$(BIN)/python -m pytest -q $(ARGS)
 
-lint: env-full ## ruff: style and format
+lint: env-full ## ruff (style, format), import-linter (layers), pyrefly (types)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+
+# tests/cluster needs root and two daemons; run it by `make test-cluster` where they are.
+nightly: env-full horovod ## what takes hours: slow tests, 200 kills, damaged checkpoints, fuzzing
+	@$(BIN)/python -m pytest -q -m "slow and not gpu and not cluster" $(ARGS)
+	@$(MAKE) chaos damage fuzz ARGS=
 
 docs: env-full ## the documentation as a site in build/site; ARGS=serve: shown while pages are written
 	$(BIN)/python scripts/build_site.py $(ARGS)
