@@ -6,7 +6,7 @@ VENV ?= .venv
 DATA ?= data/default
 VOCAB_SIZE ?= 8000
 ARGS ?=
-# Of `make chaos`.
+# Of `make chaos` and `make mutants`.
 N ?= 200
 SEED ?= 1
 # Of `make soak`.
@@ -28,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster chaos soak damage fuzz test-all nightly lint docs bench bench-step clean
+.PHONY: help env env-full horovod horovod-if-possible data data-bert data-finetune pretrain pretrain-bert finetune test test-launchers test-cluster chaos soak damage fuzz test-all mutants nightly lint docs bench bench-step clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -138,6 +138,9 @@ lint: env-full ## ruff (style, format), import-linter (layers), pyrefly (types)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+
+mutants: env-full horovod ## change the package in N=200 places, one at a time, and see which changes no test notices: hours
+	@$(BIN)/python -m tests.mutants.program --count $(N) --seed $(SEED) $(ARGS)
 
 # tests/cluster needs root and two daemons; run it by `make test-cluster` where they are.
 nightly: env-full horovod ## what takes hours: slow tests, 200 kills, damaged checkpoints, fuzzing
