@@ -8,8 +8,8 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from lm_experiments_tools.models.saved import Opened, position_of, run_folder
+from lm_experiments_tools.tools.compare import read_run
 from lm_experiments_tools.tools.hub_folder import Loading
-from lm_experiments_tools.tools.run_records import read_run
 
 _SETTINGS = {
     "task": "objective",
