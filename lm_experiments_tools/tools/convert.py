@@ -48,9 +48,7 @@ class ConvertArgs:
 
     def __post_init__(self) -> None:
         if self.source is None or self.to is None:
-            raise UserError(
-                "lmtools convert: name weights and the new folder, as in lmtools convert a.pth --to a."
-            )
+            raise UserError("lmtools convert: name weights and the new folder, as in lmtools convert a.pth --to a.")
         check_shard_size(self.max_shard_size)
 
 
