@@ -177,7 +177,7 @@ def draw_layouts(configs: Sequence[SparsityConfig], seq_len: int, path: Path | s
     return path
 
 
-def layout_parts(config: SparsityConfig, seq_len: int) -> dict[str, Tensor]:
+def layout_parts(config: Any, seq_len: int) -> dict[str, Tensor]:
     """Blocks of head 0, bool [blocks, blocks], by the first reason that applies: local, then global, then random."""
     names = {field.name for field in fields(config)}
     without_random = replace(config, num_random_blocks=0) if "num_random_blocks" in names else config

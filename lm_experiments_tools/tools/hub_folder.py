@@ -112,7 +112,7 @@ def write_files(opened: Opened, folder: Path, max_shard_size: str) -> None:
         model.save_pretrained(folder, max_shard_size=max_shard_size)
     for weight in model.parameters():
         weight.data = weight.data.float()
-    # A decoder's tokenizer is written anew: it must not append EOS to prompts.
+    # Save the tokenizer of a decoder again: it must not append EOS to prompts.
     if source.path is None or opened.writes_on or not copy_tokenizer(source.path, folder):
         opened.tokenizer.save_pretrained(folder)
 
@@ -125,7 +125,7 @@ def check_folder(opened: Opened, folder: Path) -> Loading:
     """
     inputs = example_inputs(opened.model)
     expected, reason = logits_of(opened.model, inputs), ""
-    for loading in _own_class(opened, folder) if opened.is_own else _library_class(opened):
+    for loading in _user_class(opened, folder) if opened.is_own else _library_class(opened):
         reason = _failure(loading, folder, inputs, expected)
         if not reason:
             return loading
@@ -170,9 +170,9 @@ def _library_class(opened: Opened) -> Iterator[Loading]:
     yield Loading(f"{register}from {source} import {reader}\n\nmodel = {reader}.from_pretrained(folder)", note)
 
 
-def _own_class(opened: Opened, folder: Path) -> Iterator[Loading]:
+def _user_class(opened: Opened, folder: Path) -> Iterator[Loading]:
     """A user's class: by an Auto class and the files in the folder, by its name from these files, or as installed."""
-    files = _own_files(opened.model)
+    files = _user_files(opened.model)
     for file in files.values():
         shutil.copyfile(file, folder / file.name)
     cls, config = type(opened.model), read_json(folder / CONFIG)
@@ -200,7 +200,7 @@ def _own_class(opened: Opened, folder: Path) -> Iterator[Loading]:
     yield Loading(by_class, note, is_complete=False)
 
 
-def _own_files(model: torch.nn.Module) -> dict[str, Path]:
+def _user_files(model: torch.nn.Module) -> dict[str, Path]:
     """Module -> file of the user's modules that define the model's classes, and of those that they import.
 
     Packages and installed modules are excluded.
