@@ -153,12 +153,10 @@ docs: env-full ## the documentation as a site in build/site; ARGS=serve: shown w
 bench-step: env ## one training step of ours, transformers and (NANOT5=a checkout of it) nanoT5, about 40 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step.py $(if $(NANOT5),--nanot5 $(NANOT5)) $(ARGS)
 
-bench: env-full data data-bert ## the benchmarks of this machine: the loop, the data path, the optimizers
+bench: env-full data data-bert ## the benchmarks of this machine: the loop and the data path
 	$(BIN)/python benchmarks/loop_overhead.py
 	$(BIN)/python benchmarks/data.py --corpus $(DATA)/corpus/train.jsonl --vocab $(DATA)/vocab.model \
 	  --bert_vocab $(DATA)/bert_vocab.txt
-	$(BIN)/python benchmarks/objectives.py --vocab $(DATA)/vocab.model
-	$(BIN)/python benchmarks/optimizers.py
 
 clean: ## remove build products and caches; .venv, data and runs stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,22 +1,19 @@
-"""Examples per CPU-second of the ways to training batches, side by side, and the time to the first batch of each.
+"""Examples per CPU-second of several data pipelines, side by side, and the time to the first batch of each.
 
     python benchmarks/data.py --corpus train-*.jsonl --vocab sentencepiece.model --bert_vocab vocab.txt
 
 T5, span corruption, 512 inputs, 114 targets, batches of 64:
 
-* native: our memory-mapped tokens and vectorised corruption, out of `TrainLoader` as torch tensors.
-* collator: the same token file, corrupted row by row in Python and numpy.
-* datasets + collator: the rows in an Arrow table of Hugging Face `datasets` (`with_format("numpy")`), same collator.
+* native: our memory-mapped tokens and vectorized corruption, out of `TrainLoader` as torch tensors.
+* datasets + collator: rows in an Arrow table of `datasets` (`with_format("numpy")`), corrupted row by row in numpy.
 * seqio cached: `t5.data.preprocessors.span_corruption` in a seqio Task over tokens in a TFRecord file.
-* seqio text: the same Task over plain lines of text, tokenized on the fly.
-* seqio jsonl: the same over .jsonl, as `--data_pipeline seqio` reads it, with its process.
 
 BERT, sentence pairs of up to 128 and 512 tokens: ours and megatron-core's dataset over the same files.
 Encoding: sentencepiece and Hugging Face `tokenizers` with the same vocabulary, in MB of text per CPU-second.
 
-Each measurement is a process of its own, pinned to one core where the system allows; the CPU time of all its threads
-and children counts, after a warm-up. Rounds are interleaved (A B C, A B C, ...) because a shared machine drifts;
-medians are printed. All text is in the page cache by then. A path whose packages are missing is left out and named.
+Each measurement is a process of its own, pinned to one core; the CPU time of all its threads counts, after a warm-up.
+Rounds are interleaved (A B C, A B C, ...) because a shared machine drifts; medians are printed. A pipeline whose
+packages are missing is left out and named.
 """
 
 import argparse
@@ -38,8 +35,6 @@ import numpy as np
 
 BATCH, INPUTS, TARGETS, TOKENS, NOISE, SPANS = 64, 512, 114, 568, 85, 28
 ROOT = Path(__file__).resolve().parents[1]
-
-
 BERT_DATA = "bert_text_sentence"
 
 
@@ -52,7 +47,7 @@ class Inputs:
     bert_vocab: Path | None
 
 
-def native(inputs: Inputs, batch: int = BATCH) -> Iterator[float]:
+def native(inputs: Inputs) -> Iterator[float]:
     from lm_experiments_tools.data.loader import TrainLoader
     from lm_experiments_tools.data.objectives.denoising import SpanCorruptionDataset
     from lm_experiments_tools.data.text.vocabulary import Vocabulary
@@ -67,9 +62,9 @@ def native(inputs: Inputs, batch: int = BATCH) -> Iterator[float]:
         pad_id=vocabulary.pad_id,
         vocab_size=vocabulary.size,
     )
-    for rows in TrainLoader(dataset, batch, prefetch=False):
-        assert rows["input_ids"].shape == (batch, INPUTS) and rows["labels"].shape == (batch, TARGETS)
-        yield batch
+    for rows in TrainLoader(dataset, BATCH, prefetch=False):
+        assert rows["input_ids"].shape == (BATCH, INPUTS) and rows["labels"].shape == (BATCH, TARGETS)
+        yield BATCH
 
 
 def sentencepiece(inputs: Inputs) -> Iterator[float]:
@@ -124,15 +119,6 @@ def corrupt_rows(rows: list[np.ndarray]) -> float:
     return BATCH
 
 
-def collator(inputs: Inputs) -> Iterator[float]:
-    tokens = np.memmap(inputs.folder / "tokens.bin", np.uint16, "r")
-    while True:
-        rows = np.random.permutation(tokens.size // TOKENS)
-        for start in range(0, len(rows) - BATCH, BATCH):
-            cuts = (rows[start : start + BATCH] * TOKENS).tolist()
-            yield corrupt_rows([np.asarray(tokens[cut : cut + TOKENS], np.int64) for cut in cuts])
-
-
 def datasets_collator(inputs: Inputs) -> Iterator[float]:
     from datasets import load_from_disk
 
@@ -143,64 +129,35 @@ def datasets_collator(inputs: Inputs) -> Iterator[float]:
             yield corrupt_rows(list(data[rows[start : start + BATCH]]["tokens"]))
 
 
-def _seqio_batches(inputs: Inputs, read: Callable, tokenized: bool) -> Iterator[float]:
-    import seqio as library
+def seqio_cached(inputs: Inputs) -> Iterator[float]:
+    import seqio
     import tensorflow as tf
     from t5.data import preprocessors
 
-    vocabulary = library.SentencePieceVocabulary(str(inputs.vocab), extra_ids=100)
-    steps = [preprocessors.span_corruption, library.preprocessors.append_eos_after_trim]
-    library.TaskRegistry.add(
-        "spans",
-        source=library.FunctionDataSource(lambda split, shuffle_files, seed=None: read(tf), splits=["train"]),
-        preprocessors=steps if tokenized else [library.preprocessors.tokenize, *steps],
-        output_features={name: library.Feature(vocabulary, add_eos=True) for name in ("inputs", "targets")},
-    )
-    lengths = {"inputs": INPUTS, "targets": TARGETS}
-    task = library.get_mixture_or_task("spans")
-    data = task.get_dataset(lengths, "train", shuffle=True, num_epochs=None, seed=0)
-    shapes = {"inputs": [INPUTS], "targets": [TARGETS]}
-    rows = data.map(lambda x: {name: x[name] for name in shapes}).padded_batch(BATCH, shapes)
-    for batch in rows.as_numpy_iterator():
-        yield len(batch["inputs"])
-
-
-def seqio_text(inputs: Inputs) -> Iterator[float]:
-    def read(tf):
-        return tf.data.TextLineDataset(str(inputs.folder / "text.txt")).map(lambda line: {"targets": line})
-
-    return _seqio_batches(inputs, read, tokenized=False)
-
-
-def seqio_cached(inputs: Inputs) -> Iterator[float]:
-    def read(tf):
-        def parse(record):
+    def read(split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
+        def parse(record: tf.Tensor) -> dict[str, tf.Tensor]:
             features = {"targets": tf.io.VarLenFeature(tf.int64)}
             tokens = tf.io.parse_single_example(record, features)["targets"]
             return {"targets": tf.cast(tf.sparse.to_dense(tokens), tf.int32)}
 
         return tf.data.TFRecordDataset(str(inputs.folder / "tokens.tfrecord")).map(parse)
 
-    return _seqio_batches(inputs, read, tokenized=True)
+    vocabulary = seqio.SentencePieceVocabulary(str(inputs.vocab), extra_ids=100)
+    seqio.TaskRegistry.add(
+        "spans",
+        source=seqio.FunctionDataSource(read, splits=["train"]),
+        preprocessors=[preprocessors.span_corruption, seqio.preprocessors.append_eos_after_trim],
+        output_features={name: seqio.Feature(vocabulary, add_eos=True) for name in ("inputs", "targets")},
+    )
+    lengths = {"inputs": INPUTS, "targets": TARGETS}
+    data = seqio.get_mixture_or_task("spans").get_dataset(lengths, "train", shuffle=True, num_epochs=None, seed=0)
+    shapes = {"inputs": [INPUTS], "targets": [TARGETS]}
+    rows = data.map(lambda x: {name: x[name] for name in shapes}).padded_batch(BATCH, shapes)
+    for batch in rows.as_numpy_iterator():
+        yield len(batch["inputs"])
 
 
-def seqio_jsonl(inputs: Inputs) -> Iterator[float]:
-    """`--data_pipeline seqio` as run_t5_pretraining.py uses it."""
-    from lm_experiments_tools.backends import get_backend
-    from lm_experiments_tools.config.pretraining import T5PretrainingArgs
-    from lm_experiments_tools.recipes.t5_data import pretraining_data
-    from lm_experiments_tools.recipes.t5_sources import T5Sources
-
-    args = T5PretrainingArgs(
-        data_path=(str(inputs.folder / "text.jsonl"),), vocab=str(inputs.vocab), data_pipeline="seqio",
-        input_seq_len=INPUTS, target_seq_len=TARGETS, batch_size=BATCH, model_cfg="t5-small", lr=1e-3, backend="local",
-    )  # fmt: skip
-    data = pretraining_data(args, get_backend(args), T5Sources(args), "encoder-decoder")
-    for batch in data.train:
-        yield len(batch["input_ids"])
-
-
-def bert_ours(inputs: Inputs, length: int, batch: int = BATCH, nsp: str = "swap") -> Iterator[float]:
+def bert_ours(inputs: Inputs, length: int) -> Iterator[float]:
     from lm_experiments_tools.data.loader import TrainLoader
     from lm_experiments_tools.data.tokens.indexed import IndexedDataset
     from megatron.bert_dataset import BertDataset
@@ -208,10 +165,10 @@ def bert_ours(inputs: Inputs, length: int, batch: int = BATCH, nsp: str = "swap"
 
     tokenizer = build_tokenizer("BertWordPieceLowerCase", vocab_file=inputs.bert_vocab)
     tokens = IndexedDataset(str(inputs.folder / BERT_DATA))
-    dataset = BertDataset(tokens, tokenizer, max_seq_length=length, nsp=nsp, cache_dir=inputs.folder)
-    for rows in TrainLoader(dataset, batch, prefetch=False):
-        assert rows["input_ids"].shape == (batch, length)
-        yield batch
+    dataset = BertDataset(tokens, tokenizer, max_seq_length=length, cache_dir=inputs.folder)
+    for rows in TrainLoader(dataset, BATCH, prefetch=False):
+        assert rows["input_ids"].shape == (BATCH, length)
+        yield BATCH
 
 
 def bert_megatron_core(inputs: Inputs, length: int) -> Iterator[float]:
@@ -258,54 +215,34 @@ def bert_megatron_core(inputs: Inputs, length: int) -> Iterator[float]:
             yield 1
 
 
-PATHS: dict[str, tuple[Callable[[Inputs], Iterator[float]], tuple[str, ...]]] = {
-    "native": (native, ()),
-    "native, batches of 8": (partial(native, batch=8), ()),
-    "collator": (collator, ()),
-    "datasets + collator": (datasets_collator, ("datasets",)),
-    "seqio cached": (seqio_cached, ("t5", "seqio")),
-    "seqio text": (seqio_text, ("t5", "seqio")),
-    "seqio jsonl": (seqio_jsonl, ("t5", "seqio")),
-    "sentencepiece": (sentencepiece, ()),
-    "tokenizers": (tokenizers, ("transformers",)),
-    **{
-        f"BERT {length}, {name}": (partial(function, length=length), needs)
-        for length in (128, 512)
-        for name, function, needs in (
-            ("ours", bert_ours, ()),
-            ("ours, batches of 8", partial(bert_ours, batch=8), ()),
-            ("ours, other-document B", partial(bert_ours, nsp="random"), ()),
-            ("megatron-core", bert_megatron_core, ("megatron.core",)),
-        )
-    },
+T5, ENCODING = f"T5 {INPUTS}/{TARGETS}, ", "encoding, "  # beginnings of names; rates of one are compared
+PIPELINES: dict[str, tuple[Callable[[Inputs], Iterator[float]], tuple[str, ...]]] = {
+    f"{T5}native": (native, ()),
+    f"{T5}datasets + collator": (datasets_collator, ("datasets",)),
+    f"{T5}seqio cached": (seqio_cached, ("t5", "seqio")),
+    f"{ENCODING}sentencepiece": (sentencepiece, ()),
+    f"{ENCODING}tokenizers": (tokenizers, ("transformers",)),
+    "BERT 128, ours": (partial(bert_ours, length=128), ()),
+    "BERT 128, megatron-core": (partial(bert_megatron_core, length=128), ("megatron.core",)),
+    "BERT 512, ours": (partial(bert_ours, length=512), ()),
+    "BERT 512, megatron-core": (partial(bert_megatron_core, length=512), ("megatron.core",)),
 }
-ENCODERS = ("sentencepiece", "tokenizers")
 
 
-def cpu_seconds() -> float:
-    """CPU time of this process, its threads and its living children (Linux counts a child's in /proc)."""
-    import psutil
-
-    own = psutil.Process()
-    times = [process.cpu_times() for process in [own, *own.children(recursive=True)]]
-    return sum(t.user + t.system for t in times)
-
-
-def measure(path: str, inputs: Inputs, warm_up: float, seconds: float, started: float) -> dict[str, float]:
-    """Units per CPU-second after `warm_up` CPU-seconds of running, and seconds from `started` to the first batch."""
+def measure(name: str, inputs: Inputs, seconds: float, started: float) -> dict[str, float]:
+    """Units per CPU-second after a warm-up, and seconds from `started` to the first batch."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    batches = PATHS[path][0](inputs)
+    batches = PIPELINES[name][0](inputs)
     next(batches)
-    first = time.time() - started
-    clock = cpu_seconds if path == "seqio jsonl" else time.process_time
-    start = clock()
-    while clock() - start < warm_up:
+    first, start = time.time() - started, time.process_time()
+    # seqio first fills shuffle and prefetch buffers of several batches, which would otherwise count as free.
+    while time.process_time() - start < (seconds if "seqio" in name else 0.5):
         next(batches)
-    units, start = 0.0, clock()
-    while clock() - start < seconds:
+    units, start = 0.0, time.process_time()
+    while time.process_time() - start < seconds:
         units += next(batches)
-    return {"rate": units / (clock() - start), "first": first}
+    return {"rate": units / (time.process_time() - start), "first": first}
 
 
 def prepare(corpus: list[Path], vocab: Path, bert_vocab: Path | None, folder: Path) -> tuple[int, int]:
@@ -363,30 +300,32 @@ def main() -> None:
     parser.add_argument("--bert_vocab", type=Path, help="a WordPiece vocab.txt; without it BERT is left out")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=4.0, help="CPU-seconds of one measurement")
-    parser.add_argument("--measure", nargs=3, metavar=("PATH", "FOLDER", "STARTED"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.measure:
-        path, folder, started = arguments.measure
-        # seqio fills shuffle and prefetch buffers of several batches first, which would otherwise count as free.
-        warm_up = arguments.seconds if path.startswith("seqio") else 0.5
-        inputs = Inputs(Path(folder), arguments.vocab, arguments.bert_vocab)
-        print(json.dumps(measure(path, inputs, warm_up, arguments.seconds, float(started))))
+    parser.add_argument("--measure", nargs=3, metavar=("NAME", "FOLDER", "STARTED"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        name, folder, started = args.measure
+        inputs = Inputs(Path(folder), args.vocab, args.bert_vocab)
+        print(json.dumps(measure(name, inputs, args.seconds, float(started))))
         return
-    if not arguments.corpus:
+    if not args.corpus:
         parser.error("--corpus is needed")
-    paths = [path for path, (_, needs) in PATHS.items() if all(map(_installed, needs))]
-    if arguments.bert_vocab is None:
-        paths = [path for path in paths if not path.startswith("BERT")]
-    found: dict[str, list[dict[str, float]]] = {path: [] for path in paths}
+    names = [name for name, (_, packages) in PIPELINES.items() if all(map(_installed, packages))]
+    names = [name for name in names if args.bert_vocab or not name.startswith("BERT")]
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
-        size, num_tokens = prepare(arguments.corpus, arguments.vocab, arguments.bert_vocab, Path(folder))
-        for _ in range(arguments.rounds):
-            for path in paths:
-                found[path].append(run_in_process(path, folder, arguments))
-    report(found, size, num_tokens)
-    missing = sorted(set(PATHS) - set(paths))
-    if missing:
-        print(f"\nNot measured, for want of their packages or of --bert_vocab: {', '.join(missing)}.")
+        size, num_tokens = prepare(args.corpus, args.vocab, args.bert_vocab, Path(folder))
+        for _ in range(args.rounds):
+            for name in names:
+                found[name].append(run_in_process(name, folder, args))
+    print(f"{size / 1e6:.1f} MB of text, {num_tokens / 1e6:.2f} M tokens; {args.rounds} interleaved rounds, one core, "
+          f"Python {platform.python_version()}, numpy {np.__version__}.\n")  # fmt: skip
+    print("| pipeline | examples (or MB) per CPU-second, median | all rounds | first batch, s |\n|---|---|---|---|")
+    for name, rounds in found.items():
+        rates = [each["rate"] for each in rounds]
+        first = median(each["first"] for each in rounds)
+        print(f"| {name} | {median(rates):,.1f} | {', '.join(f'{rate:,.1f}' for rate in rates)} | {first:.1f} |")
+    if missing := sorted(set(PIPELINES) - set(names)):
+        print(f"\nNot measured, for want of their packages or of --bert_vocab: {'; '.join(missing)}.")
 
 
 def _installed(package: str) -> bool:
@@ -396,54 +335,16 @@ def _installed(package: str) -> bool:
         return False
 
 
-def run_in_process(path: str, folder: str, arguments: argparse.Namespace) -> dict[str, float]:
-    command = [sys.executable, __file__, "--vocab", str(arguments.vocab), "--seconds", str(arguments.seconds)]
-    command += ["--bert_vocab", str(arguments.bert_vocab)] if arguments.bert_vocab else []
+def run_in_process(name: str, folder: str, args: argparse.Namespace) -> dict[str, float]:
+    command = [sys.executable, __file__, "--vocab", str(args.vocab), "--seconds", str(args.seconds)]
+    command += ["--bert_vocab", str(args.bert_vocab)] if args.bert_vocab else []
     threads = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment = os.environ | threads | {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*command, "--measure", path, folder, str(time.time())],
-        env=environment, capture_output=True, text=True, check=False,
+        [*command, "--measure", name, folder, str(time.time())], env=environment, stdout=subprocess.PIPE, text=True,
+        check=True,
     )  # fmt: skip
-    if done.returncode:
-        sys.exit(f"{path} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def report(found: dict[str, list[dict[str, float]]], size: int, num_tokens: int) -> None:
-    """Print the markdown tables."""
-    rates = {path: [each["rate"] for each in rounds] for path, rounds in found.items()}
-    first = {path: median(each["first"] for each in rounds) for path, rounds in found.items()}
-    print(
-        f"{size / 1e6:.1f} MB of text, {num_tokens / 1e6:.2f} M tokens; {len(rates['native'])} interleaved rounds, "
-        f"one core, Python {platform.python_version()}, numpy {np.__version__}.\n"
-    )
-    examples = {p: values for p, values in rates.items() if p not in ENCODERS and not p.startswith("BERT")}
-    bytes_per_example = TOKENS * size / num_tokens / 1e6
-    encoding = [bytes_per_example / rate for rate in rates["sentencepiece"]]  # CPU-seconds an example
-    examples["native, first epoch"] = [1 / (1 / a + b) for a, b in zip(rates["native"], encoding, strict=True)]
-    baseline = "seqio text" if "seqio text" in examples else "collator"
-    print(
-        f"| T5 {INPUTS}/{TARGETS} | examples per CPU-second, median | all rounds | times {baseline} | first batch, s |"
-    )
-    print("|---|---|---|---|---|")
-    for path, values in sorted(examples.items(), key=lambda item: -median(item[1])):
-        ratio = median(values) / median(examples[baseline])
-        everything = ", ".join(f"{v:,.0f}" for v in values)
-        print(f"| {path} | {median(values):,.0f} | {everything} | {ratio:.1f} | {first.get(path, float('nan')):.1f} |")
-    print("\n| encoding | MB of text per CPU-second, median | all rounds |\n|---|---|---|")
-    for path in ENCODERS:
-        if path in rates:
-            print(f"| {path} | {median(rates[path]):.1f} | {', '.join(f'{v:.1f}' for v in rates[path])} |")
-    if not any(path.startswith("BERT") for path in rates):
-        return
-    print("\n| BERT | samples per CPU-second, median | all rounds | times megatron-core | first batch, s |")
-    print("|---|---|---|---|---|")
-    for path in (path for path in rates if path.startswith("BERT")):
-        base = rates.get(f"{path.partition(',')[0]}, megatron-core", [float("nan")])
-        every = ", ".join(f"{v:,.0f}" for v in rates[path])
-        ratio = median(rates[path]) / median(base)
-        print(f"| {path[5:]} | {median(rates[path]):,.0f} | {every} | {ratio:.1f} | {first[path]:.1f} |")
 
 
 if __name__ == "__main__":

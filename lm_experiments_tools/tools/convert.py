@@ -12,12 +12,12 @@ folders of save_pretrained need no conversion: lmtools export writes them into a
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm_experiments_tools.errors import UserError
+from lm_experiments_tools.tools.export import check_shard_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,11 +48,8 @@ class ConvertArgs:
 
     def __post_init__(self) -> None:
         if self.source is None or self.to is None:
-            raise UserError(
-                "lmtools convert: name the weights and the new folder, as in lmtools convert a.pth --to a."
-            )
-        if not re.fullmatch(r"[1-9]\d*[KMGT]B", self.max_shard_size):
-            raise UserError(f"--max_shard_size {self.max_shard_size}: write a size as 5GB or 500MB.")
+            raise UserError("lmtools convert: name weights and the new folder, as in lmtools convert a.pth --to a.")
+        check_shard_size(self.max_shard_size)
 
 
 def run(args: ConvertArgs) -> None:
@@ -75,7 +72,7 @@ def run(args: ConvertArgs) -> None:
         if differs := difference(logits_of(again.eval(), inputs), logits_of(model, inputs)):
             raise UserError(f"{folder} {differs}; nothing was written.")
     parameters = sum(weight.numel() for weight in model.parameters())
-    print(f"{folder}: {cls.__name__} of {parameters:,} parameters; loaded back, its logits are the same.")
+    print(f"{folder}: {cls.__name__} of {parameters:,} parameters; loaded back, its logits are equal.")
     if not has_tokenizer:
         print("It has no tokenizer: put one there, or name it by --tokenizer.")
 
@@ -91,19 +88,17 @@ def _model(args: ConvertArgs) -> PreTrainedModel:
 
     source = Path(args.source)
     if is_megatron(source):
-        if flag := next((name for name in ("model_cfg", "model_cls") if getattr(args, name) is not None), None):
-            raise UserError(
-                f"--{flag}: leave it out, since {source} is a checkpoint of Megatron-LM, which describes its model."
-            )
+        if args.model_cfg is not None or args.model_cls is not None:
+            raise UserError(f"{source} is a checkpoint of Megatron-LM: leave --model_cfg and --model_cls out.")
         weights, name, settings = read_megatron(source, args.allow_pickle)
         cls = getattr(transformers, name)
         model = build_model(cls, cls.config_class(**settings), seed=0)
         place_weights(model, weights, source)
         return model
     if args.model_cfg is None:
-        if (beside := source / "config.json").is_file():
-            raise UserError(f"--model_cfg is missing: give --model_cfg {beside}, or another model's.")
-        raise UserError(f"--model_cfg is missing: {source} does not describe its model.")
+        file = source / "config.json"
+        example = f" Pass for example --model_cfg {file}." if file.is_file() else ""
+        raise UserError(f"--model_cfg is required: weights do not describe their model.{example}")
     cls = get_cls_by_name(args.model_cls or "transformers:T5ForConditionalGeneration")
     model = build_model(cls, load_model_config(args.model_cfg, getattr(cls, "config_class", None)), seed=0)
     load_weights(model, source, allow_pickle=args.allow_pickle)

@@ -8,18 +8,36 @@ The exit code is 0 if training can run here, at least in one process, else 1.
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
 import textwrap
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
-from lm_experiments_tools.config.flags import POSITIVE, check_groups
-from lm_experiments_tools.files import dump_json
-from lm_experiments_tools.tools.diagnosis import machine
-from lm_experiments_tools.tools.diagnosis.trials import run_trials, trials
+import psutil
+from packaging.requirements import Requirement
 
+from lm_experiments_tools.config.flags import POSITIVE, check_groups
+from lm_experiments_tools.files import dump_json, human_bytes
+from lm_experiments_tools.tools.backend_trials import run_trials, trials
+
+_PACKAGE = "lm_experiments_tools"
 _BUILD = "lmtools build-horovod"
+_PACKAGES = (
+    "torch", "transformers", "numpy", "tokenizers", "sentencepiece", "tensorboard", "accelerate", "deepspeed",
+    "horovod", "triton", "peft", "bitsandbytes", "datasets", "matplotlib",
+)  # fmt: skip
+_CPU_UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "bf16", "sve")
+_BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,52 +55,44 @@ class DoctorArgs:
 
 def run(args: DoctorArgs) -> int:
     """Print the report; returns 0 if training can run here."""
-    found = examine(args.timeout)
-    print(dump_json(found) if args.json else "\n".join(report(found)))
+    found = _examine(args.timeout)
+    print(dump_json(found) if args.json else "\n".join(_report(found)))
     return 0 if found["can train"] else 1
 
 
-def examine(timeout: float) -> dict[str, Any]:
+def _examine(timeout: float) -> dict[str, Any]:
     """The report as plain JSON types."""
-    gpus = machine.gpus()
+    gpus = _gpus()
     jobs = trials(len(gpus))
     with ThreadPoolExecutor(1) as pool:  # at the same time as the trials
-        building = pool.submit(machine.builds_cpp)
+        building = pool.submit(_why_no_cpp)
         run_trials(jobs, timeout)
         no_cpp = building.result()
-    backends = {job.name: {"state": job.state, "says": job.says, "seconds": job.seconds} for job in jobs}
-    lacking = machine.missing()
+    lacking = missing_requirements()
     return {
         "can train": jobs[0].state == "works" and "" not in lacking,
-        "versions": machine.versions(),
-        "backends": backends,
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "backends": {job.name: {"state": job.state, "says": job.says, "seconds": job.seconds} for job in jobs},
         "torch": jobs[0].facts,
-        "cpu": machine.cpu(),
+        "cpu": _cpu(),
         "gpus": gpus,
-        "compilers": {**machine.compilers(), "C++ for torch.compile": no_cpp or "works"},
-        "space": machine.space(),
-        "missing": {extra: {"packages": names, "install": remedy(extra)} for extra, names in lacking.items()},
+        "compilers": {**_compilers(), "C++ for torch.compile": no_cpp or "works"},
+        "space": _space(),
+        "missing": {extra: {"packages": names, "install": _remedy(extra)} for extra, names in lacking.items()},
     }
 
 
-def remedy(extra: str) -> str:
-    """The command that installs an extra; Horovod is built after that."""
-    command = machine.remedy(extra)
-    return f"{command} && {_BUILD}" if extra == "horovod" else command
-
-
-def report(found: Mapping[str, Any]) -> list[str]:
+def _report(found: Mapping[str, Any]) -> list[str]:
     """The lines of a terminal."""
-    versions = [f"{name} {version or '-'}" for name, version in found["versions"].items()]
-    wrapped = textwrap.wrap(" | ".join(versions), 100, initial_indent="  ", subsequent_indent="  ")
-    lines = ["versions", *wrapped, "", "backends (a sum over two processes each)"]
+    versions = " | ".join(f"{name} {version or '-'}" for name, version in found["versions"].items())
+    lines = ["versions", *textwrap.wrap(versions, 100, initial_indent="  ", subsequent_indent="  ")]
+    lines += ["", "backends (a sum over two processes each)"]
     for name, trial in found["backends"].items():
         took = f"  {trial['seconds']:.1f} s" if trial["state"] == "works" else f": {trial['says']}"
         lines.append(f"  {name:<18} {trial['state']}{took}")
     cpu, torch = found["cpu"], found["torch"] or {}
-    bf16 = "bf16 units" if cpu["bf16"] else "no bf16 units"
     lines += ["", "devices", f"  cpu  {cpu['model']}, {cpu['cores']} cores, {cpu['usable']} threads for this process"]
-    lines += [f"       {bf16}; {' '.join(cpu['units'])}"]
+    lines += [f"       {'bf16 units' if cpu['bf16'] else 'no bf16 units'}; {' '.join(cpu['units'])}"]
     lines += [
         f"  gpu  {gpu['name']}, {gpu['memory.free']} free of {gpu['memory.total']}, driver {gpu['driver_version']}"
         for gpu in found["gpus"]
@@ -92,9 +102,105 @@ def report(found: Mapping[str, Any]) -> list[str]:
         lines += ["", title, *(f"  {name:<22} {text or '-'}" for name, text in found[title].items())]
     if found["missing"]:
         lines += ["", "to install"]
-        for extra, lacking in found["missing"].items():
-            lines.append(f"  {extra or 'needed':<12} {', '.join(lacking['packages'])}: {lacking['install']}")
-    for name, trial in found["backends"].items():
-        if trial["state"] != "works" and name.startswith("horovod"):
-            lines.append(f"  {'horovod':<12} compiled against this torch by: {_BUILD}")
+    for extra, lacking in found["missing"].items():
+        lines.append(f"  {extra or 'needed':<12} {', '.join(lacking['packages'])}: {lacking['install']}")
+    if any(t["state"] != "works" and name.startswith("horovod") for name, t in found["backends"].items()):
+        lines.append(f"  {'horovod':<12} compiled against this torch by: {_BUILD}")
     return [*lines, "", f"training {'can' if found['can train'] else 'cannot'} run here"]
+
+
+def missing_requirements() -> dict[str, list[str]]:
+    """{extra: requirements of it that are not installed or too old}; "" is what every use needs."""
+    found: dict[str, list[str]] = {}
+    try:
+        lines = importlib.metadata.requires(_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:  # run from a clone
+        return found
+    for line in lines:
+        requirement, named = Requirement(line), re.search(r'extra == "([^"]+)"', line)
+        extra = named[1] if named else ""
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+        installed = _version(requirement.name)
+        is_there = installed is not None and requirement.specifier.contains(installed, prereleases=True)
+        if applies and extra not in ("dev", "all") and not is_there:
+            found.setdefault(extra, []).append(line.partition(";")[0].strip())
+    return found
+
+
+def _remedy(extra: str) -> str:
+    """The command that installs an extra; Horovod is built after that."""
+    folder = Path(__file__).resolve().parents[2]
+    source, option = (str(folder), "-e ") if (folder / "setup.py").is_file() else (_PACKAGE, "")
+    command = f'pip install {option}"{source}{f"[{extra}]" if extra else ""}"'
+    return f"{command} && {_BUILD}" if extra == "horovod" else command
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> dict[str, object]:
+    """Model, cores, those this process may use, and units for small number formats."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
+    entries = dict(re.findall(r"^(model name|flags|Features)\s*:\s*(.*)$", text, re.MULTILINE))
+    flags = set(entries.get("flags", entries.get("Features", "")).split())
+    return {
+        "model": entries.get("model name") or platform.processor() or platform.machine(),
+        "cores": psutil.cpu_count(logical=False) or os.cpu_count(),
+        "threads": os.cpu_count(),
+        "usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "units": [unit for unit in _CPU_UNITS if unit in flags],
+        "bf16": bool(flags & _BF16_UNITS),
+    }
+
+
+def _gpus() -> list[dict[str, str]]:
+    """Name, memory and driver of each NVIDIA GPU; empty without one."""
+    fields = ("name", "memory.total", "memory.free", "driver_version", "compute_cap")
+    output = _output(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
+    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines()]
+    return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
+
+
+def _compilers() -> dict[str, str | None]:
+    """{program: the line with its version, None if it is missing}."""
+    outputs = {program: _output([program, "--version"]) for program in ("g++", "nvcc", "mpirun", "cmake")}
+    return {
+        program: next((line for line in output.splitlines() if re.search(r"\d+\.\d+", line)), None)
+        for program, output in outputs.items()
+    }
+
+
+def _why_no_cpp() -> str | None:
+    """Why torch.compile cannot build C++ for the CPU here; None if it can: Python.h and OpenMP are tried."""
+    compiler = shutil.which(os.environ.get("CXX") or "g++")
+    if compiler is None:
+        return "there is no g++ (Debian: apt install g++)"
+    source = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
+    command = [compiler, "-x", "c++", "-", "-fopenmp", "-fsyntax-only", f"-I{sysconfig.get_path('include')}"]
+    built = subprocess.run(command, input=source, capture_output=True, text=True)
+    errors = [line for line in built.stderr.splitlines() if "error" in line]
+    return None if built.returncode == 0 else f"g++ fails: {errors[0] if errors else built.stderr[:200]}"
+
+
+def _space() -> dict[str, str]:
+    """Free memory, shared memory (of data workers), and disk here and for temporary files."""
+    memory = psutil.virtual_memory()
+    free = {"memory": f"{human_bytes(memory.available)} free of {human_bytes(memory.total)}"}
+    for name, path in (("shared memory", "/dev/shm"), ("disk here", "."), ("temporary files", tempfile.gettempdir())):
+        if os.path.isdir(path):
+            disk = shutil.disk_usage(path)
+            free[name] = f"{human_bytes(disk.free)} free of {human_bytes(disk.total)}"
+    return free
+
+
+def _output(command: list[str]) -> str:
+    """Output of a program; empty if it is missing or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -12,8 +12,7 @@ bit-identical logits.
 of an encoder-decoder, with configuration and tokenizer, and prints the largest difference from torch.
 `onnx_export.OnnxModel(folder)` runs it in ONNX Runtime.
 
-A LoRA adapter is merged into its base model. A run directory means its best checkpoint, else
-its last.
+A LoRA adapter is merged into its base model. A run directory means its best checkpoint, else its last.
 """
 
 from __future__ import annotations
@@ -47,8 +46,13 @@ class ExportArgs:
             raise UserError("lmtools export: name the model, as in lmtools export runs/mine --to mine.")
         if self.to is None and self.output is None:
             raise UserError("there is nothing to write: give --to (Hugging Face) or --output (ONNX).")
-        if not re.fullmatch(r"[1-9]\d*[KMGT]B", self.max_shard_size):
-            raise UserError(f"--max_shard_size {self.max_shard_size}: write a size as 5GB or 500MB.")
+        check_shard_size(self.max_shard_size)
+
+
+def check_shard_size(size: str) -> None:
+    """Raise UserError unless it is written as 5GB or 500MB."""
+    if not re.fullmatch(r"[1-9]\d*[KMGT]B", size):
+        raise UserError(f"--max_shard_size {size}: write a size as 5GB or 500MB.")
 
 
 def run(args: ExportArgs) -> None:
@@ -63,8 +67,7 @@ def run(args: ExportArgs) -> None:
 
 def _to_hub(args: ExportArgs, folder: Path) -> None:
     from lm_experiments_tools.models.saved import open_saved
-    from lm_experiments_tools.tools.hub_folder import check_folder, new_folder, write_files
-    from lm_experiments_tools.tools.model_card import write_card
+    from lm_experiments_tools.tools.hub_folder import check_folder, new_folder, write_card, write_files
 
     with new_folder(folder) as temporary:
         opened = open_saved(args.from_pretrained, args.model_cls)
@@ -72,9 +75,7 @@ def _to_hub(args: ExportArgs, folder: Path) -> None:
         loading = check_folder(opened, temporary)
         write_card(opened, temporary, folder.resolve().name, loading)
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2**20
-    check = "loaded back, its logits are the same"
-    if not loading.is_complete:
-        check = "it needs code that is not in the folder"
+    check = "its loaded logits are equal" if loading.is_complete else "it needs code that is not in the folder"
     print(f"{folder}: {type(opened.model).__name__}, {size:.1f} MiB of weights; {check}.")
     print(f"Choose a licence in {folder / 'README.md'} before you publish it.")
     if loading.note:

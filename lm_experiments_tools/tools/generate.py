@@ -74,8 +74,7 @@ class GenerateArgs:
         if self.from_pretrained is None:
             raise UserError('lmtools generate: name a model and a text, as in lmtools generate runs/mine "A text".')
         if bool(self.text) == (self.file is not None):
-            raise UserError("there is nothing to read: give texts after the model, or --file." if not self.text else
-                            f"--file {self.file} and texts on the command line: give one of them.")  # fmt: skip
+            raise UserError("lmtools generate: give either texts after the model, or --file.")
 
     def options(self) -> dict[str, Any]:
         """Arguments of transformers' `generate`."""
@@ -97,14 +96,13 @@ def run(args: GenerateArgs) -> None:
 
 
 def _started(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """All outputs. The first is computed here, so that a checkpoint pruned meanwhile is noticed here."""
+    """All outputs. The first is computed here, so that a checkpoint that is pruned meanwhile is noticed here."""
     import torch
 
     from lm_experiments_tools.checkpoint.source import find_source
 
-    source = find_source(args.from_pretrained)
     torch.manual_seed(args.seed)
-    found = _fine_tuned(args, texts) if source.task else _answers(args, texts)
+    found = (_fine_tuned if find_source(args.from_pretrained).task else _answers)(args, texts)
     return chain([next(found)], found)
 
 
@@ -112,13 +110,10 @@ def _texts(args: GenerateArgs) -> list[str]:
     if args.file is None:
         texts = list(args.text)
     else:
-        try:
-            read = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"--file {args.file}: byte {error.start} is not UTF-8: give a text file.") from error
+        read = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8", errors="replace")
         texts = [line for line in read.splitlines() if line.strip()]
     if not texts or not all(text.strip() for text in texts):
-        raise UserError(f"--file {args.file} has no text." if args.file else "a text is empty: leave it out.")
+        raise UserError("lmtools generate: a text is empty.")
     return texts
 
 
@@ -159,7 +154,8 @@ def _answers(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any
         answer = _written
     elif opened.model.get_output_embeddings() is not None:
         answer = _masked
-        _check_masks(texts, mask_of(tokenizer))
+        if missing := [text for text in texts if mask_of(tokenizer) not in text]:
+            raise UserError(f"the model fills in {mask_of(tokenizer)}, which is not in {missing[0][:60]!r}.")
     else:
         answer = _labelled
     model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -170,11 +166,6 @@ def _answers(args: GenerateArgs, texts: Sequence[str]) -> Iterator[dict[str, Any
         for text, entry in zip(part, found, strict=True):
             blanks = _SENTINEL.findall(text) if answer is _written and opened.kind == "encoder-decoder" else []
             yield {"text": text, **entry, **({"filled": filled(text, entry["output"])} if blanks else {})}
-
-
-def _check_masks(texts: Sequence[str], mask: str) -> None:
-    if missing := [text for text in texts if mask not in text]:
-        raise UserError(f"the model fills in {mask}, which is not in {missing[0][:60]!r}: put it into the text.")
 
 
 def mask_of(tokenizer: Any) -> str:
@@ -221,8 +212,8 @@ def text_of(tokenizer: Any, row: Sequence[int]) -> str:
 def filled(text: str, output: str) -> str:
     """`text` with each sentinel replaced by the text after it in `output`; a sentinel not in `output` stays."""
     parts = _SENTINEL.split(output)
-    said = dict(zip(_SENTINEL.findall(output)[::-1], parts[:0:-1], strict=True))  # the first of two wins
-    return _SENTINEL.sub(lambda match: said.get(match[0], match[0]).strip(), text)
+    found = dict(zip(_SENTINEL.findall(output)[::-1], parts[:0:-1], strict=True))  # the first of two wins
+    return _SENTINEL.sub(lambda match: found.get(match[0], match[0]).strip(), text)
 
 
 def _logits(opened: Opened, batch: BatchEncoding) -> Tensor:
@@ -239,21 +230,17 @@ def _masked(opened: Opened, batch: BatchEncoding, args: GenerateArgs) -> list[di
     found = []
     for ids, scores in zip(batch["input_ids"], logits, strict=True):
         chosen = scores[ids == mask][:, : len(tokenizer)].softmax(-1).topk(min(args.top, len(tokenizer)))
-        masks = zip(chosen.values.tolist(), chosen.indices.tolist(), strict=True)
-        found.append({"masks": [[_word(tokenizer, *pair) for pair in zip(*row, strict=True)] for row in masks]})
+        masks = []
+        for row in zip(chosen.values.tolist(), chosen.indices.tolist(), strict=True):
+            pairs = zip(*row, strict=True)
+            masks.append([{"word": tokenizer.decode([token]).strip(), "probability": p} for p, token in pairs])
+        found.append({"masks": masks})
     return found
-
-
-def _word(tokenizer: Any, probability: float, token: int) -> dict[str, Any]:
-    return {"word": tokenizer.decode([token]).strip(), "probability": probability}
 
 
 def _labelled(opened: Opened, batch: BatchEncoding, args: GenerateArgs) -> list[dict[str, Any]]:
     if opened.reader != "AutoModelForSequenceClassification":
-        raise UserError(
-            f"{opened.source.name} is a {type(opened.model).__name__}, which neither generates, fills masks nor "
-            "labels: name a model with such a head."
-        )
+        raise UserError(f"{opened.source.name}: a {type(opened.model).__name__} neither generates nor labels texts.")
     logits, names = _logits(opened, batch), opened.model.config.id2label
     if opened.model.config.problem_type == "regression" or logits.shape[-1] == 1:
         return [{"output": [f"{value:.4g}" for value in row]} for row in logits.tolist()]

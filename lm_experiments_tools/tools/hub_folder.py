@@ -1,4 +1,4 @@
-"""A saved model as a folder for the Hugging Face Hub, checked by loading it in another process."""
+"""A saved model as a folder for the Hugging Face Hub with a model card, checked by loading it in another process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor
 from transformers.dynamic_module_utils import get_imports
 
@@ -22,15 +23,15 @@ from lm_experiments_tools.checkpoint.source import CONFIG
 from lm_experiments_tools.checkpoint.weights import copy_tokenizer
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.files import apply_umask, dump_json, read_json
-from lm_experiments_tools.models.saved import Opened
+from lm_experiments_tools.models.saved import Opened, position_of, run_folder
 from lm_experiments_tools.modules.inspection import forward_names
+from lm_experiments_tools.tools.compare import read_run
 
 _OURS = ("lm_experiments_tools", "modeling_bert", "modeling_t5")
 _SITES = ("site-packages", "dist-packages")  # folders of installed packages
 _OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
-_SECONDS = 600
 _AUTO = {"encoder-decoder": "Seq2SeqLM", "decoder": "CausalLM", "encoder": "MaskedLM"}
-# Another user's program: what the model card says, and the logits of a given batch.
+# The model card's code, and the logits of a given batch.
 _PROGRAM = """
 import sys, torch
 folder = sys.argv[1]
@@ -40,24 +41,44 @@ with torch.no_grad():
 torch.save(output[next((name for name in {outputs} if name in output), 0)], sys.argv[3])
 """
 
+_SETTINGS = (
+    "task", "data_path", "valid_data_path", "input_seq_len", "target_seq_len", "batch_size",
+    "gradient_accumulation_steps", "WORLD_SIZE", "optimizer", "lr", "lr_scheduler", "seed", "COMMIT",
+)  # fmt: skip
+_CARD = """---
+{data}
+---
+# {name}
 
-@dataclass(frozen=True)
-class Loading:
-    """How the folder is loaded.
+A `{cls}` ({kind}) of {parameters:,} parameters{merged}.
 
-    Attributes:
-        code: Python that makes `model` of a variable `folder`.
-        note: a sentence on what has to be installed or trusted; empty for a class of transformers.
-        is_complete: False if it needs code that is neither in the folder nor installed.
-    """
+**Licence: not chosen yet.** Whoever publishes this model puts one here and in `license` above.
+
+## Training
+
+{training}
+
+## How to load it
+
+{note}
+```python
+folder = "{name}"
+{code}
+```
+{task}"""
+_TOKENIZER = "\n\nfrom transformers import AutoTokenizer\n\ntokenizer = AutoTokenizer.from_pretrained(folder)"
+
+
+class Loading(NamedTuple):
+    """How the folder is loaded: Python that makes `model` of a variable `folder`, and what that requires."""
 
     code: str
     note: str = ""
-    is_complete: bool = True
+    is_complete: bool = True  # False if it needs code that is neither in the folder nor installed
 
 
 @contextmanager
-def new_folder(folder: Path, flag: str = "--to") -> Iterator[Path]:
+def new_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder that is renamed to `folder` at the end of the block, or removed if that fails.
 
     Raises:
@@ -65,7 +86,7 @@ def new_folder(folder: Path, flag: str = "--to") -> Iterator[Path]:
     """
     folder = folder.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{flag} {folder}: it is there already, and nothing is overwritten: name another folder.")
+        raise UserError(f"--to {folder} exists, and nothing is overwritten: name another folder.")
     temporary = folder.with_name(f".{folder.name}.tmp{secrets.token_hex(6)}")
     temporary.mkdir(parents=True)
     try:
@@ -91,7 +112,7 @@ def write_files(opened: Opened, folder: Path, max_shard_size: str) -> None:
         model.save_pretrained(folder, max_shard_size=max_shard_size)
     for weight in model.parameters():
         weight.data = weight.data.float()
-    # A decoder's tokenizer is written anew: it must not append EOS to prompts.
+    # Save the tokenizer of a decoder again: it must not append EOS to prompts.
     if source.path is None or opened.writes_on or not copy_tokenizer(source.path, folder):
         opened.tokenizer.save_pretrained(folder)
 
@@ -104,7 +125,7 @@ def check_folder(opened: Opened, folder: Path) -> Loading:
     """
     inputs = example_inputs(opened.model)
     expected, reason = logits_of(opened.model, inputs), ""
-    for loading in _own_class(opened, folder) if opened.is_own else _library_class(opened):
+    for loading in _user_class(opened, folder) if opened.is_own else _library_class(opened):
         reason = _failure(loading, folder, inputs, expected)
         if not reason:
             return loading
@@ -141,20 +162,17 @@ def difference(found: Tensor, expected: Tensor) -> str:
 def _library_class(opened: Opened) -> Iterator[Loading]:
     """A class of transformers or of this package."""
     cls = type(opened.model)
-    home = cls.__module__.partition(".")[0]
-    is_ours = home != "transformers"
+    package = cls.__module__.partition(".")[0]
+    is_ours = package != "transformers"
     note = "The class is one of `lm_experiments_tools`, which has to be installed." if is_ours else ""
-    if opened.reader is None:
-        yield Loading(f"from {home} import {cls.__name__}\n\nmodel = {cls.__name__}.from_pretrained(folder)", note)
-    else:
-        register = f"import {home}  # makes transformers know this kind of model\n" if is_ours else ""
-        code = f"from transformers import {opened.reader}\n\nmodel = {opened.reader}.from_pretrained(folder)"
-        yield Loading(f"{register}{code}", note)
+    reader, source = opened.reader or cls.__name__, package if opened.reader is None else "transformers"
+    register = f"import {package}  # makes transformers know this kind of model\n" if is_ours and opened.reader else ""
+    yield Loading(f"{register}from {source} import {reader}\n\nmodel = {reader}.from_pretrained(folder)", note)
 
 
-def _own_class(opened: Opened, folder: Path) -> Iterator[Loading]:
+def _user_class(opened: Opened, folder: Path) -> Iterator[Loading]:
     """A user's class: by an Auto class and the files in the folder, by its name from these files, or as installed."""
-    files = _own_files(opened.model)
+    files = _user_files(opened.model)
     for file in files.values():
         shutil.copyfile(file, folder / file.name)
     cls, config = type(opened.model), read_json(folder / CONFIG)
@@ -182,7 +200,7 @@ def _own_class(opened: Opened, folder: Path) -> Iterator[Loading]:
     yield Loading(by_class, note, is_complete=False)
 
 
-def _own_files(model: torch.nn.Module) -> dict[str, Path]:
+def _user_files(model: torch.nn.Module) -> dict[str, Path]:
     """Module -> file of the user's modules that define the model's classes, and of those that they import.
 
     Packages and installed modules are excluded.
@@ -206,8 +224,8 @@ def _failure(loading: Loading, folder: Path, inputs: dict[str, Tensor], expected
     It imports installed packages only, unless the loading is incomplete.
     """
     with tempfile.TemporaryDirectory() as other:
-        asked, answered, packages = Path(other, "inputs.pt"), Path(other, "logits.pt"), Path(other, "packages")
-        torch.save(inputs, asked)
+        inputs_file, logits_file, packages = (Path(other, name) for name in ("inputs.pt", "logits.pt", "packages"))
+        torch.save(inputs, inputs_file)
         packages.mkdir()
         for name in _OURS:
             (packages / name).symlink_to(Path(__file__).resolve().parents[2] / name)
@@ -216,13 +234,64 @@ def _failure(loading: Loading, folder: Path, inputs: dict[str, Tensor], expected
         environment["PYTHONPATH"] = os.pathsep.join([str(packages), *map(os.path.abspath, paths)])
         program = _PROGRAM.format(code=loading.code, outputs=_OUTPUTS)
         # -S: the .pth file of an editable install would put the folder of the user's code on the path
-        try:
-            done = subprocess.run(
-                [sys.executable, "-S", "-c", program, str(folder.resolve()), str(asked), str(answered)],
-                cwd=other, env=environment, capture_output=True, text=True, timeout=_SECONDS,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return f"was not loaded within {_SECONDS} s"
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", program, str(folder.resolve()), str(inputs_file), str(logits_file)],
+            cwd=other, env=environment, capture_output=True, text=True,
+        )  # fmt: skip
         if done.returncode != 0:
             return f"cannot be loaded ({(done.stderr.strip().splitlines() or [f'exit code {done.returncode}'])[-1]})"
-        return difference(torch.load(answered), expected)
+        return difference(torch.load(logits_file), expected)
+
+
+def write_card(opened: Opened, folder: Path, name: str, loading: Loading) -> None:
+    """Write README.md, with the records of the model's run, into a folder that will be renamed to `name`."""
+    model, pipelines = opened.model, {"encoder": "fill-mask", "decoder": "text-generation"}
+    classifies = opened.reader == "AutoModelForSequenceClassification"
+    data = ModelCardData(
+        library_name="transformers",
+        license="other",
+        license_name="to-be-chosen",
+        pipeline_tag="text-classification" if classifies else pipelines.get(opened.kind),
+        tags=[model.config.model_type],
+    )
+    task = [(key, value) for key, value in opened.source.task.items() if value not in (None, "", [], ())]
+    text = _CARD.format(
+        data=data.to_yaml(),
+        name=name,
+        cls=type(model).__name__,
+        kind=opened.kind or model.config.model_type,
+        parameters=sum(weight.numel() for weight in model.parameters()),
+        merged=", into whose weights an adapter is merged" if opened.is_merged else "",
+        training=_training(opened),
+        note=f"{loading.note}\n" if loading.note else "",
+        code=loading.code + (_TOKENIZER if any(folder.glob("tokenizer*")) else ""),
+        task=f"\n## What it was fine-tuned for\n\n{_table(task)}\n" if task else "",
+    )
+    ModelCard(text).save(folder / "README.md")
+
+
+def _training(opened: Opened) -> str:
+    """A table of what the run recorded up to the checkpoint's step."""
+    path = run_folder(opened.source)
+    if path is None:
+        return "The files that this was exported from do not record it."
+    run, position = read_run(path), position_of(opened.source.path)
+    step = position["step"]
+    rows: list[tuple[str, Any]] = [("updates" if key == "step" else key, f"{n:,}") for key, n in position.items()]
+    for key in run.metrics("train"):
+        values = [record[key] for record in run.of("train") if record["step"] <= step and record.get(key)]
+        rows += [(f"training {key}", f"{value:.4g}") for value in values[-1:]]
+    valid = next((record for record in reversed(run.of("valid")) if record["step"] == step), {})
+    rows += [(f"validation {key}", f"{valid[key]:.4g}") for key in run.metrics("valid") if valid.get(key) is not None]
+    for name in _SETTINGS:
+        value = run.config.get(name)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        # Only the last part of a path: folders are those of one machine.
+        texts = [Path(entry).name if name.endswith("path") else str(entry) for entry in values if entry is not None]
+        rows += [(name, ", ".join(texts))] if texts else []
+    return _table(rows)
+
+
+def _table(rows: list[tuple[str, Any]]) -> str:
+    lines = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows]
+    return "\n".join(["| | |", "|---|---|", *lines])

@@ -11,24 +11,46 @@ YAML files are those of that script.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from lm_experiments_tools.config.bert import BertDataArgs, BertObjectiveArgs, BertPretrainingArgs
 from lm_experiments_tools.config.cli import parse
 from lm_experiments_tools.config.finetuning import FinetuningArgs, InstructionArgs, LengthArgs, TaskArgs
-from lm_experiments_tools.config.flags import check_groups
+from lm_experiments_tools.config.flags import COUNT, NOT_NEGATIVE, check_groups
 from lm_experiments_tools.config.objectives import ObjectiveArgs
 from lm_experiments_tools.config.pretraining import DataArgs, MixtureArgs, T5PretrainingArgs
 from lm_experiments_tools.config.training import BatchArgs, RunArgs
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.tools.inspection.args import SampleArgs, TokenArgs
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleArgs:
+    """Samples."""
+
+    samples: Annotated[int, NOT_NEGATIVE] = 3
+    """Samples to show, the first ones of the run; of fine-tuning, of each split. With --packing: rows."""
+    world_size: Annotated[int, COUNT] = 1
+    """Workers of the planned run. Steps of an epoch and the rows of a micro-batch depend on it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenArgs:
+    """Token statistics."""
+
+    frequent: Annotated[int, NOT_NEGATIVE] = 12
+    """Most frequent tokens to show."""
+    documents: Annotated[int | None, COUNT] = None
+    """Inspect only the first N documents of each --data_path. None: all; 10000 of a Hugging Face dataset and with
+    --streaming."""
+    check_gigabytes: Annotated[float, NOT_NEGATIVE] = 8.0
+    """Compare token files up to this size with their recorded sha256 (1 s a GB). 0: never."""
+    output: str | None = None
+    """Folder for a histogram of lengths (PNG) of each --data_path. None: none."""
+
 
 # Only flags about data are checked: those of the model and its training may be incomplete.
-
-
 @dataclass(frozen=True, kw_only=True)
 class InspectT5Args(T5PretrainingArgs, SampleArgs, TokenArgs):
     """The flags of run_t5_pretraining.py, and those of inspection."""
@@ -54,24 +76,33 @@ class InspectFinetuningArgs(FinetuningArgs, SampleArgs):
 
 
 SCRIPTS = {"pretrain-t5": InspectT5Args, "pretrain-bert": InspectBertArgs, "finetune": InspectFinetuningArgs}
-_MODULES = {"pretrain-t5": "t5", "pretrain-bert": "bert", "finetune": "finetuning"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Read the kind of data and the flags, and print what there is; returns 0. Raises UserError."""
+    """Read the script's name and the flags, and print the data; returns 0. Raises UserError."""
     is_named = bool(argv) and not argv[0].startswith("-")
-    kind, *flags = argv if is_named else ["pretrain-t5", *argv]
-    if kind not in SCRIPTS:
-        raise UserError(f"lmtools inspect {kind}: the first word is one of {', '.join(SCRIPTS)}")
+    script, *flags = argv if is_named else ["pretrain-t5", *argv]
+    if script not in SCRIPTS:
+        raise UserError(f"lmtools inspect {script}: the first word is one of {', '.join(SCRIPTS)}")
     args, _ = parse(
-        SCRIPTS[kind],
+        SCRIPTS[script],
         flags,
         description=__doc__,
-        inherit=_inherit if kind == "finetune" else None,
-        program=f"lmtools inspect {kind}" if is_named else "lmtools inspect",
+        inherit=_inherit if script == "finetune" else None,
+        program=f"lmtools inspect {script}" if is_named else "lmtools inspect",
     )
-    for section in importlib.import_module(f"lm_experiments_tools.tools.inspection.{_MODULES[kind]}").sections(args):
-        section.print()
+    if script == "finetune":
+        from lm_experiments_tools.tools.inspect_finetuning import sections
+    elif script == "pretrain-bert":
+        from lm_experiments_tools.tools.inspect_pretraining import bert_sections as sections
+    else:
+        from lm_experiments_tools.tools.inspect_pretraining import t5_sections as sections
+    for title, facts, samples in sections(args):
+        print(f"\n{title}")
+        for name, text in facts:
+            print(f"  {name:<10} {text}")
+        for name, lines in samples:
+            print("\n" + "\n  ".join([name, *lines]))
     return 0
 
 

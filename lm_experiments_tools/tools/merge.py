@@ -11,7 +11,7 @@ class MergeArgs:
     """Merging."""
 
     input: tuple[str, ...]
-    """Token prefixes, in the order in which they are to stand; or the common prefix of shards, in any order."""
+    """Token prefixes, in the order in which they are joined; or the common prefix of shards, in any order."""
     output: str
     """Prefix: PREFIX.bin, PREFIX.idx and PREFIX.json are written."""
     overwrite: bool = False
@@ -19,7 +19,7 @@ class MergeArgs:
 
 
 def run(args: MergeArgs) -> None:
-    """Merge and say what came out."""
+    """Merge and print the counts."""
     from lm_experiments_tools.data.tokens.merge import merge_datasets
 
     check_output(args.output)

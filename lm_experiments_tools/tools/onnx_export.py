@@ -8,9 +8,8 @@ which makes the keys and values of all layers, and a later step, which takes tho
 from __future__ import annotations
 
 import logging
-import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -126,20 +125,17 @@ def export(model: PreTrainedModel, folder: Path | str) -> dict[str, float]:
     folder.mkdir(parents=True, exist_ok=True)
     model = model.eval().cpu().float()
     model.set_attn_implementation("eager")  # the exporter cannot follow the strides of torch's fused attention
-    traced, asked = _example(model, 2, 7), _example(model, 3, 12)
+    traced, compared = _example(model, 2, 7), _example(model, 3, 12)
     if model.config.is_encoder_decoder:
-        graphs = _graphs_of_encoder_decoder(model, traced, asked)
+        graphs = _graphs_of_encoder_decoder(model, traced, compared)
     elif model.can_generate():
-        raise UserError(
-            f"{type(model).__name__} is a decoder, which is not exported: name an encoder with a classification head, "
-            "or an encoder-decoder."
-        )
+        raise UserError(f"{type(model).__name__} is a decoder, which is not exported as ONNX.")
     else:
         names = _INPUTS
         if _SEGMENTS in forward_names(model) and getattr(model.config, "type_vocab_size", 2) > 1:
             names = (*_INPUTS, _SEGMENTS)
-            traced, asked = ((*rows, _two_sentences(rows[0])) for rows in (traced, asked))
-        graphs = {CLASSIFIER: _Graph(_classify, names, ("logits",), traced, asked)}
+            traced, compared = ((*rows, rows[0] % 2) for rows in (traced, compared))
+        graphs = {CLASSIFIER: _Graph(_classify, names, ("logits",), traced, compared)}
     differences = {name: _export_one(model, folder / name, graph) for name, graph in graphs.items()}
     model.config.save_pretrained(folder)
     if model.can_generate():
@@ -148,17 +144,14 @@ def export(model: PreTrainedModel, folder: Path | str) -> dict[str, float]:
 
 
 def _check_attention(model: PreTrainedModel) -> None:
-    """Raise UserError for block-sparse attention, whose layout is made for one length, while a graph serves all."""
-    config, name = model.config, type(model).__name__
-    if (layout := getattr(config, "sparse_config_cls", None)) is not None:
+    """Raise UserError for block-sparse attention, whose layout is made for one length."""
+    config = model.config
+    is_theirs = getattr(config, "attention_type", None) == "block_sparse"  # BigBird's "original_full" is exported
+    if is_theirs or getattr(config, "sparse_config_cls", None) is not None:
+        flag = "attention_type" if is_theirs else "sparse_config_cls"
         raise UserError(
-            f"{name} has block-sparse attention ({layout}), whose layout is made for one length, while a graph serves "
-            "all: it cannot be written as ONNX."
-        )
-    if getattr(config, "attention_type", None) == "block_sparse":
-        raise UserError(
-            f"{name} has block-sparse attention for long inputs: it is written with full attention if its config.json "
-            "says attention_type original_full."
+            f"{type(model).__name__} has block-sparse attention ({flag}), whose layout is made for one length, while "
+            "an ONNX graph serves all."
         )
 
 
@@ -178,13 +171,6 @@ def _example(model: nn.Module, rows: int, length: int) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _two_sentences(ids: Tensor) -> Tensor:
-    """token_type_ids int64[rows, length]: the second half of each row is the second sentence."""
-    segments = torch.zeros_like(ids)
-    segments[:, ids.shape[1] // 2 :] = 1
-    return segments
-
-
 class _Graph(NamedTuple):
     """A function of a model, the names of its inputs and outputs, and inputs to trace it with and to compare it on."""
 
@@ -192,7 +178,7 @@ class _Graph(NamedTuple):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     traced: tuple[Tensor, ...]
-    asked: tuple[Tensor, ...]
+    compared: tuple[Tensor, ...]
 
 
 @torch.no_grad()
@@ -235,12 +221,11 @@ def _export_one(model: nn.Module, file: Path, graph: _Graph) -> float:
             )
     except (RuntimeError, torch.onnx.OnnxExporterError) as error:
         raise UserError(
-            f"{type(model).__name__} cannot be written as ONNX: {_cause(error)}; models with attention of their own "
-            "kind are not supported."
+            f"{type(model).__name__} cannot be written as ONNX: {first_line(error.__cause__ or error)}"
         ) from error
     with torch.no_grad():
-        expected = module(*graph.asked)
-    found = _Session(file)(*(tensor.numpy() for tensor in graph.asked))
+        expected = module(*graph.compared)
+    found = _Session(file)(*(tensor.numpy() for tensor in graph.compared))
     differences = []
     for ours, theirs in zip(map(torch.from_numpy, found), expected, strict=True):
         differences.append(float((ours - theirs).abs().max()))
@@ -249,25 +234,17 @@ def _export_one(model: nn.Module, file: Path, graph: _Graph) -> float:
     return max(differences)
 
 
-def _cause(error: Exception) -> str:
-    """The first line of an exporter's error, or of its cause, without the colours of a terminal."""
-    return first_line(RuntimeError(re.sub(r"\x1b\[[0-9;]*m", "", str(error.__cause__ or error))))
-
-
 @contextmanager
-def _quiet_export() -> Any:
-    """Silence the exporter's progress on stdout, its log of optimizations, and its warnings about torch."""
-    loud = logging.getLogger("onnxscript"), logging.getLogger("onnx_ir"), logging.getLogger("torch.onnx")
-    levels = [log.level for log in loud]
-    for log in loud:
-        log.setLevel(logging.ERROR)
+def _quiet_export() -> Iterator[None]:
+    """Silence the exporter's progress on stdout, its logs, and its warnings about torch."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         with redirect_stdout(StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
-        for log, level in zip(loud, levels, strict=True):
-            log.setLevel(level)
+        logging.disable(disabled)
 
 
 class _Session:
@@ -309,8 +286,7 @@ class OnnxModel(PreTrainedModel, GenerationMixin):
         names = (CLASSIFIER, ENCODER, DECODER, LATER_STEP)
         files = {name: Path(folder, name) for name in names if Path(folder, name).is_file()}
         if CLASSIFIER not in files and not files.keys() >= {ENCODER, DECODER, LATER_STEP}:
-            wanted = f"neither {CLASSIFIER} nor {ENCODER}, {DECODER} and {LATER_STEP}"
-            raise UserError(f"{folder} has {wanted}: write it by lmtools export.")
+            raise UserError(f"{folder} holds no ONNX files of lmtools export --output.")
         super().__init__(AutoConfig.from_pretrained(folder, trust_remote_code=False))
         self.sessions = {name: _Session(file) for name, file in files.items()}
         self.placed = nn.Parameter(torch.zeros(()), requires_grad=False)  # gives device and dtype
@@ -322,10 +298,10 @@ class OnnxModel(PreTrainedModel, GenerationMixin):
     def logits(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
         """float[rows, classes] of a classifier; without `token_type_ids` a row is one sentence."""
         session = self.sessions[CLASSIFIER]
-        asked = [input_ids, attention_mask]
+        inputs = [input_ids, attention_mask]
         if _SEGMENTS in session.names:
-            asked.append(torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids)
-        return torch.from_numpy(session(*(tensor.numpy() for tensor in asked))[0])
+            inputs.append(torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids)
+        return torch.from_numpy(session(*(tensor.numpy() for tensor in inputs))[0])
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int = 128, **options: Any) -> Tensor:
         """Generated ids of an encoder-decoder, int64[rows, length], by transformers' loop.
@@ -352,11 +328,11 @@ class OnnxModel(PreTrainedModel, GenerationMixin):
     ) -> Seq2SeqLMOutput:
         """One decoding step: all tokens without a filled cache, else the last one."""
         cache, is_later = past_key_values, past_key_values is not None and past_key_values.get_seq_length() > 0
-        asked = (decoder_input_ids, encoder_outputs[0], attention_mask)
+        inputs = (decoder_input_ids, encoder_outputs[0], attention_mask)
         if is_later:
-            asked = (decoder_input_ids, attention_mask, *_tensors(cache))
+            inputs = (decoder_input_ids, attention_mask, *_tensors(cache))
         session = self.sessions[LATER_STEP if is_later else DECODER]
-        logits, *made = map(torch.from_numpy, session(*(tensor.numpy() for tensor in asked)))
+        logits, *made = map(torch.from_numpy, session(*(tensor.numpy() for tensor in inputs)))
         if is_later:
             for layer, keys, values in zip(cache.self_attention_cache.layers, made[::2], made[1::2], strict=True):
                 layer.keys, layer.values = keys, values

@@ -28,7 +28,7 @@ class VocabArgs:
     sample_megabytes: float = 6.0
     """Text to train on, drawn from all over the input."""
     character_coverage: float = 0.9995
-    """SentencePiece: share of the characters that get a piece; the rest becomes <unk>."""
+    """SentencePiece: share of the characters in the vocabulary; the rest becomes <unk>."""
 
     def __post_init__(self) -> None:
         if self.type == "sentencepiece" and not self.lowercase:
@@ -38,7 +38,7 @@ class VocabArgs:
 
 
 def run(args: VocabArgs) -> None:
-    """Train and say what came out."""
+    """Train and print the size of the result."""
     from lm_experiments_tools.data.text.train_vocabulary import train_vocab, train_wordpiece
 
     start = time.perf_counter()

@@ -127,15 +127,15 @@ def test_the_output_has_the_strides_of_q():
 COMPILE = """
 import json, sys
 import torch
-from benchmarks.attention_clocks import compiled, launches_of
+from tests.helpers.compiled_kernels import compiled, launches_of
 from lm_experiments_tools.attention import Layout
 
 capability, masked = json.loads(sys.argv[1])
 settings = {}
 if masked:
     layout = Layout(torch.rand(1, 32, 32) < 0.5, 16)
-    settings = dict(padding=True, segments=True, causal=True, dropout_p=0.1, layout=layout, head_dim=56)
-for launch in launches_of(500 if masked else 512, **settings):
+    settings = dict(layout=layout, head_dim=56)
+for launch in launches_of(500 if masked else 512, masked=masked, **settings):
     kernel = compiled(launch, capability)
     found = {"name": launch.name, "shared": kernel.metadata.shared, "ptx": kernel.asm["ptx"]}
     print(json.dumps(found), flush=True)

@@ -15,7 +15,7 @@ import transformers
 import modeling_bert
 import modeling_t5
 from lm_experiments_tools.models.build import load_model_config
-from lm_experiments_tools.tools.attention_maps.maps import attention_maps
+from lm_experiments_tools.tools.attention_maps import attention_maps
 
 BERT = {
     "vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8,

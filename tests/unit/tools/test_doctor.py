@@ -1,4 +1,4 @@
-"""lmtools doctor: trials that work, fail, hang and are not there; what is missing; its exit code."""
+"""lmtools doctor: trials that work, fail, hang and are not there; missing packages; its exit code."""
 
 import importlib.metadata
 import json
@@ -10,8 +10,7 @@ import psutil
 import pytest
 
 from lm_experiments_tools.tools import doctor
-from lm_experiments_tools.tools.diagnosis import machine, trials
-from lm_experiments_tools.tools.diagnosis.trials import Trial, run_trials
+from lm_experiments_tools.tools.backend_trials import Trial, run_trials, trials
 from lm_experiments_tools.tools.main import main
 
 RIGHT = "the sum is right"
@@ -52,15 +51,15 @@ def test_two_processes_add_up_under_torchrun(monkeypatch):
     """Within a job of another launcher too, whose variables are not theirs."""
     pytest.importorskip("accelerate")
     monkeypatch.setenv("RANK", "3")
-    jobs = [job for job in trials.trials(0) if job.name == "accelerate, gloo"]
+    jobs = [job for job in trials(0) if job.name == "accelerate, gloo"]
     run_trials(jobs, 90)
     assert [(job.state, job.says) for job in jobs] == [("works", "")]
 
 
 def test_more_gpus_are_tried_by_nccl():
-    names = [job.name for job in trials.trials(2)]
+    names = [job.name for job in trials(2)]
     assert "accelerate, nccl" in names and "horovod, gloo" in names
-    assert "accelerate, nccl" not in [job.name for job in trials.trials(1)]
+    assert "accelerate, nccl" not in [job.name for job in trials(1)]
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def told(monkeypatch):
             job.facts = {"device": "cpu", "cuda": None} if job.name == "one process" else None
 
     monkeypatch.setattr(doctor, "run_trials", end)
-    monkeypatch.setattr(machine, "builds_cpp", lambda: None)
+    monkeypatch.setattr(doctor, "_why_no_cpp", lambda: None)
     return states
 
 
@@ -104,19 +103,19 @@ def test_what_is_missing_is_named_with_the_command_of_its_extra(told, monkeypatc
 
     required = ["torch>=2.6", 'peft>=0.21; extra == "peft"', 'bitsandbytes>=0.50; extra == "quantize"']
     required += ['accelerate>=1.15; extra == "accelerate"', 'x; python_version >= "9.1" and extra == "bert"']
-    monkeypatch.setattr(machine.importlib.metadata, "version", version)
-    monkeypatch.setattr(machine.importlib.metadata, "requires", lambda name: required)
-    assert machine.missing() == {"peft": ["peft>=0.21"], "quantize": ["bitsandbytes>=0.50"]}
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: required)
+    assert doctor.missing_requirements() == {"peft": ["peft>=0.21"], "quantize": ["bitsandbytes>=0.50"]}
     assert main(["doctor"]) == 0
     assert "[quantize]" in capsys.readouterr().out
-    monkeypatch.setattr(machine.importlib.metadata, "requires", lambda name: ["bitsandbytes>=0.50"])
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: ["bitsandbytes>=0.50"])
     assert main(["doctor"]) == 1 and "cannot" in capsys.readouterr().out
 
 
 def test_the_machine_is_as_the_system_says():
-    cpu = machine.cpu()
+    cpu = doctor._cpu()
     assert cpu["threads"] == os.cpu_count() and cpu["cores"] >= 1 and cpu["model"]
     flags = open("/proc/cpuinfo").read()
     assert all(unit in flags for unit in cpu["units"])
-    assert machine.space()["memory"].endswith(tuple("B"))
-    assert machine.compilers().keys() == {"g++", "nvcc", "mpirun", "cmake"}
+    assert doctor._space()["memory"].endswith(tuple("B"))
+    assert doctor._compilers().keys() == {"g++", "nvcc", "mpirun", "cmake"}

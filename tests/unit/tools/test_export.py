@@ -167,7 +167,7 @@ def test_the_card_says_what_the_run_logged_and_its_code_runs(run, tmp_path, monk
     train, valid = records(run)[1], records(run, "valid")[0]
     assert rows["updates"] == "2" and rows["tokens"] == f"{train['tokens']:,}" and rows["samples"] == "8"
     assert rows["training loss"] == f"{train['loss']:.4g}" and rows["validation loss"] == f"{valid['loss']:.4g}"
-    assert rows["training data"] == "text.jsonl" and rows["learning rate"] == "0.001"
+    assert rows["data_path"] == "text.jsonl" and rows["lr"] == "0.001"
     assert str(run.parent) not in card.content and "Licence: not chosen yet" in card.text
     monkeypatch.chdir(tmp_path)
     namespace: dict = {}
@@ -285,7 +285,7 @@ def test_a_class_whose_code_cannot_be_copied_says_what_to_install(tmp_path, monk
     arguments = ["--to", str(tmp_path / "out"), "--model_cls", "my_package.loud:Loud"]
     assert main(["export", str(tmp_path / "saved"), *arguments]) == 0
     printed = capsys.readouterr().out
-    assert "it needs code that is not in the folder" in printed and "loaded back" not in printed
+    assert "it needs code that is not in the folder" in printed and "are equal" not in printed
     card = (tmp_path / "out" / "README.md").read_text()
     assert "install `my_package.loud`" in card and "from my_package.loud import Loud" in card
     assert not list((tmp_path / "out").glob("*.py"))

@@ -22,21 +22,9 @@ from lm_experiments_tools.data.text.vocabulary import Vocabulary
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.data.tokens.tokenize import tokenize_corpus
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.tools.inspection import t5 as provider
-from lm_experiments_tools.tools.inspection.batches import (
-    Wording,
-    estimated_epoch,
-    render_ids,
-    render_predictions,
-    render_sample,
-)
-from lm_experiments_tools.tools.inspection.tokens import (
-    PERCENTILES,
-    TokenSource,
-    document_lengths,
-    percentiles,
-    token_frequencies,
-)
+from lm_experiments_tools.tools import inspect_pretraining
+from lm_experiments_tools.tools.inspect_samples import Rendering, render_ids, render_predictions, render_sample
+from lm_experiments_tools.tools.inspect_tokens import PERCENTILES, document_lengths, percentiles, token_frequencies
 from lm_experiments_tools.tools.main import main
 from lm_experiments_tools.training.micro_batches import split_batch
 from megatron.bert_dataset import BertDataset
@@ -101,7 +89,7 @@ def test_a_sample_shows_every_entry_of_the_batch():
         "input_ids": np.array([0, 1, 9, 8]), "attention_mask": np.array([1, 1, 1, 0]),
         "labels": np.array([2, 9, -100]), "token_type_ids": np.array([0, 0, 1, 0]), "next_sentence_label": np.int64(1),
     }  # fmt: skip
-    assert render_sample(row, Wording(letters, {8: "<pad>", 9: "</s>"})) == [
+    assert render_sample(row, Rendering(letters, {8: "<pad>", 9: "</s>"})) == [
         "input    4 tokens, 3 attended",
         "  a b </s> <pad>",
         "target   3 tokens, 2 of them predicted",
@@ -178,11 +166,8 @@ def test_the_first_documents_only(vocab, text, capsys, counted_reads, flags):
     assert "documents  4" in printed and "sample 1" in printed
     assert len(counted_reads) == 5 and not list(text.iterdir())[1:]  # one more tells that there are more; no cache
     assert f"{number_of(printed, 'tokens'):,} training tokens" in printed
-    # the steps of all the text, from the part of its bytes that four documents are
-    lines = (text / "text.jsonl").read_bytes().splitlines(keepends=True)
-    share = sum(map(len, lines[:4])) / sum(map(len, lines))
     examples = -(-number_of(printed, "tokens") // random_spans_lengths(16, 0.15, 3.0)[0])
-    assert f"about {round(examples / share):,} examples" in printed and "estimated from these documents" in printed
+    assert f"an epoch   of these documents has {examples:,} examples" in printed
 
 
 def test_the_first_documents_of_a_token_file(vocab, text, capsys):
@@ -196,7 +181,7 @@ def test_the_first_documents_of_a_token_file(vocab, text, capsys):
     tokens = IndexedDataset(prefix)
     assert number_of(printed, "documents") == 4
     assert number_of(printed, "tokens") == sum(len(tokens[i]) for i in range(4)) < number_of(whole, "tokens")
-    assert "estimated from these documents" in printed and "estimated" not in whole
+    assert "of these documents has" in printed and "of these documents" not in whole
 
 
 def test_the_first_documents_of_a_dataset_are_streamed(vocab, text, capsys, monkeypatch):
@@ -210,10 +195,10 @@ def test_the_first_documents_of_a_dataset_are_streamed(vocab, text, capsys, monk
             yield {"text": f"word{number} token{number % 7} number{number} " * 4}
 
     monkeypatch.setattr(hf_datasets, "load_streaming", lambda item: datasets.IterableDataset.from_generator(rows))
-    monkeypatch.setattr(provider, "STREAMED_DOCUMENTS", 30)
+    monkeypatch.setattr(inspect_pretraining, "STREAMED_DOCUMENTS", 30)
     assert inspect(vocab, "--data_path", "some/dataset", "--input_seq_len", "16") == 0
     printed = capsys.readouterr().out
-    assert "documents  30" in printed and "sample 2" in printed and "of all the data it is not known" in printed
+    assert "documents  30" in printed and "sample 2" in printed and "of these documents has" in printed
     assert 30 <= len(read) < 100
 
 
@@ -280,18 +265,6 @@ def test_samples_and_padding_are_those_of_the_micro_batches_of_the_run(vocab, te
             assert render_ids(batch[name][row].numpy(), vocabulary.decode, shown) in lines
     if task == "prefix_lm":
         assert inputs < 0.3 and first[0][1]["labels"].shape[1] < 48
-
-
-def test_the_epoch_of_all_the_data_worked_example(tmp_path):
-    sources = []
-    for name, size, share in (("a", 100, 0.1), ("b", 200, 1.0)):
-        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
-            writer.add_sequence(np.ones(size, np.int64))
-            writer.end_document()
-        sources.append(TokenSource(name, IndexedDataset(tmp_path / name), share))
-    assert estimated_epoch(30, sources, [1.0, 1.0]) == pytest.approx(120)
-    assert estimated_epoch(30, sources, [2.0, 1.0]) == pytest.approx(30 * (2000 + 200) / (200 + 200))
-    assert estimated_epoch(30, [TokenSource("a", sources[0].tokens, None)], [1.0]) is None
 
 
 @pytest.fixture(scope="module")
@@ -395,7 +368,7 @@ def test_bert_reads_the_settings_of_a_run(bert, tmp_path, monkeypatch, capsys):
     assert main(["inspect", "pretrain-bert", "--config", "run.yaml", "--documents", "5"]) == 0
     printed = capsys.readouterr().out
     assert "single segments, of 24 tokens" in printed and "documents  5" in printed
-    assert "next_sentence_label" not in printed and "estimated from these documents" in printed
+    assert "next_sentence_label" not in printed and "of these documents has" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]  # no run, and no mapping of a part
 
 

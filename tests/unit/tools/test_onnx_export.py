@@ -129,7 +129,7 @@ def test_decoders_and_what_is_not_fine_tuned_are_refused(tmp_path, capsys):
     save_toy("encoder", tmp_path / "encoder")
     assert main(["export", "--from_pretrained", str(tmp_path / "encoder"), "--output", str(tmp_path / "out")]) == 2
     assert "is no fine-tuned BertForSequenceClassification: 2 of its weights" in capsys.readouterr().err
-    with pytest.raises(UserError, match="has neither model.onnx nor encoder_model.onnx, decoder_model"):
+    with pytest.raises(UserError, match="holds no ONNX files"):
         OnnxModel(tmp_path / "encoder")
 
 
@@ -196,22 +196,12 @@ def test_a_model_with_alibi_computes_on_after_an_export():
 
 def test_block_sparse_attention_is_refused(tmp_path):
     ours = modeling_bert.BertForSequenceClassification(modeling_bert.BertConfig(**BERT, **SPARSE))
-    with pytest.raises(UserError, match=r"block-sparse attention \(BigBird\), whose layout is made"):
+    with pytest.raises(UserError, match="sparse_config_cls"):
         export(ours, tmp_path)
     theirs = BigBirdForSequenceClassification(BigBirdConfig(**BERT, max_position_embeddings=512, sep_token_id=1))
-    with pytest.raises(UserError, match="attention_type original_full"):
+    with pytest.raises(UserError, match="attention_type"):
         export(theirs, tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_what_the_exporter_says_is_its_cause_without_colours(tmp_path, monkeypatch):
-    def fail(*args, **kwargs):
-        error = torch.onnx.OnnxExporterError("Failed. This is step 1/3 of exporting")
-        raise error from ValueError("\x1b[96mdata-dependent\x1b[0m size\n\nmany lines")
-
-    monkeypatch.setattr("torch.onnx.export", fail)
-    with pytest.raises(UserError, match="cannot be written as ONNX: data-dependent size; models with"):
-        export(toy_model("encoder"), tmp_path)
 
 
 def test_a_lora_adapter_is_merged(tmp_path):

@@ -1,17 +1,16 @@
 """Runs read back by `lmtools compare`: real, damaged and unfinished ones."""
 
+import fcntl
 import json
 import math
-import os
-import platform
 import re
 import shutil
 
 import pytest
 
 from lm_experiments_tools.files import dump_json
+from lm_experiments_tools.tools.compare import differences, read_run
 from lm_experiments_tools.tools.main import main
-from lm_experiments_tools.tools.run_records import differences, read_run
 from lm_experiments_tools.tracking.terminal import plot
 from run_t5_pretraining import main as pretrain
 from tests.helpers.runs import TINY, records, words
@@ -34,8 +33,8 @@ def folder(tmp_path_factory):
     for name, lr, iters in (("a", 1e-3, 4), ("b", 1e-2, 6)):
         pretrain(words(**flags, model_path=folder / "runs" / name, lr=lr, iters=iters))
     (folder / "runs" / "no_run").mkdir()
-    for name in "ab":  # this process has made them, and lives
-        (folder / "runs" / name / ".lock").write_text("process 999999999 on " + platform.node())
+    for name in "ab":  # this process made them, and holds their locks until it ends
+        (folder / "runs" / name / ".lock").unlink()
     return folder / "runs"
 
 
@@ -90,16 +89,16 @@ def test_what_is_damaged_is_a_sentence_and_the_rest_is_shown(copied, capsys):
     printed = capsys.readouterr()
     assert "9/4" in printed.out and "settings that differ" not in printed.out
     for sentence in (
-        "a: 2 of ", "a: env.json is left out", "config.json is not valid JSON",
-        "empty holds no metrics.jsonl", "none is no directory",
+        "a: 2 of ", "env.json is not valid JSON", "config.json is not valid JSON",
+        "empty holds no metrics.jsonl", "none holds no metrics.jsonl",
     ):  # fmt: skip
         assert sentence in printed.err
     (copied / "a" / "config.json").unlink()
     assert "records no settings" in " ".join(read_run(copied / "a").problems)
     assert read_run(copied / "a").records[-1]["seconds"] > 0
-    for text, sentence in (("", "has logged nothing yet"), ('{"torn', "has no whole line in metrics.jsonl")):
+    for text in ("", '{"torn'):
         (copied / "a" / "metrics.jsonl").write_text(text)
-        assert sentence in " ".join(read_run(copied / "a").problems)
+        assert "has logged nothing yet" in " ".join(read_run(copied / "a").problems)
 
 
 def test_nothing_to_show_is_an_error(tmp_path, capsys):
@@ -161,19 +160,13 @@ def test_the_best_value_is_the_lowest_of_what_falls(copied, name, best):
 def test_states(copied):
     a = copied / "a"
     assert read_run(a).state == "ended"
-    (a / ".lock").write_text(f"process {os.getpid()} on {platform.node()}")
-    assert read_run(a).state == "running"
-    (a / ".lock").write_text("process 1 on elsewhere")
+    with (a / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert read_run(a).state == "running"
     (a / "metrics.json").unlink()
     config = json.loads((a / "config.json").read_text())
     (a / "config.json").write_text(json.dumps({**config, "iters": 100}))
-    assert read_run(a).state == "unknown"
-    (a / ".lock").write_text(f"process 999999999 on {platform.node()}")
     assert read_run(a).state == "stopped"
-    with (a / "logs" / "rank0.log").open("a") as log:
-        log.write("2026-01-02 03:04:05,678 rank0 ERROR run: rank 0 step 4: ValueError: no\n")
-    run = read_run(a)
-    assert (run.state, run.failure) == ("failed", "rank 0 step 4: ValueError: no")
 
 
 def test_plots():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter, search_sorted
-from lm_experiments_tools.tools.inspection.tokens import document_lengths, token_frequencies
+from lm_experiments_tools.tools.inspect_tokens import document_lengths, token_frequencies
 from megatron.bert_dataset import BertDataset
 from megatron.sample_mapping import MappingSettings, build_mapping, load_mapping
 
@@ -42,7 +42,7 @@ def large(tmp_path_factory):
 def small_blocks(monkeypatch):
     """Blocks as small beside this index as the usual ones are beside a large one."""
     monkeypatch.setattr("lm_experiments_tools.data.tokens.indexed._CHECK_BLOCK", 1 << 14)
-    monkeypatch.setattr("lm_experiments_tools.tools.inspection.tokens._BLOCK", 1 << 16)
+    monkeypatch.setattr("lm_experiments_tools.tools.inspect_tokens._BLOCK", 1 << 16)
     monkeypatch.setattr("megatron.sample_mapping._CHUNK", 1 << 13)
 
 

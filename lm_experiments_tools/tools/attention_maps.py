@@ -1,10 +1,10 @@
-"""Attention maps of a model on a text, as arrays or as a picture."""
+"""Attention maps of a model on a text, as arrays or as a picture, and pictures of block-sparse layouts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lm_experiments_tools.attention.layouts import DenseSparsityConfig, FixedSparsityConfig, SparsityConfig
 from lm_experiments_tools.errors import UserError
 from lm_experiments_tools.models.build import check_positions
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 32
 MAX_TICKS = 48  # labels along an axis; more would overlap
+_COLOURS = {"local": (0.30, 0.45, 0.69), "global": (0.87, 0.52, 0.32), "random": (0.33, 0.66, 0.41)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,23 +48,23 @@ def attention_maps(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> list[AttentionMap]:
-    """Attention maps of a text, layer by layer; those of a block-sparse model show its layout.
+    """Attention maps of a text, layer by layer. Weights outside a block-sparse layout are 0.
 
     Args:
         model: encoder-decoder, encoder or decoder of transformers; its attention implementation is changed.
         tokenizer: the model's.
-        text: what the model (its encoder) reads.
-        target: what the decoder reads; None for the model's own greedy output of at most 32 tokens.
+        text: input of the model (of its encoder).
+        target: input of the decoder; None for the model's own greedy output of at most 32 tokens.
         layers, heads: numbers; None for all.
 
     Raises:
-        UserError: a layer or head that the model does not have, a target for a model without decoder, or a text of no
-            tokens or of more than the model has positions.
+        UserError: a layer or head that the model does not have, a target for a model without decoder, or a text that
+            is longer than the model has positions.
     """
     from lm_experiments_tools.attention import huggingface
     from lm_experiments_tools.modules.variants import VariantConfig
 
-    # Models of this project give the weights of their layouts whatever the implementation.
+    # Models of this package return weights of their layouts under any implementation.
     if getattr(model.config, huggingface.TYPE_KEY, None) is not None and not isinstance(model.config, VariantConfig):
         exact, weighing = huggingface.NAME, huggingface.WITH_WEIGHTS
     else:
@@ -70,8 +72,6 @@ def attention_maps(
     model.eval()
     inputs = tokenizer(text, return_tensors="pt").to(model.device)
     length = inputs["input_ids"].shape[1]
-    if length == 0:
-        raise UserError(f"--text {text!r} has no tokens: write at least a word.")
     check_positions(model.config, length, f"--text of {length} tokens")
     model.set_attn_implementation(exact)
     with torch.no_grad():
@@ -139,31 +139,74 @@ def write_maps(maps: Sequence[AttentionMap], path: Path | str, *, title: str) ->
         arrays = {f"{m.kind}_layer_{m.layer}_head_{m.head}": m.weights for m in maps}
         tokens = {f"{m.kind}_{side}": np.array(getattr(m, side)) for m in maps for side in ("queries", "keys")}
         np.savez_compressed(path, **arrays, **tokens)
-    else:
-        _draw(maps, path, title)
+        return path
+    figure, panels = _panels(len(maps), 3.6)
+    plain = {"parse_math": False}  # a dollar sign in a text starts no formula
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10, **plain)
+    for one, axes in zip(maps, panels, strict=True):
+        axes.imshow(np.sqrt(one.weights), cmap="Blues", vmin=0, vmax=1, interpolation="nearest", aspect="auto")
+        axes.set_title(f"{one.kind}, layer {one.layer}, head {one.head}", fontsize=8)
+        axes.set_xticks(*_ticks(one.keys), rotation=90, fontsize=5, **plain)
+        axes.set_yticks(*_ticks(one.queries), fontsize=5, **plain)
+    figure.savefig(path, dpi=150)
     return path
 
 
-def _draw(maps: Sequence[AttentionMap], path: Path, title: str) -> None:
+def draw_layouts(configs: Sequence[SparsityConfig], seq_len: int, path: Path | str) -> Path:
+    """Draw head 0 of layouts side by side: rows of queries, columns of keys, a colour for each reason.
+
+    Raises:
+        UserError: a layout does not fit seq_len, or matplotlib is missing.
+    """
+    path = Path(path)
+    reasons = [layout_parts(config, seq_len) for config in configs]
+    figure, panels = _panels(len(configs), 2.2)
+    for config, blocks, axes in zip(configs, reasons, panels, strict=True):
+        image = np.full((*blocks["local"].shape, 3), 0.93)
+        for reason, colour in _COLOURS.items():
+            image[blocks[reason].numpy()] = colour
+        axes.imshow(image, interpolation="nearest")
+        arrow = "" if isinstance(config, DenseSparsityConfig) else f"{config.attention}, "
+        name = type(config).__name__.removesuffix("SparsityConfig")
+        axes.set_title(f"{name}\n{arrow}{config.density(seq_len):.1%}", fontsize=8)
+        axes.set_axis_off()
+    for number, (reason, colour) in enumerate(_COLOURS.items()):
+        figure.text(0.01 + 0.08 * number, 0.01, reason, color=colour, fontsize=8, weight="bold")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    return path
+
+
+def layout_parts(config: Any, seq_len: int) -> dict[str, Tensor]:
+    """Blocks of head 0, bool [blocks, blocks], by the first reason that applies: local, then global, then random."""
+    names = {field.name for field in fields(config)}
+    without_random = replace(config, num_random_blocks=0) if "num_random_blocks" in names else config
+    whole, fixed = (c.make_layout(seq_len)[0].bool() for c in (config, without_random))
+    if isinstance(config, FixedSparsityConfig):
+        window = torch.arange(len(fixed)) // config.num_local_blocks
+        local = fixed & (window[:, None] == window)
+    elif "num_global_blocks" in names:
+        local = replace(without_random, num_global_blocks=0).make_layout(seq_len)[0].bool()
+    elif "global_block_indices" in names:
+        nothing = {"global_block_indices": (), "global_block_end_indices": None}
+        local = replace(without_random, **nothing).make_layout(seq_len)[0].bool()
+    else:
+        local = fixed
+    return {"local": local, "global": fixed & ~local, "random": whole & ~fixed}
+
+
+def _panels(number: int, inches: float) -> tuple[Any, list[Any]]:
+    """A figure and its axes, at most five in a row."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("drawing a .png needs matplotlib: pip install matplotlib.") from None
-    columns = min(4, len(maps))
-    rows = math.ceil(len(maps) / columns)
-    figure = Figure(figsize=(3.6 * columns, 3.6 * rows + 0.4), layout="constrained")
+    columns = min(5, number)
+    rows = math.ceil(number / columns)
+    figure = Figure(figsize=(inches * columns, inches * rows + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
-    plain = {"parse_math": False}  # a dollar sign in a text starts no formula
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10, **plain)
-    for number, one in enumerate(maps):
-        axes = figure.add_subplot(rows, columns, number + 1)
-        axes.imshow(np.sqrt(one.weights), cmap="Blues", vmin=0, vmax=1, interpolation="nearest", aspect="auto")
-        axes.set_title(f"{one.kind}, layer {one.layer}, head {one.head}", fontsize=8)
-        axes.set_xticks(*_ticks(one.keys), rotation=90, fontsize=5, **plain)
-        axes.set_yticks(*_ticks(one.queries), fontsize=5, **plain)
-        axes.tick_params(length=0)
-    figure.savefig(path, dpi=150)
+    return figure, [figure.add_subplot(rows, columns, place + 1) for place in range(number)]
 
 
 def _ticks(tokens: list[str]) -> tuple[list[int], list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -13,73 +13,53 @@ import numpy as np
 
 from lm_experiments_tools.data.tokens.indexed import IndexedDataset, IndexedDatasetWriter
 from lm_experiments_tools.errors import UserError
-from lm_experiments_tools.tools.inspection.args import TokenArgs
-from lm_experiments_tools.tools.inspection.section import Section
 
+Facts = list[tuple[str, str]]  # (name, text); an empty name continues the fact above
 PERCENTILES = {0: "min", 5: "5 %", 25: "25 %", 50: "median", 75: "75 %", 95: "95 %", 99: "99 %", 100: "max"}
 MAX_COUNTED = 1_000_000_000  # tokens of a file whose frequencies are counted
 _BLOCK = 1 << 24  # tokens counted at a time
-_VOCABULARY = ("vocab_file", "vocab_sha256", "vocab_size")  # entries of PREFIX.json
 
 
 @dataclass(frozen=True)
 class TokenSource:
-    """The inspected tokens of one data path.
+    """The inspected tokens of one --data_path: of all its documents, or of the first ones.
 
     Attributes:
-        path: value of --data_path.
-        tokens: of all documents, or of the first ones.
-        fraction: inspected fraction of the data, 1.0 for all; None if the size of the data is unknown.
         content: result of the comparison with the recorded sha256; "" for text.
     """
 
     path: str
     tokens: IndexedDataset
-    fraction: float | None = 1.0
+    is_whole: bool = True
     content: str = ""
 
     def title(self) -> str:
-        """The path, and how much of it is inspected."""
-        if self.fraction == 1.0:
-            return self.path
-        part = "a part of unknown size" if self.fraction is None else f"{self.fraction:.2%}"
-        return f"{self.path}: the first {self.tokens.num_documents:,} documents, {part} of it"
+        """The path, and how many documents are inspected."""
+        return self.path if self.is_whole else f"{self.path}: the first {self.tokens.num_documents:,} documents"
 
 
-def open_source(path: str, tokens: IndexedDataset, args: TokenArgs, scratch: Path) -> TokenSource:
+def open_source(path: str, tokens: IndexedDataset, args: Any, scratch: Path) -> TokenSource:
     """The first `args.documents` documents of a token file, copied to the prefix `scratch`; None: the file itself.
 
     Raises:
         UserError: the whole file is inspected and differs from its recorded sha256.
     """
     if args.documents is None or args.documents >= tokens.num_documents:
-        return TokenSource(path, tokens, content=_content(tokens, args.check_gigabytes))
-    bounds = pairwise(tokens.document_indices[: args.documents + 1].tolist())
-    documents = ([tokens[index] for index in range(first, end)] for first, end in bounds)
-    meta = {name: tokens.meta[name] for name in _VOCABULARY if name in tokens.meta}
-    copied = write_documents(scratch, tokens.dtype, documents, meta)
-    fraction = copied.num_tokens / max(tokens.num_tokens, 1)
-    return TokenSource(path, copied, fraction, "not compared with its record, because of --documents")
-
-
-def write_documents(
-    prefix: Path, dtype: Any, documents: Iterable[Iterable[Iterable[int]]], meta: dict[str, Any]
-) -> IndexedDataset:
-    """Write a token file of documents, each a list of sequences; `meta` is completed while documents are made."""
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for document in documents:
-            for sequence in document:
-                writer.add_sequence(sequence)
+        gigabytes = tokens.bin_path.stat().st_size / 1e9
+        if gigabytes > args.check_gigabytes:
+            content = f"not compared with its record: {gigabytes:.3g} GB, more than --check_gigabytes"
+        else:
+            is_recorded = tokens.check_content()
+            content = "as written (sha256)" if is_recorded else f"unknown: no sha256 in {tokens.meta_path}"
+        return TokenSource(path, tokens, content=content)
+    with IndexedDatasetWriter(scratch, tokens.dtype) as writer:
+        for first, end in pairwise(tokens.document_indices[: args.documents + 1].tolist()):
+            for index in range(first, end):
+                writer.add_sequence(tokens[index])
             writer.end_document()
-        writer.finalize(meta)
-    return IndexedDataset(prefix)
-
-
-def _content(tokens: IndexedDataset, max_gigabytes: float) -> str:
-    gigabytes = tokens.bin_path.stat().st_size / 1e9
-    if gigabytes > max_gigabytes:
-        return f"not compared with its record: {gigabytes:.3g} GB, more than --check_gigabytes {max_gigabytes:g}"
-    return "as written (sha256)" if tokens.check_content() else f"unknown: no sha256 in {tokens.meta_path}"
+        entries = ("vocab_file", "vocab_sha256", "vocab_size")
+        writer.finalize({name: tokens.meta[name] for name in entries if name in tokens.meta})
+    return TokenSource(path, IndexedDataset(scratch), False, "not compared with its record, because of --documents")
 
 
 def document_lengths(tokens: IndexedDataset) -> tuple[np.ndarray, np.ndarray]:
@@ -104,8 +84,8 @@ def token_frequencies(tokens: IndexedDataset, vocab_size: int) -> np.ndarray:
         if int(block.max()) >= vocab_size or int(block.min()) < 0:
             wrong = int(block.max()) if int(block.max()) >= vocab_size else int(block.min())
             raise UserError(
-                f"{tokens.bin_path} holds id {wrong}, but the vocabulary has ids 0 to {vocab_size - 1}: it was "
-                "tokenized with another vocabulary; give that one, or tokenize again"
+                f"{tokens.bin_path} holds id {wrong}, but the vocabulary has ids 0 to {vocab_size - 1}: give the "
+                "vocabulary that it was tokenized with, or tokenize again"
             )
         frequencies += np.bincount(block, minlength=vocab_size)
     return frequencies
@@ -117,63 +97,54 @@ def percentiles(lengths: np.ndarray) -> dict[str, int]:
     return {name: int(value) for name, value in zip(PERCENTILES.values(), values, strict=False)}
 
 
-def token_section(
+def token_facts(
     source: TokenSource,
     args: Any,
-    *,
     vocab_size: int,
     unk_id: int | None,
-    piece: Callable[[int], str],
-    sentences: bool = False,
-) -> Section:
+    subword: Callable[[int], str],
+    has_sentences: bool = False,
+) -> Facts:
     """Documents, tokens, lengths, frequent ids, the unknown rate; `--output` writes a histogram.
 
     Args:
-        args: of the run, and `TokenArgs`.
-        piece: text of an id.
-        sentences: the sequences of a document are sentences, with lengths of their own.
+        subword: text of an id.
+        has_sentences: the sequences of a document are sentences, with lengths of their own.
     """
-    tokens, section = source.tokens, Section(source.title())
+    tokens = source.tokens
     lengths, sizes = document_lengths(tokens)
     frequencies = token_frequencies(tokens, vocab_size)
     counted = max(int(frequencies.sum()), 1)
-    section.add("documents", f"{tokens.num_documents:,}")
-    if sentences:
-        section.add("sentences", f"{len(tokens):,}")
     text = ""
     if num_bytes := tokens.meta.get("num_bytes"):
         text = f" from {num_bytes / 1e6:,.1f} MB of text, {num_bytes / max(tokens.num_tokens, 1):.2f} bytes a token"
-    section.add("tokens", f"{tokens.num_tokens:,}{text}")
-    if source.content:
-        section.add("content", source.content)
-    section.add("length", _length(lengths, "tokens of a document"))
-    if sentences:
-        section.add("", _length(tokens.sequence_lengths, "tokens of a sentence"))
-        section.add("", _length(sizes, "sentences of a document"))
+    facts = [("documents", f"{tokens.num_documents:,}")]
+    facts += [("sentences", f"{len(tokens):,}")] if has_sentences else []
+    facts += [("tokens", f"{tokens.num_tokens:,}{text}")]
+    facts += [("content", source.content)] if source.content else []
+    facts += [("length", _length(lengths, "tokens of a document"))]
+    if has_sentences:
+        facts += [("", _length(tokens.sequence_lengths, "tokens of a sentence"))]
+        facts += [("", _length(sizes, "sentences of a document"))]
     unknown = 0 if unk_id is None else int(frequencies[unk_id])
     sample = "" if counted >= tokens.num_tokens else f" (of {counted:,} tokens counted)"
     used = f"{np.count_nonzero(frequencies):,} of {vocab_size:,} ids occur{sample}"
-    section.add("vocabulary", f"{used}; unknown {unknown / counted:.4%} of the tokens")
+    facts += [("vocabulary", f"{used}; unknown {unknown / counted:.4%} of the tokens")]
     most = np.argsort(-frequencies, kind="stable")[: min(args.frequent, np.count_nonzero(frequencies))]
-    section.add("frequent", "  ".join(f"{piece(i)!r} {frequencies[i] / counted:.2%}" for i in most.tolist()))
+    facts += [("frequent", "  ".join(f"{subword(i)!r} {frequencies[i] / counted:.2%}" for i in most.tolist()))]
     if args.output is not None:
         name = re.sub(r"[^\w.-]+", "_", source.path).strip("_")
-        kinds = {"documents": lengths} | ({"sentences": tokens.sequence_lengths} if sentences else {})
-        limits = {flag: getattr(args, flag) for flag in ("input_seq_len", "target_seq_len") if hasattr(args, flag)}
-        section.add("picture", str(plot_lengths(kinds, limits, Path(args.output) / f"{name}.png")))
-    return section
+        kinds = {"documents": lengths} | ({"sentences": tokens.sequence_lengths} if has_sentences else {})
+        facts += [("picture", str(_plot_lengths(kinds, Path(args.output) / f"{name}.png")))]
+    return facts
 
 
 def _length(lengths: np.ndarray, what: str) -> str:
     return f"{'  '.join(f'{name} {value:,}' for name, value in percentiles(lengths).items())}   ({what})"
 
 
-def plot_lengths(kinds: Mapping[str, np.ndarray], limits: Mapping[str, int], path: Path) -> Path:
-    """Write a PNG with a histogram of lengths for each kind, and vertical lines at `limits` (name -> tokens).
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+def _plot_lengths(kinds: Mapping[str, np.ndarray], path: Path) -> Path:
+    """Write a PNG with a histogram of lengths for each kind. Raises UserError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -185,9 +156,6 @@ def plot_lengths(kinds: Mapping[str, np.ndarray], limits: Mapping[str, int], pat
     for kind, lengths in kinds.items():
         if len(lengths):
             axes.hist(np.maximum(lengths, 1), np.geomspace(1, lengths.max() + 2, 60), alpha=0.7, label=kind)
-    for name, tokens in limits.items():
-        axes.axvline(tokens, color="C3", linewidth=1)
-        axes.annotate(f" {name} {tokens:,}", (tokens, 0.97), xycoords=("data", "axes fraction"), fontsize=8)
     axes.set(xscale="log", yscale="log" if len(kinds) > 1 else "linear", xlabel="tokens")
     axes.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,11 +16,14 @@ from lm_experiments_tools.labels import IGNORED_LABEL
 from lm_experiments_tools.models.tokenizers import load_tokenizer
 from lm_experiments_tools.recipes.finetuning import with_new_tokens
 from lm_experiments_tools.recipes.finetuning_data import EvalSplit, FinetuningData, finetuning_data
-from lm_experiments_tools.tools.inspection.section import Section
+from lm_experiments_tools.tools.inspect_samples import Samples
+from lm_experiments_tools.tools.inspect_tokens import Facts
+
+Section = tuple[str, Facts, Samples]
 
 
 def sections(args: Any) -> Iterator[Section]:
-    """A section for each split that is given; reading the data logs what is cut off or unknown."""
+    """(title, facts, samples) of each given split. Reading the data logs truncated and unknown tokens."""
     if not args.data_path and args.measures_nothing():
         raise UserError("there is nothing to inspect: give --data_path, --valid_data_path or --test_data_path.")
     # One worker reads the rows of all: the same global batches.
@@ -46,29 +49,29 @@ def _training(args: Any, data: FinetuningData, tokenizer: Any) -> Section:
     epoch, rows = data.train.samples_per_epoch, args.global_batch_size(1)
     epochs = f"; --epochs {args.epochs:g} = {args.epochs * epoch / rows:,.0f} steps" if args.epochs else ""
     what = "rows" if args.packing else "examples"
-    section = Section("training", [("data", data.objective)])
-    section.add("an epoch", f"{epoch:,} {what} = {epoch / rows:,.1f} steps of {rows}{epochs}")
-    section.samples += _samples(data.train.dataset, min(args.samples, epoch), data.label_names, tokenizer)
-    return section
+    steps = f"{epoch:,} {what} = {epoch / rows:,.1f} steps of {rows}{epochs}"
+    samples = _samples(data.train.dataset, min(args.samples, epoch), data.label_names, tokenizer)
+    return "training", [("data", data.objective), ("an epoch", steps)], samples
 
 
 def _evaluation(args: Any, split: EvalSplit, label_names: Sequence[str], tokenizer: Any) -> Section:
     dataset = split.loader.dataset
-    section = Section(split.name, [("data", dataset.describe())])
+    facts = [("data", dataset.describe())]
     if split.examples:
         counts: dict[int, int] = {}
         for _ in counted(split.examples if label_names else (), counts):
             pass
         names = label_names if counts.keys() - {None} else ()
-        section.facts += [("", line) for line in summary(dataset.dataset.encoded, names, counts)]
-    section.samples += _samples(dataset, min(args.samples, len(dataset)), label_names, tokenizer)
-    return section
+        facts += [("", line) for line in summary(dataset.dataset.encoded, names, counts)]
+    return split.name, facts, _samples(dataset, min(args.samples, len(dataset)), label_names, tokenizer)
 
 
-def _samples(dataset: Any, number: int, label_names: Sequence[str], tokenizer: Any) -> Iterator[tuple[str, list[str]]]:
+def _samples(dataset: Any, number: int, label_names: Sequence[str], tokenizer: Any) -> Samples:
+    samples = []
     for sample in range(number):  # one at a time, so that no row is padded to the length of another
         row = {name: rows[0] for name, rows in dataset.batch(np.array([sample])).items()}
-        yield f"sample {sample}", list(_lines(row, label_names, tokenizer))
+        samples.append((f"sample {sample}", list(_lines(row, label_names, tokenizer))))
+    return samples
 
 
 def _lines(row: Mapping[str, np.ndarray], label_names: Sequence[str], tokenizer: Any) -> Iterator[str]:

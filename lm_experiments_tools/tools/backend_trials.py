@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-_OTHERS = ("ACCELERATE_", "HOROVOD_", "FSDP_", "OMPI_", "PMI_", "MPI_", "SLURM_", "TORCHELASTIC_")
+_LAUNCHERS = ("ACCELERATE_", "HOROVOD_", "FSDP_", "OMPI_", "PMI_", "MPI_", "SLURM_", "TORCHELASTIC_")
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _RIGHT = "the sum is right"
 _FACTS = "facts of torch: "
@@ -118,45 +118,37 @@ def trials(gpus: int) -> list[Trial]:
 
 def run_trials(jobs: Sequence[Trial], limit: float) -> None:
     """Run the jobs at the same time and record each result; after `limit` seconds they are ended."""
-    started: list[subprocess.Popen] = []
     with ThreadPoolExecutor(len(jobs)) as pool:
-        try:
-            list(pool.map(lambda job: _run(job, limit, started), jobs))
-        finally:  # after Ctrl-C
-            for process in started:
-                if process.poll() is None:
-                    _end(process)
+        list(pool.map(lambda job: _run(job, limit), jobs))
 
 
-def _run(job: Trial, limit: float, started: list[subprocess.Popen]) -> None:
+def _run(job: Trial, limit: float) -> None:
     lacking = [name for name in job.packages if importlib.util.find_spec(name) is None]
     if lacking:
         job.says = f"{lacking[0]} is not installed"
         return
-    begun = time.monotonic()
+    begin = time.monotonic()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         try:
             process = subprocess.Popen(
-                job.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=_environment(job),
-                start_new_session=True,
-            )  # fmt: skip
-            started.append(process)
-            process.wait(limit)
+                job.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=_environment(job)
+            )
         except OSError as error:
             job.state, job.says = "fails", f"{job.command[0]}: {error.strerror}"
+            return
+        try:
+            code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            _end(process)
             job.state, job.says, job.seconds = "late", f"it had not ended after {limit:g} s", limit
-        else:
-            job.seconds = round(time.monotonic() - begun, 1)
-            log.seek(0)
-            _judge(job, process.returncode, log.read())
-
-
-def _judge(job: Trial, code: int, output: str) -> None:
-    right = output.count(_RIGHT)
-    if code == 0 and right == job.workers:
-        job.state, job.says = "works", ""
+            return
+        finally:
+            if process.poll() is None:
+                _end(process)
+        job.seconds = round(time.monotonic() - begin, 1)
+        log.seek(0)
+        output = log.read()
+    if code == 0 and output.count(_RIGHT) == job.workers:
+        job.state = "works"
     else:
         job.state, job.says = "fails", _reason(output, code)
     facts = [line.partition(_FACTS)[2] for line in output.splitlines() if _FACTS in line]
@@ -171,9 +163,9 @@ def _reason(output: str, code: int) -> str:
 
 
 def _environment(job: Trial) -> dict[str, str]:
-    """This process's environment without variables of a launcher, with the package importable, and the job's own."""
-    clean = {n: v for n, v in os.environ.items() if not n.startswith(_OTHERS) and n not in _RANKS}
-    root = str(Path(__file__).resolve().parents[3])
+    """This process's environment with the package importable, without a launcher's variables, and the job's own."""
+    clean = {n: v for n, v in os.environ.items() if not n.startswith(_LAUNCHERS) and n not in _RANKS}
+    root = str(Path(__file__).resolve().parents[2])
     clean["PYTHONPATH"] = os.pathsep.join(filter(None, [clean.get("PYTHONPATH"), root]))
     clean["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), clean.get("PATH", "")])
     return {**clean, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **dict(job.environment)}

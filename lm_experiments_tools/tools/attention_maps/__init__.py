@@ -1,1 +1,0 @@
-"""Attention maps of a model and pictures of layouts; imports models and attention."""

@@ -1,0 +1,139 @@
+"""Data of the pre-training scripts: tokens of each data path, and the examples made from them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lm_experiments_tools.backends import get_backend
+from lm_experiments_tools.data.loader import TrainLoader
+from lm_experiments_tools.data.mixture import MixtureDataset
+from lm_experiments_tools.data.text.records import RejectedRecords, records
+from lm_experiments_tools.data.text.sources import plan_shards
+from lm_experiments_tools.data.tokens.indexed import IndexedDataset
+from lm_experiments_tools.data.tokens.pipeline import EncodedWriter
+from lm_experiments_tools.data.tokens.tokenize import TextEncoder
+from lm_experiments_tools.recipes.bert_data import bert_datasets, bert_tokenizer, open_sentences
+from lm_experiments_tools.recipes.common import model_source
+from lm_experiments_tools.recipes.t5_data import pretraining_data
+from lm_experiments_tools.recipes.t5_sources import T5Sources
+from lm_experiments_tools.tools.inspect_samples import Rendering, Samples, training_section
+from lm_experiments_tools.tools.inspect_tokens import Facts, TokenSource, open_source, token_facts
+from megatron.tokenizers import check_tokenizer
+
+Section = tuple[str, Facts, Samples]
+STREAMED_DOCUMENTS = 10_000  # of a Hugging Face dataset and of --streaming, unless --documents is given
+_DOCUMENTS_AT_ONCE = 64
+_WRONG_PAIR = {"swap": "a wrong pair: B comes before A", "random": "a wrong pair: B is from another document"}
+
+
+def t5_sections(args: Any) -> Iterator[Section]:
+    """(title, facts, samples) of each data path, and of the training data made from them."""
+    args = replace(args, valid_data_path=None, validate_only=False)
+    data = T5Sources(args)
+    os.chdir(args.working_folder())
+    vocabulary, sources = data.vocabulary, []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, path in enumerate(args.data_path):
+            source = _t5_source(path, data, args, Path(folder) / str(number))
+            sources.append(source)
+            yield source.title(), token_facts(source, args, vocabulary.size, vocabulary.unk_id, vocabulary.piece), []
+        yield _t5_training(args, sources, data)
+
+
+def _t5_source(path: str, data: T5Sources, args: Any, scratch: Path) -> TokenSource:
+    """The tokens that the run will read from a data path, or those of the first `--documents` in a scratch file."""
+    if data.prefix(path) is not None:
+        return open_source(path, data.tokens(path), args, scratch)
+    limit = args.documents
+    if limit is None and (args.streaming or any(shard.kind == "dataset" for shard in plan_shards([path]))):
+        limit = STREAMED_DOCUMENTS
+    if limit is None:
+        return TokenSource(path, data.tokens(path))
+    encoder = TextEncoder.of(data.vocabulary, args.text_key, args.ends_documents())
+    rejected = RejectedRecords(args.max_bad_lines, f"{scratch}.bad_lines.jsonl")
+    documents = records([path], args.text_key, rejected)
+    with closing(documents), closing(rejected), EncodedWriter(str(scratch), encoder.dtype) as writer:
+        first = itertools.islice(documents, limit)
+        while batch := list(itertools.islice(first, _DOCUMENTS_AT_ONCE)):
+            writer.add(encoder.encode([parts for record in batch for parts in encoder.parts(record)]))
+        is_whole = next(documents, None) is None
+        meta = {"vocab_sha256": data.vocabulary.sha256, "vocab_file": data.vocabulary.recorded_as}
+        writer.finalize({"num_bytes": writer.num_bytes} | meta)
+    return TokenSource(path, IndexedDataset(scratch), is_whole)
+
+
+def _t5_training(args: Any, sources: list[TokenSource], data: T5Sources) -> Section:
+    is_whole, settings = all(source.is_whole for source in sources), args
+    if not args.through_seqio() and not (args.streaming and is_whole):
+        prefixes = tuple(data.add(source.tokens) for source in sources)
+        settings = replace(args, data_path=prefixes, data_pipeline="native", streaming=False)
+    # One worker reads the rows of all: the same global batches, length grouping included.
+    rows = args.batch_size * args.world_size
+    settings = replace(settings, batch_size=rows, backend="local", model_path=None)
+    backend = get_backend(settings)
+    kinds = args.objective().models
+    kind = kinds[0] if len(kinds) == 1 else model_source(settings, backend).kind
+    vocabulary, read = data.vocabulary, pretraining_data(settings, backend, data, kind)
+    shown = {vocabulary.pad_id: "<pad>", vocabulary.eos_id: "</s>", vocabulary.unk_id: "<unk>"}
+    rendering = Rendering(vocabulary.decode, shown, labels_at_inputs=kind == "encoder")
+    facts = [("objective", read.objective)]
+    if args.streaming and not settings.streaming:
+        facts.append(("", "the run streams the text; steps and samples are those of its first documents, tokenized"))
+    with closing(read.train) as train:
+        has_decoder = kind == "encoder-decoder"
+        section = training_section(train, train.samples_per_epoch, is_whole, args, has_decoder, rendering, facts)
+    backend.close()
+    return section
+
+
+def bert_sections(args: Any) -> Iterator[Section]:
+    """(title, facts, samples) of each data path, and of the training data made from them."""
+    os.chdir(args.working_folder())
+    tokenizer, sources = bert_tokenizer(args), []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, path in enumerate(args.data_path):
+            tokens = open_sentences(path)
+            check_tokenizer(tokens, tokenizer)
+            source = open_source(path, tokens, args, Path(folder) / str(number))
+            sources.append(source)
+            facts = token_facts(
+                source, args, tokenizer.vocab_size, tokenizer.unk, lambda index: tokenizer.decode([index]), True
+            )
+            yield source.title(), facts, []
+        yield _bert_training(args, sources, tokenizer, folder)
+
+
+def _bert_training(args: Any, sources: list[TokenSource], tokenizer: Any, folder: str) -> Section:
+    is_whole = all(source.is_whole for source in sources)
+    opened = {source.tokens.prefix: source.tokens for source in sources}
+    settings = replace(
+        args,
+        data_path=tuple(opened),
+        data_name=args.data_name if is_whole else folder,  # the run has no use for the sample mapping of a part
+        valid_data_path=None,
+        validate_only=False,
+        max_unread=1.0,  # the run refuses such data, but inspection shows it
+    )
+    dataset, _, _ = bert_datasets(settings, tokenizer, opened.__getitem__)
+    facts = [("objective", f"{dataset.describe()}, vocabulary {tokenizer.vocab_size:,}")]
+    members = dataset.datasets if isinstance(dataset, MixtureDataset) else [dataset]
+    for source, member in zip(sources, members, strict=True):
+        counts = member.mapping.counts
+        lost = f"no sample has room for {counts.unread:.2%} of the tokens of {source.path}, {counts.describe_unread()}"
+        limit = f"; more than --max_unread {args.max_unread:g}, so that training refuses it"
+        facts.append(("not read", lost + (limit if counts.unread > args.max_unread else "")))
+    rendering = Rendering(
+        tokenizer.decode,
+        {tokenizer.pad: "[PAD]", tokenizer.mask: "MASK"},
+        labels_at_inputs=True,
+        meanings={"next_sentence_label": {0: "a right pair: B follows A", 1: _WRONG_PAIR[args.nsp]}},
+    )
+    with closing(TrainLoader(dataset, args.global_batch_size(args.world_size))) as train:  # the rows of all workers
+        return training_section(train, len(dataset), is_whole, args, False, rendering, facts)

@@ -1,0 +1,162 @@
+"""Micro-batches as the model gets them: steps of an epoch, padding, samples as text."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm_experiments_tools.labels import IGNORED_LABEL
+from lm_experiments_tools.tools.inspect_tokens import Facts
+from lm_experiments_tools.training.micro_batches import split_batch
+
+Samples = list[tuple[str, list[str]]]  # (title, lines)
+MEASURED_MICRO_BATCHES = 64
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """Text of ids and labels.
+
+    Attributes:
+        decode: ids -> text.
+        shown: ids with a name of their own.
+        labels_at_inputs: a label belongs to the input at its position (masked LM), not to a decoder's targets.
+        meanings: entry of a batch with one value a row -> value -> its meaning.
+    """
+
+    decode: Callable[[list[int]], str]
+    shown: Mapping[int, str]
+    labels_at_inputs: bool = False
+    meanings: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+
+
+def training_section(
+    batches: Iterable[Mapping[str, Tensor]],
+    samples_per_epoch: int | None,
+    is_whole: bool,
+    args: Any,
+    has_decoder: bool,
+    rendering: Rendering,
+    facts: Facts,
+) -> tuple[str, Facts, Samples]:
+    """`facts`, the steps of an epoch, padding of the first micro-batches, and the first samples of the run.
+
+    Args:
+        batches: global batches; rows `rank::world_size` belong to a worker.
+        samples_per_epoch: None if it is known only at the end of the epoch. Padding is measured within an epoch.
+        is_whole: False if only the first documents are inspected.
+        args: of the run, `SampleArgs` and `TokenArgs`.
+    """
+    wanted = min(MEASURED_MICRO_BATCHES, ceil((samples_per_epoch or 1 << 62) / args.batch_size))
+    options = torch.device("cpu"), has_decoder, ("labels",), args.trim_to()
+    measured: list[dict[str, Tensor]] = []
+    samples: Samples = []
+    for batch in batches:
+        ranks = [
+            split_batch({name: rows[rank :: args.world_size] for name, rows in batch.items()},
+                        args.batch_size, set(batch), *options).micro_batches
+            for rank in range(args.world_size)
+        ]  # fmt: skip
+        for micro_batches in zip(*ranks, strict=True):
+            rows = [micro_batch.batch for micro_batch in micro_batches]
+            measured += rows[: wanted - len(measured)]
+            for row, rank in itertools.product(range(args.batch_size), range(args.world_size)):
+                if len(samples) < args.samples:
+                    worker = f" (worker {rank})" if args.world_size > 1 else ""
+                    values = {name: entries[row].numpy() for name, entries in rows[rank].items()}
+                    samples.append((f"sample {len(samples)}{worker}", render_sample(values, rendering)))
+        if len(measured) >= wanted and len(samples) >= args.samples:
+            break
+    padding = _padding(measured, args.batch_size, rendering.labels_at_inputs)
+    return "training", [*facts, _steps(samples_per_epoch, is_whole, args), ("padding", padding)], samples
+
+
+def _steps(samples: int | None, is_whole: bool, args: Any) -> tuple[str, str]:
+    rows = args.global_batch_size(args.world_size)
+    shape = f"{args.batch_size} x {args.gradient_accumulation_steps} accumulated x {args.world_size} worker(s)"
+    if samples is None:
+        return "steps", f"{rows} examples each ({shape}); the examples of an epoch are known only at its end"
+    steps = f"{samples:,} examples = {samples / rows:,.1f} steps of {rows} ({shape})"
+    if not is_whole:
+        return "an epoch", f"of these documents has {steps}"
+    return "an epoch", f"{steps}; --iters {args.iters:,} = {args.iters * rows / samples:.2f} epochs"
+
+
+def _padding(micro_batches: list[dict[str, Tensor]], rows: int, labels_at_inputs: bool) -> str:
+    masks, labels = ([batch[name] for batch in micro_batches] for name in ("attention_mask", "labels"))
+    inputs, attended = sum(mask.numel() for mask in masks), sum(int(mask.sum()) for mask in masks)
+    targets, predicted = sum(map(Tensor.numel, labels)), sum(int((t != IGNORED_LABEL).sum()) for t in labels)
+    text = f"{1 - attended / inputs:.2%} of the inputs"
+    if labels_at_inputs:
+        text = f"{text}; {predicted / attended:.2%} of the other tokens are to be predicted"
+    else:
+        text = f"{text}, {1 - predicted / targets:.2%} of the targets"
+    widths = [sorted({t.shape[1] for t in tensors}) for tensors in (masks, labels)]
+    inputs_wide, targets_wide = (" to ".join(map(str, dict.fromkeys((w[0], w[-1])))) for w in widths)
+    measured = f"measured on {len(micro_batches)} micro-batches of {rows} rows"
+    return f"{text}: {measured}, {inputs_wide} inputs, {targets_wide} targets wide"
+
+
+def render_ids(ids: np.ndarray, decode: Callable[[list[int]], str], shown: Mapping[int, str]) -> str:
+    """Text of ids; runs of an id in `shown` (padding, EOS, ignored labels) are written as `name x n`.
+
+    For example [5, 6, 1, 0, 0] with decode giving "a b" for 5 6 and shown {0: "<pad>", 1: "</s>"} is
+    "a b </s> <pad> x 2".
+    """
+    words = []
+    for name, run in itertools.groupby(np.asarray(ids).tolist(), key=shown.get):
+        members = list(run)
+        times = f" x {len(members)}" if len(members) > 1 else ""
+        words.append(decode(members) if name is None else f"{name}{times}")
+    return " ".join(word for word in words if word)
+
+
+def render_predictions(
+    input_ids: np.ndarray, labels: np.ndarray, decode: Callable[[list[int]], str], shown: Mapping[int, str]
+) -> str:
+    """Text of inputs with labels at their own positions: each predicted one is written `[input -> label]`.
+
+    For example inputs 5 9 7 with labels -100 6 -100, ids decoding to letters e f g and 9 to "<mask>", is
+    "e [<mask> -> f] g".
+    """
+    words = []
+    pairs = zip(np.asarray(input_ids).tolist(), np.asarray(labels).tolist(), strict=True)
+    for is_predicted, run in itertools.groupby(pairs, key=lambda pair: pair[1] != IGNORED_LABEL):
+        if is_predicted:
+            names = [[shown.get(i) or decode([i]) for i in pair] for pair in run]
+            words += [f"[{token} -> {label}]" for token, label in names]
+        else:
+            words.append(render_ids(np.array([token for token, _ in run]), decode, shown))
+    return " ".join(words)
+
+
+def render_sample(row: Mapping[str, np.ndarray], rendering: Rendering) -> list[str]:
+    """Lines with every entry of one row of a batch: `input_ids` [length], `labels` [length], and others."""
+    inputs, labels = np.asarray(row["input_ids"]), np.asarray(row["labels"])
+    decode, shown = rendering.decode, {**rendering.shown, IGNORED_LABEL: "(ignored)"}
+    attended = int(np.asarray(row["attention_mask"]).sum()) if "attention_mask" in row else len(inputs)
+    predicted = int((labels != IGNORED_LABEL).sum())
+    lines = [f"input    {len(inputs)} tokens, {attended} attended"]
+    if rendering.labels_at_inputs:
+        lines += [f"  {render_predictions(inputs, labels, decode, shown)}"]
+        lines += [f"target   {predicted} tokens, shown as [input -> target]"]
+    else:
+        lines += [f"  {render_ids(inputs, decode, shown)}"]
+        lines += [f"target   {len(labels)} tokens, {predicted} of them predicted"]
+        lines += [f"  {render_ids(labels, decode, shown)}"]
+    for name in sorted(set(row) - {"input_ids", "labels"}):
+        value = np.asarray(row[name])
+        if value.ndim:
+            runs = (f"{v} x {len(list(run))}" for v, run in itertools.groupby(value.tolist()))
+            lines.append(f"{name}: {', '.join(runs)}")
+        else:
+            meaning = rendering.meanings.get(name, {}).get(value.item())
+            lines.append(f"{name}: {value.item()}" + ("" if meaning is None else f", {meaning}"))
+    return lines
