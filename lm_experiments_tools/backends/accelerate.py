@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lm_experiments_tools.backends import deepspeed_config, fsdp, launch
 from lm_experiments_tools.backends.backend import (
     STALL_SECONDS,
-    DataParallelBackend,
+    Backend,
     PendingStep,
     check_not_trained_again,
     check_whole,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 CLIPS_BY_NORM = "--clip_grad_value does not work with DeepSpeed, which clips by norm: use --clip_grad_norm"
 
 
-class AccelerateBackend(DataParallelBackend):
+class AccelerateBackend(Backend):
     """One worker of an Accelerate job with DDP, or the only one; the base of FSDP and DeepSpeed.
 
     Args:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 import resource
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -333,6 +332,7 @@ class Backend:
 
     def share_weights(self, model: nn.Module) -> None:
         """Give every worker rank 0's weights of a model that is not set up yet, unless `setup` does."""
+        self._broadcast_tensors(list(untied(saved_state(model)).values()))
 
     def _broadcast_tensors(self, tensors: list[Tensor]) -> None:
         """Overwrite tensors with rank 0's."""
@@ -391,17 +391,6 @@ class LocalBackend(Backend):
         if args.fp16_allreduce:
             raise UserError("--fp16_allreduce is for several workers, and this run has only one: leave it out")
         return cls(get_precision(**args.precision_options()))
-
-
-class DataParallelBackend(Backend, ABC):
-    """Base of backends whose workers each hold the full model and optimizer: rank 0's state goes to all."""
-
-    @abstractmethod
-    def _broadcast_tensors(self, tensors: list[Tensor]) -> None:
-        """Overwrite tensors with rank 0's."""
-
-    def share_weights(self, model: nn.Module) -> None:
-        self._broadcast_tensors(list(untied(saved_state(model)).values()))
 
 
 def saved_state(model: nn.Module) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from lm_experiments_tools.backends import horovod_elastic
-from lm_experiments_tools.backends.backend import STALL_SECONDS, DataParallelBackend, check_whole
+from lm_experiments_tools.backends.backend import STALL_SECONDS, Backend, check_whole
 from lm_experiments_tools.backends.launch import wanted_processes
 from lm_experiments_tools.backends.precision import Precision, get_precision
 from lm_experiments_tools.backends.trees import as_carrier, put_back
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _NEVER = 1 << 30  # backward passes: more than any step has
 
 
-class HorovodBackend(DataParallelBackend):
+class HorovodBackend(Backend):
     """One worker of a Horovod job, pinned to the GPU of its local rank where there are GPUs.
 
     Args:

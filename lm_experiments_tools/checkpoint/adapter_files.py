@@ -101,7 +101,7 @@ def read_adapter(model: PeftModel, path: Path) -> dict[str, Tensor]:
     verify_model(path)
     folders = ensemble_folders(path)
     if not folders and not (path / ADAPTER_CONFIG).is_file():
-        raise UserError(f"{path} has no adapter ({ADAPTER_CONFIG}): name its base model by --from_pretrained.")
+        raise UserError(f"{path} is no adapter of peft ({ADAPTER_CONFIG}): name the base model by --from_pretrained.")
     shapes = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in trained_parameters(model).items()}
     wanted = list(model.file_names()) if isinstance(model, PromptEnsemble) else []
     if folders != wanted:
@@ -141,12 +141,12 @@ def check_base(model: PeftModel, path: Path) -> None:
     if then is None or now is None or then == now:
         return
     former, present = Source(str(path), path).base, model.peft_config[DEFAULT_ADAPTER].base_model_name_or_path
-    advice = "put these back"
+    advice = "put those back"
     if former != present and Path(former).is_dir() and Source(former, Path(former)).fingerprint() == then:
         advice = f"continue by --from_pretrained {former} --resume {path}"
     raise UserError(
-        f"the adapter in {path} was trained on the weights of {former}, and those of {present} are others: {advice}, "
-        "or train a new adapter with another --model_path."
+        f"the weights of {present} are not those that the adapter in {path} was trained on ({former}): {advice}, or "
+        "train a new adapter with another --model_path."
     )
 
 

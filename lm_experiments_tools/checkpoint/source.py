@@ -158,13 +158,12 @@ def real_names(id2label: Any, where: str) -> tuple[str, ...]:
         return ()
     try:
         named = {int(number): name for number, name in id2label.items()}
+        if not all(isinstance(name, str | int | float) for name in named.values()):
+            raise ValueError(f"labels {list(named.values())}")
     except (AttributeError, ValueError) as error:
         raise UserError(
             f'{where}: id2label names no label by its number ({error}): write it as {{"0": "no", "1": "yes"}}.'
         ) from error
-    for number, name in named.items():
-        if not isinstance(name, str | int | float):
-            raise UserError(f"{where}: id2label names the label {number} by {name!r}: write a text there.")
     names = tuple(str(named[number]) for number in sorted(named))
     return () if names == tuple(f"LABEL_{number}" for number in range(len(names))) else names
 

@@ -286,7 +286,7 @@ def _read_directory(path: Path, allow_pickle: bool, verified: bool) -> dict[str,
     if is_t5x(path):
         return read_t5x(path)
     if holds_adapter(path):
-        raise UserError(f"{path} holds an adapter: name it by --from_pretrained, which loads its base model too.")
+        raise UserError(f"{path} holds an adapter, not a whole model: name it by --from_pretrained.")
     hint = f": name {path / 'last'} or {path / 'best'} of this run directory" if (path / "last").is_dir() else ""
     raise UserError(f"{path} has no weights (model.safetensors, its shards or pytorch_model.bin){hint}.")
 

@@ -4,10 +4,10 @@ import threading
 
 import torch
 
-from lm_experiments_tools.backends.backend import DataParallelBackend
+from lm_experiments_tools.backends.backend import Backend
 
 
-class ThreadBackend(DataParallelBackend):
+class ThreadBackend(Backend):
     """One of several workers that are threads of this process."""
 
     name = "threads"
